@@ -28,10 +28,10 @@ from workbench.files import (
 KINDS = "F32", "F16", "BF16"
 QUANTIZED = "F8", "F4", "I8", "U8"
 CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
-MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
+MAPPED_BYTES = 1 << 26  # of a file at a time: mapped memory counts as resident
 
-# of every reader of transformers: without the second it offers on a terminal to run
-# Python files of the folder
+# Arguments of every reader of transformers. Without the second, transformers offers on a
+# terminal to run Python files of the folder.
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 LAYER_COUNTS = "num_hidden_layers", "num_layers", "n_layer", "n_layers"
 SIZES = """vocab_size hidden_size intermediate_size moe_intermediate_size head_dim
@@ -41,7 +41,7 @@ GENERATION = "generation_config.json"
 EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 PREFIXES = "model.", "model.language_model.", "language_model.model."
-# endings of tensors that hold packed values, or scales of such
+# endings of the names of tensors that hold packed values or their scales
 PACKED = (
     ".qweight",
     ".qzeros",
@@ -52,7 +52,7 @@ PACKED = (
     ".weight_scale_2",
     ".absmax",
 )
-# what transformers' converter of old tokenizers reads
+# files that transformers' converter of old tokenizers reads
 OLD_TOKENIZER_FILES = "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -68,9 +68,9 @@ class Checkpoint:
     (transformers' own object) and `tensor(name)`.
 
     Raises:
-        InputError: nothing there, something else (a bundle, an adapter, GGUF weights,
-            the name of a model on the Hub), quantized weights, a half download, a
-            truncated or foreign file, a Git LFS pointer.
+        InputError: nothing at the path, something else (a bundle, an adapter, GGUF
+            weights, the name of a model on the Hub), quantized weights, an unfinished
+            download, a truncated or foreign file, a Git LFS pointer.
     """
 
     def __init__(self, path: str | Path):
@@ -81,7 +81,7 @@ class Checkpoint:
         # name → file, dtype as safetensors spells it, shape
         self.header: dict[str, tuple[Path, str, list[int]]] = {}
         for file in self.files:
-            with _opened(file) as tensors:
+            with _open(file) as tensors:
                 for name in tensors.keys():
                     stored = tensors.get_slice(name)
                     entry = file, stored.get_dtype(), stored.get_shape()
@@ -91,10 +91,10 @@ class Checkpoint:
             raise paths.quantized(self.path, f"quantized weights, tensor {packed!r}")
 
     def _weight_files(self) -> list[Path]:
-        whole = self.path / "model.safetensors"  # which transformers prefers
+        single = self.path / "model.safetensors"  # transformers prefers it to an index
         index = self.path / "model.safetensors.index.json"
-        if whole.exists() or not index.is_file():
-            return [whole]
+        if single.exists() or not index.is_file():
+            return [single]
         places = _read_json(index).get("weight_map")
         names = sorted(set(places.values())) if isinstance(places, dict) else []
         if not names or any(Path(name).name != name for name in names):
@@ -108,14 +108,17 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The model's name: that of the folder, in the Hub's cache that of the
-        model."""
+        """The model's name: the folder's, or in the Hub's cache the model's."""
         return paths.model_name(self.path)
 
     @cached_property
     def config(self):
-        """transformers' configuration, text part, with its defaults filled in; what
-        transformers refuses is refused."""
+        """transformers' configuration, text part, with its defaults filled in.
+
+        Raises:
+            InputError: a configuration that transformers refuses, or whose parts the
+                weight files cannot hold.
+        """
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
@@ -143,21 +146,21 @@ class Checkpoint:
         return whole.get_text_config(decoder=True)
 
     def _check_counts(self) -> None:
-        """Refuses a configuration of more parts than the files can hold numbers of:
-        transformers would make lists, modules and tables of them first."""
+        """Refuses sizes and counts of layers that exceed the numbers in the weight
+        files: transformers would first build lists, modules and tables of them."""
         numbers = sum(math.prod(shape) for _, _, shape in self.header.values())
         config = self.path / "config.json"
         parts = [_read_json(config)]
         for fields in parts:
             parts += [part for part in fields.values() if isinstance(part, dict)]
             for name, value in fields.items():
-                most = numbers
+                limit = numbers
                 if name in LAYER_COUNTS:
-                    most = len(self.header)
+                    limit = len(self.header)
                 elif name not in SIZES:
                     continue
-                if isinstance(value, int) and value > most:
-                    needed = f"at most {most:,}, as the weight files hold"
+                if isinstance(value, int) and value > limit:
+                    needed = f"at most {limit:,}, as the weight files hold"
                     step = "download the checkpoint whole, or correct config.json"
                     raise InputError(str(config), f"{name} {value:,}", needed, step)
 
@@ -165,11 +168,15 @@ class Checkpoint:
     def eos(self) -> list[int]:
         """Tokens that end a text. As in transformers' `generate`,
         generation_config.json alone decides where there is one."""
-        own = self.path / GENERATION
+        generation = self.path / GENERATION
         eos = self.config.eos_token_id
-        if own.is_file():
-            eos = _read_json(own).get("eos_token_id")
-        tokens = eos if isinstance(eos, list) else [eos] * (eos is not None)
+        if generation.is_file():
+            eos = _read_json(generation).get("eos_token_id")
+        tokens = eos
+        if eos is None:
+            tokens = []
+        elif not isinstance(eos, list):
+            tokens = [eos]
         if not all(type(token) is int for token in tokens):
             raise InputError(
                 f"checkpoint {self.path}",
@@ -183,27 +190,29 @@ class Checkpoint:
     def sha256(self) -> str:
         """Hash of the configuration and every weight file: the checkpoint's identity
         everywhere."""
-        config, own = self.path / "config.json", self.path / GENERATION
+        config, generation = self.path / "config.json", self.path / GENERATION
         digest = hashlib.sha256(read_bytes(config))
-        ends = [_read_json(f).get("eos_token_id") for f in (config, own) if f.is_file()]
-        if ends[0] != ends[-1]:  # it ends texts where the configuration does not
-            digest.update(read_bytes(own))
+        if generation.is_file():
+            files = generation, config
+            ends, default_ends = (_read_json(f).get("eos_token_id") for f in files)
+            if ends != default_ends:
+                digest.update(read_bytes(generation))
         for path in self.files:
             digest.update(bytes.fromhex(sha256(path)))
         return digest.hexdigest()
 
     @cached_property
     def prefix(self) -> str:
-        """What precedes `layers.0…` in the names of the text model's tensors.
+        """The part of the names of the text model's tensors before `layers.0…`.
 
         Raises:
-            InputError: names of which transformers' loader would load no embeddings.
+            InputError: names under which transformers' loader would find no embeddings.
         """
         for prefix in PREFIXES:
             if f"{prefix}{EMBEDDINGS}" in self:
                 return prefix
         if self._stored_embeddings is None:
-            # only the embeddings are missing, which their reader names
+            # Only the embeddings are missing: the error of their reader names them.
             for prefix in PREFIXES:
                 if any(name.startswith(f"{prefix}layers.0.") for name in self.header):
                     return prefix
@@ -221,30 +230,33 @@ class Checkpoint:
 
     @cached_property
     def _stored_embeddings(self) -> str | None:
-        """The name of the tensor that transformers' loader takes for the text model's
+        """The name of the tensor that transformers' loader reads as the text model's
         embeddings, by the loader's own renamings and base-model prefixes."""
         import transformers
         from transformers import conversion_mapping, core_model_loading
 
-        whole = transformers.AutoConfig.from_pretrained(self.path, **LOCAL)
+        config = transformers.AutoConfig.from_pretrained(self.path, **LOCAL)
         loaders = (
             transformers.AutoModelForCausalLM,
             transformers.AutoModelForImageTextToText,
         )
         loader = next(
-            (one for one in loaders if type(whole) in one._model_mapping), None
+            (loader for loader in loaders if type(config) in loader._model_mapping),
+            None,
         )
         if loader is None:
             return None
         with torch.device("meta"):
-            model = loader.from_config(whole, trust_remote_code=False)
+            model = loader.from_config(config, trust_remote_code=False)
         decoder = model.get_decoder()
         path = next(name for name, module in model.named_modules() if module is decoder)
         transforms = conversion_mapping.get_model_conversion_mapping(model)
         renamings, converters = [], []
         for transform in transforms:
-            renames = isinstance(transform, core_model_loading.WeightRenaming)
-            (renamings if renames else converters).append(transform)
+            if isinstance(transform, core_model_loading.WeightRenaming):
+                renamings.append(transform)
+            else:
+                converters.append(transform)
         parameters = model.state_dict()
         for name in self.header:
             renamed, _ = core_model_loading.rename_source_key(
@@ -256,11 +268,11 @@ class Checkpoint:
 
     @property
     def head(self) -> str:
-        """Name of the matrix that gives logits: as in transformers, the embedding table
-        where the configuration ties the two and no other is stored. Wrappers store the
-        head beside their text model."""
-        wrapped = self.prefix.removesuffix("model.") + HEAD
-        for name in (HEAD, wrapped):
+        """Name of the matrix that computes logits: as in transformers, the embedding
+        table where the configuration ties the two and no other is stored. Wrappers store
+        the head beside their text model."""
+        name_in_wrapper = self.prefix.removesuffix("model.") + HEAD
+        for name in (HEAD, name_in_wrapper):
             if name in self:
                 return name
         return f"{self.prefix}{EMBEDDINGS}" if self.config.tie_word_embeddings else HEAD
@@ -279,8 +291,8 @@ class Checkpoint:
         return name in self.header
 
     def _entry(self, name: str) -> tuple[Path, str, list[int]]:
-        """Where a tensor is. Raises an InputError for one that is missing or holds no
-        floating-point numbers."""
+        """The file, dtype and shape of a tensor. Raises an InputError for a tensor that
+        is missing or holds no floating-point numbers."""
         if name not in self.header:
             kind = self.config.model_type
             ending = name.removeprefix(self.prefix)
@@ -307,7 +319,7 @@ class Checkpoint:
         return self.header[name]
 
     def shape(self, name: str, rows: slice | None = None) -> list[int]:
-        """Shape of tensor `name`, or of some rows of it."""
+        """Shape of tensor `name`, or of some of its rows."""
         _, _, (count, *others) = self._entry(name)
         return [len(range(count)[rows or slice(None)]), *others]
 
@@ -315,34 +327,34 @@ class Checkpoint:
         """The values of tensor `name` (or of some rows) in order: flat pieces in the
         stored dtype, of at most `CHUNK` elements, that lie in the mapped file."""
         file, _, (count, *others) = self._entry(name)
-        wanted = range(count)[rows or slice(None)]
+        indices = range(count)[rows or slice(None)]
         step = max(1, MAPPED_BYTES // (4 * math.prod(others)))
-        for first in wanted[::step]:
-            with _opened(file) as tensors:
-                block = tensors.get_slice(name)[first : min(first + step, wanted.stop)]
+        for first in indices[::step]:
+            with _open(file) as tensors:
+                block = tensors.get_slice(name)[first : min(first + step, indices.stop)]
                 yield from block.flatten().split(CHUNK)
 
     def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
-        """Tensor `name` (or some rows of it) in float32; only the bytes asked for are
-        read."""
-        with _opened(self._entry(name)[0]) as tensors:
+        """Tensor `name` (or some of its rows) in float32; only their bytes are read."""
+        file, _, _ = self._entry(name)
+        with _open(file) as tensors:
             rows = slice(None) if rows is None else rows
             return tensors.get_slice(name)[rows].float()
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a bundle says of its checkpoint: `name`, `sha256`, and its most common
-        `dtype`, as safetensors spells it (F32, F16, BF16)."""
+        """The checkpoint's entry in a bundle's manifest: `name`, `sha256`, and its most
+        common `dtype` as safetensors spells it (F32, F16, BF16)."""
         dtype = mode(dtype for _, dtype, _ in self.header.values())
         return {"name": self.name, "sha256": self.sha256, "dtype": dtype}
 
     @cached_property
     def tokenizer(self) -> Path:
         """The folder with tokenizer.json, if there is one: the checkpoint's, or a
-        temporary one into which the files of an older tokenizer were converted as
-        transformers' AutoTokenizer reads them."""
-        old = any((self.path / name).is_file() for name in OLD_TOKENIZER_FILES)
-        if (self.path / "tokenizer.json").is_file() or not old:
+        temporary folder where transformers' AutoTokenizer has converted the files of an
+        older tokenizer."""
+        is_old = any((self.path / name).is_file() for name in OLD_TOKENIZER_FILES)
+        if (self.path / "tokenizer.json").is_file() or not is_old:
             return self.path
         from transformers import AutoTokenizer
 
@@ -352,7 +364,7 @@ class Checkpoint:
         try:
             converted = AutoTokenizer.from_pretrained(self.path, **LOCAL)
             converted.save_pretrained(folder)
-        except Exception as problem:  # whatever the converter of a family raises
+        except Exception as problem:  # converters of families raise anything
             raise InputError(
                 f"tokenizer {self.path}",
                 f"no tokenizer.json, and {one_line(problem)}",
@@ -362,12 +374,13 @@ class Checkpoint:
         return Path(folder)
 
     def tokenizer_files(self) -> list[Path]:
+        """The files of the tokenizer that a bundle holds."""
         folder = self.tokenizer
         return [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
 
     def save_tokenizer(self, folder: Path) -> Tokens:
-        """Copies the tokenizer, if there is one, into a bundle's folder; returns what
-        its manifest says of tokens."""
+        """Copies the tokenizer, if there is one, into a bundle's folder; returns the
+        manifest's entry on tokens."""
         target = folder / "tokenizer"
         for file in self.tokenizer_files():
             if is_lfs_pointer(file):
@@ -391,8 +404,12 @@ def _read_json(path: Path) -> dict:
     return fields
 
 
-def _opened(path: Path):
-    """A safetensors file, mapped, as safetensors' own reader gives it."""
+def _open(path: Path):
+    """Context manager that gives safetensors' own reader of a file.
+
+    Raises:
+        InputError: no such file, no whole safetensors file, a Git LFS pointer.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -418,8 +435,8 @@ def random(
     noise: Callable[[torch.Size], torch.Tensor] | None = None,
     **config,
 ) -> Path:
-    """Writes a Hugging Face folder of random weights and any dimensions, never holding
-    more than one of its files.
+    """Writes a Hugging Face folder of random weights and any dimensions, holding at most
+    one of its files in memory.
 
     Args:
         path: the new folder.
@@ -427,12 +444,12 @@ def random(
             keywords.
         dtype: `float32`, `float16` or `bfloat16`.
         shard_bytes: size of a safetensors file.
-        noise: values of variance 1 around 0 for a shape (default: normal ones from
+        noise: shape → values of variance 1 around 0 (default: normal values from
             `seed`).
 
     Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around
-    0: signals keep their size, and nothing is at a value (0, 1) that would hide a
-    missing ingredient."""
+    0: signals keep their size, and no parameter is 0 or 1, which would hide that a layer
+    does not use it."""
     import transformers
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -469,7 +486,7 @@ def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
     leaf = name.rpartition(".")[2]
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise
-    # transformers sets the last one, the skip class's, to -1 whenever it loads a model
+    # transformers sets the last bias, the skip class's, to -1 whenever it loads a model
     if leaf == "balancing_biases":
         return torch.cat([0.1 * noise[:-1], -torch.ones(1)])
     if leaf.endswith("bias"):

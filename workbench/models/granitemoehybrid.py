@@ -73,8 +73,8 @@ class Mamba2(nn.Module):
         x, b, c = cut(mixed, *self.parts)
         x = s.heads(x, s.H)
         b, c = (
-            repeated(groups.heads(each, groups.H), groups, s.H // groups.H)
-            for each in (b, c)
+            repeated(groups.heads(part, groups.H), groups, s.H // groups.H)
+            for part in (b, c)
         )
         among = decays(log_decay(self.A_log, step), order)
         matrix = cache[MATRIX_STATE]

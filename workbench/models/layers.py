@@ -146,12 +146,13 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """Static sizes of one attention layer: S slots of cache, H query heads on H_kv
-    key/value heads of D channels, of which rope turns the first `rotary`.
+    """Static sizes of one attention layer: S cache rows, and H query heads that share
+    H_kv key/value heads of D channels. Rope rotates the first `rotary` channels of a
+    head. `suffix` ends the names of the layer's rope and mask inputs.
 
     Traced code takes sizes from here: reading them off a tensor would put shape
     arithmetic into the program. T is the only free size and is always the -1 of a
-    reshape. `suffix` is that of the layer's rope and mask inputs."""
+    reshape."""
 
     B: int
     H: int
@@ -207,20 +208,20 @@ class AttentionGeometry:
             parts.append(x[..., width:])
         return torch.cat(parts, dim=-1)
 
-    def append(self, held, rows, io: dict):
-        """Writes `rows` [B, H_kv, T, D] of this call into the cache `held` [B, H_kv, S,
-        D], in place, so that it becomes a state update in Core ML, and returns it.
+    def append(self, cache, rows, io: dict):
+        """Writes `rows` [B, H_kv, T, D] of this call into `cache` [B, H_kv, S, D], in
+        place, so that the write becomes a state update in Core ML; returns the cache.
 
-        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when
-        its cache is a ring), one-hot columns say which slot each token takes, a zero
-        column none; with `pos` [1], tokens take slots pos … pos + T − 1."""
+        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, where
+        the cache is a ring), a one-hot column selects the row of each token, and a zero
+        column no row; with `pos` [1], tokens take rows pos … pos + T − 1."""
         if POS in io:
             pos = io[POS]
-            held[:, :, pos : pos + rows.shape[2]] = rows
+            cache[:, :, pos : pos + rows.shape[2]] = rows
         else:
             mask = io.get(KV_WRITE_MASK + self.suffix, io.get(KV_WRITE_MASK))
-            held[:] = held * (1 - mask.sum(-1, keepdim=True)) + mask @ rows
-        return held
+            cache[:] = cache * (1 - mask.sum(-1, keepdim=True)) + mask @ rows
+        return cache
 
     def attend(self, q, k, v, cache: dict, io: dict):
         """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v
@@ -248,12 +249,12 @@ class Attention(nn.Module):
     Scaling q before q kᵀ keeps scores small in fp16.
 
     Args:
-        fused: one projection makes q, k and v, in this order.
-        gated: `q_proj` makes q and then a gate of D channels for each head; the sigmoid
-            of the gate multiplies what the head attends to.
-        norm_at: what RMSNorms of q and k norm: each head (`heads`), each head after
-            rope (`rotated`), all heads together (`channels`); "": there are none.
-        norm: makes such a norm from a width and the axis.
+        fused: whether one projection computes q, k and v, in this order.
+        gated: whether `q_proj` computes q and then a gate of D channels for each head;
+            the sigmoid of the gate multiplies the head's output.
+        norm_at: what the RMSNorms of q and k normalize: each head (`heads`), each head
+            after rope (`rotated`), all heads together (`channels`); "": there are none.
+        norm: builds such a norm from a width and an axis.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = norm(shape.D, dim=3), norm(shape.D, dim=3)
 
     def normed(self, at: str, q, k):
-        """q and k, through their norms if these are at this place."""
+        """q and k, normalized where their norms are at this place."""
         return (self.q_norm(q), self.k_norm(k)) if self.norm_at == at else (q, k)
 
     def forward(self, x, cache: dict, io: dict):
@@ -315,8 +316,8 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)); `fused`: one projection makes the gate and what it
-    multiplies, in this order."""
+    """down(act(gate(x)) · up(x)); `fused`: one projection computes gate(x) and up(x), in
+    this order."""
 
     def __init__(
         self, C: int, inner: int, act, bias: bool = False, fused: bool = False
@@ -341,7 +342,7 @@ class GatedMLP(nn.Module):
 
 class Head(nn.Module):
     """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T,
-    1], which are divided by `divisor`."""
+    1], divided by `divisor`."""
 
     def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float):
         super().__init__()

@@ -68,7 +68,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = cut(mixed, *self.widths)
         q = scaled(unit(keys.heads(q, keys.H), EPS), keys.D**-0.5)
         k = unit(keys.heads(k, keys.H), EPS)
-        q, k = (repeated(each, keys, s.H // keys.H) for each in (q, k))
+        q, k = (repeated(part, keys, s.H // keys.H) for part in (q, k))
         v = s.heads(v, s.H)
         step = softplus(s.numbers(self.in_proj_a(x)) + self.dt_bias)
         among = decays(log_decay(self.A_log, step), order)

@@ -48,10 +48,10 @@ def extended(B: int, x, old, select, keep=None):
     if keep is None:
         counts = select.sum(-1, keepdim=True)  # [B, n, 1]
         last = counts[:, -1:]
-        kept = (1 - last) * old + (last - counts) * old[:, -1:]
+        remaining = (1 - last) * old + (last - counts) * old[:, -1:]
     else:
-        kept = keep @ old
-    old[:] = select @ rows + kept
+        remaining = keep @ old
+    old[:] = select @ rows + remaining
     return joined
 
 
@@ -106,8 +106,8 @@ def decays(g, order) -> Decays:
     g = g * order.clamp(0, 1)
     # [B, 1, T, T]: 1 where column j is earlier
     before = (order - order.transpose(2, 3)).clamp(0, 1)
-    own = g * before
-    between = torch.exp(before @ own + own) * before
+    logarithms = g * before
+    between = torch.exp(before @ logarithms + logarithms) * before
     leave = torch.exp(before.transpose(2, 3) @ g)
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
 
@@ -123,8 +123,8 @@ def recall(q, k, v, matrix, among: Decays):
     """The values [B, H, T, V] that the tokens of a call read: from the state `matrix`
     [B, H, K, V], from earlier tokens of the call, and from themselves."""
     earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
-    own = (q * k).sum(-1, keepdim=True) * v
-    return (q @ matrix) * among.enter + (earlier + own)
+    itself = (q * k).sum(-1, keepdim=True) * v
+    return (q @ matrix) * among.enter + (earlier + itself)
 
 
 def repeated(x, shape: AttentionGeometry, times: int):

@@ -1,5 +1,5 @@
-"""Runs a shard through coremltools and Core ML (macOS 15 or later). None of it has been
-run on a device off a Mac.
+"""Runs a shard through coremltools and Core ML (macOS 15 or later). Off a Mac this code
+runs over the shim alone, never on a device.
 
 Shards are compiled once and stored beside the bundle, under a hash of their files,
 coremltools and macOS; every later process loads the compiled model."""
@@ -54,10 +54,9 @@ COPIES = 2
 
 @dataclass(frozen=True)
 class Placed:
-    """One compute operation of a compute plan: where Core ML prefers to run it, and
-    what else could.
-
-    `preferred` is ane, gpu or cpu; None if the plan does not contain it."""
+    """One compute operation of a compute plan: the unit that Core ML prefers (`ane`,
+    `gpu` or `cpu`; None if the plan does not state it), and the units that could run
+    it."""
 
     op: str
     name: str
@@ -67,8 +66,8 @@ class Placed:
 
 @contextmanager
 def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
-    """Context manager that turns errors of Core ML's binding, RuntimeErrors of several
-    lines, and those of the disk into one InputError with their text."""
+    """Context manager that turns errors of Core ML's binding, which are RuntimeErrors of
+    several lines, and errors of the disk into one InputError with their text."""
     try:
         yield
     except (RuntimeError, OSError) as problem:
@@ -174,8 +173,9 @@ class CoreMLModel(Model):
     def _model(self, T: int):
         """The function of T, loaded when it is first needed.
 
-        An empty file beside the compiled package records a load with the same settings,
-        since Core ML then makes a program for the device and stores it itself."""
+        An empty file beside the compiled package records that it was loaded with these
+        settings: Core ML stores the program that it then makes for the device, so that
+        later loads are faster."""
         if T in self.models:
             return self.models[T]
         settings = self.units, self.functions[T], sorted(self.hints.items())
@@ -286,7 +286,8 @@ def compiled_path(bundle: Bundle, shard: Shard, package: Path | None = None) -> 
 
 
 def _hints(ct, hints: dict) -> dict:
-    """Hints as coremltools takes them."""
+    """Optimization hints with coremltools' enumerations as values; refuses unknown names
+    and values."""
     values = {}
     for name, value in hints.items():
         check_choice("optimization hint", name, HINTS)

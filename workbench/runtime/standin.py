@@ -1,6 +1,6 @@
 """The coreml runtime without Core ML: the same code over `miltorch.shim`, which is as
 strict as the native binding. No result of a stand-in is a measurement of Core ML: its
-rows are labelled `stand-in`, and made-up placements `simulated`."""
+rows are labelled `stand-in`, and invented placements `simulated`."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class StandInModel(CoreMLModel):
     `CoreMLModel`.
 
     Attributes:
-        layer: what takes the place of coremltools' native layer.
+        layer: replaces coremltools' native layer.
     """
 
     plan_source = "simulated"
@@ -26,6 +26,7 @@ class StandInModel(CoreMLModel):
     @classmethod
     @contextmanager
     def native_layer(cls) -> Iterator[None]:
-        """Models that are loaded inside can predict afterwards."""
+        """Context manager in which `layer` is coremltools' native layer. A model that is
+        loaded inside can predict afterwards."""
         with _one_at_a_time, shim.replaced(cls.layer):
             yield
