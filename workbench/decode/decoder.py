@@ -148,11 +148,14 @@ class Sequences:
                 "make several calls, or export with more --tokens",
             )
         T = options.tiling.width(columns)
+        # Everything that can be refused is refused here, before states or floors change.
         io, times = decoder.inputs(self.offsets, chunk, T), Times()
         self.check_whole()
         self.last_call = None
         if keep and max(counts) > 1 and options.kv_write == "mask":
             self._keep_last_call(T)
+        # before the shards run, so that an interrupted call leaves a floor that is above
+        # the sequence's tokens, which `check_whole` refuses
         self._raise_floors(counts)
         for model, state in zip(decoder.layers, self.states, strict=True):
             start = clock()
@@ -162,6 +165,7 @@ class Sequences:
                 native += decoder.experts.native_ms
             times.add(start, native)
         self.append(chunk)
+        # only whole calls lead back: while the call ran, the floor was its end
         if self.last_call:
             self.floors = [before.offset for before in self.last_call.before]
         return io[X].reshape(len(chunk), -1, T), times
@@ -217,6 +221,7 @@ class Sequences:
         decoder.host.check(self.offsets, [*map(len, prompts)])
         last = 0.0
         for chunk, hidden in self.advance_calls(prompts, tile):
+            # a sequence whose prompt has ended keeps the hidden state of its last token
             has_tokens = np.array([[[len(tokens) > 0]] for tokens in chunk])
             last = np.where(has_tokens, _last_columns(hidden, chunk), last)
         return decoder.logits(last)[:, -1]
@@ -246,6 +251,7 @@ class Sequences:
         states = {}
         for state, name in self.named_states:
             value, first = state.read(name)[seq], 0
+            # of a ring, older rows are overwritten already, and no token reads them
             if state.shard.states[name].ring:
                 first = max(0, lowest - snapshot.window(manifest, name) + 1)
             if is_cache(name):
@@ -266,6 +272,7 @@ class Sequences:
         if stored:
             stored.check_fits(self.decoder.identity, manifest.options.max_seq_len)
         for state, name in self.named_states:
+            # A runtime reads and writes whole tensors, with all sequences of the batch.
             batch = state.read(name)
             batch[seq] = 0
             if stored and is_cache(name):
@@ -376,6 +383,7 @@ class Decoder:
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
         self.experts = RoutedExperts(bundle, load, self.plane)
+        # experts load when they are picked; they are packages like the others
         models = [*self.layers, *self.heads]
         self.shows_inner_layers = all(m.shows_inner_layers for m in models)
         self.begin()
@@ -470,6 +478,7 @@ class Decoder:
         calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
         if on_call:
             outputs = [_observed(model, *call, on_call) for call in zip(*calls)]
+        # see above: joined calls would sum in another order
         elif any(name.endswith(MATRIX_STATE) for name in shard.states):
             outputs = [model.predict(*call) for call in zip(*calls, strict=True)]
         else:
@@ -505,6 +514,7 @@ class Decoder:
         t_max, ios, widths = self.options.t_max, [], []
         for part in np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2):
             T = part.shape[2]
+            # a head of fixed shapes takes whole calls, too
             dummies = 0, self.options.tiling.width(T) - T
             ios.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
             widths.append(T)
@@ -566,6 +576,7 @@ class Decoder:
         stop = self.manifest.tokens.eos if stop is None else stop
         samplings = per_sequence(sampling, B)
         limits = [whole_number(n, "new tokens") for n in per_sequence(max_new, B)]
+        # All checks come first: sequences that are refused never become current.
         seqs = self.new_sequences(after)
         prompts = seqs.check_tokens(ids)
         counts = []

@@ -75,8 +75,10 @@ class RoutedExperts:
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
         # [B, 1, T]
         weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)
+        # dummies pick no expert, so that none is loaded for garbage
         choice[np.arange(hidden.shape[2]) >= counts[:, None]] = -1
         for expert in np.unique(choice):
+            # the skip class, and -1
             if (layer, expert) not in self.shards:
                 continue
             is_chosen = choice == expert  # [B, T]

@@ -99,6 +99,7 @@ class Host:
                 slice write.
         """
         self.check(offsets, counts)
+        # dummies have positions, too, and garbage in their columns: nothing reads either
         positions = offsets[:, None] + np.arange(T)  # [B, T]
         valid = np.arange(T) < counts[:, None]
         inputs = {}
@@ -114,6 +115,7 @@ class Host:
             shape = [T if n == "T" else n for n in self.router_state]
             inputs[ROUTER_STATE] = np.zeros(shape)
         for suffix, rope, window in self.tables:
+            # in float32, as transformers computes its tables
             angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
@@ -124,6 +126,7 @@ class Host:
             is_row = np.arange(rows)[:, None] == (positions % rows)[:, None]
             write_mask = KV_WRITE_MASK + suffix if ring else KV_WRITE_MASK
             inputs[write_mask] = (is_row & valid[:, None])[:, None]
+        # one address serves the whole batch, and every column is written
         if self.options.kv_write == "slice":
             if len(set(offsets.tolist())) > 1 or not valid.all():
                 raise InputError(

@@ -54,10 +54,13 @@ class Sampling:
             raise InputError(subject, str(logits[best]), "finite values", step)
         if self.temperature == 0:
             return best
+        # stable: among equal logits the lowest id comes first, as in greedy decoding
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
         differences = logits[order].astype(np.float64) - logits[order[0]]
+        # differences from the largest logit, so that exp cannot overflow
         weights = np.exp(differences / self.temperature)
         chances = weights / weights.sum()
+        # as transformers' TopPLogitsWarper: the token that reaches top_p is still in
         nucleus = np.cumsum(chances) - chances < self.top_p
         chances = chances[nucleus] / chances[nucleus].sum()
         rng = np.random.default_rng([self.seed, position])

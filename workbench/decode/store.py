@@ -152,6 +152,7 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if D % 2 or not (np.abs(rows) <= MAX_FP16).all():
         needed = "finite values in fp16's range and an even head_dim"
         raise InputError("q4", f"other values, head_dim {D}", needed, "save as fp16")
+    # as float16 storage would round them, whatever the dtype of the states
     rows = rows.astype(np.float16).astype(np.float32)
     grouped = rows.reshape(*rows.shape[:-1], -1, gcd(D, GROUP))
     low = grouped.min(-1)  # an fp16 number

@@ -47,6 +47,7 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding
     norms bound every channel.
     """
+    # the largest magnitude that each channel of the stream can have
     table = f"{source.prefix}embed_tokens.weight"
     bound = torch.zeros(plan.dims.C)
     for start in range(0, plan.dims.V, CHUNK):
@@ -57,6 +58,7 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
             weight = source.tensor(f"{source.prefix}layers.{i}.{name}.weight")
             bound += (1 + weight).abs()
     peak = float(bound.max()) * plan.dims.C**0.5
+    # 2^-exponent of the peak is below the largest fp16 number
     exponent = max(0, math.frexp(peak / NORMAL[1])[1])
     scale = plan.embedding_scale * 2.0**-exponent
     return replace(plan, residual_exponent=exponent, embedding_scale=scale)

@@ -68,7 +68,7 @@ class Mamba2(nn.Module):
         order = io[ORDER]
         gate, u, step = cut(self.in_proj(x), *self.widths)
         step = softplus(s.numbers(step) + self.dt_bias)
-        step = step * order.clamp(0, 1)
+        step = step * order.clamp(0, 1)  # 0 for dummies: they add and decay nothing
         mixed = nn.functional.silu(self.conv1d(u, cache, io))
         x, b, c = cut(mixed, *self.parts)
         x = s.heads(x, s.H)
@@ -100,6 +100,7 @@ def plan(config) -> Plan:
     has_rope = config.position_embedding_type == "rope"
     table = rope(config) if has_rope else no_rope(config)
     fields = hybrid(config, "linear_attention", *sizes, table=table.name)
+    # `llama.plan` and its layers read the width of the MLP under Llama's name
     dense = copy.copy(config)
     dense.intermediate_size = config.shared_intermediate_size
     scale = float(config.embedding_multiplier)

@@ -40,6 +40,7 @@ def split(value: float) -> tuple[float, ...]:
     nearest three, the last of which is from 1 to 2."""
     if float(np.float16(value)) == value:
         return (value,)
+    # the 1,024 fp16 numbers from the square root on: a whole binade of first factors
     start = np.float16(abs(value) ** 0.5).view(np.uint16)
     first = (
         np.arange(start, start + 1024, dtype=np.uint16)
@@ -138,6 +139,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         y, peak = by_peak(x, self.dim)
+        # mean(x²) + eps = peak² · (mean(y²) + eps / peak²); eps alone underflows in fp16,
+        # so that each of its factors is divided by the peak once
         eps = scaled(self.eps0 / peak, self.unit * self.third)
         eps = eps * scaled(self.eps1 / peak, self.unit)
         root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
@@ -215,6 +218,7 @@ class AttentionGeometry:
         With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, where
         the cache is a ring), a one-hot column selects the row of each token, and a zero
         column no row; with `pos` [1], tokens take rows pos … pos + T − 1."""
+        # in place: coremltools turns an assignment to a buffer into `write_state`
         if POS in io:
             pos = io[POS]
             cache[:, :, pos : pos + rows.shape[2]] = rows
@@ -229,6 +233,7 @@ class AttentionGeometry:
 
         q [B, H, T, D] is already scaled. The query heads of one group are rows of one
         product, so nothing is repeated and no tensor has rank 5."""
+        # first the rows of this call: a token attends to itself
         k = self.append(cache[K_STATE], k, io)
         v = self.append(cache[V_STATE], v, io)
         mask = io[ATTN_MASK + self.suffix]
@@ -309,6 +314,7 @@ class Attention(nn.Module):
         q = s.rotate(q, io)
         k = s.rotate(k, io)
         q, k = self.normed("rotated", q, k)
+        # q, not the scores: q kᵀ itself may exceed fp16
         mixed = s.attend(scaled(q, self.scale), k, v, cache, io)
         if self.gated:
             mixed = mixed * torch.sigmoid(gate)

@@ -51,6 +51,7 @@ def plan(config) -> Plan:
     fields = hybrid(config, "conv", config.conv_L_cache, config.hidden_size)
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")
+    # transformers' object stays as it is: others read it
     as_llama = copy.copy(config)
     as_llama.rms_norm_eps = config.norm_eps
     if config.block_auto_adjust_ff_dim:

@@ -70,6 +70,7 @@ class DecoderLayer(nn.Module):
             keywords |= {"norm": plan.norm} | attention
             shape = plan.shape(index, options)
             mixer = "self_attn", Attention(C, shape, **keywords)
+        # the checkpoint names the mixer, and parameters have its names
         self.mixer, module = mixer
         self.add_module(self.mixer, module)
         inner = config.intermediate_size

@@ -76,6 +76,7 @@ class GatedDeltaNet(nn.Module):
         beta = torch.sigmoid(s.numbers(self.in_proj_b(x))) * order.clamp(0, 1)
         system = (k @ k.transpose(2, 3)) * among.between * beta
         right = delta = (v - (k @ matrix) * among.enter) * beta
+        # A is strictly lower triangular: its power of T is 0, and T - 1 steps are exact
         for _ in range(self.t_max - 1):
             delta = right - system @ delta
         o = recall(q, k, delta, matrix, among)

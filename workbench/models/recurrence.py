@@ -45,6 +45,7 @@ def extended(B: int, x, old, select, keep=None):
         [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
     )
     rows = x.reshape(B, width, -1).transpose(1, 2)
+    # A tail of up to two rows needs no input of its own: `counts` are 0 or 1.
     if keep is None:
         counts = select.sum(-1, keepdim=True)  # [B, n, 1]
         last = counts[:, -1:]
@@ -107,6 +108,7 @@ def decays(g, order) -> Decays:
     # [B, 1, T, T]: 1 where column j is earlier
     before = (order - order.transpose(2, 3)).clamp(0, 1)
     logarithms = g * before
+    # [B, H, T, T]: before @ logarithms sums g over the tokens between j and i
     between = torch.exp(before @ logarithms + logarithms) * before
     leave = torch.exp(before.transpose(2, 3) @ g)
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
@@ -152,6 +154,7 @@ def expm1(x):
 def softplus(x):
     """ln(1 + e^x), the logarithm as a series of atanh, because 1 + e^-|x| is 1 in fp16
     from |x| = 8 on."""
+    # ln(1 + e) = 2 · atanh(s) with s = e / (e + 2): odd powers of s, at most 1/3
     e = torch.exp(-x.abs())
     s = e / (e + 2)
     square = s * s

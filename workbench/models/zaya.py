@@ -78,6 +78,7 @@ class Projection(nn.Module):
         group; [B, H, T, D], [B, H_kv, T, D]."""
         s = self.shape
         groups = s.B * s.H_kv
+        # rank 4: batch and groups share the first axis
         queries = q.reshape(groups, s.H // s.H_kv, -1, s.D)
         mean_q = (queries + k.reshape(groups, 1, -1, s.D)) * 0.5
         mean_k = mean_q.mean(1, keepdim=True)
@@ -181,6 +182,7 @@ class Experts(nn.Module):
         T, 1]."""
         s = self.shape
         E = self.count
+        # one convolution for all experts: gates and ups of an expert lie side by side
         both = nn.functional.conv2d(x, self.gate_up_proj)
         both = both.reshape(s.B, E, 2 * self.inner, -1)
         # [B, E, inner, T]
