@@ -1,5 +1,5 @@
-"""A bundle opens from anywhere, and only as the export left it: damage is refused at opening, by
-validation, or is RED in gate `interface`."""
+"""A bundle opens from any folder, and only as the export wrote it: damage is refused at opening or
+by validation, or is RED in gate `interface`."""
 
 import os
 import re
@@ -158,7 +158,8 @@ def test_a_file_outside_the_bundle_is_refused(copy):
 
 KEYS = "shards/0/states/layers.0.k_state"
 ORDER = "every layer once, in order"
-BEYOND = [  # where, what, and what is named if it is not that place
+# place in bundle.json, value, and words of the message where they are not the place
+BEYOND = [
     ("version", 1, "version: .*a bundle of version 2.*export again"),
     ("shards", lambda shards: [shards[1], shards[0], *shards[2:]], ORDER),
     ("shards", lambda shards: shards[1:], ORDER),

@@ -1,4 +1,5 @@
-"""One writer to a folder, nothing replaced, nothing left behind."""
+"""A folder has one writer at a time; an export replaces nothing and leaves nothing behind when it
+fails."""
 
 import pytest
 from refusal import refused

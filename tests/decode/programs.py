@@ -1,10 +1,10 @@
-"""Random programs of prefill, decode, trim, snapshot, restore, add and remove, against the tokens
-that count alone.
+"""Random programs of prefill, decode, trim, snapshot, restore, add and remove, compared with runs
+of the tokens that remain.
 
-A program runs on a batch of three sequences. Beside it, every sequence has a history: its calls,
-each with its T, those of its tokens that count, and its place in the batch, on which a kernel's
-order of sums depends. At the end a fresh decoder runs each history alone, the other sequences
-waiting: what one more call computes, and what every state holds, must be the same bits in `exact`.
+A program runs on a batch of three sequences. The test notes the history of every sequence: its
+calls, and for each call T, the tokens that remain of it, and the sequence's place in the batch, on
+which a kernel's order of sums depends. At the end new sequences run each history alone while the
+others wait: in `exact`, one more call must compute the same bits, and every state must hold them.
 """
 
 import tempfile
@@ -34,9 +34,10 @@ SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "layout": "bc1t"})
 
 @dataclass
 class Lineage:
-    """A sequence as it counts: its calls as [T, tokens, place in the batch], the most tokens that
-    it has had, and how many of the last call's count, in which it may have waited: none where that
-    call had one token of each sequence, for which no recurrent state is kept."""
+    """The history of a sequence: its calls as [T, tokens that remain, place in the batch]; `high`,
+    the most tokens that it has had; and `last`, how many tokens remain of the last call, in which
+    the sequence may have waited. `last` is 0 after a call of one token of each sequence, for which
+    no recurrent state is kept."""
 
     calls: list[list] = field(default_factory=list)
     high: int = 0
@@ -61,8 +62,8 @@ class Lineage:
 
 
 class Program:
-    """One random program on a decoder; `lineages` and `stored` say what each sequence and snapshot
-    should be."""
+    """One random program on a decoder; `lineages` has the history of each sequence, `stored` each
+    snapshot with its history."""
 
     def __init__(self, decoder: Decoder, seed: int):
         self.decoder, self.rng = decoder, np.random.default_rng(seed)
@@ -78,7 +79,7 @@ class Program:
             getattr(self, self.done[-1])()
 
     def ran(self, chunk: list[list[int]], is_undoable: bool) -> None:
-        """Notes a call; `is_undoable`: recurrent states go back into it."""
+        """Notes a call; `is_undoable`: whether recurrent states go back into it."""
         for seq, tokens in enumerate(chunk):
             self.lineages[seq].add(max(map(len, chunk)), tokens, seq, is_undoable)
 
@@ -108,7 +109,7 @@ class Program:
             self.ran(tokens, False)
 
     def trim(self) -> None:
-        """Within the depth that is promised it must work; beyond, it may be refused, and then
+        """Within the promised depth a trim must work; beyond it a trim may be refused, and then
         changes nothing."""
         seq, count = int(self.rng.integers(B)), int(self.rng.integers(1, T_MAX + 3))
         lineage = self.lineages[seq]
@@ -121,8 +122,8 @@ class Program:
             assert not differing(self.decoder.snapshot(seq), before)
 
     def promised(self, lineage: Lineage) -> int:
-        """How many tokens every kind of state gives back: t_max of the most that there were;
-        recurrent states, those of the last call."""
+        """How many tokens can be trimmed at least: from the most that the sequence has had, t_max
+        tokens; with recurrent states, those of the last call."""
         depth = T_MAX - (lineage.high - len(lineage.ids))
         if floor(self.decoder.manifest, 1):  # recurrent states
             return min(depth, lineage.last)
@@ -159,7 +160,7 @@ class Program:
         return self.stored[index] if index >= 0 else None
 
     def faults(self) -> Iterator[str]:
-        """How what is left differs from each sequence's tokens alone."""
+        """The differences between the sequences and runs of their histories alone."""
         decoder, last = self.decoder, [self.tokens(1) for _ in range(B)]
         hidden, _ = decoder.seqs.advance(last)
         left = [decoder.snapshot(seq) for seq in range(B)]
@@ -188,7 +189,7 @@ def move(seqs: Sequences, source: int, target: int) -> None:
 
 
 def differing(a: Snapshot, b: Snapshot) -> list[str]:
-    """States of two snapshots that differ in the rows that both hold."""
+    """Names of the states of two snapshots that differ in the rows that both hold."""
     names = [] if a.ids == b.ids else ["ids"]
     for name, value in a.states.items():
         other = b.states[name]
@@ -199,15 +200,15 @@ def differing(a: Snapshot, b: Snapshot) -> list[str]:
 
 
 def options(family: str, shape: int) -> dict:
-    """Export options of a family's bundle, of which there are `len(SHAPES)`."""
+    """Export options of a family's bundle, with the shards of one of `SHAPES`."""
     ring = {"sliding": "ring"} if family in RINGS else {}
     sizes = {"max_seq_len": S, "tokens": f"1-{T_MAX}", "batch": B}
     return sizes | ring | SHAPES[shape]
 
 
 def fault_of(decoder: Decoder, seed: int) -> str:
-    """What the program of a seed ends with that its tokens alone do not, and what it did; "" if
-    nothing."""
+    """The differences at the end of the program of a seed, and its operations; "" without a
+    difference."""
     program = Program(decoder, seed)
     program.run()
     faults = list(program.faults())

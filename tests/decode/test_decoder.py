@@ -32,9 +32,9 @@ def llama(exports):
 @pytest.mark.parametrize("width", [0, 4])
 @pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *map(wide, ([1], [2], [3], [4]))])
 def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes, width):
-    """With a width, calls have dummy columns, whose garbage must not enter any state."""
+    """A call of a larger width has dummy columns, whose garbage must not enter any state."""
     _, decoder, g = family
-    # DeltaNet solves for what a call's tokens change in one another by three or more products
+    # DeltaNet solves for the mutual changes of a call's tokens by three or more products
     limit = 5e-6 if decoder.manifest.family == "qwen3_5_text" else 2e-6
     assert tiny.logits_error(decoder, g, *sizes, width=width) < limit
 
@@ -102,7 +102,8 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, messag
 def test_after_an_interrupted_call_a_recurrent_state_is_refused(
     exports, monkeypatch, family, goes_on
 ):
-    """Jupyter's stop button between two shards. Rows of a cache are written again."""
+    """As Jupyter's stop button between two shards. A cache needs no refusal: the next call writes
+    the same rows again."""
     decoder, stop = exports.decoder(family), mock.Mock(side_effect=KeyboardInterrupt)
     step = partial(decoder.decode_one_token, 9)
     decoder.prefill([3, 14, 15])

@@ -1,5 +1,5 @@
-"""Hooks see what runs, and nothing that looks into a decoder changes its own sequences,
-however the looking ends."""
+"""Hooks see every operation, and functions that inspect a decoder leave its own sequences as they
+were, however the inspection ends."""
 
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ from workbench.explain import ranges
 from workbench.sweep import timing
 
 IDS = prompt(97, 7)
-LOOKS = {
+INSPECTIONS = {
     "validation": validate.validate,
     "ranges": lambda decoder, _: ranges.measure_decoder(decoder, IDS),
     "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
@@ -25,11 +25,11 @@ LOOKS = {
 
 @pytest.mark.matrix(4, wide=4)
 @pytest.mark.parametrize("calls", [None, 1])
-@pytest.mark.parametrize("name", LOOKS)
-def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
+@pytest.mark.parametrize("name", INSPECTIONS)
+def test_an_inspection_leaves_the_decoder_s_sequence_as_it_was(
     llama_bundle, llama_golden, monkeypatch, name, calls
 ):
-    """Ended by Jupyter's stop button after some calls of a shard, or by itself."""
+    """Interrupted after some calls of a shard, as by Jupyter's stop button, or run to its end."""
     decoder, other = (Decoder(llama_bundle, "portable", fast=True) for _ in range(2))
     for one in (decoder, other):
         one.prefill(IDS)
@@ -45,9 +45,9 @@ def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
     ends = pytest.raises(KeyboardInterrupt) if calls else nullcontext()
     with monkeypatch.context() as patch, ends:
         patch.setattr(Executable, "run_calls", stopped)
-        LOOKS[name](decoder, llama_golden)
+        INSPECTIONS[name](decoder, llama_golden)
     assert done  # the literal graph ran
-    for token in (5, 42):  # the sequence that ran goes on
+    for token in (5, 42):  # the earlier sequence continues
         logits = [one.decode_one_token(token) for one in (decoder, other)]
         assert np.array_equal(*logits)
 
@@ -74,7 +74,7 @@ def test_a_hook_sees_every_operation_of_its_call_alone_and_replaces_values(
 
 def test_core_ml_has_no_hooks_and_says_so(shimmed, llama_bundle, llama_golden):
     decoder = Decoder(llama_bundle, "coreml")
-    for look in (LOOKS["ranges"], LOOKS["profile"]):
+    for inspect in (INSPECTIONS["ranges"], INSPECTIONS["profile"]):
         with refused("runtime coreml.*portable"):
-            look(decoder, None)
+            inspect(decoder, None)
     run.trace_bundle(decoder, llama_golden, (2, "isolated"))  # sees what Core ML shows

@@ -1,6 +1,6 @@
-"""The ends of a KV cache that is kept, on trained checkpoints: how far a ring goes back, the last
-slot, sequences of a batch that end on their own. That a cache continues bit for bit, alone and in
-batches, `programs` and tests/check/test_reuse.py show."""
+"""The limits of a KV cache, on trained checkpoints: how far a ring goes back, the last row, and
+sequences of a batch that end at different tokens. `programs` and tests/check/test_reuse.py show
+that a cache continues bit for bit, alone and in batches."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_a_ring_that_has_wrapped_goes_back_a_call_and_no_further(
     assert tiny.relative(again, decoder.prefill(IDS[:length])) < CLOSE
 
 
-def test_a_sequence_fits_to_its_last_slot_and_no_further(decoder):
+def test_a_sequence_fits_to_its_last_row_and_no_further(decoder):
     decoder.begin()
     decoder.prefill(IDS[: trained.S - 2])
     snapshot, full = decoder.snapshot(), f"max_seq_len = {trained.S}"

@@ -1,5 +1,5 @@
-"""Every export option computes what Hugging Face computes, in every family, alone and with every
-other option it allows."""
+"""Bundles of every export option compute Hugging Face's logits, in every family, alone and with
+every other option that the option allows."""
 
 from itertools import combinations, product
 
@@ -28,7 +28,7 @@ SLIDING_ZAYA = {
     "layer_types": ["hybrid_sliding", "hybrid"],
     "sliding_window": 3,
 }
-# tokens of a prompt that every T divides, tokens decoded one by one behind it
+# tokens of a prompt that every T divides, and tokens that are decoded one by one after it
 LENGTH, MORE = 8, 3
 
 
@@ -41,8 +41,8 @@ def allowed(chosen: dict) -> bool:
 
 
 def pairwise(family: str) -> list[dict]:
-    """Rows of choices that contain every pair of values that some allowed row contains, found
-    greedily."""
+    """Rows of choices that together contain every pair of values of the allowed rows, by greedy
+    search."""
     choices = dict(CHOICES)
     if family != "zaya":
         choices["moe"] = ["dense"]

@@ -1,4 +1,4 @@
-"""Snapshots in files: whole or refused, and found by what they begin with."""
+"""Snapshots in files: whole or refused, and found by the beginning of a prompt."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def rows(seed, heads=2, n=5, D=64, scale=1.0, dtype=np.float16):
 
 
 def random_snapshot(ids, identity="identity", floor=0, **chosen) -> Snapshot:
-    """A snapshot of random rows: what is stored need not have been computed."""
+    """A snapshot of random rows: the store does not care who computed them."""
     seed, n = len(ids), len(ids)
     states = {
         "layers.0.k_state": rows(seed, n=n, **chosen),

@@ -1,5 +1,5 @@
-"""What cannot be decoded to its end, or kept, is refused before anything is decoded;
-tokens are labelled by their text."""
+"""A prompt that cannot be decoded to its end, and a file that cannot be written, are refused
+before anything is decoded; tokens are labelled by their text."""
 
 import shutil
 import signal

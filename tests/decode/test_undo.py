@@ -1,5 +1,5 @@
-"""Tokens that are undone leave nothing behind, in whatever kind of state; `make prove` runs more of
-the programs."""
+"""Tokens that are taken back leave nothing in any kind of state; `make prove` runs more of the
+programs."""
 
 import programs
 import pytest
@@ -21,7 +21,7 @@ def three(exports, family: str, shape: int = 0) -> Decoder:
     return exports.decoder(family, **options)
 
 
-# that program goes back into a call, where an undo could forget a tail
+# the program of this seed goes back into a call, where an undo could forget a tail
 BACK = 11
 
 
@@ -60,7 +60,7 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
 @pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family", [*TAILS, *MATRICES])
 def test_a_call_of_one_token_keeps_nothing(exports, family):
-    """What decoding token by token would pay for at every token."""
+    """A copy for every token would cost time at every token."""
     decoder = exports.decoder(family)
     decoder.prefill([1, 2, 3])
     decoder.decode_one_token(4)
@@ -84,7 +84,7 @@ def test_an_undo_leaves_a_snapshot_in_another_place_as_it_is(exports):
 def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
     exports, name
 ):
-    """That what stays after `trim` has every bit of its tokens alone, `programs` shows."""
+    """`programs` shows that the states after `trim` are those of the remaining tokens alone."""
     checkpoint = tiny.DATA / f"tiny-{name}"
     if not checkpoint.is_dir():
         checkpoint = exports.checkpoint("granitemoehybrid")
@@ -92,7 +92,7 @@ def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
     prompt, trims = tiny.prompt(decoder.manifest.dims.V, 9), []
     alone, trim = decoder.generate(prompt, 72, stop=()), opened.trim
 
-    def draft(ids):  # right but for every fifth token
+    def draft(ids):  # every fifth token is wrong
         rest = list(enumerate(alone))[len(ids) - len(prompt) :]
         return [token if i % 5 else int(token == 0) for i, token in rest[:3]]
 

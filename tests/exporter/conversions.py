@@ -26,8 +26,8 @@ def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
 
 
 def exact_tables(stack: ExitStack) -> None:
-    """Until `stack` ends, coremltools' palettization chooses tables by its exact k-means,
-    for tensors of every size."""
+    """Makes coremltools' palettization choose tables by its exact k-means, for tensors of every
+    size, until `stack` ends."""
     from coremltools.optimize.coreml import _quantization_passes as passes
 
     palettes, name = passes.palettize_weights, "_get_kmeans_lookup_table_and_weight"
@@ -46,8 +46,8 @@ def exact_tables(stack: ExitStack) -> None:
 def conversions(
     bundle: Bundle, checkpoint: Path, folder: Path
 ) -> dict[str, list[FileEntry]]:
-    """The files of each shard as coremltools converts it from the checkpoint with the
-    bundle's options: by its own code alone, if with its exact k-means."""
+    """The files of each shard as coremltools' own code converts it from the checkpoint with the
+    bundle's options, with its exact k-means."""
     coremltools()
     source, options = Checkpoint(checkpoint), bundle.manifest.options
     plan = read_plan(source, options)

@@ -1,8 +1,8 @@
 """Kills exports at random moments, with SIGKILL, and runs each again: `python -m tests.exporter.kills
 CHECKPOINT FOLDER 30`.
 
-Every export is a forked child of this process, so a moment costs no imports. Fails unless every
-second run gives the bytes that an export in peace gives, and nothing is left beside them.
+Every export is a forked child of this process, so that no export imports anything. Fails unless
+every second run writes the bytes of an undisturbed export and leaves nothing beside them.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ def started(source: Path, target: Path) -> multiprocessing.Process:
 
 def main(source: Path, folder: Path, moments: int) -> None:
     warnings.simplefilter("ignore")
-    # warms this process up
+    # the first export imports everything for the forks
     expected = export(source, folder / "first", **OPTIONS).identity
     start = time.perf_counter()
     started(source, folder / "whole").join()
@@ -40,7 +40,7 @@ def main(source: Path, folder: Path, moments: int) -> None:
         time.sleep(after)
         process.kill()
         process.join()
-        # or its bundle was in place, only its end was not
+        # the bundle may have been in place already when the process was killed
         if not target.exists():
             started(source, target).join()
         assert Bundle.open(target).identity == expected, f"killed after {after} s"

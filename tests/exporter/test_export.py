@@ -1,5 +1,5 @@
-"""An export holds the checkpoint's own weights, says what it holds, and refuses what it cannot
-keep."""
+"""An export holds the checkpoint's weights, its manifest describes them, and weights that fp16 or
+the preset cannot hold are refused."""
 
 import json
 import resource
@@ -37,7 +37,7 @@ def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path
 
 
 UP, EMBEDDING = "layers.{}.mlp.up_proj", "embed_tokens"
-UNUSABLE = [  # a weight, what it becomes, what is named
+UNUSABLE = [  # name of a weight, change of it, words of the message
     (UP.format(1), None, "no tensor 'model.layers.1.mlp.up_proj.weight'"),
     (EMBEDDING, None, "no tensor 'model.embed_tokens.weight'"),
     ("layers.0.self_attn.k_proj", lambda t: t[:32], r"shape \[32, 64\]"),

@@ -1,4 +1,4 @@
-"""The tokens of a call: what options mean, and shards with a function for each of several T."""
+"""The option `tokens`: its meaning, and shards with a function for each of several T."""
 
 import pytest
 from refusal import refused
@@ -27,7 +27,7 @@ def test_tokens_say_what_a_call_may_have():
         assert Options.model_validate_json(chosen.model_dump_json()) == chosen
     assert make_options(tokens=4) == make_options(tokens="4")
     assert make_options(tokens="1,8").tiling.functions == {"t1": 1, "t8": 8}
-    # calls of other numbers of tokens have dummies, or are several where those cannot be
+    # a call of another number of tokens has dummies or, where it cannot, is split
     assert [make_options(tokens="1,8").tiling.width(T) for T in (1, 2, 8)] == [1, 8, 8]
     sliced = make_options(tokens="1,4", kv_write="slice")
     assert [sliced.tiling.call_size(n) for n in (1, 3, 4, 7)] == [1, 1, 4, 4]

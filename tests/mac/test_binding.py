@@ -1,6 +1,6 @@
-"""The contract of coremltools' native binding: which arrays it takes, what it gives, and
-which values a state keeps. Core ML shows it on a Mac; elsewhere the shim must have the
-same contract, since everything else is tested over it."""
+"""The contract of coremltools' native binding: the arrays that it accepts, those that it returns,
+and the values that a state keeps. On a Mac the tests ask Core ML; elsewhere they ask the shim, which
+must have the same contract because everything else is tested over it."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def loaded(request, llama_bundle):
 
 
 def taken(call, values: np.ndarray, expected: bool | None) -> bool:
-    """Whether the binding takes an array; fails where it is not as expected."""
+    """Whether the binding accepts an array; fails where this is not as expected."""
     if expected is False:
         with pytest.raises(RuntimeError, match="not convertible"):
             call(values)

@@ -1,6 +1,5 @@
-"""What a Mac alone can show: the contract of Core ML's Python binding as the shim has it, states
-and results on each compute unit, what compiling prints, and the compute plan of a compiled
-model."""
+"""Tests that need a Mac: states and results on each compute unit, the output of the compiler, and
+the compute plan of a compiled model. `test_binding` has the contract of Core ML's Python binding."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""Damaged, partial and foreign checkpoints end in one message; whole ones read tensor by tensor."""
+"""Damaged, partial and foreign checkpoints end in one message; whole ones are read tensor by
+tensor."""
 
 import json
 import os
@@ -76,7 +77,7 @@ def test_damage_is_named(copy, damage, message):
 
 
 def pipe(name):
-    """A file that no read of comes back from."""
+    """A file from which a read never returns."""
 
     def damage(path):
         (path / name).unlink(missing_ok=True)
@@ -94,7 +95,7 @@ def device(name):
 
 
 def sparse(name):
-    """A file of a terabyte, all of it a hole."""
+    """A sparse file of a terabyte."""
 
     def damage(path):
         with (path / name).open("ab") as file:

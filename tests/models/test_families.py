@@ -1,4 +1,5 @@
-"""What each family refuses by name, and how it reads a configuration."""
+"""Each family reads its configurations as transformers does, and refuses by name what its layers
+cannot compute."""
 
 import json
 import shutil
@@ -32,7 +33,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
 
 DYNAMIC = YARN | {"rope_type": "dynamic"}
-UNSUPPORTED = {  # what a configuration has → what must be named
+UNSUPPORTED = {  # family → fields of a configuration, words of the message
     "llama": [
         ({"rope_parameters": YARN}, "yarn"),
         ({"rope_parameters": DYNAMIC}, "dynamic"),

@@ -1,4 +1,4 @@
-"""What single families need: a class of experts that adds nothing, a stream beyond fp16."""
+"""Properties of single families: the class of experts that adds nothing, a stream beyond fp16."""
 
 import numpy as np
 import tiny

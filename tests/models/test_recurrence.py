@@ -1,4 +1,4 @@
-"""What fp16 keeps of the functions of a recurrent layer."""
+"""The functions of a recurrent layer keep their precision in fp16."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The coreml runtime over the shim and a faked compute plan: the code that talks to Core ML on a
-Mac, and the same results as portable."""
+"""The coreml runtime over the shim and a faked compute plan: the code that calls Core ML on a Mac
+computes the results of the portable runtime."""
 
 import inspect
 import os
@@ -220,8 +220,8 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(
 
 
 def test_the_fake_plan_has_the_method_of_the_installed_coremltools():
-    """An API that drifts fails here, not on someone's Mac. All else that is faked is called
-    by coremltools' own code."""
+    """A change of coremltools' API fails here, not on someone's Mac. Every other fake is called by
+    coremltools' own code."""
     plan = coremltools().models.compute_plan.MLComputePlan
     name = "get_compute_device_usage_for_mlprogram_operation"
     ours, theirs = (inspect.signature(getattr(of, name)) for of in (Plan, plan))

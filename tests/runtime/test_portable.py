@@ -1,5 +1,5 @@
-"""Where bundle.json, package, inputs and states disagree, a runtime refuses, and writes nothing
-elsewhere."""
+"""A runtime refuses bundles whose bundle.json and packages disagree, and positions past the cache;
+it then writes nothing."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import miltorch
 from workbench import Decoder
 from workbench.runtime import base
 
-SLOTS = 32  # of every bundle here
+ROWS = 32  # of the cache of every bundle here
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def bundle(exports):
 
 V_STATE = "layers.0.v_state"
 INPUTS, STATES = "shards/0/inputs", "shards/0/states"
-CHANGES = {  # words of the refusal → where in bundle.json, and what
+CHANGES = {  # words of the refusal → place in bundle.json, change
     "inputs of shard": (INPUTS, tiny.without("rope_cos")),
     "inputs of shard.*y": (f"{INPUTS}/y", [1]),
     "outputs of shard": ("shards/0/outputs", lambda named: {"y": named["hidden"]}),
@@ -37,7 +37,7 @@ CHANGES = {  # words of the refusal → where in bundle.json, and what
 def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
     shimmed, bundle, tmp_path, words, change, runtime
 ):
-    """With coreml over the shim, before anything is compiled."""
+    """On coreml, over the shim, before anything is compiled."""
     changed = tiny.edited(bundle, tmp_path / "b", change)
     with refused(words):
         Decoder(changed, runtime)
@@ -55,7 +55,7 @@ def test_an_input_of_another_dtype_is_refused(exports):
 
 @pytest.mark.matrix(4, wide=12)
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("position", [SLOTS, SLOTS + 90, 1_200_000, -SLOTS - 1])
+@pytest.mark.parametrize("position", [ROWS, ROWS + 90, 1_200_000, -ROWS - 1])
 @pytest.mark.parametrize("T", [1, 2])
 def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     exports, fast, position, T

@@ -1,5 +1,5 @@
-"""Bundles of several functions compute what one flexible program does, on both runtimes; states
-pass from function to function."""
+"""Bundles of several functions compute the results of one flexible program, on both runtimes;
+states are copied from function to function."""
 
 import shutil
 
@@ -16,7 +16,10 @@ from workbench.runtime import Settings, load_shard
 from workbench.runtime.coreml import CoreMLState
 from workbench.sweep import timing
 
-PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
+PROMPT, MORE = (
+    8,
+    5,
+)  # tokens that T = 4 divides, tokens that are decoded one by one after them
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""coremltools scripts through the shim: what Core ML's own Python binding would give, here."""
+"""coremltools scripts through the shim have the results of Core ML's own Python binding."""
 
 import shutil
 import sys
@@ -103,7 +103,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 ROW = np.zeros((1, 32), np.float32)
 
 
-# --- what is taken, and what comes out ------------------------------------------------------------
+# --- inputs and outputs ---------------------------------------------------------------------------
 
 
 def test_a_model_predicts_however_it_was_loaded_whatever_coremltools_takes(
@@ -216,7 +216,7 @@ def test_packages_of_ios_26_run(ct, model_of):
     assert (model.predict({"x": X})["doubled"] == 2 * X).all()
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def rows(count):
@@ -269,7 +269,7 @@ def test_enumerated_shapes_bound_an_input(ct, model_of):
 
 
 def added(ct, model_of, *options):
-    """A model of x [n, 4] and y [n, 2m] with enumerated n and m."""
+    """A model that adds up x [n, 4] and y [1, m], with enumerated n and m."""
 
     class Both(torch.nn.Module):
         def forward(self, x, y):

@@ -1,5 +1,5 @@
-"""The stand-in for Core ML: its verdicts are portable's without one illegal call, and each fault
-that it plays ends in the row, the message and the exit code that a Mac's would."""
+"""The stand-in for Core ML: its verdicts are those of the portable runtime, without an illegal call,
+and each fault that it imitates ends in the row, the message and the exit code of a Mac's fault."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""Stand-ins for Core ML that go wrong as it was seen to: the shim's native layer with one fault
-each, as runtimes (`stand-in-kill`) that this folder's entry points offer."""
+"""Stand-ins for Core ML with a fault that was reported of Core ML: the shim's native layer with one
+fault each, as runtimes (`stand-in-kill`) that this folder's entry points offer."""
 
 import os
 import signal
@@ -107,8 +107,8 @@ class Plan:
     """A simulated compute plan with coremltools' names.
 
     Args:
-        functions: by name the operations, each as (kind, the unit that it prefers or None,
-            and of every block inside the operations).
+        functions: name → operations, each as (kind, preferred unit or None, and a list of
+            operations for every nested block).
     """
 
     def __init__(self, **functions: list):
