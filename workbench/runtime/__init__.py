@@ -154,6 +154,7 @@ def load_shard(bundle: Bundle, shard: Shard, settings: Settings = DEFAULTS) -> M
     """
     options = bundle.manifest.options
     settings = replace(settings, runtime=resolve(settings.runtime, options.plugin))
+    # a plug-in's packages have no MIL program that the checks of `Model` could read
     if options.plugin:
         return model_class(settings.runtime)(bundle, shard)
 

@@ -145,6 +145,8 @@ class Model(ABC):
         self.functions: dict[int, str | None] = {0: package.function}
         if function_names and not package.function:
             self.functions = {T: name for name, T in function_names.items()}
+        # every function is checked, the program of the last one is kept: all have the
+        # same states
         for T, name in self.functions.items():
             program = miltorch.read(self.package, name)
             if self.shard:

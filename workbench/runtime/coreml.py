@@ -156,6 +156,7 @@ class CoreMLModel(Model):
         with self.one_message(), self.native_layer():
             ms = compile_package(package.path, self.compiled)
         self.loading_ms["compile"] = ms
+        # `make_state` needs a loaded function
         self._model(min(self.functions))
 
     def one_message(self):
@@ -214,6 +215,7 @@ class CoreMLModel(Model):
             outputs = model.predict(native_inputs(inputs), mlstate)
         if is_first:
             self._add_ms("first_predict", start)
+        # coremltools keeps Core ML's own time in its native object alone
         native = model._proxy.get_last_predict_duration_in_nano_seconds()
         self.last_native_ms = None if native is None else native / 1e6
         if self.shard:
@@ -230,6 +232,7 @@ def compile_package(package: Path, target: Path) -> float | None:
     size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
     check_room(target.parent, COPIES * size, f"compiled copy of shard {package.stem}")
     target.parent.mkdir(parents=True, exist_ok=True)
+    # a name of its own, because several processes may compile the same shard
     temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
     start, ms = time.perf_counter(), None
     try:

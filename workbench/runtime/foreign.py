@@ -53,6 +53,7 @@ class ForeignState(State):
         self.settle(0)
         packed, _, plane = tensor.rpartition("/")
         state, name = self.tensors[packed]
+        # a package's state may hold the caches of all its layers
         planes = state.read(name)
         planes.reshape(-1, *planes.shape[-3:])[int(plane)] = value[0]
         state.write(name, planes)
@@ -178,6 +179,7 @@ class ForeignModel(Model):
                 for name in inputs.keys() & TOKENS.keys()
             }
             state.settle(start + tokens[0])
+            # an interrupted call leaves None, with which `settle` refuses to go on
             state.end = None
             positions = start + tokens
             outputs = self._call(function, io, positions, state, hook, on_call)

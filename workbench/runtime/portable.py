@@ -68,6 +68,7 @@ class PortableModel(Model):
         if key not in self.executables:
             program = miltorch.read(self.package, self.functions[T])
             executable = miltorch.Executable(program, self.precision, fused, self.reads)
+            # fused steps hold copies of their weights: the file is mapped no longer
             self.executables[key] = executable.release() if fused else executable
         return self.executables[key]
 
@@ -109,6 +110,7 @@ class PortableModel(Model):
                 tensors.append({n: torch.from_numpy(x) for n, x in arrays.items()})
                 cells.append(state.cells if state else {})
                 group_hooks.append(hook)
+            # a hook needs every operation by itself
             fused = self.fast and not any(group_hooks)
             if not fused:
                 self._check_weight_files()
