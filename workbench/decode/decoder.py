@@ -371,10 +371,9 @@ class Decoder:
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
         self.precision = plugin.precision if plugin else precision
-        self.fast, self.reads = fast, reads
-        self.compute_units, self.hints = compute_units, hints or {}
+        self.compute_units = compute_units
         self.settings = Settings(
-            self.runtime, self.precision, fast, reads, compute_units, self.hints
+            self.runtime, self.precision, fast, reads, compute_units, hints or {}
         )
         # Nothing here may refer to the decoder itself: a decoder that is dropped shall
         # give its memory back at once, without the garbage collector.
@@ -403,12 +402,14 @@ class Decoder:
         arithmetic = self.runtime if self.is_device else self.precision
         return snapshot.identity(self.manifest, arithmetic)
 
-    @cached_property
+    @property
     def plain(self) -> "Decoder":
         """A decoder of the same bundle that fuses nothing: itself, unless it is
         `fast`."""
-        if not self.fast:
-            return self
+        return self._unfused if self.settings.fast else self
+
+    @cached_property
+    def _unfused(self) -> "Decoder":
         return type(self)(self.bundle, **asdict(replace(self.settings, fast=False)))
 
     def new_sequences(self, after=None) -> Sequences:
