@@ -40,7 +40,7 @@ UNSUPPORTED = {  # family → fields of a configuration, words of the message
         ({"rope_parameters": PARTIAL}, "partial"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"is_causal": False}, "is_causal"),
-        ({"num_key_value_heads": 3}, "4 heads, 3 of keys"),
+        ({"num_key_value_heads": 3}, "4 query heads, 3 key heads"),
     ],
     "qwen2": [
         ({"use_sliding_window": True, "max_window_layers": 0}, "layer types"),

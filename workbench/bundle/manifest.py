@@ -260,7 +260,7 @@ class Shard(ManifestModel):
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
     # checkpoint tensor → name of the constant that holds it, or names of its pieces
     weights: dict[str, str | list[str]] = {}
-    # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
+    # checkpoint tensor → number that was added before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
     template: str  # the shard whose shape was converted

@@ -54,8 +54,8 @@ def is_cache(state: str) -> bool:
 
 
 def split_layer(name: str) -> tuple[int | None, str]:
-    """Decoder layer in a dotted name and what follows it: `model.layers.3.mlp.up` → (3,
-    "mlp.up").
+    """The decoder layer in a dotted name, and the rest of the name:
+    `model.layers.3.mlp.up` → (3, "mlp.up").
 
     The names of tensors, states and modules have at most one layer; a name without one
     gives (None, name)."""

@@ -9,8 +9,8 @@ class Preset:
 
     Args:
         bits: of a stored element.
-        granularity: of an integer preset: for what coremltools has one fp16 scale, such
-            as `per_channel`. None: a lookup table, or fp16.
+        granularity: coremltools' name for the part of a matrix that has one fp16 scale,
+            such as `per_channel`. None: a lookup table, or fp16.
         block: inputs for which `per_block` has one scale.
     """
 

@@ -1,9 +1,9 @@
 """The decoder: token ids in, logits and tokens out.
 
-`Decoder` holds the loaded shards of a bundle, its weights. `Sequences` holds what one
-batch of sequences has run: one state per layer shard and the token ids. Every sequence
-of a batch has an index `seq` and a position of its own, and no sequence affects
-another."""
+`Decoder` holds the weights: the loaded shards of a bundle. `Sequences` holds the history
+of one batch of sequences: their token ids, and one state per layer shard. Every
+sequence of a batch has an index `seq` and a position of its own, and no sequence
+affects another."""
 
 import time
 import weakref
@@ -59,7 +59,7 @@ class LastCall:
 
 @dataclass(eq=False)
 class Sequences:
-    """What one batch of sequences has run, and the methods that continue it.
+    """The history of one batch of sequences, and the methods that continue it.
 
     Args:
         decoder: holds the weights that run the sequences.
@@ -178,7 +178,7 @@ class Sequences:
             self.last_call = LastCall(before, T)
 
     def _raise_floors(self, counts: np.ndarray) -> None:
-        """Raises the floors to what a call of `counts` [B] tokens leaves."""
+        """Raises the floors to those after a call of `counts` [B] tokens."""
         for seq, end in enumerate(self.offsets + counts):
             lowest = snapshot.floor(self.decoder.manifest, int(end))
             self.floors[seq] = max(self.floors[seq], lowest)
@@ -307,8 +307,8 @@ class Sequences:
         return count
 
     def _run_again(self, seq: int, ids: list[int]) -> None:
-        """Restores a sequence from before the last call, and runs those of its tokens
-        `ids` that belong to the call once more, in as many columns."""
+        """Restores a sequence from before the last call, and runs again the tokens of
+        `ids` that belong to the call, in as many columns."""
         last_call, floors = self.last_call, list(self.floors)
         before = last_call.before[seq]
         self.put(seq, before)
@@ -389,8 +389,8 @@ class Decoder:
 
     @property
     def arithmetic(self) -> str:
-        """Whose rounding the results have: a device's, a plug-in's or that of the
-        precision."""
+        """The arithmetic that rounds the results: `coreml` on a device, a plug-in's, or
+        the precision."""
         if self.is_device:
             return "coreml"
         plugin = self.options.plugin
@@ -398,7 +398,7 @@ class Decoder:
 
     @cached_property
     def identity(self) -> str:
-        """What snapshots of this decoder are bound to; see `snapshot.identity`."""
+        """The identity that snapshots of this decoder carry; see `snapshot.identity`."""
         arithmetic = self.runtime if self.is_device else self.precision
         return snapshot.identity(self.manifest, arithmetic)
 
@@ -416,8 +416,8 @@ class Decoder:
         """New sequences, one `make_state` per shard.
 
         Args:
-            after: what they continue: None for nothing, a snapshot for every sequence,
-                or a list with a snapshot or None for each.
+            after: None; one snapshot, which every sequence continues; or a list with a
+                snapshot or None for each sequence.
 
         Raises:
             InputError: a snapshot that does not fit.
@@ -439,8 +439,8 @@ class Decoder:
     def inputs(
         self, offsets: np.ndarray, chunk: Sequence[Sequence[int]], T: int
     ) -> dict[str, np.ndarray]:
-        """What the first shard reads in a call of T columns: the host's inputs, and the
-        embeddings of the tokens as `x`."""
+        """The inputs of the first shard in a call of T columns: those that the host
+        computes, and the embeddings of the tokens as `x`."""
         ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
         counts = np.array([len(tokens) for tokens in chunk])
         io = self.host.inputs(offsets, counts, T)
@@ -458,12 +458,12 @@ class Decoder:
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
 
-        The portable runtime reads each weight once for all of them, except where a
-        state is a matrix: a matrix carries the rounding of every earlier token on, so
-        that its sums must be those of decoding.
+        The portable runtime reads each weight once for all calls, except where a state
+        is a matrix: a matrix accumulates the rounding of all tokens, so that every call
+        must add up in the order of decoding.
 
         Args:
-            ios: what the shard reads in each call, and perhaps more.
+            ios: the inputs of each call by name; others are passed on.
             counts: [B] valid columns of each call.
             states, hooks: of each call.
             on_call: called before every call of a package, those of experts and of the
@@ -532,8 +532,8 @@ class Decoder:
         return np.concatenate(slices, axis=1), native
 
     def begin(self, snapshot=None) -> None:
-        """Makes `new_sequences` the current ones; if a snapshot is refused, what ran
-        before is untouched."""
+        """Makes `new_sequences` the current ones; if a snapshot is refused, the earlier
+        ones stay."""
         self._continue_with(self.new_sequences(snapshot))
 
     def prefill(self, ids, tile: int | None = None) -> np.ndarray:
@@ -565,8 +565,8 @@ class Decoder:
                 waits.
             max_new: new tokens at most; like `sampling`, one for all sequences or a
                 list with one for each.
-            after: what to continue: None for nothing, or snapshots (see
-                `new_sequences`). The new sequences become the current ones.
+            after: snapshots to continue, see `new_sequences`. The new sequences become
+                the current ones.
             stop: tokens that end a sequence once they are yielded (default: the
                 bundle's end-of-sequence tokens).
 

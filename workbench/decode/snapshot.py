@@ -15,7 +15,7 @@ from workbench.bundle.names import is_cache, split_layer
 from workbench.decode.checks import whole_number
 from workbench.errors import InputError
 
-# what decides, beside options and weights, what a cache row holds and where it goes
+# the fields that decide, beside options and weights, the values and places of cache rows
 IDENTITY_FIELDS = {
     "family",
     "dims",
@@ -99,7 +99,7 @@ def trimmed(count: int, offset: int, lowest: int) -> int:
         raise InputError(
             f"sequence of {offset} tokens",
             f"{count} to undo",
-            f"at most {offset - lowest}: no state holds what was before those",
+            f"at most {offset - lowest}: no state holds the values from before these",
             "restore an earlier snapshot, or export with --sliding mask (not ring)",
         )
     return count
@@ -127,7 +127,7 @@ def window(manifest: Manifest, name: str) -> int:
 
 
 def identity(manifest: Manifest, arithmetic: str) -> str:
-    """SHA-256 over everything that decides what a cache row holds and where it goes:
+    """SHA-256 over everything that decides the values and places of cache rows:
     family, every export option but the batch, weights, embedding, tokenizer, the
     description of another exporter's packages, and the arithmetic. Bundles that differ
     in their batch alone share snapshots."""

@@ -189,7 +189,10 @@ def check_options(options: Options, plan: Plan) -> None:
         refuse("moe = routed", "a family with experts", "leave out --moe")
     has_matrix = any(MATRIX_STATE in states for states in plan.side_states)
     if has_matrix and options.t_max > MATRIX_T_MAX:
-        needed = f"at most {MATRIX_T_MAX}: fp16 cannot hold what more do to a matrix"
+        needed = (
+            f"at most {MATRIX_T_MAX}: fp16 cannot hold what a longer call does to a "
+            "matrix state"
+        )
         step = f"export with --tokens 1-{MATRIX_T_MAX} or fewer"
         refuse(f"tokens = {options.tokens}", needed, step)
     max_seq_len = f"max_seq_len = {options.max_seq_len}"
@@ -280,7 +283,7 @@ def versions(options: Options) -> dict[str, str]:
 
 
 def _shape(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
-    """A text that is equal for shards whose programs are equal."""
+    """A key of a shard's program: shards with equal keys have equal programs."""
     layers = plan.layers[slice(*spec.layers)]
     states = list(spec.states.values())
     parameters = [replace(weight, tensor=None, rows=None) for weight in weights]

@@ -27,7 +27,7 @@ from workbench.files import (
 
 KINDS = "F32", "F16", "BF16"
 QUANTIZED = "F8", "F4", "I8", "U8"
-CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
+CHUNK = 1 << 17  # elements: few enough for a core's cache during a conversion
 MAPPED_BYTES = 1 << 26  # of a file at a time: mapped memory counts as resident
 
 # Arguments of every reader of transformers. Without the second, transformers offers on a

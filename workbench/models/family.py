@@ -195,7 +195,8 @@ def dims(config) -> Dims:
     """The sizes of a model; refuses query heads that key heads do not divide."""
     H, H_kv = config.num_attention_heads, config.num_key_value_heads
     if H_kv and H % H_kv:
-        refuse(config, f"{H} heads, {H_kv} of keys", "a multiple of those of keys")
+        actual = f"{H} query heads, {H_kv} key heads"
+        refuse(config, actual, "a multiple of the key heads as query heads")
     return Dims(
         C=config.hidden_size,
         H=H,

@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         config = plan.config
         C = plan.dims.C
         e = plan.residual_exponent
-        # Norms before read the scaled stream; norms after scale what joins it.
+        # The norms before read the scaled stream; the norms after scale the updates.
         scalings = ({"exponent": e}, {"gain": 2.0**-e}) * 2
         for name, scaling in zip(norms, scalings):
             if name:

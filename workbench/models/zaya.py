@@ -66,7 +66,7 @@ class Projection(nn.Module):
         q, k = cut(mixed, *self.widths)
         q = s.heads(q, s.H) + mean_q
         k = s.heads(k, s.H_kv) + mean_k
-        # with a tail that is one shorter than that of the convolutions
+        # this state is one row shorter than the convolutions'
         delayed = cache[V_DELAYED_STATE]
         delayed = extended(s.B, self.v_proj_delayed(x), delayed, select[:, 1:])
         current = self.v_proj_current(x).reshape(s.B, s.keys // 2, 1, -1)
@@ -232,8 +232,8 @@ class ZayaDecoderLayer(nn.Module):
     """One decoder layer: x → hidden; reads the router state of the layer before and
     leaves its own in `io`.
 
-    With routed experts it ends at the router: `io` gets what the host and the expert
-    shards need to finish the layer."""
+    With routed experts the module ends at the router: `io` gets the values with which
+    the host and the expert shards finish the layer."""
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
