@@ -123,6 +123,19 @@ def test_after_an_interrupted_call_a_recurrent_state_is_refused(
     assert np.array_equal(step(), expected)
 
 
+def test_sequences_run_by_themselves_as_the_current_ones_do(llama):
+    prompt = [3, 14, 15, 9, 2]
+    logits = llama.prefill(prompt)
+    seqs = llama.new_sequences()
+    assert np.array_equal(seqs.prefill(prompt), logits[None])
+    alone, times = seqs.step([[6]])
+    assert np.array_equal(alone[0], llama.decode_one_token(6)) and times.total > 0
+    assert seqs.trim(2) == 2
+    assert seqs.ids == [prompt[:-1]] and llama.seqs.ids == [[*prompt, 6]]
+    seqs.put(0, llama.snapshot())
+    assert seqs.snapshot().ids == (*prompt, 6)
+
+
 def test_two_streams_of_a_decoder_do_not_mix(llama):
     prompts = [3, 14, 15], [50, 60, 70]
     pairs = zip(*(llama.stream(ids, 4, stop=()) for ids in prompts), strict=True)

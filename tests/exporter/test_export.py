@@ -62,6 +62,17 @@ def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, messag
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
+def test_an_option_is_refused_before_a_weight_is_read(exports, tmp_path, monkeypatch):
+    """The plan of Gemma depends on its weights."""
+    checkpoint = exports.checkpoint("gemma3_text")
+    monkeypatch.setattr(
+        Checkpoint, "tensor", lambda *_: pytest.fail("a weight is read")
+    )
+    with refused("sliding = window.*leave out --sliding"):
+        small(checkpoint, tmp_path / "b", sliding="window")
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_target_below_a_file_is_refused(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with refused("Not a directory.*file"):
