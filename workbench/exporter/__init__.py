@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -300,9 +301,11 @@ def _write_shard(
 ) -> Shard:
     """Writes one shard; returns its manifest entry."""
     package = folder / f"{spec.name}{template.suffix}"
-    files, places = template.write(
-        package, weights, lambda weight: stored(weight, load_values(weight, source))
-    )
+
+    def load(weight: WeightSource) -> dict[str, np.ndarray]:
+        return stored(weight, load_values(weight, source))
+
+    files, places = template.write(package, weights, load)
     first, last = spec.layers
     modules, taps = {}, {}
     for value, path in template.modules.items():
