@@ -195,7 +195,7 @@ def test_a_manifest_beyond_its_schema_is_refused(copy, where):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "found"),
+    ("path", "value", "reason"),
     [
         ("rope/0/inv_freq", [1.0], "rope_cos_"),
         ("options/max_seq_len", 64, "layers_01_01 "),

@@ -28,7 +28,7 @@ def link(target):
 
 
 @pytest.mark.parametrize(
-    ("place", "found"),
+    ("place", "message"),
     [
         (manifest, "a finished bundle"),
         (lambda target: target.mkdir(), "something else"),

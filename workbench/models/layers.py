@@ -5,9 +5,9 @@ Transformers on the Neural Engine, github.com/apple/ml-ane-transformers).
 Every module accepts x [B, C, T, 1] or [B, C, 1, T]: it relies on the channel axis alone
 and gets T by reshaping. A constant that fp16 would round is kept as a product of two or
 three constants that fp16 holds (`split`), so that the exported arithmetic differs from
-the original's only by the rounding of the stored weights. Names of local variables in
-`forward` methods are part of a bundle's bytes where they name values of the traced
-program."""
+the original's only by the rounding of the stored weights. torch.jit.trace names values
+of a program after local variables: another name in traced code changes the bytes of
+bundles."""
 
 import math
 from dataclasses import dataclass, replace

@@ -11,6 +11,9 @@ of its decay. For the T tokens of a call, with the `Decays` of their g,
 Columns that hold no token have order 0: they decay nothing, and their k or v must be
 zeros."""
 
+# Traced code: local variables name values of the programs, so that another name changes
+# the bytes of bundles.
+
 from typing import NamedTuple
 
 import torch
@@ -49,10 +52,10 @@ def extended(B: int, x, old, select, keep=None):
     if keep is None:
         counts = select.sum(-1, keepdim=True)  # [B, n, 1]
         last = counts[:, -1:]
-        remaining = (1 - last) * old + (last - counts) * old[:, -1:]
+        kept = (1 - last) * old + (last - counts) * old[:, -1:]
     else:
-        remaining = keep @ old
-    old[:] = select @ rows + remaining
+        kept = keep @ old
+    old[:] = select @ rows + kept
     return joined
 
 
@@ -99,7 +102,7 @@ class Decays(NamedTuple):
 
 
 def decays(g, order) -> Decays:
-    """Decay factors from the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1,
+    """Decay factors from the own g [B, H, T, 1] and the tokens' `order` [B, 1,
     T, 1], 1, 2, … and 0 for columns without one.
 
     Every sum runs over the tokens between two others alone: differences of sums from
@@ -107,9 +110,9 @@ def decays(g, order) -> Decays:
     g = g * order.clamp(0, 1)
     # [B, 1, T, T]: 1 where column j is earlier
     before = (order - order.transpose(2, 3)).clamp(0, 1)
-    logarithms = g * before
-    # [B, H, T, T]: before @ logarithms sums g over the tokens between j and i
-    between = torch.exp(before @ logarithms + logarithms) * before
+    own = g * before
+    # [B, H, T, T]: before @ own sums g over the tokens between j and i
+    between = torch.exp(before @ own + own) * before
     leave = torch.exp(before.transpose(2, 3) @ g)
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
 
@@ -125,8 +128,8 @@ def recall(q, k, v, matrix, among: Decays):
     """The values [B, H, T, V] that the tokens of a call read: from the state `matrix`
     [B, H, K, V], from earlier tokens of the call, and from themselves."""
     earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
-    itself = (q * k).sum(-1, keepdim=True) * v
-    return (q @ matrix) * among.enter + (earlier + itself)
+    own = (q * k).sum(-1, keepdim=True) * v
+    return (q @ matrix) * among.enter + (earlier + own)
 
 
 def repeated(x, shape: AttentionGeometry, times: int):
