@@ -102,7 +102,7 @@ class Decays(NamedTuple):
 
 
 def decays(g, order) -> Decays:
-    """Decay factors from the own g [B, H, T, 1] and the tokens' `order` [B, 1,
+    """Decay factors from the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1,
     T, 1], 1, 2, … and 0 for columns without one.
 
     Every sum runs over the tokens between two others alone: differences of sums from
