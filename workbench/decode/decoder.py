@@ -371,9 +371,10 @@ class Decoder:
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
         self.precision = plugin.precision if plugin else precision
-        self.compute_units = compute_units
+        self.fast, self.reads = fast, reads
+        self.compute_units, self.hints = compute_units, hints or {}
         self.settings = Settings(
-            self.runtime, self.precision, fast, reads, compute_units, hints or {}
+            self.runtime, self.precision, fast, reads, compute_units, self.hints
         )
         # Nothing here may refer to the decoder itself: a decoder that is dropped shall
         # give its memory back at once, without the garbage collector.
