@@ -1,0 +1,87 @@
+"""A queue of measurements runs them in order, tells what is left, and ends at an error or when it is
+cancelled; no widget takes part."""
+
+import threading
+
+import pytest
+
+from workbench import process
+from workbench.widgets.jobs import CANCELLED, Job, JobQueue
+
+
+class Listener:
+    """Collects what a queue tells."""
+
+    def __init__(self):
+        self.texts, self.states, self.errors, self.results = [], [], [], 0
+        self.queue = JobQueue(
+            say=self.texts.append,
+            on_change=lambda: self.states.append(self.queue.is_busy),
+            on_result=self.count,
+            on_error=self.errors.append,
+        )
+
+    def count(self) -> None:
+        self.results += 1
+
+    def run(self, *jobs: Job) -> None:
+        self.queue.add_first(*jobs)
+        self.queue.thread.join(30)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+def test_jobs_run_in_order_and_say_what_is_left(listener):
+    order = []
+    jobs = [Job(name, 4.0, lambda name=name: order.append(name)) for name in "abc"]
+    listener.run(*jobs)
+    assert order == ["a", "b", "c"] and listener.results == 3
+    assert listener.texts == [
+        "measuring a, about 12 s to go",
+        "measuring b, about 8 s to go",
+        "measuring c, about 4 s to go",
+        "",
+    ]
+    assert listener.states == [True, False] and not listener.errors
+
+
+def test_a_job_that_is_added_meanwhile_runs_before_the_others(listener):
+    order = []
+    first, last = (Job(name, 1.0, lambda n=name: order.append(n)) for name in "fl")
+    adds = Job("adds", 1.0, lambda: listener.queue.add_first(first))
+    listener.run(adds, last)
+    assert order == ["f", "l"]
+
+
+def test_a_job_that_fails_ends_the_queue(listener):
+    listener.run(Job("a", 1.0, lambda: [][1]), Job("b", 1.0, pytest.fail))
+    assert [type(error) for error in listener.errors] == [IndexError]
+    assert listener.results == 0 and not listener.queue.jobs
+    assert listener.states == [True, False]
+
+
+def test_a_queue_that_is_cancelled_says_so_and_runs_again(listener):
+    started = threading.Event()
+
+    def wait() -> None:
+        started.set()
+        assert listener.queue.stopped.wait(30)
+        raise process.Cancelled
+
+    listener.queue.add_first(Job("a", 1.0, wait), Job("b", 1.0, pytest.fail))
+    assert started.wait(30)
+    listener.queue.cancel()
+    listener.queue.thread.join(30)
+    assert listener.texts[-1] == CANCELLED and not listener.errors
+    listener.run(Job("c", 1.0, lambda: None))
+    assert listener.results == 1 and listener.texts[-1] == ""
+
+
+def test_a_job_that_takes_longer_says_so(listener):
+    queue, late = listener.queue, Job("a", 2.0, lambda: None)
+    assert queue._progress(late, 3.0) == "measuring a, longer than expected, 3 s so far"
+    queue.jobs = [Job("b", 5.0, lambda: None)]
+    assert queue._progress(late, 3.0).endswith("3 s so far, then about 5 s")
