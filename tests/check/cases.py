@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,8 @@ from copies import Copy  # noqa: E402
 from registry import FAULTS  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
-from workbench.check import host, interface, program, states, weights  # noqa: E402
-from workbench.check.gates import RED, Gate  # noqa: E402
+from workbench.check import distinct, host, interface, program, states, weights  # noqa: E402
+from workbench.check.gates import GREEN, RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
 from workbench.check.trace import Trace  # noqa: E402
 from workbench.check.validate import (  # noqa: E402
@@ -184,6 +184,17 @@ class Subject:
         self.bundle = Bundle.open(folder)
         self.decoders: dict[str, Decoder] = {}
 
+    @cached_property
+    def weights(self) -> Gate:
+        return weights.weights_gate(self.bundle, self.checkpoint)
+
+    @cached_property
+    def whole(self) -> set[str] | None:
+        """The shards that `bug_gates` would test whole."""
+        if self.weights.verdict != GREEN:
+            return None
+        return distinct.representatives(self.bundle, self.checkpoint)
+
     def decoder(self, precision: str = "declared") -> Decoder:
         if precision not in self.decoders:
             decoder = Decoder(Bundle.open(self.folder), "portable", precision)
@@ -247,10 +258,12 @@ def device_gates(subject: Subject) -> list[Gate]:
 # What is asked, by the names of the gates that it gives.
 STEPS = {
     ("interface",): lambda it: [interface.interface_gate(it.bundle, it.checkpoint)],
-    ("weights",): lambda it: [weights.weights_gate(it.bundle, it.checkpoint)],
+    ("weights",): lambda it: [it.weights],
     ("host",): lambda it: [host.host_gate(it.decoder(), it.checkpoint)],
-    ("program",): lambda it: [program.program_gate(it.decoder("exact"), it.checkpoint)],
-    tuple(states.STATE_GATES): lambda it: states.state_gates(it.decoder()),
+    ("program",): lambda it: [
+        program.program_gate(it.decoder("exact"), it.checkpoint, it.whole)
+    ],
+    tuple(states.STATE_GATES): lambda it: states.state_gates(it.decoder(), it.whole),
     ("budget",): budget_gates,
     ("device",): device_gates,
 }

@@ -6,6 +6,7 @@ and dropped when it returns, so that a model of any depth fits. No layer is
 reimplemented here."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from miltorch.quiet import no_progress
-from workbench.check.trace import Trace
+from workbench.check.trace import Trace, unstack
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.models.checkpoint import LOCAL, Checkpoint
@@ -25,6 +26,25 @@ Weights = Callable[[str], torch.Tensor]
 # What enters a layer [.., n, C] → what the layer reads in its place.
 Perturb = Callable[[torch.Tensor], torch.Tensor]
 HEAD_ROWS = 4096  # rows of the head that are float32 at a time
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the sequences that run side by side over the same tokens.
+
+    Attributes:
+        feed: a trace whose `x` and `router` every layer reads in place of the output of
+            the layer before, and whose `final_input` the final norm reads.
+        follows: whether every layer reads the input of the first row's layer.
+        perturb: changes what enters every layer and the final norm, such as `half` or
+            `nudge`.
+        head: whether logits are computed.
+    """
+
+    feed: Trace | None = None
+    follows: bool = False
+    perturb: Perturb | None = None
+    head: bool = True
 
 
 class Layer(nn.Module):
@@ -96,9 +116,8 @@ class Reference:
         self.base.embed_tokens.padding_idx = None
         for i, layer in enumerate(self.base.layers):
             self.base.layers[i] = Layer(layer, i, self)
-        self.feed: Trace | None = None  # inputs of layers during `run`
-        self.perturb: Perturb | None = None
-        self.trace: Trace | None = None  # the trace that `run` makes
+        self.sequences: Sequence[Row] = ()  # during `run_rows`
+        self.trace: Trace | None = None  # the stacked trace that `run_rows` makes
         self.count = 0  # its positions
         norm = getattr(self.base, "norm", None) or self.base.embedding_norm
         L = len(self.base.layers)
@@ -107,22 +126,37 @@ class Reference:
     def replace_inputs(self, index: int, args: tuple) -> tuple:
         """The arguments that layer `index` reads in place of `args`, or the final norm,
         whose index follows the last layer's."""
+        if not any(row.feed or row.follows or row.perturb for row in self.sequences):
+            return args
+        L = len(self.base.layers)
+        is_layer = index < L
         x, *others = args
-        if self.feed is not None:
-            fed, router = self.feed.final_input, None
-            if index < len(self.base.layers):
-                fed = self.feed.layers[index].x
-                # a router's state comes from the layer before
-                router = self.feed.layers[index - 1].router if index else None
-            if fed is not None:
-                x = torch.from_numpy(fed)[None]
-            if router is not None:
-                others[:1] = [torch.from_numpy(router)[None]]
-        return self.perturb(x) if self.perturb else x, *others
+        router = None
+        if is_layer and index and self.trace.layers[index - 1].router is not None:
+            router = others[0]  # from the layer before
+        inputs, routers = [], []
+        for number, row in enumerate(self.sequences):
+            source = slice(0, 1) if row.follows else slice(number, number + 1)
+            own, own_router = x[source], None if router is None else router[source]
+            if row.feed is not None:
+                at = row.feed.layers[index] if is_layer else None
+                fed = at.x if is_layer else row.feed.final_input
+                own = own if fed is None else torch.from_numpy(fed)[None]
+                if router is not None:
+                    fed = row.feed.layers[index - 1].router
+                    own_router = (
+                        own_router if fed is None else torch.from_numpy(fed)[None]
+                    )
+            inputs.append(row.perturb(own) if row.perturb else own)
+            routers.append(own_router)
+        if router is not None:
+            others[0] = torch.cat(routers)
+        return torch.cat(inputs), *others
 
     def rows(self, tensor: torch.Tensor) -> np.ndarray:
-        """A tensor [1, n, …] as rows [n, W] in float32."""
-        return tensor.reshape(self.count, -1).float().numpy().copy()
+        """A tensor of R sequences of n tokens as rows [R, n, W] in float32."""
+        shape = len(self.sequences), self.count, -1
+        return tensor.reshape(shape).float().numpy().copy()
 
     def reader(self, prefix: str) -> Weights:
         read = self.weights or self.checkpoint.tensor
@@ -138,31 +172,41 @@ class Reference:
         perturb: Perturb | None = None,
         head: bool = True,
     ) -> Trace:
-        """The trace of `ids` [n], which follow the tokens that `cache` holds: `x` and
-        `hidden` of every layer, `k` and `v` where it attends, `router`, `expert` and
-        `margin` where it routes; `normed`, and the `logits`.
+        """The trace of one sequence; see `run_rows`, and `Row` for the arguments."""
+        row = Row(feed, perturb=perturb, head=head)
+        return self.run_rows(ids, [row], cache)[0]
+
+    @torch.inference_mode()
+    def run_rows(
+        self, ids: Sequence[int], rows: Sequence[Row], cache=None
+    ) -> list[Trace]:
+        """The trace of `ids` [n] for each of `rows`, which run side by side, so that
+        each weight is read once for all.
+
+        A trace has `x` and `hidden` of every layer, `k` and `v` where it attends,
+        `router`, `expert` and `margin` where it routes; `normed`, and the `logits`.
 
         Args:
-            feed: a trace whose `x` and `router` every layer reads in place of the
-                output of the layer before, and whose `final_input` the final norm
-                reads.
-            perturb: changes what enters every layer and the final norm, such as `half`
-                or `nudge`.
-            head: whether logits are computed.
+            cache: holds tokens that come before, in as many sequences as there are
+                rows; it is updated in place.
         """
         cache = recording_cache(self.model.config) if cache is None else cache
         ids = check_ids(ids, self.model.config.vocab_size)
+        R = len(rows)
         trace = Trace.empty(len(self.base.layers))
-        self.trace, self.count = trace, len(ids)
-        self.feed, self.perturb = feed, perturb
-        last = self.last_hidden(ids[None], past_key_values=cache, use_cache=True)
-        self.trace = self.feed = self.perturb = None
+        self.trace, self.count, self.sequences = trace, len(ids), rows
+        repeated = np.tile(ids, (R, 1))
+        last = self.last_hidden(repeated, past_key_values=cache, use_cache=True)
         for layer, (k, v) in cache.rows.items():
             trace.layers[layer].k, trace.layers[layer].v = self.rows(k), self.rows(v)
         trace.normed = self.rows(last)
-        if head:
-            trace.logits = self.rows(self.logits(last))
-        return trace
+        self.trace, self.sequences = None, ()
+        traces = unstack(trace, R)
+        heads = [number for number, row in enumerate(rows) if row.head]
+        if heads:
+            for number, logits in zip(heads, self.logits(last[heads]).numpy()):
+                traces[number].logits = logits
+        return traces
 
     @torch.inference_mode()
     def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:

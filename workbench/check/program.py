@@ -2,6 +2,10 @@
 weights that the bundle stores. Both run in float32 and differ only in the order of
 sums, so that one limit holds for every compression and family.
 
+What depends on the program alone is tested on the shards `whole`, one of each distinct
+program (see `distinct`). On every shard is tested what weights can show: the head and
+the tail in every function, the small inputs, and the head of all layers in a row.
+
 Each sequence computes a head of positions from 0 on. Then the caches of both sides are
 extended by the same rows, drawn from the head's, and it computes a tail that ends at
 max_seq_len. Every row of the cache is written or read once, windows and rings are
@@ -15,9 +19,8 @@ norms read lies between, and passes the root of any usual epsilon (1e-12 to 1e-5
 way. The smallest come first, so that no larger value of an earlier position hides a
 smaller one."""
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -37,9 +40,9 @@ from workbench.check.compare import (
 )
 from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
-from workbench.check.hf import Reference, nudge, recording_cache
+from workbench.check.hf import Reference, Row, nudge, recording_cache
 from workbench.check.run import Pass, plan_calls, program_inputs, run_passes
-from workbench.check.states import LARGE, SUBNORMAL, default_ts
+from workbench.check.states import LARGE, SUBNORMAL, Shards, default_ts
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
 from workbench.decode.snapshot import fill
@@ -78,7 +81,7 @@ class Stretch:
         before: the states in front of the first position; `k` and `v` [start, W] are
             all rows of the caches.
         perturbed: by mode (`isolated`, `chained`), the trace where the last bit of
-            every layer's input was changed.
+            every layer's input was changed; chained where layers in a row are compared.
         final_input: [n, C], what the final norm reads.
     """
 
@@ -117,10 +120,12 @@ def exact_runtime(bundle: Bundle) -> str:
     return options.interpreter
 
 
-def program_gate(decoder: Decoder, checkpoint: Checkpoint) -> Gate:
+def program_gate(
+    decoder: Decoder, checkpoint: Checkpoint, whole: Shards = None
+) -> Gate:
     """The gate on a portable decoder in `exact` arithmetic. The constants of another
     exporter's programs have their own limit."""
-    table = program_errors(decoder, checkpoint)
+    table = program_errors(decoder, checkpoint, whole)
     worst = table.loc[table["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if pd.notna(worst["layer"]):
@@ -133,34 +138,49 @@ def program_gate(decoder: Decoder, checkpoint: Checkpoint) -> Gate:
     return gates.at_most("program", float(worst["ratio"]), limit, reason)
 
 
-def program_errors(decoder: Decoder, checkpoint: Checkpoint) -> pd.DataFrame:
+def program_errors(
+    decoder: Decoder, checkpoint: Checkpoint, whole: Shards = None
+) -> pd.DataFrame:
     """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
     tensor: updates (chained: hidden states), states, router states, logits, and choices
     of experts, which may differ where the last bit of the input changes Hugging Face's.
 
-    Isolated, every layer is fed Hugging Face's input: all positions in calls of the
-    smallest T, in calls of the largest, and in calls of the others in turn; scaled
-    inputs in calls of the largest. Chained, each layer reads the output of the one
-    before, in calls of every T in turn, and half of t_max tokens in t_max columns; where
-    layers show no hidden state, or inner ones cannot be fed, all are chained. Where T
-    alternates, sequences of a batch take different ones if the bundle allows it.
+    Isolated, every layer is fed Hugging Face's input: head and tail in calls of the
+    longest T of every function; scaled inputs in calls of the largest T. Shards of
+    `whole` also run head and tail in calls of the smallest T and of the others in turn,
+    and half of t_max tokens in t_max columns. Chained, each layer reads the output of
+    the one before: the head, in calls of every T in turn. Where layers show no hidden
+    state, or inner ones cannot be fed, all of this is chained. Where T alternates,
+    sequences of a batch take different ones if the bundle allows it.
+
+    Args:
+        whole: see `states`; None: all shards.
     """
     options = decoder.options
     Ts = default_ts(options)
-    *places, scaled = reference_stretches(decoder.bundle, checkpoint)
-    several = sorted({tuple(sizes) for sizes in (Ts[:1], Ts[-1:], Ts[1:-1]) if sizes})
     # the input of an inner layer is replaced where it shows
     fed = decoder.shows_inner_layers or options.layers_per_shard == 1
     isolated = decoder.manifest.shows_hidden and fed
+    *places, scaled = reference_stretches(decoder.bundle, checkpoint, not isolated)
+    several = sorted({tuple(sizes) for sizes in (Ts[:1], Ts[-1:], Ts[1:-1]) if sizes})
+    # the longest calls of every function, which run on every shard
+    longest = [(T,) for T in options.shapes] or [(options.t_max,)]
     plan = []
     if isolated:
         plan.append(StretchPlan(scaled, Ts[-1:], True))
     for stretches in places:
-        plan += [StretchPlan(stretches, sizes, isolated) for sizes in several]
-        plan.append(StretchPlan(stretches, Ts, False))
+        if isolated:
+            plan += [StretchPlan(stretches, sizes, True) for sizes in longest]
+            others = [sizes for sizes in several if sizes not in longest]
+            plan += [StretchPlan(stretches, s, True, shards=whole) for s in others]
+        else:
+            plan += [StretchPlan(stretches, sizes, False) for sizes in several]
+        if stretches is places[0] or not isolated:
+            plan.append(StretchPlan(stretches, Ts, False))
     if options.kv_write == "mask":  # which takes dummy columns
         half = [max(1, options.t_max // 2)]
-        plan.append(StretchPlan(places[-1], half, False, options.t_max))
+        shards = whole if isolated else None
+        plan.append(StretchPlan(places[-1], half, isolated, options.t_max, shards))
     references = {id(each.stretches): each.stretches for each in plan}
     stacked = {
         key: stack([program_inputs(decoder, stretch.trace) for stretch in stretches])
@@ -187,12 +207,14 @@ class StretchPlan:
         sizes: tokens a call, one after another.
         isolated: see `Pass`.
         columns: of a call at least.
+        shards: see `Pass`.
     """
 
     stretches: Sequence[Stretch]
     sizes: Sequence[int]
     isolated: bool
     columns: int = 0
+    shards: Shards = None
 
     @property
     def mode(self) -> str:
@@ -215,6 +237,7 @@ class StretchPlan:
             self.isolated,
             starts=np.array([stretch.start for stretch in self.stretches]),
             make_state=partial(state_before, self.stretches),
+            shards=self.shards,
         )
 
 
@@ -332,12 +355,16 @@ def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
 
 
 def reference_stretches(
-    bundle: Bundle, checkpoint: Checkpoint
+    bundle: Bundle, checkpoint: Checkpoint, chained_tail: bool
 ) -> list[tuple[Stretch, ...]]:
     """The heads of all sequences, their tails if there are any, and their scaled
     inputs, as Hugging Face's model with the weights that `bundle` stores computes
     them. Token ids are random ones, other ones for every sequence, behind the
-    checkpoint's BOS where it has one."""
+    checkpoint's BOS where it has one.
+
+    Args:
+        chained_tail: whether tails of layers in a row are compared, as heads are.
+    """
     manifest = bundle.manifest
     head, tail, count, starts = plan_positions(manifest)
     shape = len(starts), head + tail
@@ -349,14 +376,19 @@ def reference_stretches(
     rows = []
     for ids, start in zip(prompts, starts, strict=True):
         cache = recording_cache(reference.model.config)
-        first = run_stretch(reference, ids[:head], cache)
+        first = run_stretch(reference, ids[:head], cache, chained=True)
         row = [first]
         if tail:
             before = extend(cache, first.trace, start)
-            row.append(run_stretch(reference, ids[head:], cache, start, before))
+            row.append(
+                run_stretch(
+                    reference, ids[head:], cache, start, before, chained=chained_tail
+                )
+            )
         cache = recording_cache(reference.model.config)
         feed = scaled_inputs(first, count)
-        rows.append([*row, run_stretch(reference, ids[:count], cache, feed=feed)])
+        row.append(run_stretch(reference, ids[:count], cache, feed=feed))
+        rows.append(row)
     return list(zip(*rows, strict=True))
 
 
@@ -366,29 +398,38 @@ def run_stretch(
     cache,
     start: int = 0,
     before: Trace | None = None,
+    *,
     feed: Trace | None = None,
+    chained: bool = False,
 ) -> Stretch:
-    """Runs `ids` after the tokens of `cache`, updating it in place. With `feed` there
-    is no chained run."""
-    L = len(reference.base.layers)
-    caches = [copy.deepcopy(cache) for _ in range(2)]
-    trace = _run(reference, ids, cache, feed)
+    """Runs `ids` after the `start` tokens of `cache`, updating it in place.
+
+    Args:
+        feed: inputs of layers; None: each reads the output of the one before.
+        chained: whether layers in a row are compared, for which the last bit of their
+            inputs is changed too.
+    """
+    rows = [Row(feed), Row(feed, follows=feed is None, perturb=nudge(start))]
+    if chained:
+        rows.append(Row(perturb=nudge(start + 1)))
+    if start:  # every row continues the same tokens
+        cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))
+    traces = reference.run_rows(ids, rows, cache)
+    for number, trace in enumerate(traces):
+        states = recurrent_states(cache, number)
+        for layer, own in zip(trace.layers, states, strict=True):
+            layer.states = own
+    cache.reorder_cache(torch.zeros(1, dtype=torch.long))
+    trace, *perturbed = traces
     final_input = feed.final_input if feed else trace.layers[-1].hidden
-    inputs = replace(trace, final_input=final_input)
-    isolated = _run(reference, ids, caches[0], inputs, nudge(start))
-    perturbed = {"isolated": isolated}
-    if not feed:
-        chained = _run(reference, ids, caches[1], None, nudge(start + 1))
-        perturbed["chained"] = chained
-    return Stretch(start, ids, trace, before or Trace.empty(L), perturbed, final_input)
-
-
-def _run(reference: Reference, ids, cache, feed: Trace | None, perturb=None) -> Trace:
-    """The trace of ids with the recurrent states behind them."""
-    trace = reference.run(ids, cache, feed=feed, perturb=perturb)
-    for layer, states in zip(trace.layers, recurrent_states(cache), strict=True):
-        layer.states = states
-    return trace
+    return Stretch(
+        start,
+        ids,
+        trace,
+        before or Trace.empty(len(trace.layers)),
+        dict(zip(("isolated", "chained"), perturbed)),
+        final_input,
+    )
 
 
 def scaled_inputs(stretch: Stretch, count: int) -> Trace:
@@ -432,18 +473,18 @@ def extend(cache, trace: Trace, start: int) -> Trace:
     return before
 
 
-def recurrent_states(cache) -> list[dict[str, np.ndarray]]:
-    """By layer, the convolutions, delayed values and matrices of Hugging Face's cache,
-    as the bundle's states are (see `LayerTrace.states`)."""
+def recurrent_states(cache, row: int = 0) -> list[dict[str, np.ndarray]]:
+    """By layer, the convolutions, delayed values and matrices of one sequence of
+    Hugging Face's cache, as the bundle's states are (see `LayerTrace.states`)."""
     layers = []
     for i, layer in enumerate(cache.layers):
         states = {}
         layers.append(states)
         if not getattr(layer, "conv_states", None):
             continue
-        states["conv"] = cache.get_conv_state(i, state_idx=0)[0].T.numpy().copy()
+        states["conv"] = cache.get_conv_state(i, state_idx=0)[row].T.numpy().copy()
         if layer.is_recurrent_states_initialized[0]:
-            state = cache.get_recurrent_state(i, state_idx=0)[0].numpy().copy()
+            state = cache.get_recurrent_state(i, state_idx=0)[row].numpy().copy()
             if state.ndim == 1:
                 states["v_delayed"] = state[None]
             else:

@@ -10,7 +10,7 @@ The choice of an expert is discontinuous: rounding that changes the order of two
 changes the layer's whole update. The portable runtime therefore records each choice and
 continues with the golden's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -174,6 +174,7 @@ class Pass:
         forced: whether the reference's choice of experts replaces the program's own.
         starts: [B], tokens that ran before; None: none did.
         make_state: the state of a shard before the first call.
+        shards: names of the shards that run, of a pass that is isolated; None: all.
     """
 
     ids: np.ndarray
@@ -183,6 +184,10 @@ class Pass:
     forced: bool = True
     starts: np.ndarray | None = None
     make_state: Callable[[Model], State] = empty_state
+    shards: Collection[str] | None = None
+
+    def runs(self, shard: Shard) -> bool:
+        return self.shards is None or shard.name in self.shards
 
 
 # called after the calls of a pass have run on a shard: number of the pass, model,
@@ -208,21 +213,24 @@ def run_passes(
     recorders = [_begin(decoder, one) for one in passes]
     for model in bar(decoder.layers, title, unit="shard"):
         inputs, counts, hooks, states = [], [], [], []
-        own_states = []
-        for one, recorder in zip(passes, recorders):
+        own_states: dict[int, State] = {}
+        for number, (one, recorder) in enumerate(zip(passes, recorders)):
+            if not one.runs(model.shard):
+                continue
             state = one.make_state(model)
-            own_states.append(state)
+            own_states[number] = state
             hooks += recorder.hooks(model.shard)
             inputs += recorder.fed_inputs(model.shard)
             counts += [call.counts for call in one.calls]
             states += [state] * len(one.calls)
         results = iter(decoder.run_calls(model, inputs, counts, states, hooks))
-        for number, recorder in enumerate(recorders):
+        for number, state in own_states.items():
+            recorder = recorders[number]
             recorder.inputs = list(islice(results, len(recorder.inputs)))
             recorder.record_outputs(model.shard)
-            recorder.record_caches(model.shard, own_states[number])
+            recorder.record_caches(model.shard, state)
             if read_state:
-                read_state(number, model, own_states[number])
+                read_state(number, model, state)
     return [recorder.finished_traces() for recorder in recorders]
 
 

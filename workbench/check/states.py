@@ -1,7 +1,13 @@
 """Gates on the states of a bundle, which need neither a checkpoint nor a golden and run
-on any runtime: `state_life`, `write_address`, `stale_rows` and `undo`."""
+on any runtime: `state_life`, `write_address`, `stale_rows` and `undo`.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+What depends on a program alone is tested on the shards `whole`, one of each distinct
+program (see `distinct`); None: on all shards. Every other shard still writes at three
+points of its caches, and reads rows without a token: whether a mask hides them depends
+on the weights too."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest.mock import patch
@@ -37,22 +43,36 @@ TOGETHER = 16
 STATE_BYTES = 1 << 28
 
 
-def state_gates(decoder: Decoder) -> list[Gate]:
+# names of shards; None: all of them
+Shards = Collection[str] | None
+
+
+def state_gates(decoder: Decoder, whole: Shards = None) -> list[Gate]:
     """Runs `STATE_GATES` on a decoder; its own sequences stay as they are."""
     decoder = decoder.plain
-    return [gate(decoder) for gate in STATE_GATES.values()]
+    return [gate(decoder, whole) for gate in STATE_GATES.values()]
 
 
-def state_life_gate(decoder: Decoder) -> Gate:
+def with_shards(decoder: Decoder, names: Shards) -> Decoder:
+    """A decoder that runs some shards of layers alone, one after another. A device
+    compiles each shard for itself, and runs all of them."""
+    if names is None or decoder.is_device:
+        return decoder
+    part = copy.copy(decoder)
+    part.layers = [model for model in decoder.layers if model.shard.name in names]
+    return part
+
+
+def state_life_gate(decoder: Decoder, whole: Shards = None) -> Gate:
     return gates.none(
         "state_life",
-        list(_lifetime_faults(decoder)),
+        list(_lifetime_faults(with_shards(decoder, whole))),
         "states start as zeros, stay apart, and refuse a token past max_seq_len",
     )
 
 
-def write_address_gate(decoder: Decoder) -> Gate:
-    records = write_probe(decoder)
+def write_address_gate(decoder: Decoder, whole: Shards = None) -> Gate:
+    records = write_probe(decoder, whole=whole)
     wrong = [
         "layer {layer} {state}, T = {T}, pos = {pos}: rows {changed} changed, "
         "expected {expected}".format(**record)
@@ -67,7 +87,8 @@ def write_address_gate(decoder: Decoder) -> Gate:
     )
 
 
-def stale_rows_gate(decoder: Decoder) -> Gate:
+def stale_rows_gate(decoder: Decoder, whole: Shards = None) -> Gate:
+    """Runs every shard."""
     return gates.none(
         "stale_rows",
         list(_reading_faults(decoder)),
@@ -164,11 +185,26 @@ def probe_points(options: Options) -> list[tuple[int, int]]:
     return points
 
 
+def few_points(options: Options) -> list[tuple[int, int]]:
+    """The (T, pos) pairs at which a shard writes whose program is probed on another
+    one: the longest call at both ends of the cache, the shortest in the middle."""
+    S = options.max_seq_len
+    Ts = callable_ts(options)
+    middle = min(S // 2, S - Ts[0])
+    return sorted({(Ts[-1], 0), (Ts[0], middle), (Ts[-1], S - Ts[-1])})
+
+
 def write_probe(
-    decoder: Decoder, points: Iterable[tuple[int, int]] | None = None
+    decoder: Decoder,
+    points: Iterable[tuple[int, int]] | None = None,
+    whole: Shards = None,
 ) -> list[dict]:
     """Which cache rows each call of T tokens at `pos` changed, on caches that hold
     random rows, and garbage in rows without a token.
+
+    Args:
+        points: (T, pos) pairs (default: `probe_points`, and `few_points` of shards that
+            are not in `whole`).
 
     Returns:
         One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of
@@ -176,8 +212,12 @@ def write_probe(
     """
     records = []
     garbage = LARGE if decoder.is_device else SUBNORMAL
-    points = list(points or probe_points(decoder.options))
+    all_points = list(points or probe_points(decoder.options))
+    few = few_points(decoder.options)
     for model in decoder.plain.layers:
+        points = all_points
+        if whole is not None and not decoder.is_device:
+            points = all_points if model.shard.name in whole else few
         random = _random_states(model, garbage)
         size = sum(value.nbytes for value, _ in random.values())
         count = max(1, min(TOGETHER, STATE_BYTES // max(size, 1)))
@@ -257,10 +297,11 @@ def _call(decoder: Decoder, model: Model, state: State, pos: int, T: int) -> np.
     return next(outputs[name] for name in RESULTS if name in outputs)
 
 
-def undo_gate(decoder: Decoder) -> Gate:
+def undo_gate(decoder: Decoder, whole: Shards = None) -> Gate:
     """Undoes tokens of a call of every T and all that the decoder allows of two calls,
     near both ends of the cache: the next call's hidden states and all states behind it
     are bit for bit those of a run of what is left alone, in calls of the same T."""
+    decoder = with_shards(decoder, whole)
     options = decoder.options
     most = options.t_max
     near_end = max(0, options.max_seq_len - 3 * most)
@@ -335,7 +376,7 @@ def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
 
 
 # The gates on states, in the order in which they run.
-STATE_GATES: dict[str, Callable[[Decoder], Gate]] = {
+STATE_GATES: dict[str, Callable[[Decoder, Shards], Gate]] = {
     "state_life": state_life_gate,
     "write_address": write_address_gate,
     "stale_rows": stale_rows_gate,

@@ -14,7 +14,7 @@ not chosen."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 
 from workbench.bundle import Bundle
-from workbench.check import gates, host, interface, program, states, weights
+from workbench.check import distinct, gates, host, interface, program, states, weights
 from workbench.check.compare import (
     HALF_ULP,
     NEAR_TIE,
@@ -38,9 +38,9 @@ from workbench.check.compare import (
 )
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, check_exported_from, stored_weights
-from workbench.check.hf import Reference, half
+from workbench.check.hf import Reference, Row, half
 from workbench.check.run import trace_bundle
-from workbench.check.states import STATE_GATES, default_ts
+from workbench.check.states import STATE_GATES, Shards, default_ts
 from workbench.check.trace import Arrays, LayerTrace, Trace, parse_name
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -206,11 +206,22 @@ class Subject:
 
     Attributes:
         decoder: runs the gates where it can; None: decoders are opened.
+        results: of the gates that have run.
     """
 
     bundle: Bundle
     checkpoint: Checkpoint
     decoder: Decoder | None = None
+    results: list[Gate] = field(default_factory=list)
+
+    @cached_property
+    def whole(self) -> Shards:
+        """One shard of every distinct program; all of them where no gate has compared
+        their weights with the checkpoint's."""
+        verdicts = {gate.name: gate.verdict for gate in self.results}
+        if verdicts.get("weights") != gates.GREEN:
+            return None
+        return distinct.representatives(self.bundle, self.checkpoint)
 
     @cached_property
     def exact(self) -> Decoder:
@@ -244,7 +255,7 @@ def host_gate(subject: Subject) -> Gate:
 
 def program_gate(subject: Subject) -> Gate:
     if subject.exact.precision == "exact":
-        return program.program_gate(subject.exact, subject.checkpoint)
+        return program.program_gate(subject.exact, subject.checkpoint, subject.whole)
     target = subject.bundle.manifest.options.target
     reason = f"needs fp32 arithmetic, which target {target} lacks"
     return gates.not_run("program", reason)
@@ -252,7 +263,7 @@ def program_gate(subject: Subject) -> Gate:
 
 def state_gate(name: str, subject: Subject) -> Gate:
     """One of `STATE_GATES`."""
-    return STATE_GATES[name](subject.tried.plain)
+    return STATE_GATES[name](subject.tried.plain, subject.whole)
 
 
 # The gates that need no tuning, in the order in which they run.
@@ -283,7 +294,7 @@ def bug_gates(
     check_exported_from(checkpoint, bundle)
     bundle.verify()
     subject = Subject(bundle, checkpoint, decoder)
-    results: list[Gate] = []
+    results = subject.results
     for name, gate in BUG_GATES.items():
         stage(f"validate: {name}")
         try:
@@ -366,14 +377,13 @@ def _unknown_gates(bundle: Bundle, stored: gates.StoredVerdict | None) -> list[G
 def measure_budget(
     bundle: Bundle, checkpoint: Checkpoint, golden: Golden, inner: bool = True
 ) -> Trace:
-    """Runs Hugging Face's model twice over the golden's tokens with the weights that
-    `bundle` stores and a rounded stream: the trace of layers that are fed the golden's
+    """Runs Hugging Face's model over the golden's tokens with the weights that `bundle`
+    stores and a rounded stream: the trace of layers that are fed the golden's
     inputs, with the `logits` of layers in a row. `inner`: layers inside a shard are fed
     too, as on runtimes that show them; otherwise each reads the output of the one
     before."""
     reference = Reference(checkpoint, stored_weights(checkpoint, bundle, half=True))
     rounded = half(bundle.manifest.stream_scale)
-    chained = reference.run(golden.ids, perturb=rounded)
     feed = golden.trace
     if not inner:
         feed = Trace.empty(golden.layers)
@@ -382,7 +392,8 @@ def measure_budget(
             if first:
                 router = golden.trace.layers[first - 1].router
                 feed.layers[first - 1].router = router
-    trace = reference.run(golden.ids, feed=feed, perturb=rounded, head=False)
+    rows = [Row(perturb=rounded), Row(feed, perturb=rounded, head=False)]
+    chained, trace = reference.run_rows(golden.ids, rows)
     stored = stored_stream(trace, golden.trace, bundle.manifest.stream_scale)
     return replace(stored, logits=chained.logits)
 
