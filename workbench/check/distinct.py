@@ -102,8 +102,8 @@ class _Canonical:
     def __init__(self, shard: Shard, program: Program):
         self.program = program
         self.tensors: dict[str, list] = {}
-        for tensor, constants in shard.weights.items():
-            for name in [constants] if isinstance(constants, str) else constants:
+        for tensor, name in shard.weights.items():
+            if isinstance(name, str):  # several constants: of another exporter
                 relative = _relative(tensor, shard.layers[0])
                 self.tensors.setdefault(name, []).append(relative)
         self.constants: dict[str, Op] = {}

@@ -1,0 +1,188 @@
+"""Shards with the same program are found, and nothing that differs in one shard alone is
+hidden by the shards that are tested in its place."""
+
+import cases
+import numpy as np
+import planted_programs
+import pytest
+from copies import Copy, source
+from registry import FAULTS
+
+from workbench import Bundle, Decoder
+from workbench.check.distinct import representatives
+from workbench.check.interface import interface_gate
+from workbench.check.program import program_gate
+from workbench.check.validate import bug_gates
+from workbench.check.weights import weights_gate
+
+FIRST, MIDDLE, LAST = 0, 2, 3  # layers of the llama, one a shard
+NAME = "layers_02_02"  # of the shard in the middle
+
+
+@pytest.mark.slow("exports a bundle of every family")
+@pytest.mark.matrix(4, wide=9)
+@pytest.mark.parametrize(
+    ("base", "count"),
+    [
+        ("llama", 1),
+        ("functions", 1),
+        ("slice", 1),
+        ("pairs", 1),
+        ("gemma", 2),
+        ("ring", 2),
+        ("zaya", 2),
+        ("lfm2", 2),
+        ("qwen3_5", 2),
+    ],
+)
+def test_shards_of_one_shape_are_one_program(exports, base, count):
+    """Layers of other kinds (a window, no attention, the first layer's router) are others."""
+    folder, checkpoint = cases.unharmed(exports, f"base/{base}/int8-channel")
+    assert len(representatives(Bundle.open(folder), checkpoint)) == count
+
+
+# --- plants against the comparison of programs, in the shard in the middle --------------------------
+
+
+def constant(copy):
+    planted_programs.score_scale(copy, MIDDLE, 1.05, "")
+
+
+def axis(copy):
+    planted_programs.softmax_axis(copy, MIDDLE, 2)
+
+
+def epsilon(copy):
+    planted_programs.scalar(copy, copy.shard(MIDDLE), "input_layernorm_eps0", 10)
+
+
+def index(copy):
+    """The second half of the queries begins one element early."""
+    shard = copy.shard(MIDDLE)
+    op = copy.operations(shard, "slice_by_index", "self_attn")[1]
+    begin = copy.constant(shard, source(op, "begin")).arrays["val"]
+    begin.write(begin.read() - (begin.read() > 0))
+
+
+def swapped_operand(copy):
+    op = copy.operations(copy.shard(MIDDLE), "sub", "self_attn")[0]
+    x, y = source(op, "x"), source(op, "y")
+    copy.feed(op, "x", y)
+    copy.feed(op, "y", x)
+
+
+def state_s_name(copy):
+    """The manifest takes the keys for the values."""
+    states = copy.shard(MIDDLE)["states"]
+    k, v = (states[f"layers.{MIDDLE}.{name}_state"] for name in "kv")
+    k["tensor"], v["tensor"] = v["tensor"], k["tensor"]
+
+
+def function_s_T(copy):
+    copy.shard(MIDDLE)["functions"] = {"t1": 1, "t4": 3}
+
+
+def weight_s_layout(copy):
+    weight = copy.weight(f"layers.{MIDDLE}.self_attn.q_proj.weight")
+    weight.write(weight.read().transpose(1, 0, 2, 3))
+
+
+def constant_called_a_weight(copy):
+    """An epsilon is changed, and the manifest calls it the weight of a norm."""
+    epsilon(copy)
+    weights = copy.shard(MIDDLE)["weights"]
+    weights[f"model.layers.{MIDDLE}.input_layernorm.weight"] = next(
+        op.outputs[0].name
+        for op in copy.block(copy.shard(MIDDLE)).operations
+        if op.outputs and "input_layernorm_eps0" in op.outputs[0].name
+    )
+
+
+def weight_in_another_s_place(copy):
+    shard = copy.shard(MIDDLE)
+    copy.first(shard)
+    gate, up = (copy.operations(shard, "conv", f"{n}_proj")[0] for n in ("gate", "up"))
+    names = source(gate, "weight"), source(up, "weight")
+    copy.feed(gate, "weight", names[1])
+    copy.feed(up, "weight", names[0])
+
+
+@pytest.mark.parametrize(
+    ("plant", "base", "seen"),
+    [
+        (constant, "llama", "distinct"),
+        (axis, "llama", "distinct"),
+        (epsilon, "llama", "distinct"),
+        (index, "llama", "distinct"),
+        (swapped_operand, "llama", "distinct"),
+        (state_s_name, "llama", "distinct"),
+        (function_s_T, "functions", "interface"),
+        (weight_s_layout, "llama", "weights"),
+        (constant_called_a_weight, "llama", "weights"),
+        (weight_in_another_s_place, "llama", "distinct"),
+    ],
+)
+def test_another_program_in_one_shard_is_distinct_or_red(broken, plant, base, seen):
+    folder, checkpoint = broken(plant, base=base)
+    bundle = Bundle.open(folder)
+    if seen == "distinct":
+        assert representatives(bundle, checkpoint) == {"layers_00_00", NAME}
+        assert weights_gate(bundle, checkpoint).verdict == "GREEN"
+    else:
+        gate = interface_gate if seen == "interface" else weights_gate
+        assert gate(bundle, checkpoint).verdict == "RED"
+
+
+# --- faults in one shard, and those that only the weights of one show ------------------------------
+
+
+class OneShard(Copy):
+    """A copy of a bundle whose faults are planted in the shard of another layer."""
+
+    layer = FIRST
+
+    def shard(self, layer: int | None = None, kind: str = "layers") -> dict:
+        return super().shard(layer if layer is None else self.layer, kind)
+
+
+@pytest.mark.slow("exports a bundle and runs every bug gate")
+@pytest.mark.matrix(4, wide=18)
+@pytest.mark.parametrize("layer", [FIRST, MIDDLE, LAST])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "silu_become_relu",
+        "one_row_in_the_middle_of_the_cache_damaged",
+        "the_last_row_of_the_cache_is_lost",
+        "mask_a_thousand_times_too_weak",
+        "softmax_over_the_queries",
+        "states_exchanged",
+    ],
+)
+def test_a_fault_in_any_one_shard_is_red(exports, tmp_path, fault, layer):
+    folder, checkpoint = cases.unharmed(exports, "base/llama/int8-channel")
+    copy = OneShard(folder, tmp_path / "copy")
+    copy.layer = layer
+    FAULTS[f"disk/{fault}"].plant(copy)
+    found = bug_gates(Bundle.open(copy.seal()), checkpoint)
+    assert "RED" in {gate.verdict for gate in found}
+
+
+@pytest.mark.slow("exports a bundle of two functions")
+@pytest.mark.parametrize("bound", [8, 9, 10, 12])
+def test_a_bound_in_one_function_that_one_shard_s_weights_reach_is_red(broken, bound):
+    """Every shard has the same program, and tokens of T = 1 alone pass the bound."""
+
+    def clip(copy):
+        copy.function = "t1"
+        for layer in range(4):
+            shard = copy.shard(layer)
+            up = copy.operations(shard, "conv", "up_proj")[0]
+            copy.insert(shard, up, "minimum", y=np.float16(bound))
+
+    folder, checkpoint = broken(clip, base="functions")
+    bundle = Bundle.open(folder)
+    whole = representatives(bundle, checkpoint)
+    assert whole == {"layers_00_00"}
+    exact = Decoder(bundle, "portable", "exact")
+    assert program_gate(exact, checkpoint, whole).verdict == "RED"
