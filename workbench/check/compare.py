@@ -282,8 +282,8 @@ def _groups(rows: pd.DataFrame) -> Iterator[tuple[str, int | None, np.ndarray]]:
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
     """The isolated updates and cache rows that gates read."""
-    own = rows["tensor"].isin(["update", "k", "v"]) & (rows["mode"] == "isolated")
-    return rows[own & ~rows["routing_tie"]].reset_index(drop=True)
+    isolated = rows["tensor"].isin(["update", "k", "v"]) & (rows["mode"] == "isolated")
+    return rows[isolated & ~rows["routing_tie"]].reset_index(drop=True)
 
 
 def furthest(rows: pd.DataFrame) -> dict:

@@ -161,9 +161,9 @@ class _Canonical:
         if isinstance(source, Ref):
             return self.named(source.name)
         if isinstance(source, (list, tuple)):
-            return [self.value(each) for each in source]
+            return [self.value(item) for item in source]
         if isinstance(source, dict):
-            return [[key, self.value(each)] for key, each in sorted(source.items())]
+            return [[key, self.value(item)] for key, item in sorted(source.items())]
         array = np.asarray(source)
         if array.dtype.kind in "OUS":
             return ["text", array.tolist()]
@@ -187,17 +187,17 @@ def _module_facts(module: nn.Module) -> list:
     """A module of Hugging Face's model without the numbers of its parameters: classes,
     attributes, shapes of parameters, buffers by value."""
     facts = []
-    for name, each in module.named_modules():
+    for name, part in module.named_modules():
         attributes = [
             [key, _attribute(value)]
-            for key, value in sorted(vars(each).items())
+            for key, value in sorted(vars(part).items())
             if key not in PLACES and not key.startswith("_")
         ]
         parameters = [
-            [n, tuple(p.shape)] for n, p in each.named_parameters(recurse=False)
+            [n, tuple(p.shape)] for n, p in part.named_parameters(recurse=False)
         ]
-        buffers = [[n, _buffer(b)] for n, b in each.named_buffers(recurse=False)]
-        facts.append([name, type(each).__qualname__, attributes, parameters, buffers])
+        buffers = [[n, _buffer(b)] for n, b in part.named_buffers(recurse=False)]
+        facts.append([name, type(part).__qualname__, attributes, parameters, buffers])
     return facts
 
 
@@ -207,11 +207,11 @@ def _attribute(value: object) -> object:
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, (list, tuple)):
-        return [_attribute(each) for each in value]
+        return [_attribute(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     if isinstance(value, dict):
-        return [[key, _attribute(each)] for key, each in value.items()]
+        return [[key, _attribute(item)] for key, item in value.items()]
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

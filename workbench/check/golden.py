@@ -207,10 +207,10 @@ def check_fits(golden: Golden, bundle: Bundle) -> None:
         raise InputError(subject, *fault, step)
     dims = bundle.manifest.dims
     V = arrays["logits"].shape[1] if head else dims.V
-    found = golden.layers, arrays["x.0"].shape[1], V
-    if found != (dims.L, dims.C, dims.V):
+    sizes = golden.layers, arrays["x.0"].shape[1], V
+    if sizes != (dims.L, dims.C, dims.V):
         needed = f"those of the bundle, {(dims.L, dims.C, dims.V)}"
-        raise InputError(subject, f"layers, width, vocabulary {found}", needed, step)
+        raise InputError(subject, f"layers, width, vocabulary {sizes}", needed, step)
     n = len(golden.ids)
     S = bundle.manifest.options.max_seq_len
     if n > S:

@@ -137,18 +137,18 @@ class Reference:
         inputs, routers = [], []
         for number, row in enumerate(self.sequences):
             source = slice(0, 1) if row.follows else slice(number, number + 1)
-            own, own_router = x[source], None if router is None else router[source]
+            row_x = x[source]
+            row_router = None if router is None else router[source]
             if row.feed is not None:
-                at = row.feed.layers[index] if is_layer else None
-                fed = at.x if is_layer else row.feed.final_input
-                own = own if fed is None else torch.from_numpy(fed)[None]
+                fed = row.feed.layers[index].x if is_layer else row.feed.final_input
+                if fed is not None:
+                    row_x = torch.from_numpy(fed)[None]
                 if router is not None:
                     fed = row.feed.layers[index - 1].router
-                    own_router = (
-                        own_router if fed is None else torch.from_numpy(fed)[None]
-                    )
-            inputs.append(row.perturb(own) if row.perturb else own)
-            routers.append(own_router)
+                    if fed is not None:
+                        row_router = torch.from_numpy(fed)[None]
+            inputs.append(row.perturb(row_x) if row.perturb else row_x)
+            routers.append(row_router)
         if router is not None:
             others[0] = torch.cat(routers)
         return torch.cat(inputs), *others
@@ -356,8 +356,8 @@ def whole_model(checkpoint: Checkpoint) -> nn.Module:
     own progress bar."""
     import transformers
 
-    how = dict(dtype=torch.float32, attn_implementation="eager")
+    options = dict(dtype=torch.float32, attn_implementation="eager")
     with no_progress():
         return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.path, **LOCAL, **how
+            checkpoint.path, **LOCAL, **options
         ).eval()

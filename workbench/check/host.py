@@ -41,15 +41,15 @@ class LayerKind:
         that is r modulo `rows`. A row that Hugging Face's mask shows and the cache has
         lost is nan."""
 
-        def shown(keys: np.ndarray) -> np.ndarray:
+        def is_visible(keys: np.ndarray) -> np.ndarray:
             positions = map(torch.from_numpy, (queries[:, None], keys[None]))
             return self.visible(0, 0, *positions).numpy()
 
         last = queries[-1]
-        if shown(np.arange(last + 1 - rows)).any():
+        if is_visible(np.arange(last + 1 - rows)).any():
             return np.full((len(queries), rows), np.nan)
         stored = last - (last - np.arange(rows)) % rows  # negative: no token yet
-        return ~(shown(stored) & (stored >= 0))
+        return ~(is_visible(stored) & (stored >= 0))
 
 
 def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:

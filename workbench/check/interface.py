@@ -57,12 +57,12 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
         except (IndexError, KeyError, ValueError) as problem:
             # an InputError, or a protobuf message that lacks parts
             faults.append(f"{shard.name}: {problem}")
-    asked = "no checkpoint given: tokens and tokenizer not compared"
+    origins = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
-        asked = "tokens, tokenizer and sizes are the checkpoint's"
+        origins = "tokens, tokenizer and sizes are the checkpoint's"
         faults += differences(*_origins(manifest, checkpoint), "manifest", "checkpoint")
     reason = "manifest, description and program agree in "
-    reason += f"{len(manifest.shards)} packages; {asked}"
+    reason += f"{len(manifest.shards)} packages; {origins}"
     if faults:
         reason = "; ".join(faults[:SHOWN])
     if len(faults) > SHOWN:
@@ -98,14 +98,14 @@ def _lists(m: Manifest) -> tuple[Facts, Facts]:
         "experts": {layers: sorted(rows) for layers, rows in experts.items()},
     }
     for shard in m.shards:
-        known = _shapes(m, shard)
-        found = shard.inputs | shard.outputs
+        expected = _shapes(m, shard)
+        actual = shard.inputs | shard.outputs
         for name, state in shard.states.items():
-            found |= {name: state.shape, f"ring of {name}": state.ring}
-        names = known.keys() & found.keys()
+            actual |= {name: state.shape, f"ring of {name}": state.ring}
+        names = expected.keys() & actual.keys()
         if shard in blocks:  # no other cache must be there, and none be missing
-            names |= set(filter(_is_cached, known | found))
-        for facts, shapes in ((promised, known), (listed, found)):
+            names |= set(filter(_is_cached, expected | actual))
+        for facts, shapes in ((promised, expected), (listed, actual)):
             facts |= {f"{shard.name} {n}": shapes[n] for n in names & shapes.keys()}
     return promised, listed
 
@@ -149,21 +149,21 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     spec = read_spec(bundle.package(shard))
     if spec.specificationVersion < SPECIFICATION:
         yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"
-    descriptions = {each.name: each for each in spec.description.functions}
+    descriptions = {f.name: f for f in spec.description.functions}
     if not descriptions:
         default = spec.description.defaultFunctionName or MAIN
         descriptions = {default: spec.description}
     expected = sorted(shard.functions) or [MAIN]
-    found = {"description": descriptions, "program": spec.mlProgram.functions}
-    wrong = [place for place in found if sorted(found[place]) != expected]
+    functions = {"description": descriptions, "program": spec.mlProgram.functions}
+    wrong = [place for place in functions if sorted(functions[place]) != expected]
     for place in wrong:
-        yield f"functions: {expected} in the manifest, {sorted(found[place])} in the {place}"
+        yield f"functions: {expected} in the manifest, {sorted(functions[place])} in the {place}"
     for name in () if wrong else expected:
         T = shard.functions.get(name, options.t_max)
         described = _described(shard, descriptions[name], T if options.shapes else 1, T)
         faults = list(differences(*described, "manifest", "description"))
         free = T if options.shapes else "T"
-        program = _programmed(shard, found["program"][name], free, options.preset)
+        program = _programmed(shard, functions["program"][name], free, options.preset)
         faults += differences(*program, "manifest", "program")
         for fault in faults:
             yield f"function {name}: {fault}" if shard.functions else fault
@@ -205,8 +205,8 @@ def _described(shard: Shard, description, low: int, high: int) -> tuple[Facts, F
             flexible = array.WhichOneof("ShapeFlexibility")
             if flexible == "shapeRange":
                 ranges = array.shapeRange.sizeRanges
-                lowest = [each.lowerBound for each in ranges]
-                highest = [each.upperBound for each in ranges]
+                lowest = [size.lowerBound for size in ranges]
+                highest = [size.upperBound for size in ranges]
             fact = _fact(dtype_name(array.dataType), lowest, highest)
             if flexible not in (None, "shapeRange"):
                 fact += f" of {flexible}"
@@ -241,8 +241,8 @@ def _programmed(
         declared |= {f"tap of layer {i}": _type(types[HIDDEN]) for i in inner}
         declared[f"tap of layer {last}"] = HIDDEN
         for i, name in shard.taps.items():
-            known = name in types and i != last
-            facts[f"tap of layer {i}"] = _type(types[name]) if known else name
+            is_inner = name in types and i != last
+            facts[f"tap of layer {i}"] = _type(types[name]) if is_inner else name
     weights = {constant: tensor for tensor, constant in shard.weights.items()}
     for op in block.operations:
         if op.type != "const" and not op.type.startswith("constexpr_"):

@@ -181,20 +181,20 @@ def program_errors(
         half = [max(1, options.t_max // 2)]
         shards = whole if isolated else None
         plan.append(StretchPlan(places[-1], half, isolated, options.t_max, shards))
-    references = {id(each.stretches): each.stretches for each in plan}
-    stacked = {
+    stretches_by_id = {id(item.stretches): item.stretches for item in plan}
+    references = {
         key: stack([program_inputs(decoder, stretch.trace) for stretch in stretches])
-        for key, stretches in references.items()
+        for key, stretches in stretches_by_id.items()
     }
-    passes = [each.plan(decoder, stacked[id(each.stretches)]) for each in plan]
+    passes = [item.plan(decoder, references[id(item.stretches)]) for item in plan]
     tables: list[list[pd.DataFrame]] = [[] for _ in plan]
 
     def compare_states(number: int, model: Model, state: State) -> None:
         tables[number] += state_errors(plan[number], passes[number], model, state)
 
     traces = run_passes(decoder, passes, "program", compare_states)
-    for each, own, table in zip(plan, traces, tables):
-        table += trace_errors(decoder, each, own)
+    for item, sequences, table in zip(plan, traces, tables):
+        table += trace_errors(decoder, item, sequences)
     return pd.concat([part for table in tables for part in table], ignore_index=True)
 
 
@@ -263,13 +263,12 @@ def state_errors(
         values = np.asarray(state.read(name), np.float32)
         for seq, (stretch, value) in enumerate(zip(plan.stretches, values)):
             before = stretch.before, stretch.start
+            perturbed_trace = stretch.perturbed[plan.mode]
             expected, perturbed, actual = (
-                np.moveaxis(each, -2, 0).reshape(count, -1)
-                for each in (
+                np.moveaxis(array, -2, 0).reshape(count, -1)
+                for array in (
                     expected_state(shape, name, before, (stretch.trace, stretch.end)),
-                    expected_state(
-                        shape, name, before, (stretch.perturbed[plan.mode], stretch.end)
-                    ),
+                    expected_state(shape, name, before, (perturbed_trace, stretch.end)),
                     value,
                 )
             )
@@ -417,8 +416,8 @@ def run_stretch(
     traces = reference.run_rows(ids, rows, cache)
     for number, trace in enumerate(traces):
         states = recurrent_states(cache, number)
-        for layer, own in zip(trace.layers, states, strict=True):
-            layer.states = own
+        for layer, layer_states in zip(trace.layers, states, strict=True):
+            layer.states = layer_states
     cache.reorder_cache(torch.zeros(1, dtype=torch.long))
     trace, *perturbed = traces
     final_input = feed.final_input if feed else trace.layers[-1].hidden

@@ -63,8 +63,8 @@ def check_reuse(
         InputError: bundles that do not belong together; lengths without room.
     """
     decoders = [decoder, *filter(None, [together])]
-    batches = [each.options.batch for each in decoders]
-    if batches[0] != 1 or len({each.identity for each in decoders}) > 1:
+    batches = [tried.options.batch for tried in decoders]
+    if batches[0] != 1 or len({tried.identity for tried in decoders}) > 1:
         needed = "one of batch 1, and another export that differs in --batch alone"
         raise InputError("bundles", f"batch {batches}", needed, "export them so")
     least, most = max(batches) + 1, decoder.options.max_seq_len - NEW
@@ -77,9 +77,9 @@ def check_reuse(
             sessions = [
                 Session(decoder, Path(folder), n, seq) for seq in range(batches[-1])
             ]
-            for each, cache in product(decoders, CACHES):
-                held = sessions[: each.options.batch]
-                cells.append(_checked(each, held, *cache))
+            for tried, cache in product(decoders, CACHES):
+                batch = sessions[: tried.options.batch]
+                cells.append(check_cell(tried, batch, *cache))
     return cells
 
 
@@ -107,8 +107,8 @@ def reuse_gate(cells: list[ReuseCell], name: str = "reuse") -> gates.Gate:
 
 class Session:
     """A seeded prompt of `n` tokens, or `seq` fewer where positions may differ: the
-    sequence `before` its last token, what is stored in files of a folder and `kept` in
-    memory by format, and the `records` of what follows each."""
+    sequence `before` its last token, what is stored in files of a folder and the `snapshots`
+    of the same in memory by format, and the `records` of what follows each."""
 
     def __init__(self, decoder: Decoder, folder: Path, n: int, seq: int):
         length = n if decoder.options.kv_write == "slice" else n - seq
@@ -120,13 +120,13 @@ class Session:
         decoder.prefill(self.ids[:-1])
         self.before = decoder.snapshot()
         decoder.decode_one_token(self.ids[-1])
-        stored, self.kept = decoder.snapshot(), {}
+        stored, self.snapshots = decoder.snapshot(), {}
         if not all(map(is_cache, self.before.states)):
             stored = self.before  # a recurrent state does not go back by a token
         for format in store.FORMATS:
             store.save(folder / format, f"{n}-{seq}", stored, format)
-            self.kept[format] = store.load(folder / format, f"{n}-{seq}")
-        rounded = self.kept["q4"].trim(stored.offset - self.before.offset)
+            self.snapshots[format] = store.load(folder / format, f"{n}-{seq}")
+        rounded = self.snapshots["q4"].trim(stored.offset - self.before.offset)
         rest = decoder.stream(self.ids[-1:], NEW, after=rounded, stop=())
         self.records = {"fp16": alone, "q4": list(rest)}
 
@@ -137,12 +137,12 @@ class Session:
             folder = self.folder / format
             snapshot, rest = store.find(folder, self.ids, self.identity)
         else:
-            snapshot = self.kept[format]
+            snapshot = self.snapshots[format]
             snapshot = snapshot.trim(snapshot.offset - len(self.before.ids))
             rest = self.ids[snapshot.offset :]
         if (snapshot.ids, rest) != (self.before.ids, self.ids[-1:]):
-            found = f"{snapshot.offset} tokens, {len(rest)} left"
-            raise ValueError(f"prompt of {len(self.ids)} tokens: restored {found}")
+            restored = f"{snapshot.offset} tokens, {len(rest)} left"
+            raise ValueError(f"prompt of {len(self.ids)} tokens: restored {restored}")
         for name, cold in self.before.states.items():
             warm = snapshot.states[name]
             rows = min(cold.shape[-2], warm.shape[-2])  # a ring may hold more
@@ -159,22 +159,22 @@ class Session:
         if len(records) != limit:
             raise ValueError(f"{len(records)} tokens, {limit} expected")
         distances = []
-        for own, alone in zip(records, self.records[format]):
-            distances.append(relative_rms(alone.logits, own.logits))
-            if own.token != alone.token:  # the logits of these two decide
+        for record, alone in zip(records, self.records[format]):
+            distances.append(relative_rms(alone.logits, record.logits))
+            if record.token != alone.token:  # the logits of these two decide
                 break
         return distances
 
 
-def _checked(
+def check_cell(
     decoder: Decoder, sessions: list[Session], cache: str, format: str
 ) -> ReuseCell:
     """One cell; whatever is raised makes it RED."""
-    about = len(sessions), cache, format, len(sessions[0].ids)
+    cell = len(sessions), cache, format, len(sessions[0].ids)
     limits = [NEW] * len(sessions)
     if len(sessions) > 1:
         limits[0] //= 2  # one sequence ends before the others
-    apart = after = None
+    distance = after = None
     try:
         prompts = [session.ids for session in sessions]
         if cache != "cold":
@@ -184,16 +184,18 @@ def _checked(
         for record in decoder.stream(prompts, limits, after=after, stop=()):
             records[record.seq].append(record)
         distances = []
-        for session, own, limit in zip(sessions, records, limits):
-            distances += session.distances(own, limit, format)
+        for session, decoded, limit in zip(sessions, records, limits):
+            distances += session.distances(decoded, limit, format)
             if after:  # decoding leaves the stored entry as it was
                 session.restored(cache, format)
-        apart, most = float(np.max(distances)), LOGITS[decoder.arithmetic]
-        if not apart <= most:
-            raise ValueError(f"logits are {apart:.2g} apart, at most {most:g} allowed")
+        distance, limit = float(np.max(distances)), LOGITS[decoder.arithmetic]
+        if not distance <= limit:
+            raise ValueError(
+                f"logits are {distance:.2g} apart, at most {limit:g} allowed"
+            )
     except Exception as problem:  # a fault may raise anything
-        return ReuseCell(*about, gates.RED, apart, str(problem))
-    return ReuseCell(*about, gates.GREEN, apart)
+        return ReuseCell(*cell, gates.RED, distance, str(problem))
+    return ReuseCell(*cell, gates.GREEN, distance)
 
 
 def _half_step(rows: np.ndarray) -> np.ndarray:

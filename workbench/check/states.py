@@ -230,10 +230,8 @@ def write_probe(
             calls = [_inputs(decoder, model, pos, T) for T, pos in some]
             model.predict_calls(calls, states, [None] * len(some))
             for (T, pos), before, state in zip(some, filled, states):
-                about = {"T": T, "pos": pos}
-                records += [
-                    about | row for row in _changed_rows(before, state, **about)
-                ]
+                for row in _changed_rows(before, state, T, pos):
+                    records.append({"T": T, "pos": pos} | row)
     return records
 
 
@@ -314,8 +312,8 @@ def undo_gate(decoder: Decoder, whole: Shards = None) -> Gate:
     # an expert's shapes must not depend on tokens that are undone
     with patch.object(decoder.experts, "fixed", True):
         for start, Ts in plans:
-            found = _undo_faults(decoder, start, Ts)
-            faults += [f"{what} from position {start} on, T = {Ts}" for what in found]
+            for difference in _undo_faults(decoder, start, Ts):
+                faults.append(f"{difference} from position {start} on, T = {Ts}")
     reason = "what follows undone tokens is bit-identical to a run without them"
     return gates.none("undo", faults[:4], reason, f"{len(faults)} differ: ", "; ")
 

@@ -149,9 +149,9 @@ def unstack(trace: Trace, B: int) -> list[Trace]:
 
 def _arrays_of(record: LayerTrace | Trace) -> Iterator[tuple[str, np.ndarray | None]]:
     """The fields of a record that are one array or None."""
-    for each in fields(record):
-        if each.name not in ("layers", "states"):
-            yield each.name, getattr(record, each.name)
+    for entry in fields(record):
+        if entry.name not in ("layers", "states"):
+            yield entry.name, getattr(record, entry.name)
 
 
 def _select(record: LayerTrace | Trace, seq: int):

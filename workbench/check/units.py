@@ -80,22 +80,17 @@ def validate_units(
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         path = golden.file or golden.save(Path(folder) / "golden.safetensors")
-        for own, unit in units:
-            arguments = (
-                bundle.root,
-                path,
-                golden.source and golden.source.path,
-                own,
-                unit,
-            )
-            how = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
-            outcome = process.call(validate_unit, *arguments, how, timeout_s=SECONDS)
+        source = golden.source and golden.source.path
+        options = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
+        for runs_on, unit in units:
+            arguments = bundle.root, path, source, runs_on, unit, options
+            outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
             row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
             refused = process.invalidating(outcome)
             if refused and not outcome.failure:  # it ran, and not on this unit
                 row |= {"verdict": gates.RED, "faulty": True, "reason": refused}
-            name = f"portable {unit}" if own == "portable" else unit
-            rows[name] = {"unit": name, "runtime": own} | row
+            name = f"portable {unit}" if runs_on == "portable" else unit
+            rows[name] = {"unit": name, "runtime": runs_on} | row
     sound = {
         name for name, row in rows.items() if not row.get("faulty", True)
     }  # a process that died is not
@@ -105,26 +100,26 @@ def validate_units(
         if declared is not None and logits is not None:
             row["kl_portable"] = float(kl(declared, logits).max())
         if row["unit"] not in sound and not alone:
-            row["blame"] = blame(row["runtime"], sound)
+            row["blame"] = diagnose(row["runtime"], sound)
         elif row["unit"] in sound and row["verdict"] == gates.RED:
             row["blame"] = LIMIT_EXCEEDED
     return pd.DataFrame(list(rows.values()), columns=COLUMNS)
 
 
 def validate_unit(
-    root: Path, path: Path, source: Path | None, runtime: str, unit: str, how: dict
+    root: Path, path: Path, source: Path | None, runtime: str, unit: str, options: dict
 ) -> dict:
     """In a child: the columns of one unit that need no other, and `logits` [n, V]. The
-    golden's file is `path`, its checkpoint's folder `source`; `how` is given to
-    `validate`."""
+    golden's file is `path`, its checkpoint's folder `source`; `options` are given
+    to `validate`."""
     bundle = Bundle.open(root)
     golden = replace(Golden.load(path), source=source and Checkpoint(source))
     option = {"precision": unit}
     if runtime != "portable":
         option = {"compute_units": unit}
         # before the decoder, so that one copy of the bundle is in memory
-        device_reference(bundle, golden, how["alone"])
-    result = validate(Decoder(bundle, runtime, **option), golden, **how)
+        device_reference(bundle, golden, options["alone"])
+    result = validate(Decoder(bundle, runtime, **option), golden, **options)
     figures = result.json()
     faults = gates.faults(result.gates)
     red = [gate for gate in result.gates if gate.verdict == gates.RED]
@@ -141,7 +136,7 @@ def validate_unit(
     }
 
 
-def blame(runtime: str, sound: Collection[str]) -> str:
+def diagnose(runtime: str, sound: Collection[str]) -> str:
     """The cause of a fault: the program or the weights if exact arithmetic is not among
     the `sound` units, the precision if only rounded arithmetic is not, the unit if its
     program is sound on the portable runtime."""
@@ -156,7 +151,7 @@ def blame(runtime: str, sound: Collection[str]) -> str:
 
 def units_verdict(table: pd.DataFrame) -> str:
     """RED where a unit is RED, else DIED where one died. `portable narrow` is a bound,
-    not a unit: it only serves `blame`."""
+    not a unit: only `diagnose` reads it."""
     verdicts = set(table.loc[table["unit"] != "portable narrow", "verdict"])
     order = gates.RED, DIED, gates.GREEN
     return next(verdict for verdict in order if verdict in verdicts)

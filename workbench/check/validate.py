@@ -537,11 +537,11 @@ class DeviceReference:
                 raise ValueError(f"an array {name!r}")
             arrays[precision][tensor] = array
         traces = {
-            precision: Trace.from_arrays(own, golden.layers)
-            for precision, own in arrays.items()
+            precision: Trace.from_arrays(of_precision, golden.layers)
+            for precision, of_precision in arrays.items()
         }
-        for own in arrays.values():
-            for name, array in own.items():
+        for of_precision in arrays.values():
+            for name, array in of_precision.items():
                 expected = golden.trace.value(*parse_name(name))
                 width = array.shape[1:] if expected is None else expected.shape[1:]
                 fits = array.dtype.kind in "fi" and 1 <= array.ndim <= 2
@@ -598,15 +598,15 @@ def trace_device(decoder: Decoder, golden: Golden) -> Trace:
     Ts = default_ts(decoder.options)
     (trace,) = trace_bundle(decoder, golden, (Ts, "isolated"))
     layers = [LayerTrace(hidden=at.hidden, k=at.k, v=at.v) for at in trace.layers]
-    shown = Trace(layers, T=trace.T)
+    visible = Trace(layers, T=trace.T)
     scale = decoder.manifest.stream_scale
     if decoder.heads:
         hidden = golden.trace.layers[-1].hidden.T / scale
         logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))
-        shown.logits = logits[0]
+        visible.logits = logits[0]
     elif decoder.manifest.gives_logits:
-        shown.logits = trace.output / scale
-    return shown
+        visible.logits = trace.output / scale
+    return visible
 
 
 def device_tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
