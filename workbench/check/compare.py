@@ -40,15 +40,15 @@ def over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
-    """RMS of the difference over the RMS of the reference, both over all elements; see
-    `over`."""
+    """RMS of the difference over the RMS of the reference, both over all elements; a
+    zero reference as in `over`."""
     reference = np.ravel(reference)
     return float(over(rms(reference, np.ravel(actual)), rms(reference)))
 
 
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one
-    does not (nan)."""
+    """Cosine along the last axis, float64: 1 for two zero vectors, nan for vectors that
+    are not finite."""
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         products = np.einsum("...i,...i->...", a, b) / a.shape[-1]
@@ -63,8 +63,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """KL(reference ‖ actual) [n] in nats between the distributions that two arrays of
-    logits [n, V] stand for."""
+    """KL(reference ‖ actual) [n] in nats between the softmax distributions of two arrays
+    of logits [n, V]."""
     nats = np.empty(len(reference))
     for rows in blocks(reference):
         p, q = log_softmax(reference[rows]), log_softmax(actual[rows])
@@ -73,7 +73,8 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 
 def blocks(array: np.ndarray | torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of an array, of about `BLOCK` numbers each, or of one row."""
+    """Slices that cut an array into groups of rows of about `BLOCK` numbers, or into
+    single rows."""
     n, few = len(array), max(1, BLOCK // max(1, math.prod(array.shape[1:])))
     return (slice(i, min(i + few, n)) for i in range(0, n, few))
 
@@ -94,8 +95,8 @@ def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarra
 
 
 def digests(array: np.ndarray) -> np.ndarray:
-    """A number of 64 bits for each vector along the last axis: equal for vectors that
-    are equal bit for bit, and for no others but by a chance of 1 in 2⁶⁴."""
+    """A 64-bit hash [n] of each vector along the last axis: vectors that are equal bit
+    for bit have equal hashes, others with a chance of 1 in 2⁶⁴."""
     hashes = (
         hashlib.blake2b(vector.tobytes(), digest_size=8).digest()
         for vector in np.ascontiguousarray(array)
@@ -227,7 +228,8 @@ def budget_and_ratio(
     distance: np.ndarray, size: np.ndarray, perturbed: np.ndarray, tolerance: Tolerance
 ) -> tuple[np.ndarray, np.ndarray]:
     """`budget` and `ratio` of `with_tolerance` from distances [n] of the actual values
-    and of the perturbed reference, and from sizes [n]. What is no number is far."""
+    and of the perturbed reference, and from sizes [n]. A ratio that is not a number
+    becomes inf."""
     ratio = over(distance, tolerance(perturbed, size))
     return over(perturbed, size), np.nan_to_num(ratio, nan=np.inf)
 

@@ -1,10 +1,10 @@
-"""Gates: a figure, a threshold, a verdict and the reason in words; thresholds that
-several gates use; and BUNDLE/verdict.json, the results of the gates that need the
-checkpoint, for machines that lack it.
+"""The result of a gate: a figure, a threshold, a verdict and the reason in words;
+thresholds that several gates use; and BUNDLE/verdict.json, the results of the gates
+that need the checkpoint, for machines without it.
 
-Anybody can write that file. It counts where this checkout has noted the hashes of
-bundle and file when it wrote it, or where the golden that the user names has noted
-them."""
+Anybody can write that file. It counts only if this checkout noted the hashes of the
+bundle and of the file when it wrote the file, or if the golden that the user gives
+names them."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ GREEN = "GREEN"
 RED = "RED"
 NOT_RUN = "not_run"
 VERDICT = "verdict.json"
-NOTES = "verdicts"  # the folder of this checkout's notes on such files
-SOURCE = Path(__file__).parent  # of every gate
+NOTES = "verdicts"  # the folder of this checkout's notes on verdict.json files
+SOURCE = Path(__file__).parent  # the folder of the gates' source
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Gate:
 
 
 def jsonable(value):
-    """`value` with each float that JSON lacks (nan, inf) replaced by its name, in dicts
-    and lists too."""
+    """`value` with every nan and inf replaced by its name, which JSON can hold; dicts
+    and lists included."""
     if isinstance(value, dict):
         return {name: jsonable(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -53,18 +53,18 @@ def jsonable(value):
 
 
 def records(frame) -> list[dict]:
-    """Rows of a DataFrame as JSON has them; what was not measured is null."""
+    """The rows of a DataFrame for JSON; a value that was not measured is null."""
     return jsonable(frame.to_dict("records"))
 
 
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
-    """GREEN where value >= threshold; nan is RED."""
+    """GREEN if value >= threshold, otherwise, and for nan, RED."""
     verdict = GREEN if value >= threshold else RED
     return Gate(name, verdict, value, threshold, reason)
 
 
 def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
-    """GREEN where value <= threshold; nan is RED."""
+    """GREEN if value <= threshold, otherwise, and for nan, RED."""
     verdict = GREEN if value <= threshold else RED
     return Gate(name, verdict, value, threshold, reason)
 
@@ -76,8 +76,8 @@ def holds(name: str, true: bool, reason: str) -> Gate:
 def none(
     name: str, faults: Sequence[str], fine: str, heading: str = "", sep: str = ", "
 ) -> Gate:
-    """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading`
-    and all of them."""
+    """GREEN with the reason `fine` if there are no faults; otherwise RED, with `heading`
+    and the faults as the reason."""
     return holds(name, not faults, heading + sep.join(faults) if faults else fine)
 
 
@@ -86,17 +86,17 @@ def not_run(name: str, reason: str) -> Gate:
 
 
 def verdict(gates: Iterable[Gate]) -> str:
-    """RED if any gate is, not_run if none ran, else GREEN."""
+    """RED if any gate is RED, not_run if no gate ran, otherwise GREEN."""
     verdicts = {g.verdict for g in gates}
     return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
 
 
-USER_LIMIT = "max_kl"  # a gate whose limit the user chooses: RED is no fault
+USER_LIMIT = "max_kl"  # the user chooses the limit of this gate: RED is not a fault
 
 
 def faults(gates: Iterable[Gate]) -> list[Gate]:
-    """The RED gates that show a fault of the export, which leaves out the user's limit
-    on the cost."""
+    """The RED gates that show a fault of the export: all but the user's limit on the
+    cost."""
     return [gate for gate in gates if gate.verdict == RED and gate.name != USER_LIMIT]
 
 
@@ -107,8 +107,8 @@ MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the us
 
 @cache
 def gates_version() -> str:
-    """SHA-256 of the files of this package; a verdict that other gates gave is not
-    read."""
+    """SHA-256 of the source files of this package. A verdict of gates with another
+    source is ignored."""
     sources = [path.read_bytes() for path in sorted(SOURCE.glob("*.py"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
@@ -145,20 +145,20 @@ def save_verdict(bundle, results: Iterable[Gate]) -> str:
 
 @dataclass(frozen=True)
 class StoredVerdict:
-    """The gates of a bundle's verdict.json, and whether they count: others are only
-    stated by the bundle."""
+    """The gates of a bundle's verdict.json, and whether they count. Gates that do not
+    count are a claim of whoever made the bundle."""
 
     gates: list[Gate]
     counts: bool
 
 
 def stored_verdict(bundle, named: str | None = None) -> StoredVerdict | None:
-    """What the bundle's verdict.json says; None where there is none, or one of another
-    bundle or by gates of other source.
+    """The verdict in the bundle's verdict.json; None if there is no such file, if it is
+    of another bundle, or if it was written by gates with another source.
 
     Args:
-        named: the hash of a verdict.json that counts without a note of this checkout:
-            that of the golden which the user names.
+        named: the hash of a verdict.json that counts without a note of this checkout,
+            from the golden that the user gives.
     """
     from pydantic import TypeAdapter
 

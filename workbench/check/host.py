@@ -24,9 +24,15 @@ LIMIT = 2e-5
 
 @dataclass
 class LayerKind:
-    """What Hugging Face's model applies to some layers, of which `index` is the first
-    and `layer` its entry in the manifest: rotary tables `cos`, `sin` [S, D_rotary / 2]
-    of `inv_freq`, and `visible(batch, head, queries, keys)` of positions."""
+    """The rotary tables and the mask that Hugging Face's model applies to some layers.
+
+    Attributes:
+        index: of the first of these layers.
+        layer: its entry in the manifest.
+        inv_freq: [D_rotary / 2], radians per token.
+        cos, sin: [S, D_rotary / 2].
+        visible: (batch, head, queries, keys) → whether these positions see each other.
+    """
 
     index: int
     layer: Layer
@@ -36,10 +42,10 @@ class LayerKind:
     visible: Callable
 
     def mask(self, queries: np.ndarray, rows: int) -> np.ndarray:
-        """Mask [T, rows], in parts of the mask constant, of the positions `queries`
-        once these are written to a cache: row r then holds the last position written
-        that is r modulo `rows`. A row that Hugging Face's mask shows and the cache has
-        lost is nan."""
+        """Mask [T, rows] of the positions `queries` [T], as multiples of the mask
+        constant, after these positions are written to a cache: row r then holds the
+        last written position that is r modulo `rows`. All are nan if Hugging Face's
+        mask shows a position that the cache has overwritten."""
 
         def is_visible(keys: np.ndarray) -> np.ndarray:
             positions = map(torch.from_numpy, (queries[:, None], keys[None]))
@@ -61,7 +67,7 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     errors = []
     kinds = layer_kinds(decoder.manifest, empty_model(checkpoint.config).model)
     for kind in kinds:
-        # the slowest turn too little to show in cos
+        # the lowest frequencies turn too little to change cos in max_seq_len tokens
         scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
         error = largest(ropes[kind.layer.rope], kind.inv_freq, scale)
         errors.append((error, f"inv_freq of layer {kind.index}"))
@@ -88,13 +94,13 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
 
 @torch.inference_mode()
 def layer_kinds(manifest: Manifest, base) -> list[LayerKind]:
-    """The kinds of layers with attention of Hugging Face's model `base`, those of
-    another rope table in the manifest apart."""
+    """The kinds of layers with attention in Hugging Face's model `base`. Layers with
+    different rope tables in the manifest are of different kinds."""
     from transformers import masking_utils
 
     rotary = base.rotary_emb
     S = manifest.options.max_seq_len
-    # a family with several tables calls them by the type of the layer
+    # families with several tables select one by the type of the layer
     typed = rotary and "layer_type" in inspect.signature(rotary.forward).parameters
     kinds = {}
     for index, layer in enumerate(manifest.layers):
@@ -127,7 +133,7 @@ def layer_kinds(manifest: Manifest, base) -> list[LayerKind]:
 
 def largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:
     """The largest |actual − reference| / scale over the last axes that both have; inf
-    where these differ or a value is no number."""
+    if these axes differ or a value is not a number."""
     if np.shape(actual)[-np.ndim(reference) :] != np.shape(reference):
         return np.inf
     errors = np.abs(np.float64(actual) - reference) / scale

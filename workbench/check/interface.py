@@ -1,8 +1,9 @@
 """Gate `interface`: `bundle.json`, the packages' descriptions and their programs agree.
 
-Core ML reads the description, computes the program, and the host fills the buffers that
-the manifest names. Each of the three is read from its file as facts by name, none is
-run, and facts that differ are named: a package that no runtime would load is RED."""
+Core ML reads the description and runs the program, and the host fills the buffers that
+the manifest names. The gate reads each of the three from its file as facts by name,
+runs none of them, and names the facts that differ. A package that no runtime would load
+is RED."""
 
 from collections.abc import Iterator
 
@@ -34,7 +35,7 @@ from workbench.runtime import load_shard
 MAIN = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
 OUTSIDE = ".gate."  # matrices of routers stay fp16 under every preset
-SHOWN = 8  # differences that the reason names
+SHOWN = 8  # the most differences in the reason
 SIZES = {
     "hidden_size": "C",
     "num_attention_heads": "H",
@@ -78,7 +79,8 @@ def differences(a: Facts, b: Facts, in_a: str, in_b: str) -> Iterator[str]:
 
 
 def _lists(m: Manifest) -> tuple[Facts, Facts]:
-    """What options and dimensions promise of the shards, and what is listed."""
+    """Facts about the shards that follow from options and dimensions, and the facts of
+    the listed shards."""
     L, step = m.dims.L, m.options.layers_per_shard
     kind = "router" if m.options.moe == "routed" else "layers"
     blocks = [s for s in m.shards if s.kind in ("layers", "router")]
@@ -103,7 +105,7 @@ def _lists(m: Manifest) -> tuple[Facts, Facts]:
         for name, state in shard.states.items():
             actual |= {name: state.shape, f"ring of {name}": state.ring}
         names = expected.keys() & actual.keys()
-        if shard in blocks:  # no other cache must be there, and none be missing
+        if shard in blocks:  # a cache that is missing or unexpected is a difference
             names |= set(filter(_is_cached, expected | actual))
         for facts, shapes in ((promised, expected), (listed, actual)):
             facts |= {f"{shard.name} {n}": shapes[n] for n in names & shapes.keys()}
@@ -111,7 +113,8 @@ def _lists(m: Manifest) -> tuple[Facts, Facts]:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether a shape is that of a cache, or of what says where a call writes it."""
+    """Whether a shape belongs to a cache, or to an input that selects the rows that a
+    call writes."""
     return is_cache(name) or name == POS or name.startswith(KV_WRITE_MASK)
 
 
@@ -143,7 +146,7 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     the program in it."""
     options = bundle.manifest.options
     if shard.foreign or options.plugin:
-        # compares the interface, and refuses what differs first
+        # loading compares the interface and raises on the first difference
         load_shard(bundle, shard)
         return
     spec = read_spec(bundle.package(shard))
@@ -170,8 +173,8 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
 
 
 def _declared(shard: Shard, low: int | str, high: int | str) -> Facts:
-    """What a shard of the manifest reads, of `low` to `high` tokens, what it hands on,
-    of `high`, and what it keeps."""
+    """Facts of a shard in the manifest: inputs of `low` to `high` tokens, outputs of
+    `high` tokens, and states."""
     facts = {}
     for name, shape in shard.inputs.items():
         dtype = "INT32" if name == POS else "FLOAT16"
@@ -189,7 +192,7 @@ def _fact(dtype: str, low: list, high: list | None = None) -> str:
 
 
 def _described(shard: Shard, description, low: int, high: int) -> tuple[Facts, Facts]:
-    """Facts of the manifest, and those of a description, where an output may have no
+    """Facts of the manifest, and facts of a description, in which an output may lack a
     shape."""
     facts = {}
     dtype_name = messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name

@@ -1,8 +1,9 @@
-"""Whether a stored cache continues as the sequence did that it was taken from.
+"""Tests whether a sequence that is restored from a stored cache continues as the
+original sequence did.
 
 Each cell restores prompts from a file (warm) or memory (hot), in one format, alone or
-in a batch, and decodes. The restored rows are compared with those of the sequence, the
-logits with those of the sequence decoded alone; a cold cell restores nothing."""
+in a batch, and decodes. The restored rows are compared with those of the original, and
+the logits with those of the sequence decoded alone. A cold cell restores nothing."""
 
 import tempfile
 from collections.abc import Sequence
@@ -30,8 +31,13 @@ LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1}
 
 @dataclass(frozen=True)
 class ReuseCell:
-    """`apart` is the largest relative RMS between the logits and those of the sequence
-    alone (null where none came), `reason` what is wrong, or ""."""
+    """The result of one cell.
+
+    Attributes:
+        apart: the largest relative RMS between the logits and those of the sequence
+            alone; None if no logits were computed.
+        reason: the fault; "" if there is none.
+    """
 
     batch: int
     cache: str
@@ -84,7 +90,8 @@ def check_reuse(
 
 
 def count_cells(cells: Sequence[ReuseCell]) -> str:
-    """How many cells are comparisons, and how many of these restore nothing."""
+    """A sentence with the number of cells that are comparisons, and of those among them
+    that restore nothing."""
     compared = [cell for cell in cells if not cell.is_reference]
     cold = sum(cell.cache == "cold" for cell in compared)
     return (
@@ -122,7 +129,8 @@ class Session:
         decoder.decode_one_token(self.ids[-1])
         stored, self.snapshots = decoder.snapshot(), {}
         if not all(map(is_cache, self.before.states)):
-            stored = self.before  # a recurrent state does not go back by a token
+            # a recurrent state cannot be trimmed by a token
+            stored = self.before
         for format in store.FORMATS:
             store.save(folder / format, f"{n}-{seq}", stored, format)
             self.snapshots[format] = store.load(folder / format, f"{n}-{seq}")
@@ -169,7 +177,7 @@ class Session:
 def check_cell(
     decoder: Decoder, sessions: list[Session], cache: str, format: str
 ) -> ReuseCell:
-    """One cell; whatever is raised makes it RED."""
+    """Runs one cell. Any exception makes it RED."""
     cell = len(sessions), cache, format, len(sessions[0].ids)
     limits = [NEW] * len(sessions)
     if len(sessions) > 1:

@@ -110,7 +110,7 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
     alone, mixed, other = (decoder.new_sequences() for _ in range(3))
     if is_written(other):
         yield "a new state is not zeros"
-    if 2 * T <= S:  # else nothing is read of an earlier call
+    if 2 * T <= S:  # otherwise no second call fits
         run(alone, 0)
         expected = run(alone, 0)
         run(mixed, 0)
@@ -128,9 +128,10 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
 
 
 def _reading_faults(decoder: Decoder) -> Iterator[str]:
-    """Shards that compute something else behind other garbage, and those whose output
-    is finite behind a NaN in the value of the token before: what hides it hides other
-    faults too. Devices are known to drop NaN."""
+    """Shards whose output changes with the garbage in rows without a token, and shards
+    whose output is finite although a value of the token before is NaN: an operation
+    that hides a NaN hides other faults too. Devices may drop NaN and are not tested for
+    it."""
     T = callable_ts(decoder.options)[0]
     pos = min(1, decoder.options.max_seq_len - T)
     for model in decoder.layers:
@@ -290,7 +291,7 @@ def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Arrays:
 
 
 def _call(decoder: Decoder, model: Model, state: State, pos: int, T: int) -> np.ndarray:
-    """What a shard of layers hands on after a call of T tokens at `pos`."""
+    """The output of a shard of layers in a call of T tokens at `pos`."""
     outputs = model.predict(_inputs(decoder, model, pos, T), state)
     return next(outputs[name] for name in RESULTS if name in outputs)
 
@@ -309,7 +310,7 @@ def undo_gate(decoder: Decoder, whole: Shards = None) -> Gate:
         (near_end, [most, most]),
     ]
     faults = []
-    # an expert's shapes must not depend on tokens that are undone
+    # the shapes of experts' calls must not depend on tokens that are undone
     with patch.object(decoder.experts, "fixed", True):
         for start, Ts in plans:
             for difference in _undo_faults(decoder, start, Ts):
@@ -319,9 +320,9 @@ def undo_gate(decoder: Decoder, whole: Shards = None) -> Gate:
 
 
 def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[str]:
-    """What differs after calls of these T at `start` of which each sequence undoes
-    another number of tokens. Slice writes, which take no dummy columns, undo whole
-    calls."""
+    """Names what differs after calls of these T at `start`, of which every sequence
+    undoes a different number of tokens. Slice writes, which take no dummy columns, undo
+    whole calls."""
     options = decoder.options
     rng = np.random.default_rng([start, *Ts])
     B, S, most = options.batch, options.max_seq_len, options.t_max
@@ -362,7 +363,7 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
 
 
 def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
-    """A snapshot of so many tokens that holds random values, none of them to be
+    """A snapshot of this many tokens with random values; its tokens cannot be
     undone."""
     seqs = decoder.new_sequences()
     seqs.append([[0] * tokens] * decoder.options.batch)

@@ -1,8 +1,8 @@
-"""Validates one bundle on every compute unit, each in a process of its own that may
-crash, and names the cause of a failure.
+"""Validates one bundle on every compute unit, each in its own process, which may crash,
+and names the cause of a failure.
 
-A golden goes in, one row per unit comes out. Off a Mac the rows are those of the
-portable runtime's arithmetics, labelled so."""
+The result has one row per unit. Off a Mac the rows are the arithmetics of the portable
+runtime, and their names say so."""
 
 import tempfile
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import COMPUTE_UNITS, resolve
 
 SECONDS = 3600
-DIED = "DIED"  # the verdict of a unit whose process gave no answer
+DIED = "DIED"  # the verdict of a unit whose process ended without a result
 LIMIT_EXCEEDED = "no fault: the cost exceeds your limit"
 COLUMNS = [
     "unit",
@@ -54,11 +54,11 @@ def validate_units(
     gates that the bundle's verdict.json lacks.
 
     Args:
-        runtime: where compute units are tried: `coreml` or a stand-in; `portable`:
-            nowhere; `auto`: on Core ML where there is one.
-        compute_units: those that are tried.
-        alone: the portable arithmetics are left out, and no process loads a second copy
-            of the bundle.
+        runtime: the runtime of the compute units: `coreml` or a stand-in; `portable`:
+            none is tried; `auto`: Core ML if this machine has it.
+        compute_units: the units to try.
+        alone: leave out the portable arithmetics, so that no process loads a second
+            copy of the bundle.
         Ts, max_kl: see `validate`.
 
     Returns:

@@ -3,14 +3,14 @@ gates follow from arithmetic and do not depend on the compression; their results
 stored in the bundle's verdict.json.
 
 The cost is the distance of a bundle from a golden, beside the budget, the distance that
-rounding alone causes: Hugging Face's own model in fp32 with the weights that the bundle
-stores, its stream rounded to fp16 where it enters and leaves a layer, its cache rows
-rounded once. The exported program has no part in it, so that an error far above the
-budget is not due to compression.
+rounding alone causes. The budget is measured in Hugging Face's model in fp32, with the
+weights that the bundle stores, the stream rounded to fp16 where it enters and leaves a
+layer, and the cache rows rounded once. It does not depend on the exported program: an
+error far above the budget is a bug, not compression.
 
-Another runtime may be as far from portable `declared` arithmetic as `narrow` is, which
-rounds sums to fp16 after every 32 products: that distance is measured for each bundle,
-not chosen."""
+Another runtime may differ from portable `declared` arithmetic as much as `narrow` does,
+which rounds sums to fp16 after every 32 products. That distance is measured for each
+bundle."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -48,14 +48,14 @@ from workbench.files import load_arrays, save_arrays, sha256
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import stage
 
-# Times √(budget² + 2⁻²²) that an error may be. Inner results of a layer are rounded as well,
-# which the budget leaves out: the worst of 688 sound bundles, a random draw in fp16, reaches 3.5,
-# the worst trained checkpoint 2.6; tests/check/faults.md has the margins.
+# The largest ratio of an error to √(budget² + 2⁻²²). The budget leaves out the rounding of a
+# layer's inner results: the worst of 688 sound bundles, a random draw in fp16, reaches 3.5, the
+# worst trained checkpoint 2.6; tests/check/faults.md has the margins.
 BUDGET_FACTOR = 6.0
-# Times the distance declared–narrow. `declared` lies one rounding away from exact
-# arithmetic, and a device may lie another one away on the other side. Portable `exact`,
-# seen as a device, is 2.0 distances away on the worst sound bundle (int4-block32, trained
-# ZAYA), and the mildest planted fault 10; tests/check/faults.md has the margins.
+# The largest ratio of a device's distance to the distance declared–narrow. `declared` is one
+# rounding away from exact arithmetic, and a device may be another one away on the other side.
+# Portable `exact` in the place of a device reaches 2.0 on the worst sound bundle (int4-block32,
+# trained ZAYA), and the mildest planted fault 10; tests/check/faults.md has the margins.
 DEVICE_FACTOR = 3.0
 REFERENCE_FORMAT = 7  # of the device gate's file: raised when its content changes
 HEAD_LAYER = -1  # the layer of logits in the log's table `fidelity`
@@ -63,15 +63,19 @@ HEAD_LAYER = -1  # the layer of logits in the log's table `fidelity`
 
 @dataclass(frozen=True)
 class Cost:
-    """What compression and fp16 cost: every layer × position × T of a bundle against a
-    golden.
+    """The cost of compression and fp16: every layer × position × T of a bundle against
+    a golden.
 
-    `rows`: see `measure`. `logits` [n, V]
-    of layers in a row, None where the bundle gives none. `kl` [n] nats from the golden to
-    them, and `same_top`, the share of positions with the same top token: nan then.
-    `over_rounding`, of each row: its error over what rounding alone causes, which ranks
-    the cells of one bundle; null for chained rows. `budget_kl` [n]: of the budget, None
-    where none was measured."""
+    Attributes:
+        rows: see `measure`.
+        logits: [n, V] of layers in a row; None if the bundle outputs none.
+        kl: [n], nats from the golden's logits to these; nan without logits.
+        same_top: the share of positions with the same top token; nan without logits.
+        over_rounding: of each row, its error over the error that rounding alone causes,
+            which ranks the cells of one bundle; null for chained rows.
+        budget_kl: [n], nats from the golden's logits to the budget's; None if no budget
+            was measured.
+    """
 
     rows: pd.DataFrame
     logits: np.ndarray | None
@@ -81,7 +85,7 @@ class Cost:
     budget_kl: np.ndarray | None = None
 
     def summary(self) -> dict[str, float] | None:
-        """How near the logits are; None where there are none."""
+        """The figures of the logits for JSON; None if the bundle outputs none."""
         if self.logits is None:
             return None
         cosines = self.rows.loc[self.rows["tensor"] == "logits", "cosine"]
@@ -101,14 +105,14 @@ class Cost:
         return {"kl": kl, "same_top": self.same_top, "budget": budget}
 
     def gates(self, max_kl: float = gates.MAX_KL) -> list[Gate]:
-        """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding
-        alone explains, within a factor."""
+        """Gates `max_kl`, the user's limit on the mean KL, and `budget`: no error is
+        more than `BUDGET_FACTOR` times the one that rounding alone causes."""
         reason = "mean KL from Hugging Face's logits in nats; the limit is the user's"
         if self.budget_kl is not None:
             reason += f"; rounding alone causes {np.mean(self.budget_kl):.2g}"
         limit = gates.at_most("max_kl", float(np.mean(self.kl)), max_kl, reason)
         if self.logits is None:
-            reason = "the argmax is inside: no logits come out"
+            reason = "the packages contain the argmax and output no logits"
             limit = gates.not_run("max_kl", reason)
         if self.budget_kl is None:
             return [limit, gates.not_run("budget", "needs --checkpoint")]
@@ -139,11 +143,11 @@ class Validation:
 
     @property
     def worst(self) -> dict:
-        """The isolated update or cache row whose error is the largest multiple of what
-        rounding alone causes there, `over_rounding`. The worst cosine would be that of
-        a small update beside a huge residual, which rounding moves far."""
+        """The isolated update or cache row with the largest `over_rounding`. The worst
+        cosine would select a small update beside a huge residual, which rounding alone
+        changes much."""
         rows = compared(self.rows.assign(over_rounding=self.cost.over_rounding))
-        # a value that is not finite is above any other
+        # a value that is not finite counts as the largest
         row = rows.loc[rows["over_rounding"].fillna(np.inf).idxmax()]
         names = ["layer", "position", "T", "tensor", "mode"]
         names += ["cosine", "psnr_db", "max_abs", "error", "over_rounding"]
@@ -153,7 +157,7 @@ class Validation:
         rows = compared(self.rows)
         cosines = rows["cosine"].fillna(-1.0)
         updates = cosines[rows["tensor"] == "update"]
-        if updates.empty:  # the bundle shows caches alone
+        if updates.empty:  # the bundle outputs caches alone
             updates = cosines
         return {
             "verdict": self.verdict,
@@ -184,9 +188,9 @@ def validate(
 
     Args:
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
-        again: all bug gates are run, on this decoder where it can.
-        alone: no second copy of the bundle is loaded as portable: gate `device` is
-            not_run where `device_reference` has no file.
+        again: run all bug gates, on this decoder if its runtime can.
+        alone: do not load a second copy of the bundle as portable: gate `device` is
+            not_run if `device_reference` has no file.
     """
     bundle = decoder.bundle
     source = golden.source
@@ -325,9 +329,9 @@ def stored_gates(
     again: bool = False,
     named: str | None = None,
 ) -> list[Gate]:
-    """The bug gates of verdict.json, if it counts. With the checkpoint `source` they
-    are run and stored where it does not, or `again`; without both, those that need the
-    bundle alone are run. Gates on a device's states are asked of the device.
+    """The bug gates of verdict.json, if it counts. If it does not, or `again`, they are
+    run with the checkpoint `source` and stored; without a checkpoint the gates run that
+    need the bundle alone. Gates on the states of a device run on the device.
 
     Args:
         named: the hash of the verdict.json that the user's golden names.
@@ -339,8 +343,9 @@ def stored_gates(
     stored = gates.stored_verdict(bundle, named)
     results = stored.gates if stored and stored.counts else None
     if source and (again or results is None):
-        changed = decoder if again else None  # others may have been changed in memory
-        results = bug_gates(bundle, source, decoder=changed)
+        # a stored verdict is of the files, and this decoder may be changed in memory
+        tried = decoder if again else None
+        results = bug_gates(bundle, source, decoder=tried)
         gates.save_verdict(bundle, results)
         live = states.state_gates(decoder) if decoder.is_device else []
     elif results is None:
@@ -355,12 +360,12 @@ def stored_gates(
 
 
 def _unknown_gates(bundle: Bundle, stored: gates.StoredVerdict | None) -> list[Gate]:
-    """The bug gates as not_run, with what the bundle itself states of them and the
-    command that runs them."""
+    """The bug gates as not_run, with the bundle's own claim about each and the command
+    that runs it."""
     if not stored:
-        old = (bundle.root / gates.VERDICT).is_file()
-        of = "is of another bundle or by other gates" if old else "is missing"
-        reason = f"needs --checkpoint: the bundle's {gates.VERDICT} {of}"
+        exists = (bundle.root / gates.VERDICT).is_file()
+        state = "is of another bundle or by other gates" if exists else "is missing"
+        reason = f"needs --checkpoint: the bundle's {gates.VERDICT} {state}"
         return [gates.not_run(name, reason) for name in BUG_GATES]
     command = f"workbench validate {bundle.root.name} --checkpoint CHECKPOINT"
     stated = {gate.name: gate.verdict for gate in stored.gates}
