@@ -408,7 +408,7 @@ def run_stretch(
         chained: whether layers in a row are compared, for which the last bit of their
             inputs is changed too.
     """
-    rows = [Row(feed), Row(feed, follows=feed is None, perturb=nudge(start))]
+    rows = [Row(feed), Row(feed, follows=True, perturb=nudge(start))]
     if chained:
         rows.append(Row(perturb=nudge(start + 1)))
     if start:  # every row continues the same tokens
