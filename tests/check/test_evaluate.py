@@ -15,10 +15,10 @@ from in_process import invoke
 from refusal import refused
 from tiny import prompt
 
-from workbench import Decoder
 from workbench.check import evaluate
 from workbench.check.golden import stored_weights
 from workbench.check.hf import Reference
+from workbench.decode import Sequences
 from workbench.models.checkpoint import Checkpoint
 
 DATA = Path(__file__).parents[2] / "data"
@@ -108,7 +108,7 @@ def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
     np.testing.assert_allclose(np.load(path), rows, rtol=1e-4, atol=1e-7)
     assert resumed["perplexity"] == whole["perplexity"]
     assert evaluated(*arguments, *EXACT)["resumed"] == 0
-    monkeypatch.setattr(Decoder, "advance", None)  # nothing is left to run
+    monkeypatch.setattr(Sequences, "advance", None)  # nothing is left to run
     assert evaluated(*arguments)["resumed"] == 9
 
 
