@@ -28,23 +28,25 @@ def op(kind: str, out: Type | None = X, name: str | None = None, **inputs) -> Op
     return Op(kind, name or kind, bound, [(f"{name or kind}_out", out)] if out else [])
 
 
-def graph(*ops: Op, inputs=None, states=None, weights=5_000_000, **about):
+def graph(*ops: Op, inputs=None, states=None, weights=5_000_000, **properties):
     """A program of a convolution and more operations."""
     conv = op("conv", x="x", weight=WEIGHT)
-    made = program([conv, *ops], {"x": X} | (inputs or {}), ["conv_out"], states)
-    return rules.LintGraph(made, weights, **about)
+    result = program([conv, *ops], {"x": X} | (inputs or {}), ["conv_out"], states)
+    return rules.LintGraph(result, weights, **properties)
 
 
-def compressed(weight: dict, **about) -> rules.LintGraph:
+def compressed(weight: dict, **properties) -> rules.LintGraph:
     """A program with a product by a weight of 8 or 4 bits."""
     kind = "constexpr_blockwise_shift_scale"
-    return graph(op(kind, W, **weight), op("matmul", x="x", y=f"{kind}_out"), **about)
+    return graph(
+        op(kind, W, **weight), op("matmul", x="x", y=f"{kind}_out"), **properties
+    )
 
 
-def palette(*shape: int, **about) -> rules.LintGraph:
+def palette(*shape: int, **properties) -> rules.LintGraph:
     """A program with a weight in a palette of a shape."""
     table = {"lut": np.zeros(shape), "indices": np.zeros((64, 64), np.uint8)}
-    return graph(op("constexpr_lut_to_dense", W, **table), **about)
+    return graph(op("constexpr_lut_to_dense", W, **table), **properties)
 
 
 def added(*shape) -> rules.LintGraph:
@@ -119,7 +121,8 @@ BROKEN = {
 LOOKED_FOR = {rule["id"]: rule for rule in rules.rules() if rule["of"] != "-"}
 
 
-def found(g: rules.LintGraph) -> dict[str, list[str]]:
+def broken_rules(g: rules.LintGraph) -> dict[str, list[str]]:
+    """Rule → the names of what breaks it."""
     return {rule["id"]: rule["names"] for rule in rules.lint(g)}
 
 
@@ -129,19 +132,19 @@ def test_every_rule_fires_on_a_program_that_breaks_it(id):
     """One that is disputed moves nothing."""
     kind = LOOKED_FOR[id]["of"].split()[0].rstrip("*")  # of a rule of kinds alone
     broken, name = BROKEN.get(id) or (graph(op(kind, x="x")), kind)
-    assert name in found(broken)[id]
-    moved = placement.place_operations("s", broken).cpu
-    assert not moved or not LOOKED_FOR[id]["disputed"]
+    assert name in broken_rules(broken)[id]
+    on_cpu = placement.place_operations("s", broken).cpu
+    assert not on_cpu or not LOOKED_FOR[id]["disputed"]
 
 
 def test_a_program_that_breaks_none_is_clean():
     """State itself is disputed (K13), and any decoder of a conversation pauses (K15)."""
-    assert found(graph()) == {}
+    assert broken_rules(graph()) == {}
     written = op("write_state", None, data="mul_out", input="k_state")
-    held = graph(op("mul", x="x", y="x"), written, states=STATE)
-    assert found(held).keys() == {"K13", "K15"}
+    stateful = graph(op("mul", x="x", y="x"), written, states=STATE)
+    assert broken_rules(stateful).keys() == {"K13", "K15"}
     bare = program([op("relu", x="x")], {"x": X}, ["relu_out"], STATE)
-    assert "K4" not in found(rules.LintGraph(bare, 5_000_000, functions=2))
+    assert "K4" not in broken_rules(rules.LintGraph(bare, 5_000_000, functions=2))
 
 
 def test_new_rules_are_silent_on_what_their_sources_ran():
@@ -149,15 +152,17 @@ def test_new_rules_are_silent_on_what_their_sources_ran():
     channels, a state that is written as a whole."""
     split = graph(weights=2_400_000_000, largest_file=1_200_000_000)
     unmasked = {name: "x" for name in ("query", "key", "value")}
-    assert "G5" not in found(split)
-    assert "O16" not in found(graph(op("scaled_dot_product_attention", **unmasked)))
-    assert "Q7" not in found(palette(4, 1, 16, 1))
-    assert "Q7" not in found(palette(8, 1, 64, 1))
+    assert "G5" not in broken_rules(split)
+    assert "O16" not in broken_rules(
+        graph(op("scaled_dot_product_attention", **unmasked))
+    )
+    assert "Q7" not in broken_rules(palette(4, 1, 16, 1))
+    assert "Q7" not in broken_rules(palette(8, 1, 64, 1))
     read, _, write = SLICED
     whole = op("slice_update", KV, x="read_state_out", update="read_state_out")
-    assert "K16" not in found(graph(read, whole, write, states=STATE))
-    assert "K16" not in found(graph(*BLEND, states=STATE))
-    assert "G6" not in found(graph(weights=1_700_000_000))
+    assert "K16" not in broken_rules(graph(read, whole, write, states=STATE))
+    assert "K16" not in broken_rules(graph(*BLEND, states=STATE))
+    assert "G6" not in broken_rules(graph(weights=1_700_000_000))
 
 
 def test_every_rule_says_where_it_is_from_and_what_to_do():

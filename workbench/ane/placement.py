@@ -106,8 +106,8 @@ def plan(
     with model.native_layer():
         for title, shard, package, function in loaded(bundle, shards):
             compiled = compiled_path(bundle, shard, package)
-            found = compute_plan(package, compiled, compute_units, function)
-            placements.append(count_units(title, found, model.plan_source))
+            units = compute_plan(package, compiled, compute_units, function)
+            placements.append(count_units(title, units, model.plan_source))
     return placements
 
 

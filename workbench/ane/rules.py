@@ -119,8 +119,8 @@ def lint(graph: LintGraph) -> list[dict]:
             if any(fnmatchcase(op.kind, pattern) for pattern in patterns)
         ]
         test = TESTS.get(rule["id"], lambda graph, subject: True)
-        found = subjects.get(rule["of"], operations)
-        names = [name for name, subject in found if test(graph, subject)]
+        candidates = subjects.get(rule["of"], operations)
+        names = [name for name, subject in candidates if test(graph, subject)]
         if names:
             words = rule["source"].split()
             sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
@@ -147,6 +147,7 @@ def _subjects(g: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
 
 
 def _moves_width(g, op) -> bool:
+    """Whether a reshape or a transpose changes the last axis."""
     shape = g.shape(op, "x")
     if op.kind == "reshape":
         return shape[-1:] != op.outputs[0][1].shape[-1:]
@@ -154,36 +155,40 @@ def _moves_width(g, op) -> bool:
 
 
 def _has_long_axis(g, t) -> bool:
+    """Whether an axis is longer than the chip takes; channels have a limit of their
+    own."""
     cap = 16384 if g.generation <= 3 else 65536
     return any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(t.shape))
 
 
 def _spills(g, t) -> bool:
+    """Whether an fp16 result is larger than the chip's working set, 2 MB on an M1 and
+    4.7 MB on an M5."""
     limit = 2e6 if g.generation < 5 else 4.7e6
     return t.dtype == "FLOAT16" and 2 * prod(n or 1 for n in t.shape) > limit
 
 
 def _is_state(g, source) -> bool:
     """Whether a value is that of a state, or a slice of it."""
-    made = g.producer(source)
-    if made and made.kind == "slice_by_index":
-        return _is_state(g, made.inputs["x"])
-    return bool(made) and made.kind == "read_state"
+    op = g.producer(source)
+    if op and op.kind == "slice_by_index":
+        return _is_state(g, op.inputs["x"])
+    return bool(op) and op.kind == "read_state"
 
 
 def _is_blended(g, op) -> bool:
     """Whether a product of a state's value is computed."""
-    products = [op.inputs for op in g.ops if op.kind == "mul"]
-    return any(_is_state(g, value) for each in products for value in each.values())
+    operands = [value for o in g.ops if o.kind == "mul" for value in o.inputs.values()]
+    return any(_is_state(g, value) for value in operands)
 
 
 def _is_sliced(g, op) -> bool:
     """Whether a part of a state is written in place. A write of all of it leaves no row
     of the buffer before."""
-    made = g.producer(op.inputs.get("data"))
-    if made is None or made.kind != "slice_update":
+    update = g.producer(op.inputs.get("data"))
+    if update is None or update.kind != "slice_update":
         return False
-    return g.shape(made, "update") != g.shape(made, "x")
+    return g.shape(update, "update") != g.shape(update, "x")
 
 
 def _channels_of_group(g, op) -> int:
@@ -203,6 +208,7 @@ def _columns(g, op) -> int:
 
 
 def _is_spatial(g, op) -> bool:
+    """Whether a softmax runs over another axis than channels."""
     axis = g.constant(op, "axis")
     axis = -1 if axis is None else int(np.ravel(axis)[0])
     return axis % max(len(g.shape(op, "x")), 1) != 1
@@ -228,7 +234,7 @@ TESTS = {
     "D8": lambda g, t: (
         g.program.states
         and None not in t.shape
-        and any(None in each.shape for each in g.program.inputs.values())
+        and any(None in type.shape for type in g.program.inputs.values())
     ),
     "K2": lambda g, t: t.shape and (t.shape[-1] or 0) % 32,
     "K3": lambda g, t: len(g.program.states) >= 3,

@@ -26,11 +26,11 @@ def predictions(
             the column `hue`, which gives the colours and marks.
         factor: of an interval, whose ends are drawn as dashed lines.
     """
-    shown = rows.dropna(subset=["ms", "predicted_ms"])
+    placed = rows.dropna(subset=["ms", "predicted_ms"])
     figure.set_figheight(4.5)
     ax = figure.subplots()
-    looks = cycle(product(MARKERS, PALETTE))
-    for (name, group), (marker, colour) in zip(group_by(shown, hue), looks):
+    styles = cycle(product(MARKERS, PALETTE))
+    for (name, group), (marker, colour) in zip(group_by(placed, hue), styles):
         label = name  # of the first marks of a group; the legend has each group once
         for is_fitted, points in group.groupby("fitted", sort=False):
             lengths = [
@@ -48,7 +48,7 @@ def predictions(
                 label=label,
             )
             label = "_nolegend_"
-    times = shown[["ms", "low_ms", "high_ms"]].to_numpy()
+    times = placed[["ms", "low_ms", "high_ms"]].to_numpy()
     ends = np.array([np.nanmin(times) / 1.2, np.nanmax(times) * 1.2])
     ax.plot(ends, ends, color="black", linewidth=0.8, label="equal")
     if factor:
@@ -60,7 +60,7 @@ def predictions(
     label_log(ax.xaxis)
     label_log(ax.yaxis)
     notes = []
-    if not shown["fitted"].all():
+    if not placed["fitted"].all():
         notes.append("hollow: in no fit")
     notes += describe_unplaced(rows, ["ms", "predicted_ms"])
     add_legend(figure, ax.get_legend_handles_labels()[0], notes)
