@@ -21,17 +21,17 @@ IDS = [5, 17, 3, 88, 61, 2, 40, 9]
 @pytest.mark.parametrize("family", DIMS)
 def test_layer_by_layer_equals_the_whole_model(family, exports):
     path = exports.checkpoint(family)
-    found = golden.make_golden(path, IDS)
+    reference = golden.make_golden(path, IDS)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
         whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
-    assert np.array_equal(found["logits"], whole.logits[0].numpy())
-    for layer in range(1, found.layers):
+    assert np.array_equal(reference["logits"], whole.logits[0].numpy())
+    for layer in range(1, reference.layers):
         expected = whole.hidden_states[layer][0].numpy()
-        assert np.array_equal(found[f"x.{layer}"], expected)
-    caches = [(layer.k, layer.v) for layer in found.trace.layers]
+        assert np.array_equal(reference[f"x.{layer}"], expected)
+    caches = [(layer.k, layer.v) for layer in reference.trace.layers]
     rows = [value for pair in caches for value in pair if value is not None]
     assert rows and {len(value) for value in rows} == {len(IDS)}
 
@@ -39,35 +39,35 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
 def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
     tmp_path, exports, monkeypatch
 ):
-    source, made = Checkpoint(exports.checkpoint("zaya")), []
+    source, calls = Checkpoint(exports.checkpoint("zaya")), []
     make = golden.make_golden
     monkeypatch.setattr(
-        golden, "make_golden", lambda *given: made.append(given) or make(*given)
+        golden, "make_golden", lambda *given: calls.append(given) or make(*given)
     )
     folder = tmp_path / "deep"
     first = Golden.of(source, IDS, folder)
 
-    def is_kept():
-        kept = Golden.of(source, IDS, folder)
-        assert kept.source is source and kept.meta == first.meta
-        assert np.array_equal(kept.ids, IDS)
-        arrays = kept.trace.arrays(), first.trace.arrays()
+    def check_stored():
+        stored = Golden.of(source, IDS, folder)
+        assert stored.source is source and stored.meta == first.meta
+        assert np.array_equal(stored.ids, IDS)
+        arrays = stored.trace.arrays(), first.trace.arrays()
         assert arrays[0].keys() == arrays[1].keys()
         assert all(
             np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0]
         )
 
-    is_kept()
-    assert len(made) == 1
+    check_stored()
+    assert len(calls) == 1
     first.file.write_bytes(first.file.read_bytes()[:-1])
-    is_kept()  # made again, as it cannot be read
-    is_kept()
-    assert len(made) == 2
+    check_stored()  # made again, as it cannot be read
+    check_stored()
+    assert len(calls) == 2
     Golden.of(source, IDS[:3], folder)
     Golden.of(Checkpoint(exports.checkpoint("qwen2")), IDS, folder)
     monkeypatch.setattr(golden, "version", lambda package: "another")
     Golden.of(source, IDS, folder)
-    assert len(made) == 5 and len(list(folder.iterdir())) == 4
+    assert len(calls) == 5 and len(list(folder.iterdir())) == 4
 
 
 def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports):

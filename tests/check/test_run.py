@@ -13,8 +13,8 @@ def test_layers_within_a_shard_and_choices_of_experts_are_seen(exports):
     golden = make_golden(Checkpoint(path), [3, 1, 4, 1, 5])
     decoder = exports.decoder(path, layers_per_shard=2)
     isolated, chained = trace_bundle(decoder, golden, (2, "isolated"), (2, "chained"))
-    for found, expected in zip(isolated.layers, golden.trace.layers, strict=True):
-        assert tiny.relative(found.update, expected.update) < 1e-5
-        assert np.array_equal(found.expert, expected.expert)
+    for actual, expected in zip(isolated.layers, golden.trace.layers, strict=True):
+        assert tiny.relative(actual.update, expected.update) < 1e-5
+        assert np.array_equal(actual.expert, expected.expert)
     added = chained.layers[2].hidden - chained.layers[1].hidden
     assert np.array_equal(chained.layers[2].update, added)

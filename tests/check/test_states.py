@@ -11,7 +11,7 @@ def test_calls_are_short_as_long_as_they_may_be_and_of_every_function():
 
 @pytest.mark.parametrize("S, tokens", [(8, "4"), (4, "4"), (1, "1")])
 def test_states_are_sound_where_only_a_few_whole_calls_fit(exports, S, tokens):
-    how = {"max_seq_len": S, "tokens": tokens, "kv_write": "slice"}
+    options = {"max_seq_len": S, "tokens": tokens, "kv_write": "slice"}
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1)
-    found = state_gates(exports.decoder(checkpoint, **how))
-    assert [gate.reason for gate in found if gate.verdict != "GREEN"] == []
+    results = state_gates(exports.decoder(checkpoint, **options))
+    assert [gate.reason for gate in results if gate.verdict != "GREEN"] == []

@@ -14,7 +14,7 @@ def table(llama_bundle, llama_golden, monkeypatch):
     a reason; with these logits."""
 
     def rows(outcomes, runtime="coreml", logits=()):
-        def call(function, root, golden, source, runtime, unit, how, timeout_s):
+        def call(function, root, golden, source, runtime, unit, options, timeout_s):
             outcome = outcomes.get(unit, "GREEN")
             if outcome not in ("GREEN", "RED", "LIMIT"):
                 return process.Outcome(failure=outcome)
@@ -91,9 +91,9 @@ def test_a_unit_s_first_reason_is_a_fault_before_a_limit(
     llama_bundle, llama_golden, tmp_path
 ):
     path = llama_golden.save(tmp_path / "golden.safetensors")
-    how = {"alone": False, "Ts": (1,), "max_kl": 0.0}
+    options = {"alone": False, "Ts": (1,), "max_kl": 0.0}
     row = units.validate_unit(
-        llama_bundle.root, path, None, "portable", "declared", how
+        llama_bundle.root, path, None, "portable", "declared", options
     )
     assert (row["verdict"], row["faulty"]) == ("RED", False)
     assert row["reason"].startswith("max_kl: ") and "--" not in row["reason"]

@@ -45,9 +45,10 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
 
     exact = Decoder(llama_bundle, "portable", "exact")
     exact.layers[1].executable.body.steps[3].function = stop
-    found = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, decoder=exact)}
-    assert found["program"].verdict == "RED" and "planted" in found["program"].reason
-    assert found["undo"].verdict == "not_run"
+    results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, decoder=exact)}
+    assert results["program"].verdict == "RED"
+    assert "planted" in results["program"].reason
+    assert results["undo"].verdict == "not_run"
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "golden", "nothing"])
@@ -55,10 +56,10 @@ def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     broken, llama_golden, tmp_path, source
 ):
     folder, checkpoint = broken("t_max_of_60_over_a_range_of_4")
-    how = [f"--{source}", checkpoint.path]
+    arguments = [f"--{source}", checkpoint.path]
     if source == "golden":
-        how[1] = llama_golden.save(tmp_path / "g.safetensors")
-    found = invoke("validate", folder, *(how if source != "nothing" else ()))
+        arguments[1] = llama_golden.save(tmp_path / "g.safetensors")
+    found = invoke("validate", folder, *(arguments if source != "nothing" else ()))
     assert (found["verdict"], found["worst"]) == ("RED", None)
     named = {g["name"]: g for g in found["gates"]}
     assert named.keys() == set(BUG_GATES)
@@ -181,8 +182,10 @@ def test_an_error_that_rounding_does_not_explain_is_red(
 
 def test_a_budget_is_fed_where_a_device_s_shards_are(exports, tiny_llama, llama_golden):
     """Errors add up over the layers of a shard, which a device does not show."""
-    how = {"layers_per_shard": 4, "compress": "int4-block32", "max_seq_len": 32}
-    decoder = as_device(exports.decoder(tiny_llama.path, precision="declared", **how))
+    options = {"layers_per_shard": 4, "compress": "int4-block32", "max_seq_len": 32}
+    decoder = as_device(
+        exports.decoder(tiny_llama.path, precision="declared", **options)
+    )
     cost = validate(decoder, replace(llama_golden, source=tiny_llama)).cost
     assert cost.json()["budget"]["worst"]["ratio"] < 1.5
 
@@ -350,5 +353,5 @@ def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
         assert device_reference(llama_bundle, other, alone=True) is None
     (file,) = tmp_path.glob("*.reference.safetensors")
     file.write_bytes(b"nonsense")
-    found = device_reference(llama_bundle, saved)
-    assert found.arrays().keys() == first.arrays().keys()
+    again = device_reference(llama_bundle, saved)
+    assert again.arrays().keys() == first.arrays().keys()
