@@ -175,6 +175,7 @@ def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
 def _equality(parts: Sequence[pd.DataFrame]) -> str:
     """In words, how far the tensors behind panels that look alike are equal. The figures
     of rows without a digest are rounded, and prove less than the tensors would."""
+    # a null in either column, as in older rows, proves nothing
     together = pd.concat(parts).reindex(columns=["digest", "max_abs"])
     if together["max_abs"].eq(0).all():  # each tensor equals the reference
         return BIT_FOR_BIT

@@ -90,6 +90,7 @@ def returns_figure(draw: Callable) -> Callable:
                 figure = StyledFigure(figsize=(width, 3))
             figure.clear()
             draw(data, figure, **options)
+            # labels of x axes would overlap those of the next panel
             for ax in figure.axes:
                 ax.xaxis.label.set_text(text.wrap(figure, ax.get_xlabel()))
             set_title(figure, title)
@@ -124,6 +125,7 @@ def add_legend(figure: Figure, keys: Sequence, notes: Sequence[str] = ()) -> Non
     longest = max(
         (len(line) for label in labels for line in label.split("\n")), default=0
     )
+    # about 16 characters take an inch, and the mark before a label as much as 7
     columns = max(1, int(16 * figure.get_figwidth() / (longest + 7)))
     title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
     lines = -(-len(keys) // columns) + len(title.splitlines())
@@ -145,6 +147,7 @@ def save(figure: Figure, stem: Path, *, about: str = "") -> list[Path]:
         about: checkpoint, options and machine of the data, which end the title.
     """
     title = figure.get_suptitle().replace("\n", " ")
+    # a date would change the bytes of equal figures
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []

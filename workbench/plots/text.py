@@ -27,6 +27,7 @@ MAX_CODE_POINTS = 3
 
 def wrap(figure: Figure, text: str, share: float = 0.5) -> str:
     """A text in lines of a share of the figure's width."""
+    # about 14 characters of a text take an inch
     return textwrap.fill(text, max(8, int(14 * share * figure.get_figwidth())))
 
 
@@ -121,6 +122,7 @@ def write_code_points(figure: Figure) -> None:
     whole figure."""
     lacking = set()
     for axis in figure.findobj(Axis):
+        # matplotlib writes the labels of other locators anew, and those are numbers
         if isinstance(axis.get_major_locator(), FixedLocator):
             ticks = [label.get_text() for label in axis.get_ticklabels()]
             if missing := set().union(*map(_lacking, ticks)):

@@ -98,6 +98,7 @@ def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
     from distributed import wait
 
     with client, client.as_current():
+        # impure: Dask would take equal jobs, such as rounds of a cell, for one
         options = {"resources": {RESOURCE: 1}, "pure": False}
         pending, announced = set(client.map(measure, jobs, **options)), False
         while pending:

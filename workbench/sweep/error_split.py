@@ -38,6 +38,7 @@ def measure_split(
         process.Cancelled: `stop` was set.
     """
     arguments = checkpoint.path.resolve(), options, grid, root.resolve()
+    # it would disturb the times of a cell that is measured meanwhile
     with measuring_alone(root, stop):
         outcome = process.call(log_split, *arguments, stop=stop)
     if outcome.failure:
@@ -76,6 +77,7 @@ def stored_split(
     runs = log.load("runs", root, where)
     if runs.empty:
         return None
+    # the log is sorted by run ids, which begin with their time
     newest = runs.iloc[-1]
     parts = json.loads(newest["config"])["parts"]["isolated"]
     return pd.DataFrame(parts).assign(run_id=newest["run_id"])

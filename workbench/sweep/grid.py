@@ -214,6 +214,7 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         raise InputError(subject, actual, needed, NEXT_STEP) from None
     # listing the bundles refuses wrong values of export options
     sources = {source for source, _ in _bundles(grid, None)}
+    # the log and the Explorer tell finished bundles apart by their folder's name
     if len({source.path.name for source in sources}) < len(grid.bundle):
         needed, step = "bundles of different names", "rename one"
         raise InputError(subject, f"bundle: {grid.bundle}", needed, step)
@@ -259,6 +260,7 @@ def check_cells(cells: list[Cell], grid: Grid, here: bool = True) -> None:
             resolve(cell.run["runtime"], cell.options.plugin)
         sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
         timing.check_size(cell.options, **sizes)
+        # a prompt that fits T and depth may still be too long for the cache
         count, S = len(cell.validate_ids), cell.options.max_seq_len
         if count > S:
             needed, step = f"at most max_seq_len = {S}", "validate on fewer tokens"

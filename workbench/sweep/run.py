@@ -190,6 +190,7 @@ def run_cell(
     with measuring_alone(root, stop):
         measurement = cell.measurement()
         runs = _logged(root, [measurement.setting])
+        # another process may have logged the cell while this one waited
         if measurement in runs:
             return runs[measurement]
         return _measured_cell(cell, grid, bundles, root, stop, report)
@@ -254,6 +255,7 @@ def _prepared(
     if source.finished:
         return process.Outcome(source.path)
     name = exporter.bundle_name(source.name, source.checkpoint_hash, cell.options)
+    # opening it here saves the start of a process for every cell of a finished export
     try:
         bundle = Bundle.open(bundles / name)
     except InputError:
@@ -340,7 +342,7 @@ def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
     from workbench.check.golden import Golden
     from workbench.check.validate import validate
 
-    checkpoint = None
+    checkpoint = None  # the gates that need it are then not run
     if not cell.source.finished:
         checkpoint = Checkpoint(cell.source.path)
     if grid.golden:

@@ -128,6 +128,7 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     validated = with_tail(log.load("runs", root)).dropna(subset=["verdict", *BUNDLE])
     by = ["setting", "machine", "software", "status"]
     rows = repeated(runs, by, validated, root).set_index("run_id")
+    # null does not overwrite: other runs take the verdict of their bundle
     rows.update(runs.set_index("run_id")[JUDGED])
     rows = rows.reset_index()
     # a verdict on a run that failed, or ran elsewhere, would be another run's
@@ -154,6 +155,7 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     rows["verdict"] = rows["verdict"].fillna(rows["status"].replace("ok", None))
     # a single process is neither the slowest nor the fastest
     rows.loc[rows["n"] == 1, ["slowest", "fastest"]] = None
+    # what is equal in all rows is said once, above the table
     varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
     common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
     figures = [name for name in FIGURES if rows[name].notna().any()]

@@ -203,7 +203,7 @@ class Explorer(ui.VBox):
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
         self.shown = self.results.fidelity(setting, tensor)
-        shown_S = None
+        shown_S = None  # the nearest one that was measured
         if len(self.shown):
             shown_S = int(self.shown["max_seq_len"].iloc[0])
             self.shown_options = options.model_copy(update={"max_seq_len": shown_S})
@@ -337,11 +337,11 @@ class Explorer(ui.VBox):
                 value = label = str(self.shown_options.max_seq_len)
             values.append(value)
             settings.append(f"{name} {label}")
-        name, about = "-".join(values), " · ".join(settings)
-        alt = f"By layer and token: {about}."
+        name, words = "-".join(values), " · ".join(settings)
+        alt = f"By layer and token: {words}."
         options = self.heatmap.options
         self.experiment.figure(
-            name, plots.heatmap, self.shown, alt=alt, about=about, **options
+            name, plots.heatmap, self.shown, alt=alt, about=words, **options
         )
         folder = self.experiment.folder / "figures"
         self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
