@@ -1,9 +1,9 @@
-"""The full matrices of gates: sound bundles × presets and planted faults × presets. `python -m
+"""Runs every gate on sound bundles and on bundles with a planted fault, in every preset. `python -m
 tests.prove`.
 
-Every case is one JSON line in build/prove/cases.jsonl, skipped when it is there for the same
-version of the code; the tables of tests/check/faults.md are written from them. Exits 1 when a
-sound bundle is RED, a fault is GREEN, or a gate broke.
+Every case is one JSON line in build/prove/cases.jsonl. It is skipped when its line is there for the
+same version of the code. The tables of tests/check/faults.md are written from these lines. Exits 1
+when a sound bundle is RED, every gate is GREEN on a fault, or a gate broke.
 
     python -m tests.prove -j 2             every case, in two processes
     python -m tests.prove disk int4        cases whose names contain all of these words
@@ -11,7 +11,6 @@ sound bundle is RED, a fault is GREEN, or a gate broke.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -27,206 +26,208 @@ sys.path[:0] = [str(ROOT / "tests" / "check"), str(ROOT / "tests")]
 import cases  # noqa: E402
 import pandas as pd  # noqa: E402
 import tiny  # noqa: E402
+from cases import Case, Record  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-RECORDS = cases.STORE / "cases.jsonl"
+STORE = cases.STORE / "cases.jsonl"
 TABLES = ROOT / "tests" / "check" / "faults.md"
-ABOUT = """# Planted faults, and the gates that are RED
+INTRODUCTION = """# Planted faults, and the gates that are RED
 
 Written by `make prove` from the cases that ran. Every gate is asked of every fault; interface and
 weights only of faults in files. Sound bundles have to stay below 1, faults above. `device` is asked
 of the portable runtime in the place of a device. `weights` has two limits: halves of a step, and for
 tables the distance to the nearest entry and the squared error over the best table's.
 """
+Records = dict[Case, Record]
 
 
-def stored() -> dict[str, dict]:
-    """The newest line of every case that exists, made by the code as it is."""
+# Running cases
+
+
+def read_store() -> Records:
+    """The newest record of every case that exists, made by the code as it is."""
+    if not STORE.is_file():
+        return {}
     records, version = {}, cases.version()
-    known = {*cases.sound_cases(), *cases.faulty_cases()}
-    for line in RECORDS.read_text().splitlines() if RECORDS.is_file() else []:
+    known_cases = {*cases.sound_cases(), *cases.faulty_cases()}
+    for line in STORE.read_text().splitlines():
         try:
-            record = json.loads(line)
-        except ValueError:  # an interrupted run may leave half a line
+            record = Record.parse(line)
+        except (ValueError, TypeError):
+            # an interrupted run may leave half a line, another version other fields
             continue
-        if record["version"] == version and record["case"] in known:
-            records[record["case"]] = record
+        if record.version == version and record.case in known_cases:
+            records[record.case] = record
     return records
 
 
-def is_sound(case: str) -> bool:
-    return case.split("/")[0] in cases.SOUND
-
-
-def fails(record: dict) -> bool:
-    """Whether a sound bundle is RED, a fault GREEN, or a gate broken."""
-    return bool(record["error"]) or is_sound(record["case"]) == bool(record["red"])
-
-
-def told(record: dict) -> str:
-    found = record["error"] or record["red"] or "every gate is GREEN"
-    return f"{record['case']}: {found}"
-
-
-def run(names: list[str], jobs: int) -> None:
-    """Runs cases, those of one bundle one after the other, and appends their lines."""
-    RECORDS.parent.mkdir(parents=True, exist_ok=True)
+def run_cases(chosen: list[Case], jobs: int) -> None:
+    """Runs cases and appends their records to the store."""
+    STORE.parent.mkdir(parents=True, exist_ok=True)
+    # cases of one bundle follow each other, so that a process exports it once
     by_bundle = sorted(
-        names, key=lambda name: sha256(str(cases.recipe(name)).encode()).digest()
+        chosen, key=lambda case: sha256(str(case.recipe).encode()).digest()
     )
     pool = ProcessPoolExecutor(jobs, get_context("spawn"))
-    with pool, RECORDS.open("a") as file:
-        found = pool.map(prove, by_bundle, chunksize=4)
-        for record in tqdm(found, "prove", len(names), unit="case"):
-            file.write(json.dumps(record, default=str) + "\n")
+    with pool, STORE.open("a") as file:
+        records = pool.map(run_case, by_bundle, chunksize=4)
+        for record in tqdm(records, "prove", len(chosen), unit="case"):
+            file.write(record.to_line() + "\n")
             file.flush()
-            if fails(record):
-                tqdm.write(told(record))
+            if record.fails:
+                tqdm.write(describe_failure(record))
 
 
-def prove(case: str) -> dict:
+def run_case(case: Case) -> Record:
+    """Runs a case in a process of the pool."""
     root = cases.STORE / cases.code_version(*cases.EXPORT)
-    return cases.record(tiny.Exports(root), case)
+    return cases.run_case(tiny.Exports(root), case)
 
 
-def tables(records: dict[str, dict]) -> str:
-    """What tests/check/faults.md says of the cases that ran."""
-    made = sound_table(records), gate_table(records), fault_table(records)
-    return "\n\n".join([ABOUT.strip(), counts(records), *made]) + "\n"
+def describe_failure(record: Record) -> str:
+    reason = record.error or record.red or "every gate is GREEN"
+    return f"{record.case}: {reason}"
 
 
-def markdown(rows: list[dict]) -> str:
+# The tables of tests/check/faults.md
+
+
+def write_tables(records: Records) -> str:
+    parts = [
+        INTRODUCTION.strip(),
+        count_cases(records),
+        to_markdown(sound_rows(records)),
+        to_markdown(gate_rows(records)),
+        to_markdown(fault_rows(records)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_markdown(rows: list[dict]) -> str:
     frame = pd.DataFrame(rows).fillna("–")
     return frame.to_markdown(index=False, disable_numparse=True, tablefmt="github")
 
 
-def counts(records: dict[str, dict]) -> str:
-    """How many cases ran, of how many."""
-    sound = sum(map(is_sound, records))
-    every = len(cases.sound_cases()), len(cases.faulty_cases())
+def count_cases(records: Records) -> str:
+    sound = sum(case.is_sound for case in records)
+    failed = sum(record.fails for record in records.values())
     return (
-        f"Run: {sound} of {every[0]} cases on sound bundles, {len(records) - sound} of "
-        f"{every[1]} cases of faults. {sum(map(fails, records.values()))} of them are "
-        "not as they should be."
+        f"Run: {sound} of {len(cases.sound_cases())} cases on sound bundles, "
+        f"{len(records) - sound} of {len(cases.faulty_cases())} cases of faults. "
+        f"{failed} of them are not as they should be."
     )
 
 
-def sound_table(records: dict[str, dict]) -> str:
-    found = defaultdict(list)
+def sound_rows(records: Records) -> list[dict]:
+    """A row for each kind of sound bundle: in how many cases of each preset a gate is RED."""
+    fails = defaultdict(list)
     for case, record in records.items():
-        kind, _, preset = case.split("/")
-        found[kind, preset].append(fails(record))
+        fails[case.kind, case.preset].append(record.fails)
     rows = []
     for kind, name in cases.SOUND.items():
         row = {"RED on sound bundles": name}
         for preset in cases.clean.PRESETS:
-            red = found[kind, preset]
-            row[preset] = f"{sum(red)} of {len(red)}" if red else "–"
+            cell = fails[kind, preset]
+            row[preset] = f"{sum(cell)} of {len(cell)}" if cell else "–"
         rows.append(row)
-    return markdown(rows)
+    return rows
 
 
-def gate_table(records: dict[str, dict]) -> str:
-    """For every gate: its limits, the worst figure on sound bundles and the mildest RED one as
+def gate_rows(records: Records) -> list[dict]:
+    """A row for each gate: its limits, its worst figure on sound bundles and its mildest RED one as
     multiples of the limit, how many faults it shows, and how many no other gate shows. A fault is
-    shown where its gate is RED in every preset that ran."""
-    sound, mild, limits = defaultdict(list), defaultdict(list), defaultdict(set)
+    shown where the gate is RED in every preset that ran."""
+    # gate → its limits; (multiple of the limit, case) of sound bundles and where it is RED
+    limits, sound, red = defaultdict(set), defaultdict(list), defaultdict(list)
     for case, record in records.items():
-        for gate in record["gates"]:
+        for gate in record.gates:
             name, ratio = gate["name"], ratio_to_limit(gate)
             if ratio is None:
                 continue
             limits[name].add(f"{gate['threshold']:.4g}")
-            if is_sound(case):
-                sound[name].append((ratio, case))
-            # else it is RED for what it names, not for its figure
+            if case.is_sound:
+                sound[name].append((ratio, str(case)))
+            # a gate that is RED below its limit is so for what it names, not for its figure
             elif gate["verdict"] == "RED" and ratio > 1:
-                mild[name].append((ratio, case))
-    shown = shown_by(records)
-    rows = []
-    for name in (name for step in cases.STEPS for name in step):
-        seen = [gates for gates in shown.values() if name in gates]
-        row = {
+                red[name].append((ratio, str(case)))
+    gates_of_faults = list(find_gates_of_faults(records).values())
+    return [
+        {
             "gate": f"`{name}`",
             "limit": ", ".join(sorted(limits[name])) or "–",
-            "worst sound ÷ limit": place(max(sound[name], default=None)),
-            "mildest RED ÷ limit": place(min(mild[name], default=None)),
-            "faults it shows": len(seen),
-            "that it alone shows": seen.count({name}),
+            "worst sound ÷ limit": describe_ratio(max(sound[name], default=None)),
+            "mildest RED ÷ limit": describe_ratio(min(red[name], default=None)),
+            "faults it shows": sum(name in gates for gates in gates_of_faults),
+            "that it alone shows": gates_of_faults.count({name}),
         }
-        rows.append(row)
-    names = ", ".join(f"`{name}`" for name in sufficient(shown))
-    return (
-        f"{markdown(rows)}\n\nOf these gates {names} alone show every fault that ran."
-    )
+        for name in cases.GATE_NAMES
+    ]
 
 
-def shown_by(records: dict[str, dict]) -> dict[str, set[str]]:
-    """Every fault that ran → the gates that are RED in each of its presets."""
-    shown = {}
+def find_gates_of_faults(records: Records) -> dict[tuple[str, str], set[str]]:
+    """Kind and name of every fault that ran → the gates that are RED in each of its presets."""
+    gates = {}
     for case, record in records.items():
-        fault, red = case.rpartition("/")[0], set(record["red"])
-        if not is_sound(case):
-            shown[fault] = shown.get(fault, red) & red
-    return shown
-
-
-def sufficient(shown: dict[str, set[str]]) -> list[str]:
-    """Few gates that together show every fault that any gate shows: those that alone show one,
-    then whichever shows most of the rest."""
-    left = [gates for gates in shown.values() if gates]
-    chosen = {gate for gates in left if len(gates) == 1 for gate in gates}
-    while left := [gates for gates in left if not gates & chosen]:
-        seen = Counter(gate for gates in left for gate in sorted(gates))
-        chosen.add(seen.most_common(1)[0][0])
-    return [name for step in cases.STEPS for name in step if name in chosen]
-
-
-def place(found: tuple[float, str] | None) -> str:
-    return f"{found[0]:.3g} ({found[1].replace('_', ' ')})" if found else "–"
+        if not case.is_sound:
+            fault, red = (case.kind, case.name), set(record.red)
+            gates[fault] = gates.get(fault, red) & red
+    return gates
 
 
 def ratio_to_limit(gate: dict) -> float | None:
-    """Value over limit, None for gates that only say yes or no."""
+    """Value over limit; None for a gate without a figure, which says yes or no."""
     value, limit = gate["value"], gate["threshold"]
-    numbers = all(isinstance(x, int | float) for x in (value, limit))
-    if not numbers or not limit or not math.isfinite(value):
+    if not isinstance(value, int | float) or not isinstance(limit, int | float):
         return None
-    yes_or_no = limit == 1 and value == (gate["verdict"] == "GREEN")
-    return None if yes_or_no else value / limit
+    if limit == 0 or not math.isfinite(value):
+        return None
+    if limit == 1 and value == (gate["verdict"] == "GREEN"):
+        return None
+    return value / limit
 
 
-def fault_table(records: dict[str, dict]) -> str:
-    """A row per fault: in how many presets each gate is RED, and the mildest figure of the best
-    gate of each preset, as a multiple of its limit."""
+def describe_ratio(worst: tuple[float, str] | None) -> str:
+    if worst is None:
+        return "–"
+    ratio, case = worst
+    return f"{ratio:.3g} ({case.replace('_', ' ')})"
+
+
+def fault_rows(records: Records) -> list[dict]:
+    """A row for each fault: in how many presets each gate is RED, and the mildest figure of the
+    best gate of each preset, as a multiple of its limit."""
     by_fault = defaultdict(list)
     for case, record in records.items():
-        if not is_sound(case):
-            by_fault[case.rpartition("/")[0]].append(record)
+        if not case.is_sound:
+            by_fault[case.kind, case.name].append(record)
     rows = []
-    for fault, found in sorted(by_fault.items()):
-        seen = Counter(gate for record in found for gate in record["red"])
-        shares = [
-            f"`{gate}`" + f" ({count} of {len(found)})" * (count < len(found))
-            for gate, count in seen.items()
-        ]
-        kind, name = fault.split("/")
+    for (kind, name), presets in sorted(by_fault.items()):
+        counts = Counter(gate for record in presets for gate in record.red)
+        gates = []
+        for gate, count in counts.items():
+            share = "" if count == len(presets) else f" ({count} of {len(presets)})"
+            gates.append(f"`{gate}`{share}")
+        red = sum(bool(record.red) for record in presets)
         row = {
             "fault": name.replace("_", " "),
             "planted in": "files" if kind == "disk" else "memory",
-            "presets RED": f"{sum(bool(r['red']) for r in found)} of {len(found)}",
-            "mildest best ÷ limit": f"{min(map(best_ratio, found)):.3g}",
-            "RED gates": ", ".join(shares) or "–",
+            "presets RED": f"{red} of {len(presets)}",
+            "mildest best ÷ limit": f"{min(map(best_ratio, presets)):.3g}",
+            "RED gates": ", ".join(gates) or "–",
         }
         rows.append(row)
-    return markdown(rows)
+    return rows
 
 
-def best_ratio(record: dict) -> float:
-    """The largest figure over its limit of the RED gates; inf for one that says yes or no."""
-    red = [gate for gate in record["gates"] if gate["verdict"] == "RED"]
-    ratios = [ratio_to_limit(gate) for gate in red]
-    return max((math.inf if r is None or r <= 1 else r for r in ratios), default=0.0)
+def best_ratio(record: Record) -> float:
+    """The largest figure over its limit of the RED gates; inf where one of them has no figure or
+    is RED for something else."""
+    ratios = [0.0]
+    for gate in record.gates:
+        if gate["verdict"] == "RED":
+            ratio = ratio_to_limit(gate)
+            ratios.append(math.inf if ratio is None or ratio <= 1 else ratio)
+    return max(ratios)
 
 
 def main() -> int:
@@ -235,21 +236,24 @@ def main() -> int:
     parser.add_argument("-j", "--jobs", type=int, default=1)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
-    every = cases.sound_cases() + cases.faulty_cases()
-    chosen = [case for case in every if all(word in case for word in arguments.words)]
-    done = stored()
+    chosen = [
+        case
+        for case in cases.sound_cases() + cases.faulty_cases()
+        if all(word in str(case) for word in arguments.words)
+    ]
+    records = read_store()
     if not arguments.list:
         try:
-            run([case for case in chosen if case not in done], arguments.jobs)
+            run_cases([case for case in chosen if case not in records], arguments.jobs)
         finally:
-            done = stored()
-            TABLES.write_text(tables(done))
-    failing = [done[case] for case in chosen if case in done and fails(done[case])]
-    for record in failing:
-        print(told(record))
-    ran = sum(case in done for case in chosen)
-    print(f"{ran} of {len(chosen)} cases, {len(failing)} not as they should be")
-    return int(bool(failing) or ran < len(chosen))
+            records = read_store()
+            TABLES.write_text(write_tables(records))
+    ran = [records[case] for case in chosen if case in records]
+    failed = [record for record in ran if record.fails]
+    for record in failed:
+        print(describe_failure(record))
+    print(f"{len(ran)} of {len(chosen)} cases, {len(failed)} not as they should be")
+    return int(bool(failed) or len(ran) < len(chosen))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""What a proof is made of: sound bundles, bundles with a planted fault, and the verdicts of every
-gate on each.
-
-A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET and
-base/BUNDLE/PRESET are sound, disk/FAULT/PRESET and memory/FAULT/PRESET are not.
-"""
+"""The cases of a proof: sound bundles and bundles with a planted fault, each in a preset, and the
+verdicts of every gate on each."""
 
 import hashlib
+import json
 import shutil
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
@@ -20,15 +18,10 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import clean  # noqa: E402
-import faults_hybrids  # noqa: E402, F401  (registers its faults)
-import faults_model  # noqa: E402, F401
-import faults_undo  # noqa: E402, F401
-import faults_zaya  # noqa: E402, F401
-import planted  # noqa: E402, F401
-import planted_programs  # noqa: E402, F401
 import tiny  # noqa: E402
-from copies import Copy  # noqa: E402
-from registry import FAULTS  # noqa: E402
+from faults import FAULTS  # noqa: E402
+from faults.copies import Copy  # noqa: E402
+from faults.fault import Fault  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
 from workbench.check import distinct, host, interface, program, states, weights  # noqa: E402
@@ -47,11 +40,11 @@ from workbench.models.checkpoint import Checkpoint  # noqa: E402
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
-TRAINED = [f"tiny-{n}" for n in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
+TRAINED = [f"tiny-{name}" for name in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
 LLAMA = "data/tiny-llama"
 # Bundles that faults are planted in: a checkpoint's folder or its family, changes of
 # that family's tiny dimensions, and options of the export.
-BASES = {
+BASES: dict[str, tuple[str, dict, dict]] = {
     "llama": (LLAMA, {}, {"max_seq_len": 64}),
     "fixed": (LLAMA, {}, {"tokens": "4"}),
     "functions": (LLAMA, {}, {"tokens": "1,4"}),
@@ -81,6 +74,7 @@ BASES = {
         {"max_seq_len": 16},
     ),
 }
+# The kinds of sound bundles.
 SOUND = {
     "clean": "random draws",
     "trained": "trained checkpoints",
@@ -97,7 +91,7 @@ PROMPT = 24  # tokens of the golden behind `budget` and `device`
 
 @cache
 def code_version(*places: str) -> str:
-    """SHA-256 of code."""
+    """SHA-256 of the Python files in these folders."""
     digest = hashlib.sha256()
     for place in places:
         for file in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]:
@@ -106,51 +100,113 @@ def code_version(*places: str) -> str:
 
 
 def version() -> str:
-    """That of everything a case's verdicts depend on."""
+    """SHA-256 of all code that the verdicts on a case depend on."""
     return code_version(*EXPORT, *GATES)
 
 
-def sound_cases() -> list[str]:
+@dataclass(frozen=True)
+class Case:
+    """A bundle in a preset. As text it is KIND/NAME/PRESET.
+
+    | kind | name | the bundle |
+    |---|---|---|
+    | clean | a seed | one of `clean.draw` |
+    | trained | a folder of data/ | a trained checkpoint's |
+    | massive, deep | - | one with a huge activation, one of 24 layers |
+    | base | a key of `BASES` | one that faults are planted in |
+    | disk, memory | a fault | one with this fault in its files, or in a loaded decoder |
+    """
+
+    kind: str
+    name: str
+    preset: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}/{self.preset}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        return cls(*text.split("/"))
+
+    @property
+    def is_sound(self) -> bool:
+        return self.kind in SOUND
+
+    @property
+    def fault(self) -> Fault | None:
+        return None if self.is_sound else FAULTS[f"{self.kind}/{self.name}"]
+
+    @property
+    def recipe(self) -> tuple[str, dict, dict]:
+        """What the bundle is exported from and how: a checkpoint's folder or its family, changes
+        of the family's tiny dimensions, options of the export."""
+        match self.kind:
+            case "clean":
+                return clean.draw(int(self.name), self.preset)
+            case "trained":
+                family, changes, options = f"data/{self.name}", {}, {}
+            case "massive":
+                family, changes, options = "massive", {}, {}
+            case "deep":
+                family, changes, options = "llama", {"num_hidden_layers": 24}, {}
+            case "base":
+                family, changes, options = BASES[self.name]
+            case "disk" | "memory":
+                family, changes, options = BASES[self.fault.bundle]
+        return family, changes, options | {"compress": self.preset}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The verdicts on a case, which are a line of JSON in the store. `red` has the names of the
+    gates that are RED, `error` the exception that ended the case, `gates` every gate as JSON."""
+
+    case: Case
+    version: str
+    red: list[str]
+    error: str | None
+    seconds: float
+    gates: list[dict]
+
+    @property
+    def fails(self) -> bool:
+        """Whether a sound bundle is RED, every gate is GREEN on a fault, or a gate broke."""
+        return bool(self.error) or self.case.is_sound == bool(self.red)
+
+    def to_line(self) -> str:
+        return json.dumps(vars(self) | {"case": str(self.case)}, default=str)
+
+    @classmethod
+    def parse(cls, line: str) -> "Record":
+        fields = json.loads(line)
+        return cls(**fields | {"case": Case.parse(fields["case"])})
+
+
+def sound_cases() -> list[Case]:
     names = {
-        "clean": range(clean.COUNT),
+        "clean": [str(seed) for seed in range(clean.COUNT)],
         "trained": TRAINED,
-        "massive": "-",
-        "deep": "-",
-        "base": BASES,
+        "massive": ["-"],
+        "deep": ["-"],
+        "base": list(BASES),
     }
     return [
-        f"{kind}/{name}/{preset}"
+        Case(kind, name, preset)
         for kind in SOUND
         for name in names[kind]
         for preset in (PRESETS if kind == "base" else clean.PRESETS)
     ]
 
 
-def faulty_cases() -> list[str]:
-    return [f"{name}/{preset}" for name in FAULTS for preset in PRESETS]
+def faulty_cases() -> list[Case]:
+    return [Case.parse(f"{name}/{preset}") for name in FAULTS for preset in PRESETS]
 
 
-def recipe(case: str) -> tuple[str, dict, dict]:
-    """A checkpoint's folder or its family, changes of its dimensions, options."""
-    kind, name, preset = case.split("/")
-    if f"{kind}/{name}" in FAULTS:
-        kind, name = "base", FAULTS[f"{kind}/{name}"].bundle
-    if kind == "clean":
-        return clean.draw(int(name), preset)
-    sound = {
-        "trained": (f"data/{name}", {}, {}),
-        "massive": ("massive", {}, {}),
-        "deep": ("llama", {"num_hidden_layers": 24}, {}),
-    }
-    family, changes, options = sound.get(kind) or BASES[name]
-    return family, changes, options | {"compress": preset}
-
-
-def unharmed(exports: tiny.Exports, case: str) -> tuple[Path, Checkpoint]:
+def export_sound(exports: tiny.Exports, case: Case) -> tuple[Path, Checkpoint]:
     """The bundle of a case without its fault, and the bundle's checkpoint."""
-    family, changes, options = recipe(case)
+    family, changes, options = case.recipe
     if family == "massive":
-        path = massive(exports)
+        path = make_massive(exports)
     elif "/" in family:
         path = ROOT / family
     else:
@@ -158,7 +214,7 @@ def unharmed(exports: tiny.Exports, case: str) -> tuple[Path, Checkpoint]:
     return exports.bundle(path, **options).root, Checkpoint(path)
 
 
-def massive(exports: tiny.Exports) -> Path:
+def make_massive(exports: tiny.Exports) -> Path:
     """A checkpoint whose first token has two huge channels, as trained models have on their
     BOS."""
     sizes = {"tie_word_embeddings": False, "num_hidden_layers": 3}
@@ -175,12 +231,20 @@ def massive(exports: tiny.Exports) -> Path:
 
 
 class Subject:
-    """A bundle that gates are asked about: `fault` is planted in each decoder that is
-    opened, None where the bundle is sound or its files are faulty."""
+    """A bundle that gates are run on. `fault` is planted in each decoder that is opened; None
+    where the bundle is sound or its files are faulty."""
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, fault=None, sound=False):
-        self.folder, self.checkpoint = folder, checkpoint
-        self.fault, self.sound = fault, sound
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        fault: Fault | None = None,
+        is_sound: bool = False,
+    ):
+        self.folder = folder
+        self.checkpoint = checkpoint
+        self.fault = fault
+        self.is_sound = is_sound
         self.bundle = Bundle.open(folder)
         self.decoders: dict[str, Decoder] = {}
 
@@ -204,76 +268,104 @@ class Subject:
         return self.decoders[precision]
 
     def gates(self) -> list[Gate]:
-        """Every gate, those on files only where no decoder is faulty."""
-        found = []
-        for names, ask in STEPS.items():
+        """Every gate; those on files only where no decoder is faulty."""
+        gates = []
+        for names, run_gates in STEPS.items():
             if self.fault and names[0] in ("interface", "weights"):
                 continue
             try:
-                found += ask(self)
+                gates += run_gates(self)
             except InputError:
                 # no decoder opens or runs a bundle whose interface is RED
-                if RED not in [gate.verdict for gate in found]:
+                if RED not in [gate.verdict for gate in gates]:
                     raise
                 break
-        return found
+        return gates
 
 
 @contextmanager
-def subject(exports: tiny.Exports, case: str) -> Iterator[Subject]:
-    """The bundle of a case, its fault planted."""
-    folder, checkpoint = unharmed(exports, case)
-    fault = FAULTS.get(case.rpartition("/")[0])
+def open_subject(exports: tiny.Exports, case: Case) -> Iterator[Subject]:
+    """The bundle of a case with its fault."""
+    folder, checkpoint = export_sound(exports, case)
     with (
         # faults divide by zero and overflow on purpose; draws have odd widths
         warnings.catch_warnings(action="ignore"),
         np.errstate(all="ignore"),
-        tempfile.TemporaryDirectory() as copies,
+        tempfile.TemporaryDirectory() as temporary,
     ):
-        if case.startswith("disk/"):
-            copy = Copy(folder, Path(copies) / "bundle")
-            fault.plant(copy)
+        if case.kind == "disk":
+            copy = Copy(folder, Path(temporary) / "bundle")
+            case.fault.plant(copy)
             yield Subject(copy.seal(), checkpoint)
         else:
-            yield Subject(folder, checkpoint, fault, sound=fault is None)
+            yield Subject(folder, checkpoint, case.fault, case.is_sound)
+
+
+def interface_gates(subject: Subject) -> list[Gate]:
+    return [interface.interface_gate(subject.bundle, subject.checkpoint)]
+
+
+def weights_gates(subject: Subject) -> list[Gate]:
+    return [subject.weights]
+
+
+def host_gates(subject: Subject) -> list[Gate]:
+    return [host.host_gate(subject.decoder(), subject.checkpoint)]
+
+
+def program_gates(subject: Subject) -> list[Gate]:
+    decoder = subject.decoder("exact")
+    return [program.program_gate(decoder, subject.checkpoint, subject.whole)]
+
+
+def state_gates(subject: Subject) -> list[Gate]:
+    return states.state_gates(subject.decoder(), subject.whole)
 
 
 def budget_gates(subject: Subject) -> list[Gate]:
     """`budget` of a decoder against a golden of `PROMPT` tokens."""
-    declared, places = subject.decoder(), (subject.folder, subject.checkpoint.path)
-    Ts = None if declared.options.shapes else (1, declared.options.t_max)
-    cost = measure(declared, golden_of(*places), Ts, budget_of(*places))
+    decoder, paths = subject.decoder(), (subject.folder, subject.checkpoint.path)
+    Ts = None if decoder.options.shapes else (1, decoder.options.t_max)
+    cost = measure(decoder, golden_of(*paths), Ts, budget_of(*paths))
     return cost.gates()[1:]
 
 
 def device_gates(subject: Subject) -> list[Gate]:
-    """`device` of a decoder that is seen as Core ML is seen from now on; of a sound
-    bundle one in exact arithmetic, which is further from `declared`."""
-    places = subject.folder, subject.checkpoint.path
-    decoder = subject.decoder("exact" if subject.sound else "declared")
+    """`device` of a decoder that is made to look like Core ML from now on. A sound bundle's runs
+    in exact arithmetic, which is further from `declared`."""
+    paths = subject.folder, subject.checkpoint.path
+    decoder = subject.decoder("exact" if subject.is_sound else "declared")
     tiny.as_device(decoder)
-    return [device_gate(decoder, golden_of(*places), reference_of(*places))]
+    return [device_gate(decoder, golden_of(*paths), reference_of(*paths))]
 
 
-# What is asked, by the names of the gates that it gives.
-STEPS = {
-    ("interface",): lambda it: [interface.interface_gate(it.bundle, it.checkpoint)],
-    ("weights",): lambda it: [it.weights],
-    ("host",): lambda it: [host.host_gate(it.decoder(), it.checkpoint)],
-    ("program",): lambda it: [
-        program.program_gate(it.decoder("exact"), it.checkpoint, it.whole)
-    ],
-    tuple(states.STATE_GATES): lambda it: states.state_gates(it.decoder(), it.whole),
+# What is run, in this order: the names of gates → a function that runs them.
+STEPS: dict[tuple[str, ...], Callable[[Subject], list[Gate]]] = {
+    ("interface",): interface_gates,
+    ("weights",): weights_gates,
+    ("host",): host_gates,
+    ("program",): program_gates,
+    tuple(states.STATE_GATES): state_gates,
     ("budget",): budget_gates,
     ("device",): device_gates,
 }
+GATE_NAMES = [name for names in STEPS for name in names]
+
+
+def run_gate(subject: Subject, name: str) -> Gate:
+    """The gate of this name."""
+    for names, run_gates in STEPS.items():
+        if name in names:
+            gates = {gate.name: gate for gate in run_gates(subject)}
+            return gates[name]
+    raise LookupError(name)
 
 
 def golden_of(bundle: Path, checkpoint: Path) -> Golden:
-    """That of a prompt behind BOS."""
+    """The golden of a prompt behind BOS."""
     manifest = Bundle.open(bundle).manifest
-    n = min(PROMPT, manifest.options.max_seq_len) - 1
-    ids = manifest.tokens.bos or 0, *tiny.prompt(manifest.dims.V, n)
+    count = min(PROMPT, manifest.options.max_seq_len) - 1
+    ids = manifest.tokens.bos or 0, *tiny.prompt(manifest.dims.V, count)
     return golden_of_ids(checkpoint, ids)
 
 
@@ -293,19 +385,19 @@ def reference_of(bundle: Path, checkpoint: Path) -> DeviceReference:
     return device_reference(Bundle.open(bundle), golden_of(bundle, checkpoint))
 
 
-def record(exports: tiny.Exports, case: str) -> dict:
-    """A case's line in the store: its gates, those that are RED, and how long it took."""
+def run_case(exports: tiny.Exports, case: Case) -> Record:
+    """Runs every gate on the bundle of a case."""
     start = time.perf_counter()
     try:
-        with subject(exports, case) as asked:
-            gates, error = asked.gates(), None
-    except Exception as problem:  # a gate that breaks is a finding of its own
+        with open_subject(exports, case) as subject:
+            gates, error = subject.gates(), None
+    except Exception as problem:  # a gate that breaks fails the case
         gates, error = [], f"{type(problem).__name__}: {problem}"
-    return {
-        "case": case,
-        "version": version(),
-        "red": [gate.name for gate in gates if gate.verdict == RED],
-        "error": error,
-        "seconds": round(time.perf_counter() - start, 2),
-        "gates": [g.json() for g in gates],
-    }
+    return Record(
+        case=case,
+        version=version(),
+        red=[gate.name for gate in gates if gate.verdict == RED],
+        error=error,
+        seconds=round(time.perf_counter() - start, 2),
+        gates=[gate.json() for gate in gates],
+    )

@@ -2,6 +2,8 @@ import shutil
 
 import cases
 import pytest
+from faults import FAULTS
+from faults.copies import Copy
 
 from workbench import Bundle
 
@@ -13,16 +15,18 @@ def bundle(llama_bundle, tmp_path):
 
 @pytest.fixture
 def broken(exports, tmp_path):
-    """Plants a fault, by name or as a function of a `Copy`, in a copy of a bundle:
-    (the bundle on disk, its checkpoint)."""
+    """Plants a fault, by name or as a function of a `Copy`, in a copy of a bundle. Returns the
+    copy's folder and its checkpoint."""
 
-    def plant(fault, preset: str = "fp16", base: str = "llama"):
+    def plant_fault(fault, preset: str = "fp16", base: str = "llama"):
+        plant = fault
         if isinstance(fault, str):
-            named = cases.FAULTS[f"disk/{fault}"]
-            base, fault = named.bundle, named.plant
-        source, checkpoint = cases.unharmed(exports, f"base/{base}/{preset}")
-        copy = cases.Copy(source, tmp_path / "copy")
-        fault(copy)
+            named = FAULTS[f"disk/{fault}"]
+            base, plant = named.bundle, named.plant
+        sound = cases.Case("base", base, preset)
+        source, checkpoint = cases.export_sound(exports, sound)
+        copy = Copy(source, tmp_path / "copy")
+        plant(copy)
         return copy.seal(), checkpoint
 
-    return plant
+    return plant_fault

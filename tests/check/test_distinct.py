@@ -3,10 +3,10 @@ hidden by the shards that are tested in its place."""
 
 import cases
 import numpy as np
-import planted_programs
 import pytest
-from copies import Copy, source
-from registry import FAULTS
+from faults import FAULTS
+from faults.copies import Copy, find_source
+from faults.programs import scale_constants, scale_scores, set_softmax_axis
 
 from workbench import Bundle, Decoder
 from workbench.check.distinct import representatives
@@ -37,7 +37,8 @@ NAME = "layers_02_02"  # of the shard in the middle
 )
 def test_shards_of_one_shape_are_one_program(exports, base, count):
     """Layers of other kinds (a window, no attention, the first layer's router) are others."""
-    folder, checkpoint = cases.unharmed(exports, f"base/{base}/int8-channel")
+    case = cases.Case("base", base, "int8-channel")
+    folder, checkpoint = cases.export_sound(exports, case)
     assert len(representatives(Bundle.open(folder), checkpoint)) == count
 
 
@@ -45,28 +46,28 @@ def test_shards_of_one_shape_are_one_program(exports, base, count):
 
 
 def constant(copy):
-    planted_programs.score_scale(copy, MIDDLE, 1.05, "")
+    scale_scores(MIDDLE, 1.05)(copy)
 
 
 def axis(copy):
-    planted_programs.softmax_axis(copy, MIDDLE, 2)
+    set_softmax_axis(MIDDLE, 2)(copy)
 
 
 def epsilon(copy):
-    planted_programs.scalar(copy, copy.shard(MIDDLE), "input_layernorm_eps0", 10)
+    scale_constants(copy, copy.shard(MIDDLE), "input_layernorm_eps0", 10)
 
 
 def index(copy):
     """The second half of the queries begins one element early."""
     shard = copy.shard(MIDDLE)
     op = copy.operations(shard, "slice_by_index", "self_attn")[1]
-    begin = copy.constant(shard, source(op, "begin")).arrays["val"]
+    begin = copy.constant(shard, find_source(op, "begin")).arrays["val"]
     begin.write(begin.read() - (begin.read() > 0))
 
 
 def swapped_operand(copy):
     op = copy.operations(copy.shard(MIDDLE), "sub", "self_attn")[0]
-    x, y = source(op, "x"), source(op, "y")
+    x, y = find_source(op, "x"), find_source(op, "y")
     copy.feed(op, "x", y)
     copy.feed(op, "y", x)
 
@@ -100,9 +101,9 @@ def constant_called_a_weight(copy):
 
 def weight_in_another_s_place(copy):
     shard = copy.shard(MIDDLE)
-    copy.first(shard)
+    copy.move_first(shard)
     gate, up = (copy.operations(shard, "conv", f"{n}_proj")[0] for n in ("gate", "up"))
-    names = source(gate, "weight"), source(up, "weight")
+    names = find_source(gate, "weight"), find_source(up, "weight")
     copy.feed(gate, "weight", names[1])
     copy.feed(up, "weight", names[0])
 
@@ -160,7 +161,8 @@ class OneShard(Copy):
     ],
 )
 def test_a_fault_in_any_one_shard_is_red(exports, tmp_path, fault, layer):
-    folder, checkpoint = cases.unharmed(exports, "base/llama/int8-channel")
+    case = cases.Case("base", "llama", "int8-channel")
+    folder, checkpoint = cases.export_sound(exports, case)
     copy = OneShard(folder, tmp_path / "copy")
     copy.layer = layer
     FAULTS[f"disk/{fault}"].plant(copy)

@@ -1,8 +1,7 @@
-"""A gate exists only once a planted fault has turned it RED: every fault is caught, by the gate
-that is named for it, and no sound bundle is RED.
+"""Every planted fault turns the gate RED that its row names, and no sound bundle is RED.
 
-Here each fault meets that gate alone, in fp16; `make prove` plants each in every preset and asks
-every gate.
+Here only that gate runs, in fp16; `make prove` plants each fault in every preset and runs every
+gate.
 """
 
 import shutil
@@ -10,10 +9,10 @@ from types import SimpleNamespace
 
 import cases
 import numpy as np
-import prove
 import pytest
+from cases import Case
+from faults import FAULTS
 from refusal import refused
-from registry import FAULTS
 from tiny import edit_json
 
 from workbench import paths
@@ -21,49 +20,61 @@ from workbench.check import tasks as answers
 from workbench.check.validate import BUG_GATES, bug_gates
 from workbench.models.checkpoint import Checkpoint
 
-CLEAN = [case for case in cases.sound_cases() if case.startswith("clean/")]
-DRAWS = np.random.default_rng(2).choice(CLEAN, 2).tolist()
+CLEAN = [case for case in cases.sound_cases() if case.kind == "clean"]
 SOUND = [
-    *(f"base/{name}/fp16" for name in cases.BASES),
-    *("massive/-/lut4", "deep/-/int8-tensor", *DRAWS),
+    *(Case("base", name, "fp16") for name in cases.BASES),
+    Case("massive", "-", "lut4"),
+    Case("deep", "-", "int8-tensor"),
+    *(CLEAN[i] for i in np.random.default_rng(2).choice(len(CLEAN), 2)),
 ]
 
 
 @pytest.mark.slow("exports a bundle and runs every bug gate")
 @pytest.mark.matrix(2, wide=4)
-@pytest.mark.parametrize("case", SOUND)
+@pytest.mark.parametrize("case", SOUND, ids=str)
 def test_no_sound_bundle_is_red(case, exports):
-    found = cases.record(exports, case)
-    asked = [gate["name"] for gate in found["gates"]]
-    assert asked == [name for names in cases.STEPS for name in names], found["error"]
-    assert not prove.fails(found), found["red"]
+    record = cases.run_case(exports, case)
+    names = [gate["name"] for gate in record.gates]
+    assert names == cases.GATE_NAMES, record.error
+    assert not record.fails, record.red
 
 
 @pytest.mark.slow("exports a bundle and plants a fault")
 @pytest.mark.matrix(10, wide=24)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):
-    gate = FAULTS[name].gate
-    (ask,) = (ask for names, ask in cases.STEPS.items() if gate in names)
-    with cases.subject(exports, f"{name}/fp16") as faulty:
-        verdicts = {found.name: found.verdict for found in ask(faulty)}
-    assert verdicts[gate] == "RED"
+    case = Case.parse(f"{name}/fp16")
+    with cases.open_subject(exports, case) as subject:
+        assert cases.run_gate(subject, case.fault.gate).verdict == "RED"
 
 
 def test_every_gate_has_a_fault():
     assert {*BUG_GATES, "budget"} <= {fault.gate for fault in FAULTS.values()}
 
 
-def test_a_case_fails_when_a_fault_is_green_a_sound_bundle_red_or_a_gate_broken():
-    for case, red, error in (
-        ("clean/3/fp16", ["weights"], None),
-        ("disk/keys_times_1_2/fp16", [], None),
-        ("disk/keys_times_1_2/fp16", ["weights"], "broke"),
-    ):
-        assert prove.fails({"case": case, "red": red, "error": error})
+SOUND_CASE, FAULTY_CASE = "clean/3/fp16", "disk/keys_times_1_2/fp16"
 
 
-# --- what the checkpoint itself has, which no comparison with it can show --------------------------
+@pytest.mark.parametrize(
+    ("case", "red", "error", "fails"),
+    [
+        (SOUND_CASE, [], None, False),
+        (SOUND_CASE, ["weights"], None, True),
+        (SOUND_CASE, [], "broke", True),
+        (FAULTY_CASE, ["weights"], None, False),
+        (FAULTY_CASE, [], None, True),
+        (FAULTY_CASE, ["weights"], "broke", True),
+    ],
+)
+def test_a_case_fails_when_a_fault_is_green_a_sound_bundle_red_or_a_gate_broken(
+    case, red, error, fails
+):
+    record = cases.Record(Case.parse(case), "", red, error, 0.0, gates=[])
+    assert record.fails is fails
+    assert cases.Record.parse(record.to_line()) == record
+
+
+# --- faults of the checkpoint itself, which no comparison with it can show ---
 
 
 def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(

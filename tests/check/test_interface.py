@@ -55,7 +55,7 @@ def test_a_package_that_cannot_be_read_is_red(broken):
     def plant(copy):
         files = copy.shard(1)["files"]
         path = next(e["path"] for e in files if e["path"].endswith(".mlmodel"))
-        copy.file(path, lambda data: data[: len(data) // 3])
+        copy.edit_file(path, lambda data: data[: len(data) // 3])
 
     found = interface_gate(Bundle.open(broken(plant)[0]))
     assert found.verdict == "RED" and "layers_01_01" in found.reason

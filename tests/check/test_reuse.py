@@ -3,7 +3,7 @@ the wild, planted, turns the gate RED."""
 
 import pytest
 import trained
-from faults_reuse import FAULTS, ZAYA
+from faults.reuse import FAULTS
 from refusal import refused
 
 from workbench.check.reuse import ReuseCell, check_reuse, count_cells, reuse_gate
@@ -86,6 +86,7 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
 @pytest.mark.matrix(2, wide=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):
-    both = pair(exports, "tiny-zaya" if name in ZAYA else "tiny-llama")
-    FAULTS[name](monkeypatch, *both)
-    assert reuse_gate(check_reuse(*both, lengths=(20,))).verdict == "RED"
+    fault = FAULTS[name]
+    decoders = pair(exports, fault.checkpoint)
+    fault.plant(monkeypatch, *decoders)
+    assert reuse_gate(check_reuse(*decoders, lengths=(20,))).verdict == "RED"

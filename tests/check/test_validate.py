@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from faults import around
+from faults import FAULTS
+from faults.decoders import wrap_calls
 from in_process import invoke
 from refusal import refused
-from registry import FAULTS
 from tiny import as_device, edited_weights, prompt
 
 from workbench import Decoder
@@ -147,7 +147,7 @@ def times(decoder, factor):
         outputs = predict(inputs, state).items()
         return {name: value * np.float32(factor) for name, value in outputs}
 
-    around(decoder.layers[1], scaled)
+    wrap_calls(decoder.layers[1], scaled)
 
 
 def test_the_budget_of_compression_is_what_compression_costs(
@@ -273,7 +273,7 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
         state.write("layers.0.k_state", state.read("layers.0.k_state") * 1.03)
         return outputs
 
-    around(decoder.layers[0], scaled)
+    wrap_calls(decoder.layers[0], scaled)
     budget = None
     if given == "checkpoint":
         budget = measure_budget(bundle, checkpoint, reference)

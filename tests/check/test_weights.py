@@ -22,11 +22,11 @@ def operands_that_do_not_fit(copy):
 def half_a_file(copy):
     files = copy.shard(0)["files"]
     path = next(e["path"] for e in files if e["path"].endswith("weight.bin"))
-    copy.file(path, lambda data: data[: len(data) // 2])
+    copy.edit_file(path, lambda data: data[: len(data) // 2])
 
 
 def rounded_embedding(copy):
-    copy.embedding(lambda table: table.__imul__(np.float16(1.05)))
+    copy.edit_embedding(lambda table: table.__imul__(np.float16(1.05)))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""A copy of a bundle on disk that a test edits: its weight files, its programs, its descriptions,
-its manifest.
+"""How a fault is planted in files: a copy of a bundle whose weights, programs, descriptions and
+manifest can be edited.
 
-`Copy.seal` writes what was edited and brings every size and SHA-256 of bundle.json up to date, so
-that the copy opens like any bundle and nothing but a gate can notice the edit.
+`Copy.seal` writes the edits and updates every size and SHA-256 of bundle.json, so that the copy
+opens like any bundle and only a gate can detect the edit.
 """
 
 import json
@@ -18,8 +18,8 @@ from workbench.files import sha256
 
 
 class StoredArray:
-    """One array of a package: the protobuf value that holds it, or says where in the weight file it
-    lies. `miltorch` reads it, nothing of which writes it."""
+    """One array of a package, in a protobuf value or at a place of the weight file that this value
+    gives. `miltorch` reads it; only this class writes it."""
 
     def __init__(self, value, package: Path):
         tensor = value.type.tensorType
@@ -28,17 +28,17 @@ class StoredArray:
         self.shape = tuple(d.constant.size for d in tensor.dimensions)
 
     def read(self) -> np.ndarray:
-        """Its elements, those of sub-byte integers one per byte."""
+        """The elements; sub-byte integers have a byte each."""
         return np.array(_Reader(self.package).value(self.value))
 
     def write(self, array: np.ndarray) -> None:
-        """Puts `array`, of the same shape, in its place."""
+        """Stores `array`, which has the same shape."""
         assert array.shape == self.shape, (array.shape, self.shape)
         values = np.ascontiguousarray(array).astype(NUMPY[self.dtype]).ravel()
         raw = values.view(np.uint8)
         if bits := DTYPE_BITS.get(self.dtype):
-            every = np.unpackbits(raw[:, None], axis=1, bitorder="little")
-            raw = np.packbits(every[:, :bits], bitorder="little")
+            all_bits = np.unpackbits(raw[:, None], axis=1, bitorder="little")
+            raw = np.packbits(all_bits[:, :bits], bitorder="little")
         if self.value.WhichOneof("value") == "blobFileValue":
             payload = self._payload()
             payload[: len(raw)] = raw
@@ -61,12 +61,12 @@ class StoredArray:
 
 
 class StoredWeight:
-    """A weight as its preset stores it: `arrays` by role (val; data and scale; indices and lut),
-    `codes` the one that has an entry per weight."""
+    """A weight as its preset stores it. `arrays` are by role: "val" for fp16; "data" and "scale" for
+    integers; "indices" and "lut" for tables. `codes` has an entry for each weight."""
 
     def __init__(self, arrays: dict[str, StoredArray]):
         self.arrays = arrays
-        self.role = next(r for r in ("val", "data", "indices") if r in arrays)
+        self.role = next(role for role in ("val", "data", "indices") if role in arrays)
         self.codes = arrays[self.role]
 
     def read(self) -> np.ndarray:
@@ -77,7 +77,7 @@ class StoredWeight:
         return codes.astype(np.float32) * self._scales(codes.shape)
 
     def write(self, values: np.ndarray) -> None:
-        """Stores what is nearest to `values` among what scale or table can express."""
+        """Stores the values nearest to `values` that the scale or the table can express."""
         codes = values
         if self.role == "indices":
             codes = np.abs(values[..., None] - self._table()).argmin(-1)
@@ -86,14 +86,13 @@ class StoredWeight:
             codes = np.rint(values / self._scales(values.shape)).clip(-top, top)
         before = self.codes.read()
         self.codes.write(codes)
-        lost = np.array_equal(before, self.codes.read())
-        assert not lost, "this change is lost when it is stored"
+        is_lost = np.array_equal(before, self.codes.read())
+        assert not is_lost, "this change is lost when it is stored"
 
     def scale(self, factor: float) -> None:
         """Multiplies the weight by way of its scale or table where it has one."""
-        array = self.arrays[
-            {"val": "val", "data": "scale", "indices": "lut"}[self.role]
-        ]
+        role = {"val": "val", "data": "scale", "indices": "lut"}[self.role]
+        array = self.arrays[role]
         array.write(array.read().astype(np.float32) * factor)
 
     def scale_row(self, row: int, factor: float) -> None:
@@ -106,12 +105,12 @@ class StoredWeight:
         stored.write(values)
 
     def shift(self, steps: int) -> None:
-        """Moves every weight by `steps` of what its storage can tell apart, floats by twice as
-        many, as a wrong zero point does."""
+        """Moves every weight by this many codes, as a wrong zero point does; a float by twice as
+        many of fp16's steps."""
         codes = self.codes.read()
         if self.role == "val":
-            moved = codes.view(np.int16) + np.int16(2 * steps)
-            self.codes.write(moved.view(np.float16))
+            shifted = codes.view(np.int16) + np.int16(2 * steps)
+            self.codes.write(shifted.view(np.float16))
         else:
             ends = {"INT8": (-127, 127), "INT4": (-7, 7)}
             low, high = ends.get(self.codes.dtype, (0, codes.max()))
@@ -123,6 +122,7 @@ class StoredWeight:
             array.write(other.arrays[role].read())
 
     def swap(self, other: "StoredWeight") -> None:
+        """Exchanges the bytes with another weight of the same shape."""
         values = {role: array.read() for role, array in self.arrays.items()}
         self.copy(other)
         for role, array in other.arrays.items():
@@ -140,22 +140,26 @@ class StoredWeight:
         return scale
 
 
-def source(op, parameter: str) -> str:
-    """The value that an operation reads."""
+def find_source(op, parameter: str) -> str:
+    """The name of the value that an operation reads."""
     return op.inputs[parameter].arguments[0].name
 
 
-def arguments(op) -> list:
-    """The values, by name, that an operation reads."""
-    bound = [bound for argument in op.inputs.values() for bound in argument.arguments]
-    return [each for each in bound if each.WhichOneof("binding") == "name"]
+def list_arguments(op) -> list:
+    """The arguments of an operation that are names of values."""
+    return [
+        argument
+        for parameter in op.inputs.values()
+        for argument in parameter.arguments
+        if argument.WhichOneof("binding") == "name"
+    ]
 
 
-def renamed(operations, names: dict[str, str]) -> None:
-    """Makes operations read other values in the place of these."""
+def rename_arguments(operations, names: dict[str, str]) -> None:
+    """Makes operations read other values: `names` has the new name of each old one."""
     for op in operations:
-        for bound in arguments(op):
-            bound.name = names.get(bound.name, bound.name)
+        for argument in list_arguments(op):
+            argument.name = names.get(argument.name, argument.name)
 
 
 def is_constant(op) -> bool:
@@ -163,9 +167,11 @@ def is_constant(op) -> bool:
 
 
 class Copy:
-    """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be
-    edited. `function`: whose program is edited where packages have several; the smallest T's unless
-    it is set."""
+    """A copy, in the folder `root`, of the bundle at `source`.
+
+    `manifest` is bundle.json as a dictionary; edits of it are written by `seal`. `function` is the
+    function whose program is edited, where packages have several: that of the smallest T until it
+    is set."""
 
     def __init__(self, source: Path, root: Path):
         coremltools()
@@ -177,14 +183,15 @@ class Copy:
 
     def shard(self, layer: int | None = None, kind: str = "layers") -> dict:
         """The shard that holds a decoder layer, or the first of another kind."""
-        return next(
-            s
-            for s in self.manifest["shards"]
-            if s["kind"] == kind and (layer is None or layer in range(*s["layers"]))
-        )
+        for shard in self.manifest["shards"]:
+            if shard["kind"] != kind:
+                continue
+            if layer is None or layer in range(*shard["layers"]):
+                return shard
+        raise LookupError(f"no shard of kind {kind} with layer {layer}")
 
     def spec(self, shard: dict):
-        """The Model protobuf of a shard; what is changed in it is written by `seal`."""
+        """The Model protobuf of a shard; edits of it are written by `seal`."""
         path = spec_path(self.root / shard["path"])
         if path not in self._specs:
             model = messages("Model_pb2").Model
@@ -192,90 +199,94 @@ class Copy:
         return self._specs[path]
 
     def block(self, shard: dict):
+        """The operations of a shard's program and what they return, as a protobuf."""
         function = self.spec(shard).mlProgram.functions[self.function]
         return function.block_specializations[function.opset]
 
     def weight(self, tensor: str) -> StoredWeight:
-        """The stored form of a checkpoint tensor, its name given from its end; of several slices
-        the first."""
-        shard, name = next(
-            (shard, name)
-            for shard in self.manifest["shards"]
-            for full, name in shard["weights"].items()
-            if f".{full}".endswith(f".{tensor}")
-        )
-        return self.constant(shard, name)
+        """How a checkpoint tensor is stored; `tensor` is the end of its name. Where several shards
+        have a slice of it, the first slice."""
+        for shard in self.manifest["shards"]:
+            for full_name, constant in shard["weights"].items():
+                if f".{full_name}".endswith(f".{tensor}"):
+                    return self.constant(shard, constant)
+        raise LookupError(tensor)
 
     def constant(self, shard: dict, name: str) -> StoredWeight:
-        """The stored form of a program's constant."""
+        """How a constant of a program is stored."""
         package = self.root / shard["path"]
-        op = self.making(shard, name)
+        op = self.find_operation_returning(shard, name)
         if op.type == "const":
             return StoredWeight({"val": StoredArray(op.attributes["val"], package)})
         arrays = {}
         for role in op.inputs:
-            bound = op.inputs[role].arguments[0]
-            if bound.WhichOneof("binding") == "name":
-                arrays[role] = self.constant(shard, bound.name).codes
+            argument = op.inputs[role].arguments[0]
+            if argument.WhichOneof("binding") == "name":
+                arrays[role] = self.constant(shard, argument.name).codes
             else:
-                arrays[role] = StoredArray(bound.value, package)
+                arrays[role] = StoredArray(argument.value, package)
         return StoredWeight(arrays)
 
     def operations(self, shard: dict, kind: str, module: str = "") -> list:
-        """Operations of a shard's program by kind and source module (a suffix of its path), at
-        least one."""
-        found = []
+        """The operations of a shard's program of this kind, at least one. `module` is a suffix of
+        the path of the torch module that they came from."""
+        operations = []
         for op in self.block(shard).operations:
             name = op.outputs[0].name if op.outputs else ""
             if op.type == kind and shard["modules"].get(name, "").endswith(module):
-                found.append(op)
-        assert found, (kind, module)
-        return found
+                operations.append(op)
+        assert operations, (kind, module)
+        return operations
 
-    def making(self, shard: dict, name: str):
+    def find_operation_returning(self, shard: dict, name: str):
         """The operation whose first result has this name."""
         operations = self.block(shard).operations
-        return next(o for o in operations if o.outputs and o.outputs[0].name == name)
+        return next(
+            op for op in operations if op.outputs and op.outputs[0].name == name
+        )
 
     def feed(self, operation, parameter: str, name: str) -> None:
         """Makes an operation read another value."""
         assert parameter in operation.inputs
         operation.inputs[parameter].arguments[0].name = name
 
-    def first(self, shard: dict, chosen: Callable = is_constant) -> None:
+    def move_first(self, shard: dict, is_chosen: Callable = is_constant) -> None:
         """Moves the chosen operations of a shard's program before all others."""
         operations = self.block(shard).operations
-        made = sorted(operations, key=lambda op: not chosen(op))
+        reordered = sorted(operations, key=lambda op: not is_chosen(op))
         del operations[:]
-        operations.extend(made)
+        operations.extend(reordered)
 
     def insert(self, shard: dict, after, kind: str, **inputs: np.ndarray) -> None:
-        """Puts an operation behind `after`, whose result it takes as `x`; all later readers take
-        what it returns."""
+        """Puts an operation behind `after`. It takes the result of `after` as `x` and constants as
+        its other `inputs`; all later operations read its result instead."""
         operations, old = self.block(shard).operations, after.outputs[0].name
         name = f"planted_{old}"
         index = next(i for i, op in enumerate(operations) if op == after)
         later = list(operations[index + 1 :])
         del operations[index + 1 :]
-        made = [self._const(operations, f"{name}_{p}", v) for p, v in inputs.items()]
+        constants = [
+            self._add_constant(operations, f"{name}_{parameter}", value)
+            for parameter, value in inputs.items()
+        ]
         op = operations.add(type=kind)
         op.outputs.add().CopyFrom(after.outputs[0])
         op.outputs[0].name = name
         op.inputs["x"].arguments.add(name=old)
-        for parameter, constant in zip(inputs, made, strict=True):
+        for parameter, constant in zip(inputs, constants, strict=True):
             op.inputs[parameter].arguments.add(name=constant)
-        renamed(later, {old: name})
+        rename_arguments(later, {old: name})
         operations.extend(later)
 
-    def _const(self, operations, name: str, value: np.ndarray) -> str:
+    def _add_constant(self, operations, name: str, array: np.ndarray) -> str:
         from coremltools.converters.mil.backend.mil.helper import create_tensor_value
 
-        op, held = operations.add(type="const"), create_tensor_value(value)
-        op.attributes["val"].CopyFrom(held)
-        op.outputs.add(name=name).type.CopyFrom(held.type)
+        op, value = operations.add(type="const"), create_tensor_value(array)
+        op.attributes["val"].CopyFrom(value)
+        op.outputs.add(name=name).type.CopyFrom(value.type)
         return name
 
-    def embedding(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    def edit_embedding(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
         """Changes the host's embedding table [V, C]."""
         from safetensors.numpy import load_file, save_file
 
@@ -285,24 +296,25 @@ class Copy:
         tensors["weight"] = change(table.copy()).astype(table.dtype)
         save_file(tensors, path)
 
-    def file(self, path: str, change: Callable[[bytes], bytes]) -> None:
+    def edit_file(self, path: str, change: Callable[[bytes], bytes]) -> None:
+        """Changes the content of a file of the bundle."""
         (self.root / path).write_bytes(change((self.root / path).read_bytes()))
 
     def seal(self) -> Path:
-        """Writes programs and manifest, every file's size and SHA-256 brought up to date; returns
-        the folder."""
+        """Writes programs and manifest, with the size and SHA-256 of every file as it is now.
+        Returns the folder."""
         for path, spec in self._specs.items():
             path.write_bytes(spec.SerializeToString(deterministic=True))
         manifest = self.manifest
         for shard in manifest["shards"]:
             for entry in shard["files"]:
-                self._renew(entry)
+                self._update(entry)
             shard["bytes"] = sum(entry["bytes"] for entry in shard["files"])
         for entry in (manifest["embedding"]["file"], *manifest["tokens"]["files"]):
-            self._renew(entry)
+            self._update(entry)
         (self.root / "bundle.json").write_text(json.dumps(manifest, indent=1))
         return self.root
 
-    def _renew(self, entry: dict) -> None:
+    def _update(self, entry: dict) -> None:
         path = self.root / entry["path"]
         entry |= {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -1,0 +1,60 @@
+"""Planted faults: what goes wrong in the wild, each with the gate that must be RED.
+
+To plant another fault, add a row to `FAULTS` of the module that it belongs to:
+
+    host, states, model, undo    in a loaded decoder of any family; `decoders` has edits of it
+    zaya, hybrids                in a loaded decoder of the families with states beside the cache
+    weights, tables, manifest    in a copy of a bundle's files; `copies` has edits of it
+    programs, descriptions       in the packages of such a copy
+
+`python -m tests.prove NAME_OF_THE_FAULT` asks every gate. `reuse` has the faults of caches that are
+stored, restored and batched, which take two decoders and are a table of their own.
+
+Bugs that others reported and that concern one sequence, and the fault that stands for each:
+
+    chapter 5, flexible T addresses the state wrongly              write address off by one at T above 1
+    coremltools 2188, y[:, pos] = v is silently lost               state never written
+    mlx-lm, tokens dropped when capacity is short                  tokens dropped when the chunk is long
+    mlx-lm 1806, rope uses the offset after the update             rope uses the offset after the update
+    mlx-examples 977, padding saved as content                     padding written as content
+    mlx-swift-lm 443, side state not kept, positions wrong         convolution state not carried, delayed value not carried
+    Rapid-MLX 1874, two users of one state                         all states of a model are one
+    transformers 30400, the result depends on the cache's length   future left visible
+    experiment 30, a position past the cache is clamped            position past the cache is clamped
+    experiment 26 of the Neural Engine book, heads and tokens      heads and tokens permuted in the output
+    journals 72 and 100 of it, golden and shard share a wrong rope test_faults
+"""
+
+from faults import (
+    descriptions,
+    host,
+    hybrids,
+    manifest,
+    model,
+    programs,
+    states,
+    tables,
+    undo,
+    weights,
+    zaya,
+)
+from faults.fault import Fault
+
+IN_MEMORY: list[Fault] = [
+    *host.FAULTS,
+    *states.FAULTS,
+    *hybrids.FAULTS,
+    *model.FAULTS,
+    *undo.FAULTS,
+    *zaya.FAULTS,
+]
+ON_DISK: list[Fault] = [
+    *weights.FAULTS,
+    *tables.FAULTS,
+    *manifest.FAULTS,
+    *programs.FAULTS,
+    *descriptions.FAULTS,
+]
+FAULTS = {f"memory/{fault.slug}": fault for fault in IN_MEMORY}
+FAULTS |= {f"disk/{fault.slug}": fault for fault in ON_DISK}
+assert len(FAULTS) == len(IN_MEMORY) + len(ON_DISK), "two faults have one name"

@@ -1,0 +1,238 @@
+"""Faults of a loaded decoder's caches: where they are written, what is read of them, and how long
+a state lives."""
+
+import numpy as np
+import torch
+
+from faults.decoders import (
+    Plant,
+    TensorChange,
+    change_arguments,
+    change_result,
+    edit_result,
+    edit_shard_input,
+    find_step_returning,
+    find_steps,
+    wrap_calls,
+)
+from faults.fault import Fault
+from faults.host import WRITE
+
+# Where rows are written
+
+
+def write_padding(decoder):
+    """Counts dummy tokens as content as long as they fit."""
+    original, S = decoder.host.inputs, decoder.options.max_seq_len
+
+    def inputs(offsets, counts, T):
+        return original(offsets, np.minimum(T, S - offsets), T)
+
+    decoder.host.inputs = inputs
+
+
+def clamp_position(decoder):
+    original, S = decoder.host.inputs, decoder.options.max_seq_len
+
+    def inputs(offsets, counts, T):
+        return original(np.minimum(offsets, S - T), counts, T)
+
+    decoder.host.inputs = inputs
+
+
+def skip_writes(decoder):
+    for step in find_steps(decoder, 1, "write_state"):
+        step.function = lambda **_: None
+
+
+def write_first_head_only(decoder):
+    def change(arguments):
+        old, new = arguments["input"].value, arguments["data"]
+        return arguments | {"data": torch.cat([new[:, :1], old[:, 1:]], dim=1)}
+
+    for step in find_steps(decoder, 0, "write_state"):
+        change_arguments(step, change)
+
+
+def add_new_rows_to_old(decoder):
+    for step in find_steps(decoder, 0, "sub", "self_attn"):
+        # 1 − Σ write mask is [B, 1, S, 1], the factor of the old rows
+        if step.op.outputs[0][1].shape[-1] == 1:
+            change_result(step, torch.ones_like)
+
+
+def swap_keys_and_values(decoder):
+    names = {"k_state": "v_state", "v_state": "k_state"}
+    for step in decoder.layers[2].executable.body.steps:
+        step.operands = [
+            (
+                parameter,
+                names.get(source, source) if isinstance(source, str) else source,
+                attribute,
+            )
+            for parameter, source, attribute in step.operands
+        ]
+
+
+# How long a state lives
+
+
+def give_every_sequence_one_state(decoder):
+    def plant_in(model):
+        state = model.make_state()
+        model.make_state = lambda: state
+
+    for model in decoder.layers:
+        plant_in(model)
+
+
+def make_state_for_every_call(decoder):
+    def plant_in(model):
+        def call(predict, inputs, state):
+            return predict(inputs, model.make_state())
+
+        wrap_calls(model, call)
+
+    for model in decoder.layers:
+        plant_in(model)
+
+
+def use_one_state_for_all(decoder):
+    def plant_in(model):
+        shared = model.make_state()
+
+        def call(predict, inputs, state):
+            return predict(inputs, shared)
+
+        wrap_calls(model, call)
+
+    for model in decoder.layers:
+        plant_in(model)
+
+
+# What is read
+
+
+def edit_reads(change: TensorChange) -> Plant:
+    """Changes every value that is read from a state."""
+
+    def plant(decoder):
+        for layer in range(len(decoder.layers)):
+            for step in find_steps(decoder, layer, "read_state"):
+                change_result(step, change)
+
+    return plant
+
+
+def flush_subnormal_numbers(value):
+    return torch.where(value.abs() < 2**-14, 0.0, value)
+
+
+def round_rows_at_every_call(decoder):
+    """As a quantized cache that is read, dequantized and stored anew: the oldest rows suffer
+    most."""
+    rng = np.random.default_rng(0)
+
+    def call(predict, inputs, state):
+        outputs = predict(inputs, state)
+        for name in state.shard.states:
+            rows = state.read(name)
+            noise = 1 + 0.02 * rng.standard_normal(rows.shape)
+            state.write(name, (rows * noise).astype(rows.dtype))
+        return outputs
+
+    for model in decoder.layers:
+        wrap_calls(model, call)
+
+
+def damage_a_value_head(decoder):
+    def change(value):
+        value = value.clone()
+        value[:, 0, 48:] *= 0.5
+        return value
+
+    for step in find_steps(decoder, 1, "read_state"):
+        if step.operands[0][1] == "v_state":
+            change_result(step, change)
+
+
+def repeat_last_row(value):
+    value = value.clone()
+    value[:, :, 62] = value[:, :, 63]
+    return value
+
+
+# Rope in a program
+
+
+def turn_keys_only(decoder):
+    # queries are rotated first; each half is a difference or a sum whose y has the sine
+    halves = find_steps(decoder, 1, "concat", "self_attn")[0].operands[0][1]
+    for name in halves:
+        step = find_step_returning(decoder, 1, name)
+        change_arguments(step, lambda arguments: arguments | {"y": arguments["y"] * 0})
+
+
+FAULTS = [
+    Fault(
+        "write address off by one in the last layer only",
+        gate="write_address",
+        plant=edit_shard_input([-1], WRITE, lambda write: np.roll(write, 1, axis=2)),
+    ),
+    Fault(
+        "padding written as content",
+        gate="write_address",
+        bundle="fixed",
+        plant=write_padding,
+    ),
+    Fault(
+        "position past the cache is clamped", gate="state_life", plant=clamp_position
+    ),
+    Fault("state never written", gate="write_address", plant=skip_writes),
+    Fault(
+        "only the first head is written",
+        gate="write_address",
+        plant=write_first_head_only,
+    ),
+    Fault(
+        "rows added instead of replaced", gate="stale_rows", plant=add_new_rows_to_old
+    ),
+    Fault("keys and values swapped", gate="program", plant=swap_keys_and_values),
+    Fault(
+        "a new sequence gets the old state",
+        gate="state_life",
+        plant=give_every_sequence_one_state,
+    ),
+    Fault(
+        "a new state for every token",
+        gate="write_address",
+        plant=make_state_for_every_call,
+    ),
+    Fault(
+        "all states of a model are one", gate="state_life", plant=use_one_state_for_all
+    ),
+    Fault(
+        "subnormal numbers flushed by a read",
+        gate="write_address",
+        plant=edit_reads(flush_subnormal_numbers),
+    ),
+    Fault(
+        "NaN hidden by a finite read",
+        gate="stale_rows",
+        plant=edit_reads(torch.nan_to_num),
+    ),
+    Fault(
+        "cache rows rounded again at every call",
+        gate="program",
+        plant=round_rows_at_every_call,
+    ),
+    Fault(
+        "a value head damaged past row 48", gate="program", plant=damage_a_value_head
+    ),
+    Fault(
+        "the newest row read twice near the end",
+        gate="program",
+        plant=edit_result(2, "read_state", "", repeat_last_row, index=-1),
+    ),
+    Fault("rope on keys but not on queries", gate="program", plant=turn_keys_only),
+]

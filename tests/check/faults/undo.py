@@ -1,0 +1,93 @@
+"""Faults of a loaded decoder that takes tokens back."""
+
+from faults.decoders import change_sequences
+from faults.fault import Fault
+from workbench.bundle.names import is_cache
+
+
+def keep_tail_of_whole_call(decoder):
+    """Goes on with the tail of the whole call."""
+
+    def change(seqs):
+        trim = seqs.trim
+
+        def trim_caches_only(count, seq=0):
+            states = [
+                (state, name) for state, name in seqs.named_states if not is_cache(name)
+            ]
+            values = [state.read(name) for state, name in states]
+            count = trim(count, seq)
+            for (state, name), value in zip(states, values):
+                state.write(name, value)
+            return count
+
+        seqs.trim = trim_caches_only
+
+    change_sequences(decoder, change)
+
+
+def leave_undone_column(decoder):
+    """The call runs again with one more token than stays, which a later token reads."""
+
+    def change(seqs):
+        trim = seqs.trim
+
+        def trim_one_less(count, seq=0):
+            count = trim(max(0, count - 1), seq)
+            seqs.ids[seq].pop()
+            seqs.floors[seq] = min(seqs.floors[seq], len(seqs.ids[seq]))
+            return count + 1
+
+        seqs.trim = trim_one_less
+
+    change_sequences(decoder, change)
+
+
+def allow_any_depth(decoder):
+    """Lets a decoder go back to any token."""
+
+    def change(seqs):
+        advance = seqs.advance
+
+        def advance_without_floors(*arguments, **options):
+            results = advance(*arguments, **options)
+            seqs.floors = [0] * len(seqs.floors)
+            return results
+
+        seqs.advance = advance_without_floors
+
+    change_sequences(decoder, change)
+
+
+def take_back_one_token_less(decoder):
+    def change(seqs):
+        trim = seqs.trim
+        seqs.trim = lambda count, seq=0: trim(max(0, count - 1), seq)
+
+    change_sequences(decoder, change)
+
+
+FAULTS = [
+    Fault(
+        "undo that forgets the tail",
+        gate="undo",
+        bundle="lfm2",
+        plant=keep_tail_of_whole_call,
+    ),
+    Fault(
+        "undone columns stay in the tail",
+        gate="undo",
+        bundle="lfm2",
+        plant=leave_undone_column,
+    ),
+    Fault(
+        "ring trimmed beyond its depth",
+        gate="undo",
+        bundle="ring",
+        plant=allow_any_depth,
+    ),
+    Fault(
+        "tail undone beyond its rows", gate="undo", bundle="lfm2", plant=allow_any_depth
+    ),
+    Fault("undo of one token too few", gate="undo", plant=take_back_one_token_less),
+]

@@ -1,0 +1,448 @@
+"""Faults of the stored weights in a bundle's files."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from faults.copies import Copy, StoredWeight
+from faults.fault import Fault
+
+Plant = Callable[[Copy], None]
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+# Edits of stored weights. `tensor` is the end of a checkpoint tensor's name; where it has a `{}`,
+# the weight of every layer is edited
+
+
+def edit_stored(tensor: str, change: Callable[[StoredWeight], None]) -> Plant:
+    """Changes how a weight is stored."""
+
+    def plant(copy):
+        layers = copy.manifest["dims"]["L"] if "{}" in tensor else 1
+        for layer in range(layers):
+            change(copy.weight(tensor.format(layer)))
+
+    return plant
+
+
+def scale(tensor: str, factor: float) -> Plant:
+    """Multiplies a weight by way of its scale or table where it has one."""
+    return edit_stored(tensor, lambda stored: stored.scale(factor))
+
+
+def scale_row(tensor: str, row: int, factor: float) -> Plant:
+    """Multiplies one output channel, by its own scale where it has one."""
+    return edit_stored(tensor, lambda stored: stored.scale_row(row, factor))
+
+
+def shift(tensor: str, steps: int) -> Plant:
+    """Moves every weight by steps of its storage, as a wrong zero point does."""
+    return edit_stored(tensor, lambda stored: stored.shift(steps))
+
+
+def edit_values(tensor: str, change: Change) -> Plant:
+    """Changes the values of a weight, which are stored as its preset can express them."""
+    return edit_stored(tensor, lambda stored: stored.write(change(stored.read())))
+
+
+def exchange(tensor: str, other: str) -> Plant:
+    """Exchanges two weights of one shape."""
+    return lambda copy: copy.weight(tensor).swap(copy.weight(other))
+
+
+# Changes of values
+
+
+def negate_largest(values):
+    values[np.unravel_index(np.abs(values).argmax(), values.shape)] *= -1
+    return values
+
+
+def zero_first_rows(values):
+    values[:16] = 0
+    return values
+
+
+def by_head(change: Change, D: int = 32) -> Change:
+    """A change of values seen as [heads, D, …]."""
+
+    def change_heads(values):
+        return change(values.reshape(-1, D, *values.shape[1:])).reshape(values.shape)
+
+    return change_heads
+
+
+# the other convention of rotary weights: pairs side by side instead of halves
+PAIRS = np.arange(32).reshape(2, -1).T.ravel()
+
+
+def scale_one_channel(values):
+    values.ravel()[5] *= 1.02
+    return values
+
+
+def exchange_two_rows(values):
+    values[[250, 251]] = values[[251, 250]]
+    return values
+
+
+def round_to_seven_values(values):
+    step = np.abs(values).max() / 3
+    return np.rint(values / step) * step
+
+
+def drop(values):
+    assert values.any()
+    return np.zeros_like(values)
+
+
+def roll_experts(values):
+    axis = next(axis for axis, size in enumerate(values.shape) if size > 1)
+    return np.roll(values, values.shape[axis] // 4, axis)
+
+
+def shuffle(values):
+    return np.random.default_rng(0).permutation(values.ravel()).reshape(values.shape)
+
+
+# Faults that take more than one edit
+
+
+def scale_updates_of_a_layer(copy):
+    for tensor in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        copy.weight(f"layers.2.{tensor}").scale(1.1)
+
+
+def shuffle_mlp(copy):
+    for name in ("gate", "up"):
+        edit_values(f"layers.{{}}.mlp.{name}_proj.weight", shuffle)(copy)
+
+
+def store_tensor_of_another_layer(copy):
+    other = copy.weight("layers.3.mlp.down_proj.weight")
+    copy.weight("layers.0.mlp.down_proj.weight").copy(other)
+
+
+def exchange_packages(shard: dict, other: dict) -> None:
+    for name in ("path", "files", "bytes", "modules"):
+        shard[name], other[name] = other[name], shard[name]
+
+
+def exchange_layers(copy):
+    """Exchanges the packages of layers 1 and 2; the manifest calls the weights and states in each
+    by the names of the layer whose place it takes."""
+    shard, other = copy.shard(1), copy.shard(2)
+    exchange_packages(shard, other)
+    for name in ("weights", "states"):
+        shard[name], other[name] = (
+            {
+                key.replace("layers.2.", "layers.1."): value
+                for key, value in other[name].items()
+            },
+            {
+                key.replace("layers.1.", "layers.2."): value
+                for key, value in shard[name].items()
+            },
+        )
+
+
+def exchange_query_and_key_norm(copy):
+    query = copy.weight("layers.0.self_attn.q_norm.weight")
+    key = copy.weight("layers.0.self_attn.k_norm.weight")
+    # both are ones in a fresh checkpoint, which an exchange would leave as they are
+    values = key.read()
+    key.write(values + np.linspace(0, 0.25, values.size).reshape(values.shape))
+    query.swap(key)
+
+
+def drop_offsets(copy):
+    copy.shard(1)["offsets"] = {}
+
+
+def roll_second_head_slice(copy):
+    shard = copy.manifest["shards"][-1]
+    name = next(
+        stored for tensor, stored in shard["weights"].items() if "norm" not in tensor
+    )
+    weight = copy.constant(shard, name)
+    weight.write(np.roll(weight.read(), 1, axis=0))
+
+
+def exchange_head_slices(copy):
+    first, second = (s for s in copy.manifest["shards"] if s["kind"] == "head")
+    exchange_packages(first, second)
+    first["weights"], second["weights"] = second["weights"], first["weights"]
+
+
+def exchange_fused_keys_and_values(copy):
+    # rows of queries, keys and values, 96 each
+    for array in copy.weight("layers.0.self_attn.qkv_proj.weight").arrays.values():
+        rows = array.read()
+        if len(rows) == 3 * 96:
+            array.write(np.concatenate([rows[:96], rows[192:], rows[96:192]]))
+
+
+FAULTS = [
+    Fault(
+        "values of one layer times 0.9",
+        gate="weights",
+        plant=scale("layers.1.self_attn.v_proj.weight", 0.9),
+    ),
+    Fault(
+        "values of the last layer times 1.01",
+        gate="weights",
+        plant=scale("layers.3.self_attn.v_proj.weight", 1.01),
+    ),
+    Fault(
+        "keys times 1.2",
+        gate="weights",
+        plant=scale("layers.{}.self_attn.k_proj.weight", 1.2),
+    ),
+    Fault(
+        "queries halved in the first layer",
+        gate="weights",
+        plant=scale("layers.0.self_attn.q_proj.weight", 0.5),
+    ),
+    Fault(
+        "one output channel times 1.2",
+        gate="weights",
+        plant=scale_row("layers.1.self_attn.o_proj.weight", 7, 1.2),
+    ),
+    Fault(
+        "one output channel of down_proj times 0.8",
+        gate="weights",
+        plant=scale_row("layers.3.mlp.down_proj.weight", 100, 0.8),
+    ),
+    Fault(
+        "zero point plus one",
+        gate="weights",
+        plant=shift("layers.{}.mlp.up_proj.weight", 1),
+    ),
+    Fault(
+        "zero point minus one in one tensor",
+        gate="weights",
+        plant=shift("layers.2.self_attn.q_proj.weight", -1),
+    ),
+    Fault(
+        "final norm times 1.05", gate="weights", plant=scale("model.norm.weight", 1.05)
+    ),
+    Fault(
+        "bias of the values doubled",
+        gate="weights",
+        bundle="qwen2",
+        plant=scale("layers.1.self_attn.v_proj.bias", 2),
+    ),
+    Fault(
+        "temperature times 1.1",
+        gate="weights",
+        bundle="zaya",
+        plant=scale("layers.0.self_attn.qk_norm.temp", 1.1),
+    ),
+    Fault(
+        "updates of one layer times 1.1", gate="weights", plant=scale_updates_of_a_layer
+    ),
+    Fault(
+        "one weight of another sign",
+        gate="weights",
+        plant=edit_values("layers.2.mlp.gate_proj.weight", negate_largest),
+    ),
+    Fault(
+        "a block of weights zero",
+        gate="weights",
+        plant=edit_values("layers.0.mlp.down_proj.weight", zero_first_rows),
+    ),
+    Fault(
+        "a square matrix transposed",
+        gate="weights",
+        plant=edit_values(
+            "layers.2.self_attn.o_proj.weight", lambda values: np.swapaxes(values, 0, 1)
+        ),
+    ),
+    Fault(
+        "query heads in another order",
+        gate="weights",
+        plant=edit_values(
+            "layers.1.self_attn.q_proj.weight",
+            by_head(lambda heads: np.roll(heads, 1, axis=0)),
+        ),
+    ),
+    Fault(
+        "heads and their width transposed",
+        gate="weights",
+        plant=edit_values(
+            "layers.0.self_attn.k_proj.weight",
+            by_head(lambda heads: heads.swapaxes(0, 1)),
+        ),
+    ),
+    Fault(
+        "rope halves interleaved in the key weights",
+        gate="weights",
+        plant=edit_values(
+            "layers.2.self_attn.k_proj.weight", by_head(lambda heads: heads[:, PAIRS])
+        ),
+    ),
+    Fault(
+        "norm weight of ones",
+        gate="weights",
+        plant=edit_values("layers.2.post_attention_layernorm.weight", np.ones_like),
+    ),
+    Fault(
+        "one channel of a norm times 1.02",
+        gate="weights",
+        plant=edit_values("layers.0.input_layernorm.weight", scale_one_channel),
+    ),
+    Fault(
+        "head rows moved by one",
+        gate="weights",
+        plant=edit_values(
+            "embed_tokens.weight", lambda values: np.roll(values, 1, axis=0)
+        ),
+    ),
+    Fault(
+        "two head rows exchanged",
+        gate="weights",
+        plant=edit_values("embed_tokens.weight", exchange_two_rows),
+    ),
+    Fault(
+        "coarser than declared",
+        gate="weights",
+        plant=edit_values("layers.1.mlp.up_proj.weight", round_to_seven_values),
+    ),
+    Fault(
+        "bias of the keys dropped",
+        gate="weights",
+        bundle="qwen2",
+        plant=edit_values("layers.1.self_attn.k_proj.bias", drop),
+    ),
+    Fault(
+        "bias of the queries dropped",
+        gate="weights",
+        bundle="qwen2",
+        plant=edit_values("layers.0.self_attn.q_proj.bias", drop),
+    ),
+    Fault(
+        "query norm of ones",
+        gate="weights",
+        bundle="qwen3",
+        plant=edit_values(
+            "layers.1.self_attn.q_norm.weight",
+            lambda values: np.ones_like(values) * 1.125,
+        ),
+    ),
+    Fault(
+        "one added to the norms twice",
+        gate="weights",
+        bundle="gemma",
+        plant=edit_values(
+            "layers.1.pre_feedforward_layernorm.weight", lambda values: values + 1
+        ),
+    ),
+    Fault(
+        "the one of a norm forgotten",
+        gate="weights",
+        bundle="gemma",
+        plant=edit_values(
+            "layers.2.post_feedforward_layernorm.weight", lambda values: values - 1
+        ),
+    ),
+    Fault(
+        "taps of a convolution reversed",
+        gate="weights",
+        bundle="zaya",
+        plant=edit_values(
+            "layers.1.self_attn.qkv_proj.conv_qk_depthwise.weight",
+            lambda values: values[..., ::-1],
+        ),
+    ),
+    Fault(
+        "balancing biases dropped",
+        gate="weights",
+        bundle="zaya",
+        plant=edit_values(
+            "layers.1.mlp.gate.balancing_biases",
+            lambda values: values * 0 + np.float32(0.01),
+        ),
+    ),
+    Fault(
+        "experts in another order",
+        gate="weights",
+        bundle="zaya",
+        plant=edit_values("layers.2.mlp.experts.down_proj", roll_experts),
+    ),
+    Fault(
+        "scale of router states dropped",
+        gate="weights",
+        bundle="zaya",
+        plant=edit_values(
+            "layers.1.mlp.gate.router_states_scale",
+            lambda values: np.ones_like(values) * 0.75,
+        ),
+    ),
+    Fault(
+        "residual scale of ones",
+        gate="weights",
+        bundle="zaya",
+        plant=edit_values(
+            "layers.2.post_attention_residual_scale.residual_scale",
+            lambda values: np.ones_like(values) * 1.125,
+        ),
+    ),
+    Fault(
+        "gate and up exchanged",
+        gate="weights",
+        plant=exchange("layers.3.mlp.gate_proj.weight", "layers.3.mlp.up_proj.weight"),
+    ),
+    Fault(
+        "keys and values exchanged",
+        gate="weights",
+        plant=exchange(
+            "layers.1.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight"
+        ),
+    ),
+    Fault(
+        "norms of a layer exchanged",
+        gate="weights",
+        plant=exchange(
+            "layers.1.input_layernorm.weight",
+            "layers.1.post_attention_layernorm.weight",
+        ),
+    ),
+    Fault("MLP weights shuffled", gate="weights", plant=shuffle_mlp),
+    Fault(
+        "one tensor of another layer",
+        gate="weights",
+        plant=store_tensor_of_another_layer,
+    ),
+    Fault("two layers exchanged", gate="weights", plant=exchange_layers),
+    Fault(
+        "query and key norm exchanged",
+        gate="weights",
+        bundle="qwen3",
+        plant=exchange_query_and_key_norm,
+    ),
+    Fault(
+        "offsets of norms undeclared",
+        gate="weights",
+        bundle="gemma",
+        plant=drop_offsets,
+    ),
+    Fault(
+        "rows of the second head slice moved by one",
+        gate="weights",
+        bundle="wide",
+        plant=roll_second_head_slice,
+    ),
+    Fault(
+        "head slices in the wrong order",
+        gate="weights",
+        bundle="wide",
+        plant=exchange_head_slices,
+    ),
+    Fault(
+        "keys and values of a fused projection exchanged",
+        gate="weights",
+        bundle="phi3",
+        plant=exchange_fused_keys_and_values,
+    ),
+]
