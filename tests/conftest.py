@@ -1,3 +1,5 @@
+"""Which tests run, and the fixtures that all of them share."""
+
 import gc
 import os
 import random
@@ -12,13 +14,15 @@ os.environ.setdefault("WORKBENCH_RUNTIME", "portable")
 
 import sys
 from collections import Counter, defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
-# its entry points offer stand-ins that go wrong, in processes that tests start, too
+# an installed package, as it were: its entry points are stand-ins for Core ML that go wrong.
+# Processes that tests start need it, too
 STAND_INS = str(Path(__file__).parent / "stand_ins")
 sys.path.append(STAND_INS)
-paths = os.environ.get("PYTHONPATH"), STAND_INS
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+paths = [path for path in (os.environ.get("PYTHONPATH"), STAND_INS) if path]
+os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 import pytest  # noqa: E402
 from _pytest.mark import deselect_by_keyword  # noqa: E402
@@ -27,15 +31,14 @@ from _pytest.mark import deselect_by_keyword  # noqa: E402
 sys.modules["rfc3987_syntax"] = None
 
 # torch, coremltools and transformers make a million objects that live as long as the
-# process; at Python's thresholds, looking at them again takes a seventh of its time
+# process; with Python's thresholds, traversing them again takes a seventh of all time
 gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
-IDS = 20
-
-# the variable that names the command of `forks` to workers
+# the variable with the command of `forks`, which pytest's workers inherit
 FORKS = "WORKBENCH_TEST_FORKS"
-SLOW = 10  # seconds; a test that takes longer needs a mark that says why
+SLOW_S = 10  # a test that takes longer needs a mark `slow` that says why
+# mark → the platform that the test needs, and why it is skipped elsewhere
 PLATFORMS = {
     "mac": ("darwin", "only a Mac can show it: there is no Core ML here"),
     "shim": ("linux", "macOS has Core ML itself, which nothing stands in for there"),
@@ -51,31 +54,39 @@ def pytest_configure(config):
     if sys.platform == "linux" and FORKS not in os.environ:
         import forks
 
-        started = forks.start()
-        os.environ[FORKS] = started.__enter__()
-        config.add_cleanup(lambda: started.__exit__(None, None, None))
+        stack = ExitStack()
+        os.environ[FORKS] = stack.enter_context(forks.start())
+        config.add_cleanup(stack.close)
 
 
-CIRCLES = "exhaustive", "wide"  # the outermost first
+# --- which tests run -------------------------------------------------------------------------------
+
+# A test with a mark of this name runs with `-m` of this name alone; the outermost circle first.
+CIRCLES = "exhaustive", "wide"
 LEFT_OUT = pytest.StashKey[Counter]()
+"""Circle → how many tests of it a selection left out."""
 
 
 def is_named(item: pytest.Item, config: pytest.Config) -> bool:
-    """Whether the command names this test, as FILE::TEST or with its parameters."""
+    """Whether the command line names this test, as FILE::TEST or with its parameters."""
+    test = item.nodeid.split("::", 1)[-1]
     for argument in config.args:
-        file, *names = argument.split("::")
+        file, _, name = argument.partition("::")
         path = (config.invocation_params.dir / file).resolve()
-        own = item.nodeid.split("::", 1)[-1]
-        name = "::".join(names)
-        if names and item.path == path and own.startswith(name):
-            if own[len(name) :][:1] in ("", "[", ":"):
+        if name and item.path == path and test.startswith(name):
+            # the name of the test or of its class, not the beginning of a longer name
+            if test[len(name) :][:1] in ("", "[", ":"):
                 return True
     return False
 
 
-def draw_from_matrices(items: list, also: str) -> None:
-    """Marks what is not drawn of a `matrix` as wide or exhaustive; what is drawn, with
-    the circle `also`."""
+def draw_from_matrices(items: list[pytest.Item], circle: str) -> None:
+    """Marks the cases of each test with a mark `matrix(count, wide=more)`: of its cases in random
+    order, the next `more` after the first `count` as wide and the others as exhaustive. The first
+    get the mark `circle`, where one is given.
+
+    The order depends on the test's name alone, so that a case is in the same circle in every
+    run."""
     matrices = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix"):
@@ -83,58 +94,75 @@ def draw_from_matrices(items: list, also: str) -> None:
     for (_, name), cases in matrices.items():
         matrix = cases[0].get_closest_marker("matrix")
         (count,), wide = matrix.args, matrix.kwargs.get("wide", 0)
-        order = random.Random(name).sample(cases, len(cases))
-        for place, case in enumerate(order):
-            if place >= count + wide:
+        for position, case in enumerate(random.Random(name).sample(cases, len(cases))):
+            if position >= count + wide:
                 case.add_marker("exhaustive")
-            elif place >= count:
+            elif position >= count:
                 case.add_marker("wide")
-            elif also:
-                case.add_marker(also)
+            elif circle:
+                case.add_marker(circle)
+
+
+def find_circle(item: pytest.Item) -> str:
+    """The outermost circle that a test is marked with; "" for one that always runs."""
+    for circle in CIRCLES:
+        if item.get_closest_marker(circle):
+            return circle
+    return ""
+
+
+def skip_on_other_platforms(item: pytest.Item) -> None:
+    marks = {mark.name for mark in item.iter_markers()}
+    if "shimmed" in getattr(item, "fixturenames", ()):
+        marks.add("shim")
+    for mark, (platform, reason) in PLATFORMS.items():
+        if mark in marks and sys.platform != platform:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    expression, also = config.getoption("markexpr"), ""
+    expression = config.getoption("markexpr")
+    named_circle = ""
     if config.getoption("keyword"):
-        deselect_by_keyword(items, config)  # before cases are drawn, so that some fit
-        also = next((name for name in CIRCLES if name in expression), "")
-    draw_from_matrices(items, also)  # the same cases in any order
+        # before cases are drawn, so that some of those that fit `-k` are among them
+        deselect_by_keyword(items, config)
+        for circle in CIRCLES:
+            if circle in expression:
+                named_circle = circle
+                break
+    draw_from_matrices(items, named_circle)
     if seed := config.getoption("shuffle"):
         random.Random(seed).shuffle(items)
-        places = {}  # tests of a file stay together: its fixtures are made once
+        # tests of a file stay together, so that its fixtures are made once
+        places = {}
         items.sort(key=lambda item: places.setdefault(item.path, len(places)))
-    kept, left = [], []
-    config.stash[LEFT_OUT] = Counter()
+    selected, left_out = [], []
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()
-        for mark, (platform, reason) in PLATFORMS.items():
-            if mark in marks and sys.platform != platform:
-                item.add_marker(pytest.mark.skip(reason=reason))
-        # a test runs where `-m` names the outermost circle that it is marked with, or
-        # where the command names the test
-        circle = next((name for name in CIRCLES if name in marks), "")
-        if circle in expression or is_named(item, config):
-            kept.append(item)
+        skip_on_other_platforms(item)
+        if find_circle(item) in expression or is_named(item, config):
+            selected.append(item)
         else:
-            left.append(item)
-            config.stash[LEFT_OUT][circle] += 1
-    items[:] = kept
-    config.hook.pytest_deselected(items=left)
+            left_out.append(item)
+    items[:] = selected
+    config.stash[LEFT_OUT] = Counter(find_circle(item) for item in left_out)
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says what a selection by `-k` left out, and names tests that took long without a
-    mark `slow` that says why."""
-    left = config.stash.get(LEFT_OUT, Counter())
-    if left and config.getoption("keyword"):
-        parts = [f"{count} with -m {name}" for name, count in sorted(left.items())]
+    """Says how many tests a selection by `-k` left out, and which tests took long without a mark
+    `slow`."""
+    left_out = config.stash.get(LEFT_OUT, Counter())
+    if left_out and config.getoption("keyword"):
+        parts = [f"{count} with -m {name}" for name, count in sorted(left_out.items())]
         terminalreporter.write_line(f"more tests fit -k: {', '.join(parts)}")
     for report in terminalreporter.stats.get("passed", ()):
-        if report.duration > SLOW and "slow" not in report.keywords:
+        if report.duration > SLOW_S and "slow" not in report.keywords:
             line = f"{report.duration:.0f} s without a mark slow: {report.nodeid}"
             terminalreporter.write_line(line)
+
+
+# --- fixtures --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +178,7 @@ def ct():
 
 @pytest.fixture
 def calls_here(monkeypatch):
-    """Calls that the workbench makes in processes of their own are made in this one."""
+    """Runs in this process what the workbench runs in child processes."""
     import in_process
 
     from workbench import process
@@ -160,7 +188,7 @@ def calls_here(monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
-    """An empty project, which is the working folder."""
+    """An empty checkout of the project, which is the working directory."""
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "workbench"\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -176,7 +204,7 @@ def small_project(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def shimmed():
-    """The shim in place of Core ML's native layer."""
+    """The shim in the place of Core ML's native layer."""
     from miltorch import shim
     from miltorch.quiet import frozen
 
@@ -188,16 +216,17 @@ def shimmed():
 
 @pytest.fixture(scope="session")
 def forks() -> str:
-    """A command that stands for Python and runs modules in forks of one process, which
-    all workers share; a kernel has a minute to start, so its imports come before."""
+    """A command that stands for Python and runs modules in forks of one process, which all
+    workers share."""
     command = os.environ.get(FORKS, sys.executable)
+    # waits until that process has imported: a kernel, which has a minute to start, does not
     subprocess.run([command, "-c", ""], check=True)
     return command
 
 
 @pytest.fixture
 def forked(forks, monkeypatch):
-    """Children of this test's process are forks, and so are kernels."""
+    """Starts children of this process and kernels as forks."""
     from forks import kernels
 
     monkeypatch.setattr(sys, "executable", forks)
@@ -215,7 +244,8 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exports(shared):
-    """Checkpoints and bundles, each made once per run; Hugging Face models, once per process."""
+    """Checkpoints and bundles, each made once per run, and Hugging Face models, each loaded once
+    per process."""
     from tiny import Exports
 
     return Exports(shared / "exports")
@@ -241,7 +271,8 @@ def grid() -> dict:
 
 @pytest.fixture(scope="session")
 def swept(shared, grid):
-    """(folder with log/ and bundles/, counts) of that sweep, run once for all workers."""
+    """The sweep of `grid`, which runs once for all workers: (the folder with log/ and bundles/,
+    its counts)."""
     import pickle
 
     import in_process
@@ -250,10 +281,14 @@ def swept(shared, grid):
     from workbench import process, sweep
 
     def make(folder: Path) -> None:
-        where = {"root": folder / "log", "bundles": folder / "bundles"}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(process, "call", in_process.call)
-            counts = sweep.sweep(sweep.make_grid(grid), progress=False, **where)
+            counts = sweep.sweep(
+                sweep.make_grid(grid),
+                root=folder / "log",
+                bundles=folder / "bundles",
+                progress=False,
+            )
         (folder / "counts").write_bytes(pickle.dumps(counts))
 
     folder = once(shared / "swept", make)
@@ -274,7 +309,7 @@ def llama_bundle(exports, tiny_llama):
 
 @pytest.fixture
 def other_target(monkeypatch):
-    """A target `other` of fp32 programs and its runtime, as an installed plug-in offers them."""
+    """A target `other` with fp32 programs and its runtime, as if a plug-in were installed."""
     from types import SimpleNamespace
 
     from workbench import plugins
@@ -289,21 +324,21 @@ def other_target(monkeypatch):
     model = SimpleNamespace(is_device=False, shows_inner_layers=False)
     entries = {"targets": target, "runtimes": model}
 
-    def offered(kind):
+    def find_plugins(kind):
         if kind in entries:
             return {"other": SimpleNamespace(load=lambda: entries[kind])}
         return {}
 
-    monkeypatch.setattr(plugins, "offered", offered)
+    monkeypatch.setattr(plugins, "find_plugins", find_plugins)
     return target
 
 
 @pytest.fixture(scope="session")
 def llama_golden(tiny_llama):
-    """The first tokens of a held-out prompt: real text, so that attention has something to find."""
+    """A golden of the first 20 tokens of a held-out prompt: text of the trained kind, on which
+    attention differs between positions."""
     from workbench.check import golden, tasks
 
     prompt = tasks.load_tasks(DATA / "tasks" / "heldout.jsonl")[0]["prompt"]
-    return golden.make_golden(
-        tiny_llama, tasks.load_tokenizer(tiny_llama.path).encode(prompt)[:IDS]
-    )
+    ids = tasks.load_tokenizer(tiny_llama.path).encode(prompt)
+    return golden.make_golden(tiny_llama, ids[:20])

@@ -51,6 +51,6 @@ def refuse():
 def test_doctor_names_installed_plug_ins(monkeypatch):
     package = SimpleNamespace(name="workbench-other", version="1.2")
     entries = {"other": SimpleNamespace(dist=package)}
-    monkeypatch.setattr(plugins, "offered", lambda kind: entries)
+    monkeypatch.setattr(plugins, "find_plugins", lambda kind: entries)
     monkeypatch.setattr("workbench.doctor.runtime.resolve", lambda: "portable")
     assert invoke("doctor")["plugins"] == {"workbench-other": "1.2"}

@@ -1,5 +1,5 @@
-"""The abilities of this machine: versions, Core ML, memory, and notes on what a Mac
-would add. Core ML is tried in processes of their own, because it may end them."""
+"""What this machine can do: versions, Core ML, memory, and what a Mac would add. Core ML
+is tried in child processes, because it may crash."""
 
 import platform
 import tempfile
@@ -14,15 +14,15 @@ from workbench.runtime.coreml import KINDS
 
 UNITS = ("CPU_ONLY", "CPU_AND_NE")
 TIMEOUT_S = 120
-SHAPE = (1, 32, 1, 4)  # of the state of the model that is tried
+SHAPE = (1, 32, 1, 4)  # of the state of the model that Core ML is tried with
 
 
 def examine(name: str = "coreml") -> dict:
-    """The JSON of `workbench doctor`; an unknown value is None.
+    """The JSON of `workbench doctor`. An unknown value is None.
 
-    Core ML is tried in child processes: ``compute_devices`` lists its devices,
-    ``stateful_predict`` has for each of `UNITS` ``ok`` if a model with a state ran,
-    else the reason; `coreml_available` is whether it ran on the CPU.
+    ``compute_devices`` lists the devices of Core ML. ``stateful_predict`` has, for each of
+    `UNITS`, ``ok`` if a model with a state ran there, else the reason why it did not.
+    ``coreml_available`` says whether the model ran on the CPU.
 
     Args:
         name: the runtime to try: coreml, or a stand-in for it, which has no devices.
@@ -42,7 +42,7 @@ def examine(name: str = "coreml") -> dict:
     has_engine = platform.machine() == "arm64"
     if devices is not None:
         has_engine = "ane" in {device["kind"] for device in devices}
-    packages = [entry.dist for entry in plugins.offered("targets").values()]
+    packages = [entry.dist for entry in plugins.find_plugins("targets").values()]
     return {
         "platform": machine["platform"],
         "python": versions["python"],
@@ -93,8 +93,8 @@ def _notes(available: bool, results: dict[str, str]) -> list[str]:
 
 
 def compute_devices() -> list[dict]:
-    """The devices that Core ML has: their kind (ane, gpu, cpu) and, of a Neural Engine,
-    its cores.
+    """The devices that Core ML can use: their kind (ane, gpu, cpu), and the number of cores
+    of a Neural Engine.
 
     Raises:
         InputError: coremltools has no native layer for this Python or system.
@@ -111,11 +111,11 @@ def compute_devices() -> list[dict]:
 
 
 def stateful_predict(name: str, units: str) -> None:
-    """Adds ones to a state twice, on compute units of the runtime coreml or a stand-in.
+    """Adds ones to a state twice, on compute units of the runtime coreml or of a stand-in.
 
     Raises:
-        InputError: there is no native layer, Core ML refuses the model, or the values
-            are others.
+        InputError: there is no native layer, Core ML refuses the model, or the results are
+            not 1 and 2.
     """
     ct, native_layer = coremltools(), runtime.model_class(name).native_layer
     needed, step = f"a stateful model that runs on {units}", "see the message"
@@ -134,12 +134,12 @@ def stateful_predict(name: str, units: str) -> None:
         except RuntimeError as problem:
             raise InputError("Core ML", one_line(problem), needed, step) from problem
     if sums != [1.0, 2.0]:
-        found = f"{sums} from a state that counts"
-        raise InputError("Core ML", found, "[1.0, 2.0]", step)
+        actual = f"{sums} from a state that counts"
+        raise InputError("Core ML", actual, "[1.0, 2.0]", step)
 
 
 def _counter(ct):
-    """A model whose state is the sum of its inputs so far, which it returns."""
+    """A Core ML model that adds its input to a state and returns the sum."""
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
@@ -160,6 +160,7 @@ def _counter(ct):
 def check_native_layer() -> None:
     """Raises an InputError if coremltools has no native layer here."""
     try:
+        # coremltools itself imports without it and fails later, at the first model
         from coremltools.libcoremlpython import _MLModelProxy  # noqa: F401
     except ImportError as problem:
         raise InputError(

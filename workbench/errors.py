@@ -1,5 +1,5 @@
-"""The errors of the workbench: `InputError`, from `miltorch.errors` with its helpers
-under the names that parts import, `CellError`, and `is_full_disk`."""
+"""The errors of the workbench: `InputError` and its helpers, which are those of
+`miltorch.errors`, `CellError`, and `is_full_disk`."""
 
 import errno
 import re
@@ -17,19 +17,19 @@ __all__ = [
 ]
 
 
-# libraries in Rust report an error of the system as a text
+# libraries in Rust (safetensors, tokenizers) report an error of the system as text
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 FULL = errno.ENOSPC, errno.EDQUOT
 
 
 class CellError(RuntimeError):
-    """A notebook did not run to its end: a cell raised another error than InputError,
-    or the kernel failed."""
+    """A notebook did not run to its end: a cell raised an error other than InputError, or
+    the kernel failed."""
 
 
 def is_full_disk(problem: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, is that of a disk without
-    room."""
+    """Whether an error, or an error that it was raised from, says that a disk is full or a
+    quota is used up."""
     while problem is not None:
         number = getattr(problem, "errno", None)
         if rust := RUST_ERROR.search(str(problem)):

@@ -1,10 +1,9 @@
-r"""Text written for a reader with a syntax of its own: a shell, HTML, Markdown, LaTeX, a
-path template.
+r"""Escapes text for formats with a syntax: a shell, HTML, Markdown, LaTeX, path templates.
 
-A text that came from a checkpoint, a log or a user arrives there as it was given,
-whatever characters it has: one function for each reader. Captions and sentences that a
-notebook writes may mark code with backticks; `with_code` keeps the marks' meaning and
-escapes the rest. A leaf: imports nothing of the package."""
+There is one function for each format. Text from a checkpoint, a log or a user then reads
+in that format as it was written, whatever characters it contains. Captions and sentences
+of notebooks may mark code with backticks; `with_code` formats that code and escapes the
+rest. A leaf: imports nothing of the package."""
 
 import html as standard_html
 import re
@@ -12,11 +11,9 @@ import shlex
 import unicodedata
 from collections.abc import Callable, Iterable
 
-# what pandas and papermill hand on to `str.format`
-BRACES = re.compile(r"[{}]")
 # characters with a meaning anywhere in a line of Markdown, GitHub's extensions included
 INLINE = re.compile(r"[\\`*\[\]<>&|~$]")
-# what gives a whole line another meaning: a heading, a list, a ruler, a table's second row
+# beginnings that make a line a heading, a list item, a ruler or a table's second row
 LINE_START = re.compile(r"[#+\-=:]|\d+(?=[.)](?:\s|$))")
 LINE_END = re.compile(r"\r\n|\r|\n")
 UNDERSCORES = re.compile(r"_+")
@@ -155,31 +152,31 @@ ACCENTS = {
 
 
 def shell(words: Iterable[str]) -> str:
-    """A command that a POSIX shell splits into these words again."""
+    """A command line that a POSIX shell splits into these words."""
     return shlex.join(words)
 
 
 def path_template(path: object) -> str:
-    """A path for a reader that fills names in braces, as papermill's are."""
-    return BRACES.sub(lambda brace: 2 * brace[0], str(path))
+    """A path for papermill, which replaces names in braces."""
+    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def html(text: object) -> str:
-    """Text between tags, or a quoted attribute."""
+    """Text between tags or in a quoted attribute."""
     # a parser reads a bare carriage return as a line feed
     return standard_html.escape(str(text)).replace("\r", "&#13;")
 
 
 def markdown(text: object) -> str:
-    """Text of a paragraph, of a link or of an image's description; its lines stay lines,
-    and spaces at their ends go, which Markdown does not read."""
+    """Text of a paragraph, of a link or of an image's description. Lines stay lines; spaces
+    at their ends are removed, because they have a meaning in Markdown."""
     first, *lines = LINE_END.split(str(text).strip())
     lines = [first.rstrip(), *(line.strip() for line in lines)]
     return "\n".join(map(_markdown_line, lines))
 
 
 def markdown_cell(text: object) -> str:
-    """Text of a table's cell, in one line."""
+    """Text of a table's cell, on one line."""
     # no cell begins a line, so that a number or a dash at its start keeps its meaning
     lines = LINE_END.split(str(text).strip())
     return "<br>".join(_markdown_inline(line.strip()) for line in lines)
@@ -193,13 +190,15 @@ def _markdown_inline(line: str) -> str:
 def _markdown_line(line: str) -> str:
     escaped = _markdown_inline(line)
     if start := LINE_START.match(escaped):
-        behind = start.end() if start[0].isdigit() else 0
-        return f"{escaped[:behind]}\\{escaped[behind:]}"
+        # the dot behind a number is escaped: Markdown knows no escaped digits
+        position = start.end() if start[0].isdigit() else 0
+        return f"{escaped[:position]}\\{escaped[position:]}"
     return escaped
 
 
 def _markdown_underscores(run: re.Match) -> str:
-    """Inside a word it is no emphasis, and names of columns stay readable."""
+    """Escapes underscores except inside a word: there they are no emphasis, and names of
+    columns stay readable."""
     before = run.string[: run.start()][-1:]
     after = run.string[run.end() :][:1]
     if before.isalnum() and after.isalnum():
@@ -208,11 +207,11 @@ def _markdown_underscores(run: re.Match) -> str:
 
 
 def latex(text: object) -> str:
-    """Text for pdflatex without packages, as ASCII.
+    """Text for pdflatex without packages, in ASCII.
 
-    Letters with an accent, Greek, superscripts and common signs of mathematics become
-    commands; any other character is named by its code, as ``[U+4E2D]``, since pdflatex
-    has no glyph for it and would stop."""
+    Letters with an accent, Greek letters, superscripts and common signs of mathematics
+    become commands. Any other character becomes its code, as in ``[U+4E2D]``, because
+    pdflatex has no glyph for it and would stop."""
     characters = unicodedata.normalize("NFC", str(text))
     written = "".join(map(_latex_character, characters))
     return re.sub("-(?=-)", "-{}", written)  # two would be a dash
@@ -232,31 +231,31 @@ def _latex_character(character: str) -> str:
 def with_code(
     text: str, escape: Callable[[str], str], code: Callable[[str], str]
 ) -> str:
-    """A sentence in which backticks mark code: `escape` is applied to the text around
-    the code, `code` to each piece between two backticks."""
+    """A sentence in which backticks mark code. Applies `code` to each piece between two
+    backticks, and `escape` to the text around these pieces."""
+    # a split at a pattern with one group alternates between the text around and the group
     pieces = CODE.split(text)
-    written = []
-    for place, piece in enumerate(pieces):
-        written.append(code(piece) if place % 2 else escape(piece))
-    return "".join(written)
+    pieces[::2] = map(escape, pieces[::2])
+    pieces[1::2] = map(code, pieces[1::2])
+    return "".join(pieces)
 
 
 def html_sentence(text: str) -> str:
-    """A sentence or caption in HTML, its code between tags."""
+    """A sentence or caption in HTML, with code in `<code>`."""
     return with_code(text, html, lambda piece: f"<code>{html(piece)}</code>")
 
 
 def latex_sentence(text: str) -> str:
-    """A sentence or caption in LaTeX, its code in the font of a typewriter."""
+    """A sentence or caption in LaTeX, with code in a typewriter font."""
     return with_code(text, latex, lambda piece: rf"\texttt{{{latex(piece)}}}")
 
 
 def markdown_sentence(text: str) -> str:
-    """A sentence or caption in Markdown, its code between backticks."""
+    """A sentence or caption in Markdown, with code between backticks."""
 
-    def around(piece: str) -> str:
+    def escape(piece: str) -> str:
         first, *lines = LINE_END.split(piece)
         lines = [first, *(line.lstrip() for line in lines)]
         return "\n".join(map(_markdown_line, lines))
 
-    return with_code(text.strip(), around, lambda piece: f"`{piece}`")
+    return with_code(text.strip(), escape, lambda piece: f"`{piece}`")

@@ -1,5 +1,5 @@
-"""Files that are whole or absent, locks between processes, and digests. A leaf: imports
-only the errors."""
+"""Files that are written whole or not at all, limits of what is read, locks between
+processes, and digests. A leaf: it imports only the errors."""
 
 import ctypes
 import errno
@@ -17,16 +17,16 @@ from typing import BinaryIO
 
 from workbench.errors import InputError
 
-# the first bytes of what Git LFS puts in place of a file
+# the first bytes of the file that Git LFS puts in the place of a large one
 LFS_POINTER = b"version https://git-lfs"
 TEXT_SUFFIXES = ".json", ".jinja", ".txt", ".model"
 OUT = "WORKBENCH_OUT"
-MAX_TEXT_BYTES = 1 << 26  # of a file that is read into memory: JSON, YAML, a prompt
+# largest size of a file that is read into memory whole: JSON, YAML, a prompt
+MAX_TEXT_BYTES = 1 << 26
 
 
 def project_root(start: Path) -> Path | None:
-    """The nearest folder at or above `start` that is a checkout of this project, or
-    None."""
+    """The checkout of this project that `start` lies in, or None."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
         if file.is_file():
@@ -37,8 +37,8 @@ def project_root(start: Path) -> Path | None:
 
 
 def note(kind: str, facts: dict[str, str]) -> None:
-    """Notes in this checkout that `facts`, which are hashes, hold together; `is_noted`
-    then says so. Where nothing can be written nothing is noted."""
+    """Records in this checkout that `facts`, a combination of hashes, was verified;
+    `is_noted` then returns True for it. Does nothing where no file can be written."""
     path = _note_path(kind, facts)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def note(kind: str, facts: dict[str, str]) -> None:
 
 
 def is_noted(kind: str, facts: dict[str, str]) -> bool:
-    """Whether this checkout has noted `facts`. No file beside a bundle counts, nor one
-    below the working directory: a stranger can have written those."""
+    """Whether `note` recorded `facts` in this checkout. Files beside a bundle or below the
+    working directory are not read: a stranger can have written them."""
     try:
         return json.loads(read_bytes(_note_path(kind, facts))) == facts
     except (OSError, ValueError):
@@ -55,8 +55,8 @@ def is_noted(kind: str, facts: dict[str, str]) -> bool:
 
 
 def _note_path(kind: str, facts: dict[str, str]) -> Path:
-    """The file of a note: in the checkout that this code lies in, or, where it is
-    installed elsewhere, in the user's cache."""
+    """The file of a note: in the checkout that this code lies in, else in the user's
+    cache."""
     if checkout := project_root(Path(__file__).resolve().parent):
         folder = checkout / "build"
     else:
@@ -67,21 +67,20 @@ def _note_path(kind: str, facts: dict[str, str]) -> Path:
 
 
 def checkout() -> Path:
-    """The checkout around the working directory, else the directory."""
+    """The checkout that the working directory lies in, else the working directory."""
     return project_root(Path.cwd()) or Path.cwd()
 
 
 def output_root() -> Path:
-    """The folder below which everything is written that a run makes, in the checkout's
-    folders: the one that the variable ``WORKBENCH_OUT`` names, such as for a checkout
-    that cannot be written, else the checkout."""
-    named = os.environ.get(OUT)
-    return Path(named).absolute() if named else checkout()
+    """The folder that runs write to, with the folders of a checkout below it. It is the
+    folder in the variable ``WORKBENCH_OUT``, for a checkout that cannot be written, else
+    the checkout."""
+    folder = os.environ.get(OUT)
+    return Path(folder).absolute() if folder else checkout()
 
 
 def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
-    """Writes a file that is there as a whole or not at all, whatever interrupts the
-    process.
+    """Writes a file whole or not at all, whatever interrupts the process.
 
     The contents go to a dot-file beside `path`, which is synced to the disk and
     renamed. `write` is the contents, or a function that writes them to an open binary
@@ -89,8 +88,8 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
     file there.)
 
     Raises:
-        OSError: no room or no permission; an earlier file at `path` stays, no dot-file
-            does.
+        OSError: the disk is full or permission is missing. An earlier file at `path` stays,
+            and the dot-file is removed.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -110,7 +109,7 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
 
 
 def save_arrays(path: Path, arrays: dict, metadata: dict[str, str]) -> None:
-    """Writes one safetensors file, whole or not at all."""
+    """Writes a safetensors file, whole or not at all."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -119,10 +118,10 @@ def save_arrays(path: Path, arrays: dict, metadata: dict[str, str]) -> None:
 
 
 def load_arrays(path: Path) -> tuple[dict, dict[str, str]]:
-    """(arrays by name, metadata) of a safetensors file.
+    """Reads a safetensors file: (its arrays by name, its metadata).
 
     Raises:
-        InputError: no regular file.
+        InputError: `path` is no regular file.
     """
     from safetensors import safe_open
 
@@ -133,12 +132,12 @@ def load_arrays(path: Path) -> tuple[dict, dict[str, str]]:
 
 
 def check_regular(path: Path, most: int | None = None) -> int:
-    """The size in bytes of what `path` resolves to.
+    """Returns the size in bytes of the file that `path` resolves to.
 
     Raises:
-        InputError: a pipe, a device or a folder, which may have no end or never answer;
-            more than `most` bytes.
-        OSError: nothing there.
+        InputError: it is a pipe, a device or a folder, which may have no end or never
+            answer, or it has more than `most` bytes.
+        OSError: there is no such file.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -149,8 +148,8 @@ def check_regular(path: Path, most: int | None = None) -> int:
 
 
 def check_folder(folder: Path, limits: dict[str, int]) -> None:
-    """Refuses a folder whose files a library will open by their names where a file of
-    text is no regular one, or one that `limits` names has more bytes.
+    """Checks a folder whose files a library will open by name: every file of text has to be
+    a regular file, and no larger than `limits` allows for its name.
 
     Raises:
         InputError: see `check_regular`.
@@ -161,11 +160,11 @@ def check_folder(folder: Path, limits: dict[str, int]) -> None:
 
 
 def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """The contents of a regular file of at most `most` bytes.
+    """Reads a regular file of at most `most` bytes.
 
     Raises:
         InputError: see `check_regular`.
-        OSError: nothing there, or no permission.
+        OSError: there is no such file, or permission is missing.
     """
     check_regular(path, most)
     with path.open("rb") as file:
@@ -173,11 +172,11 @@ def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_at_most(file: BinaryIO, most: int, subject: object) -> bytes:
-    """What is left of an open file, such as a member of an archive, if that is at most
-    `most` bytes. No more is read, whatever the file says of its size.
+    """Reads the rest of an open file, such as a member of an archive, of at most `most`
+    bytes. It reads no more than that, whatever size an archive declares.
 
     Raises:
-        InputError: more bytes.
+        InputError: there are more bytes.
     """
     contents = file.read(most + 1)
     if len(contents) > most:
@@ -191,7 +190,10 @@ def _kind(mode: int) -> str:
         "a pipe": stat.S_ISFIFO,
         "a socket": stat.S_ISSOCK,
     }
-    return next((kind for kind, is_one in kinds.items() if is_one(mode)), "a device")
+    for kind, applies in kinds.items():
+        if applies(mode):
+            return kind
+    return "a device"
 
 
 def _unreadable(subject: object, actual: str, most: int = MAX_TEXT_BYTES) -> InputError:
@@ -201,11 +203,11 @@ def _unreadable(subject: object, actual: str, most: int = MAX_TEXT_BYTES) -> Inp
 
 @contextmanager
 def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
-    """Holds an exclusive lock on the file or folder `path` (an empty file is made where
-    nothing is).
+    """Holds an exclusive lock on the file or folder `path`. Creates an empty file where
+    nothing is there.
 
-    The lock ends with the process, however that ends. Another holder is waited for, or
-    with `refusal` answered by raising it."""
+    The lock ends with the process, however the process ends. While another process holds
+    the lock, this one waits, or raises `refusal` if it is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags, operation = os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX
     if path.is_dir():
@@ -224,12 +226,11 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed: int, subject: str) -> None:
-    """Refuses work that will write `needed` bytes below `folder` (there, or to be made)
-    onto a disk with fewer free.
+    """Checks that `needed` bytes are free on the disk of `folder`, which may not exist yet.
 
     Raises:
-        InputError: says both numbers, and which folders of the project that are made
-            again are on that disk.
+        InputError: fewer bytes are free. The message has both numbers, and names the
+            folders on this disk that may be removed because the project makes them again.
     """
     existing = folder.absolute()
     while not existing.exists():
@@ -258,14 +259,14 @@ def sha256(path: Path) -> str:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS has left a pointer in place of the file."""
+    """Whether the file is a pointer of Git LFS, whose content was not downloaded."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def link(source: str, target: str) -> None:
-    """A hard link to a file, or to the one that a symbolic link names; or a copy: on
-    another disk, or one without hard links."""
+    """Makes a hard link to a file, or to the file that a symbolic link leads to. Makes a
+    copy where that is impossible: on another disk, or on one without hard links."""
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -277,12 +278,12 @@ RENAME_EXCHANGE = 2  # of <linux/fs.h>; RENAME_SWAP of macOS' <sys/stdio.h> is 2
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Renames the folder `new` to `target`, and removes what was there.
+    """Renames the folder `new` to `target`, and removes an earlier folder of this name.
 
-    At every moment `target` is the earlier folder or the new one, as a whole: where the
-    file system can (Linux, macOS), both change their names in one step. Elsewhere the
-    earlier folder waits as `.NAME.earlier` beside `target` for an instant; a process
-    that is killed then leaves it there, and `restore_folder` renames it back.
+    At every moment `target` is the earlier folder or the new one, whole: on Linux and
+    macOS both exchange their names in one step. On other systems the earlier folder is
+    `.NAME.earlier` beside `target` for an instant; if the process is killed then,
+    `restore_folder` renames it back.
     """
     earlier = _earlier(target)
     restore_folder(target)
@@ -297,8 +298,8 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def restore_folder(target: Path) -> None:
-    """Renames a folder back that `replace_folder` was replacing when it was killed, and
-    removes one that it had replaced."""
+    """Completes a `replace_folder` that was killed: renames the earlier folder back, or
+    removes it where the new one is in its place."""
     earlier = _earlier(target)
     if earlier.is_dir():
         if target.exists():
@@ -312,8 +313,8 @@ def _earlier(target: Path) -> Path:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchanges the names of two folders in one step; returns whether the system
-    can."""
+    """Exchanges the names of two folders in one step. Returns False where the system
+    cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(first), os.fsencode(second)
     if hasattr(library, "renameat2"):

@@ -1,7 +1,7 @@
-"""JupyterLab's saving of notebooks: `make lab` installs `without_outputs` as its hook.
+"""How JupyterLab saves notebooks: `make lab` installs `without_outputs` as its hook.
 
-A filter of git would not do: git calls a file modified whose size has changed, before
-it asks the filter."""
+A filter of git would not do: git calls a file modified when its size has changed, before
+it runs the filter."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from nbconvert.preprocessors import ClearMetadataPreprocessor, ClearOutputPrepro
 
 from workbench.files import project_root
 
-KEPT = {"kernelspec", ("language_info", "name")}
-"""Of a notebook's metadata; the rest says which Python the kernel ran."""
+# the fields of a notebook's metadata that are saved; the others say which Python ran it
+SAVED_METADATA = {"kernelspec", ("language_info", "name")}
 
 
 def without_outputs(model: dict, path: str, contents_manager) -> None:
-    """Jupyter's `pre_save_hook`: saves a notebook without its outputs, so that running
-    it changes no file that git tracks, and writes a copy with them to
-    `build/notebooks`."""
+    """Saves a notebook without its outputs, so that running it changes no file that git
+    tracks, and writes a copy with the outputs to `build/notebooks`. The signature is that
+    of Jupyter's `pre_save_hook`; the notebook in `model` is replaced."""
     if model["type"] != "notebook":
         return
     notebook = nbformat.from_dict(model["content"])
@@ -26,7 +26,10 @@ def without_outputs(model: dict, path: str, contents_manager) -> None:
     copy = project / "build" / "notebooks" / saved.name
     copy.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, copy)
-    metadata = {"preserve_nb_metadata_mask": KEPT, "clear_cell_metadata": False}
+    metadata = {
+        "preserve_nb_metadata_mask": SAVED_METADATA,
+        "clear_cell_metadata": False,
+    }
     steps = ClearOutputPreprocessor(), ClearMetadataPreprocessor(**metadata)
     for step in steps:
         notebook, _ = step.preprocess(notebook, {})

@@ -1,7 +1,7 @@
-"""What lies at a path: a bundle, a checkpoint, or something that is easily taken for
-one of them.
+"""Checks of the paths that a user gives: whether a bundle, a checkpoint or a file is
+there, and what is there instead.
 
-A leaf that looks at names alone and imports nothing heavy, so that a wrong path is
+A leaf: it reads names and small files and imports nothing heavy, so that a wrong path is
 refused before torch is loaded."""
 
 import json
@@ -13,9 +13,11 @@ from pathlib import Path
 from workbench.errors import InputError
 from workbench.files import MAX_TEXT_BYTES, project_root, read_bytes
 
-MAX_PROMPT_BYTES = 1 << 28  # of a text, whose token ids take several times its size
+# size of a file of text; its token ids take several times as much
+MAX_PROMPT_BYTES = 1 << 28
 BUNDLE, CONFIG = "bundle.json", "config.json"
-# bytes, at most, of the files of a checkpoint or tokenizer that transformers reads whole
+# largest sizes in bytes of the files that transformers reads whole, of a checkpoint and
+# its tokenizer
 LIMITS = {
     **dict.fromkeys(
         (
@@ -56,9 +58,12 @@ NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
 
 
-def bundle(path: str | Path) -> Path:
-    """The path of a bundle as it is; refuses what has no manifest, and says what it
-    is."""
+def check_bundle(path: str | Path) -> Path:
+    """Returns the path of a bundle.
+
+    Raises:
+        InputError: there is no manifest; says what is there instead.
+    """
     path = _possible("bundle", path)
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
@@ -66,10 +71,14 @@ def bundle(path: str | Path) -> Path:
     raise _refusal("bundle", path, BUNDLE, "the folder of a finished bundle", step)
 
 
-def checkpoint(path: str | Path) -> Path:
-    """The path of a checkpoint: as it is, or for the name of a model on the Hugging
-    Face Hub its folder in the local cache. Refuses what has no config.json, and says
-    what it is."""
+def locate_checkpoint(path: str | Path) -> Path:
+    """Returns the folder of a checkpoint: `path` itself, or the folder in the local cache
+    where `path` is the name of a model on the Hugging Face Hub.
+
+    Raises:
+        InputError: there is no config.json, or no weights that can be read; says what is
+            there instead.
+    """
     path = _possible("checkpoint", path)
     if (path / CONFIG).is_file():
         _check_weights(path)
@@ -85,47 +94,47 @@ def checkpoint(path: str | Path) -> Path:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuses a folder whose weights are of a kind that is not read, and names the
-    kind: an adapter, GGUF, or files of torch.save."""
+    """Refuses a folder whose weights have a format that is not read: an adapter, GGUF, or
+    files of torch.save."""
     if any(folder.glob("model*.safetensors*")):
         return
     subject, needed = f"checkpoint {folder}", "a Hugging Face folder of *.safetensors"
     if (folder / ADAPTER).is_file():
         base = _json(folder / ADAPTER).get("base_model_name_or_path")
-        found = f"an adapter of {base or 'a model that it does not name'}"
+        actual = f"an adapter of {base or 'a model that it does not name'}"
         step = "merge it into that model (peft: merge_and_unload) and save the result"
     elif gguf := sorted(folder.glob("*.gguf")):
-        found = f"GGUF weights, {gguf[0].name}"
+        actual = f"GGUF weights, {gguf[0].name}"
         step = (
             "get the model that they were made from (hf download ORG/NAME --local-dir "
             "FOLDER), or read them with transformers' gguf_file and save the model, as "
             "data/real.py does"
         )
     elif pickles := sorted(folder.glob("pytorch_model*.bin")):
-        found = f"no safetensors, only {pickles[0].name}"
+        actual = f"no safetensors, only {pickles[0].name}"
         step = (
             "save it as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER)"
             ".save_pretrained(NEW_FOLDER)"
         )
     else:
         return
-    raise InputError(subject, found, needed, step)
+    raise InputError(subject, actual, needed, step)
 
 
 def check_family(checkpoint: Path) -> None:
-    """Refuses a checkpoint whose config.json names a family that is not exported,
-    before its weights are looked for."""
+    """Refuses a checkpoint whose config.json names a family that cannot be exported. The
+    weights need not be there yet."""
     config = _json(checkpoint / CONFIG)
     part = config.get("text_config")
     kind = (part if isinstance(part, dict) else config).get("model_type")
     # a text part without a type has the default of its whole
     if kind in FAMILIES or (kind is None and part):
         return
-    found = f"model_type {kind!r}"
+    actual = f"model_type {kind!r}"
     if "auto_map" in config:
-        found += " with auto_map, Python code in the checkpoint, which is never run"
+        actual += " with auto_map, Python code in the checkpoint, which is never run"
     needed, step = f"one of {', '.join(FAMILIES)}", "see README: supported families"
-    raise InputError(f"checkpoint {checkpoint}", found, needed, step)
+    raise InputError(f"checkpoint {checkpoint}", actual, needed, step)
 
 
 def check_quantization(checkpoint: Path) -> None:
@@ -137,14 +146,15 @@ def check_quantization(checkpoint: Path) -> None:
         settings = part.get("quantization_config")
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else None
-        raise quantized(checkpoint, f"weights quantized by {method or 'some method'}")
+        actual = f"weights quantized by {method or 'some method'}"
+        raise quantized_error(checkpoint, actual)
 
 
-def quantized(checkpoint: Path, found: str) -> InputError:
-    """The refusal of a checkpoint with quantized weights."""
+def quantized_error(checkpoint: Path, actual: str) -> InputError:
+    """The refusal of a checkpoint with quantized weights; `actual` describes them."""
     return InputError(
         f"checkpoint {checkpoint}",
-        found,
+        actual,
         "plain weights in F32, F16 or BF16; the export quantizes them itself",
         "use the model that was quantized (its card names the base model), or "
         "dequantize this one with the library that made it: a cast alone would lose "
@@ -153,7 +163,8 @@ def quantized(checkpoint: Path, found: str) -> InputError:
 
 
 def _json(path: Path) -> dict:
-    """The object in a JSON file; empty where it is none, which its reader refuses."""
+    """The object in a JSON file, or {} where the file holds no object: the checkpoint's
+    reader refuses such a file with a better message."""
     try:
         fields = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
@@ -162,8 +173,8 @@ def _json(path: Path) -> dict:
 
 
 def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> InputError:
-    """Names what lies at a path where a folder with `file` should be. Of what is
-    inside such a folder, that is the next step."""
+    """The error for a path that is no folder with `file`. It says what is there; for a
+    path inside such a folder, the next step is to give that folder."""
     kinds = {
         "an unfinished export": partial(path.resolve()).exists(),
         "a bundle": (path / BUNDLE).is_file(),
@@ -174,17 +185,19 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
         f"no {file}": path.is_dir(),
         "nothing there": True,
     }
-    found = next(kind for kind, is_one in kinds.items() if is_one)
-    if around := next((f for f in path.parents if (f / file).is_file()), None):
-        step = f"give the folder {around}"
-    return InputError(f"{subject} {path}", found, f"{needed} with {file}", step)
+    actual = next(kind for kind, applies in kinds.items() if applies)
+    for folder in path.parents:
+        if (folder / file).is_file():
+            step = f"give the folder {folder}"
+            break
+    return InputError(f"{subject} {path}", actual, f"{needed} with {file}", step)
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:
-    """The place of a path that a notebook or a grid names: the path itself if it
-    exists, else the path in the `project` (default: the checkout around the working
-    directory), since notebooks run elsewhere. The name of a model on the Hub stands for
-    its folder in the local cache."""
+    """Finds a path that a notebook or a grid names: the path itself if it exists, else the
+    path within `project` (default: the checkout around the working directory), because
+    notebooks run in other folders. For the name of a model on the Hub, returns its folder
+    in the local cache."""
     project = project or project_root(Path.cwd()) or Path.cwd()
     if Path(path).exists():
         return Path(path)
@@ -194,8 +207,8 @@ def find(path: str | Path, project: Path | None = None) -> Path:
 
 
 def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
-    """ORG/NAME where `path` reads like a model on the Hub: two names, no folder of the
-    first one in `folder`."""
+    """ORG/NAME if `path` may be a model on the Hub: two names, and `folder` has no entry
+    of the first name."""
     hub = HUB.fullmatch(str(path))
     if hub and not (folder / hub[1].partition("/")[0]).exists():
         return hub[1]
@@ -203,8 +216,8 @@ def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
 
 
 def hub_snapshot(path: str | Path) -> Path | None:
-    """The folder with the weights of a model on the Hub in the local cache, if it is
-    there. Nothing is downloaded."""
+    """The folder in the local cache with the weights of a model on the Hub, or None.
+    Downloads nothing."""
     if not (hub := HUB.fullmatch(str(path))):
         return None
     from huggingface_hub import snapshot_download
@@ -219,23 +232,23 @@ def hub_snapshot(path: str | Path) -> Path | None:
 
 
 def model_name(path: Path) -> str:
-    """What a checkpoint is called: its folder's name, in the Hub's cache the
-    model's."""
+    """The name of a checkpoint: that of its folder, or in the Hub's cache that of the
+    model."""
     owner = path.parent.parent.name
     if path.parent.name == "snapshots" and owner.startswith("models--"):
         return owner.rpartition("--")[2]
     return path.name
 
 
-def golden(path: str | Path) -> Path:
-    """The path of a golden store as it is."""
+def check_golden(path: str | Path) -> Path:
+    """Returns the path of a golden store; refuses a path that is no file."""
     step = "run: workbench golden CHECKPOINT --out G"
-    return file("golden", path, "a golden store", step)
+    return check_file("golden", path, "a golden store", step)
 
 
-def new(path: str | Path) -> Path:
-    """The path of a bundle to be made; refuses one where something is, even a broken
-    link."""
+def check_new_bundle(path: str | Path) -> Path:
+    """Returns the path of a bundle to be made; refuses a path where anything exists, even
+    a broken link."""
     path = _possible("bundle", path)
     if os.path.lexists(path):
         actual, step = "something else there", "remove it or choose another"
@@ -245,8 +258,8 @@ def new(path: str | Path) -> Path:
     return path
 
 
-def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
-    """The path of a file as it is; refuses a folder, and what is not there."""
+def check_file(subject: str, path: str | Path, needed: str, step: str) -> Path:
+    """Returns the path of a file; refuses a folder, and a path where nothing is."""
     path = _possible(subject, path)
     if not path.is_file():
         actual = "no such file"
@@ -256,33 +269,41 @@ def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
     return path
 
 
-def text(path: str | Path, subject: str = "text") -> str:
-    """The contents of a file of text in UTF-8, of at most `MAX_PROMPT_BYTES`."""
+def read_text(path: str | Path, subject: str = "text") -> str:
+    """Reads a file of text in UTF-8 of at most `MAX_PROMPT_BYTES` bytes.
+
+    Raises:
+        InputError: there is no such file, it is too large, or it is not UTF-8.
+    """
     needed, step = "a file of text in UTF-8", "give a file of text"
     try:
-        contents = read_bytes(file(subject, path, needed, step), MAX_PROMPT_BYTES)
-        return contents.decode("utf-8")
+        file = check_file(subject, path, needed, step)
+        return read_bytes(file, MAX_PROMPT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         actual = getattr(problem, "strerror", None) or "not UTF-8"
         raise InputError(f"{subject} {path}", actual, needed, step) from None
 
 
-def writable(option: str, path: Path) -> None:
-    """Makes the folder of a file to be written; refuses a folder, and a file where none
-    can be written."""
+def prepare_output(option: str, path: Path) -> None:
+    """Makes the folder of a file to be written, and checks that a file can be written
+    there before hours of work are spent on its contents.
+
+    Raises:
+        InputError: `path` is a folder, or its folder cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
-        found = "a folder" if path.is_dir() else None
-    except OSError as problem:
-        found = problem.strerror
-    if found:
+        problem = "a folder" if path.is_dir() else None
+    except OSError as error:
+        problem = error.strerror
+    if problem:
         needed = "a file in a folder that can be written"
-        raise InputError(f"{option} {path}", found, needed, "name another file")
+        raise InputError(f"{option} {path}", problem, needed, "name another file")
 
 
 def is_package(path: Path) -> bool:
-    """Whether `path` is a folder that Core ML takes for a model package."""
+    """Whether Core ML takes the folder `path` for a model package."""
     return path.is_dir() and (
         path.suffix == ".mlpackage" or (path / "Manifest.json").is_file()
     )
@@ -294,10 +315,11 @@ def partial(bundle: Path) -> Path:
 
 
 def _possible(subject: str, path: str | Path) -> Path:
-    """`path`; refuses what the system cannot look at: too long a name, a loop of
-    links."""
+    """Returns `path`; refuses a path that the system cannot resolve: a name that is too
+    long, a loop of links."""
     path = Path(path)
     try:
+        # any name in the folder serves: only an error of the path itself matters
         (path / BUNDLE).lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass

@@ -1,5 +1,5 @@
-"""What installed packages add to the workbench, through entry points of the groups
-`workbench.targets`, `workbench.runtimes` and `workbench.commands`."""
+"""Plug-ins: entry points of installed packages in the groups `workbench.targets`,
+`workbench.runtimes` and `workbench.commands`."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -10,13 +10,13 @@ from workbench.errors import InputError
 
 
 class Target(Protocol):
-    """Programs of another kind than Core ML's, for the export option `target`.
+    """A value of the export option `target`: another kind of program than Core ML's.
 
     Attributes:
-        runtime: the one runtime that runs them, no device.
-        precision: `exact` for programs in fp32, `declared` for those in fp16.
-        arithmetic: the portable arithmetic whose tolerances hold for them.
-        packages: the distributions on whose versions their bytes depend.
+        runtime: the only runtime that runs such programs; it is no device.
+        precision: `exact` for programs in fp32, `declared` for programs in fp16.
+        arithmetic: the portable arithmetic whose tolerances apply to them.
+        packages: the distributions whose versions decide the bytes of a program.
     """
 
     runtime: str
@@ -25,43 +25,43 @@ class Target(Protocol):
     packages: tuple[str, ...]
 
     def check(self, options) -> None:
-        """Raises an InputError for export options that these programs lack."""
+        """Raises an InputError for export options that these programs do not support."""
         ...
 
     def template(self, spec, plan, options, weights):
-        """What writes the shards of the shape of `spec`: an object like
-        `workbench.exporter.template.Template`."""
+        """An object like `workbench.exporter.template.Template`, which writes the shards of
+        the shape of `spec`."""
         ...
 
     def parts(self, package: Path, place: str) -> dict[str, Any]:
-        """The weight at a place that the manifest names, as the NumPy arrays that are
-        stored: `val`, or `data` and `scale`, or `indices` and `lut`."""
+        """The stored NumPy arrays of the weight at a place that the manifest names: `val`,
+        or `data` and `scale`, or `indices` and `lut`."""
         ...
 
     def dense(self, package: Path, place: str) -> Any:
-        """The weight's values, fp16 or float32."""
+        """The values of the weight, fp16 or float32."""
         ...
 
 
 @cache
-def offered(kind: str) -> dict[str, EntryPoint]:
-    """Name → entry point of every installed target, runtime or command; `kind` is the
-    plural."""
+def find_plugins(kind: str) -> dict[str, EntryPoint]:
+    """Finds every installed plug-in of a kind, "targets", "runtimes" or "commands": its
+    name → its entry point."""
     return {entry.name: entry for entry in entry_points(group=f"workbench.{kind}")}
 
 
 def load(kind: str, name: str) -> Any:
-    """What is installed as `name`.
+    """Loads the object of an installed plug-in.
 
     Raises:
-        InputError: nothing is.
+        InputError: no installed package offers this name.
     """
-    found = offered(kind)
-    if name not in found:
+    entries = find_plugins(kind)
+    if name not in entries:
         raise InputError(
             f"{kind.removesuffix('s')} {name!r}",
             "offered by no installed package",
-            f"the workbench's own, or installed: {', '.join(found) or 'none'}",
+            f"the workbench's own, or installed: {', '.join(entries) or 'none'}",
             "install the plug-in that offers it, or choose another",
         )
-    return found[name].load()
+    return entries[name].load()

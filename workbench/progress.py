@@ -1,26 +1,28 @@
-"""The bars of long work, and the stage that is running."""
+"""Progress of long work: bars, and a line that names the running stage."""
 
 import sys
 
-# the line of the running stage, where one is shown
+# tqdm's line for the running stage, while one is shown
 _stage_line = None
 
 
-def bar(*args, **about):
-    """`tqdm.auto.tqdm` in a notebook or on a terminal; silent where the output is
-    neither. A kernel's streams are no terminals, so that tqdm's own rule for them
-    (`disable=None`) would hide a notebook's bars."""
+def bar(*args, **options):
+    """A bar of `tqdm.auto`, with the arguments of `tqdm`. It is shown in a notebook and on
+    a terminal, and nowhere else."""
     from tqdm.auto import tqdm
 
     end_stage()
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
-    return tqdm(*args, disable=False if hasattr(shell, "kernel") else None, **about)
+    # None: tqdm shows nothing where the output is no terminal. A kernel's output is none,
+    # so that this rule alone would hide the bars of notebooks
+    disable = False if hasattr(shell, "kernel") else None
+    return tqdm(*args, disable=disable, **options)
 
 
 def stage(name: str) -> None:
-    """Shows on a terminal which stage begins, for work that cannot be counted. The line
-    goes when the next stage or bar begins, or a command prints its result."""
+    """Shows on a terminal which stage begins, for work that cannot be counted. The line is
+    removed when the next stage or bar begins, or when a command prints its result."""
     global _stage_line
     from tqdm import tqdm
 

@@ -41,7 +41,9 @@ def hub(tmp_path, monkeypatch) -> Path:
 def test_the_cached_model_is_the_checkpoint_and_keeps_its_name(hub):
     checkpoint = Checkpoint("org/Tiny-Llama")
     assert checkpoint.sha256 == Checkpoint(TINY).sha256
-    assert checkpoint.path == paths.checkpoint("https://huggingface.co/org/Tiny-Llama")
+    assert checkpoint.path == paths.locate_checkpoint(
+        "https://huggingface.co/org/Tiny-Llama"
+    )
     assert find("org/Tiny-Llama", project() / "experiments" / "log") == checkpoint.path
     assert checkpoint.name == Checkpoint(checkpoint.path).name == "Tiny-Llama"
 

@@ -54,7 +54,7 @@ def test_help_is_in_groups():
 
 
 def test_there_are_thirteen_commands():
-    found = FUNCTIONS.keys() - plugins.offered("commands").keys()
+    found = FUNCTIONS.keys() - plugins.find_plugins("commands").keys()
     assert found == {*COMMANDS.split()}
 
 

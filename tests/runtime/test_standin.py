@@ -26,7 +26,7 @@ IDS = [5, 17, 42, 3, 88, 9]
 OPTIONS = {"max_seq_len": 16, "tokens": "1-2", "compress": "fp16"}
 FAULTS = {
     name.removeprefix("stand-in-")
-    for name in plugins.offered("runtimes")
+    for name in plugins.find_plugins("runtimes")
     if name.startswith("stand-in-")
 }
 

@@ -65,7 +65,7 @@ class Bundle:
                 size, or outside the folder.
         """
         # files beside the bundle are named after its folder, and `.` has no name
-        root = paths.bundle(path).resolve()
+        root = paths.check_bundle(path).resolve()
         try:
             bundle = cls(root, read_manifest(root / paths.BUNDLE))
             for entry in bundle.files:
@@ -231,7 +231,7 @@ def new_bundle(target: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, second_export):
         try:
-            paths.new(target)
+            paths.check_new_bundle(target)
             for path in folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield folder

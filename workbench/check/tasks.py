@@ -36,7 +36,7 @@ def load_tasks(path: str | Path) -> list[dict]:
     needed = "JSON lines with task, distance, and as text prompt and answer"
     subject, step = f"tasks {path}", "see data/README.md"
     tasks = []
-    for number, line in enumerate(paths.text(path, "tasks").splitlines(), 1):
+    for number, line in enumerate(paths.read_text(path, "tasks").splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -77,7 +77,7 @@ def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:
     with suppress(OSError, ValueError):  # too long or strange a text for a path
         file = paths.find(text)
     if file and file.is_file():
-        text = paths.text(file)
+        text = paths.read_text(file)
     return encode_text(source.tokenizer, text)[:count]
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
         *(experiments.run, experiments.report, experiments.sweep, experiments.log)
     ],
     "Machine": [planning.plan, bundles.doctor],
-    "Plug-ins": [entry.load() for entry in plugins.offered("commands").values()],
+    "Plug-ins": [entry.load() for entry in plugins.find_plugins("commands").values()],
 }
 # a switch has no `--no` form, and a list is given by naming its option again
 app = App(

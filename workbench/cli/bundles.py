@@ -24,8 +24,8 @@ def export(
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256
     """
-    folder = paths.checkpoint(checkpoint)
-    paths.new(bundle)
+    folder = paths.locate_checkpoint(checkpoint)
+    paths.check_new_bundle(bundle)
     paths.check_family(folder)
     paths.check_quantization(folder)
     stage("export: reading the checkpoint")
@@ -81,7 +81,7 @@ def golden(
     from workbench.check.golden import VERDICT_HASH
 
     ids = prompt.of(target or source)
-    paths.writable("--out", out)
+    paths.prepare_output("--out", out)
     # before the golden, since another checkpoint than the bundle's is refused here
     checks = target and validate.bug_gates(target, source)
     made = workbench.golden.make_golden(source, ids)

@@ -62,7 +62,7 @@ def validate(
     """
     exported = workbench.Bundle.open(bundle)
     if golden:
-        paths.golden(golden)
+        paths.check_golden(golden)
         unread("--checkpoint in place of --golden", prompt)
     if each_unit:
         alike = replace(where, runtime="auto")

@@ -50,7 +50,7 @@ class Prompt:
             one_of = "one of --prompt, --prompt-ids, --text"
             found = ", ".join(given) or "none"
             raise InputError("prompt", found, one_of, "give one of them")
-        text = paths.text(self.text) if self.text else self.prompt
+        text = paths.read_text(self.text) if self.text else self.prompt
         if text == "" or self.prompt_ids == "":
             subject = "prompt" if self.prompt_ids is None else "prompt ids"
             raise InputError(subject, "no text", "at least one token", "write a prompt")
@@ -74,7 +74,7 @@ class Prompt:
             # `check_ids` refuses what is no number by name
             ids = [int(part) if part.strip().isdecimal() else part for part in parts]
         elif self.prompt is not None or self.text:
-            text = paths.text(self.text) if self.text else self.prompt
+            text = paths.read_text(self.text) if self.text else self.prompt
             ids = encode_text(folder, text)
         else:
             count = self.tokens or COUNT
@@ -175,7 +175,7 @@ def opened(checkpoint: Path | None):
     """The `Checkpoint` at a path, None without one. Imports torch, but for a path that
     is refused."""
     if checkpoint:
-        paths.checkpoint(checkpoint)
+        paths.locate_checkpoint(checkpoint)
         return workbench.Checkpoint(checkpoint)
 
 

@@ -55,7 +55,9 @@ def run(
             values[number][name] = experiment.typed(name, value, default)
     for settings in values.values():
         if checkpoint := settings.get("CHECKPOINT"):
-            paths.checkpoint(paths.find(str(checkpoint)))  # before a kernel starts
+            paths.locate_checkpoint(
+                paths.find(str(checkpoint))
+            )  # before a kernel starts
     results = []
     for number in numbers:
         found = experiment.run_notebook(
@@ -209,7 +211,7 @@ def log(
         return show({"imported": len(found), "runs": found}, json)
     elif pack:
         unread("log without --pack", **table)
-        paths.writable("--pack", pack)
+        paths.prepare_output("--pack", pack)
         count = workbench.log.pack(pack, log)
         return show({"runs": count, "bytes": pack.stat().st_size}, json)
     from workbench.sweep import summary

@@ -266,4 +266,4 @@ def _check_options(decoder: Decoder, logits: Path | None, sampling: Sampling) ->
             needed = "packages that put out logits"
             raise InputError(option, actual, needed, "leave it out")
     if logits:
-        paths.writable("--logits", logits)
+        paths.prepare_output("--logits", logits)

@@ -74,7 +74,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path):
-        self.path = paths.checkpoint(path)
+        self.path = paths.locate_checkpoint(path)
         check_folder(self.path, paths.LIMITS)
         paths.check_quantization(self.path)
         self.files = self._weight_files()
@@ -88,7 +88,9 @@ class Checkpoint:
                     self.header[name] = entry
         packed = next((n for n in self.header if n.endswith(PACKED)), None)
         if packed:
-            raise paths.quantized(self.path, f"quantized weights, tensor {packed!r}")
+            raise paths.quantized_error(
+                self.path, f"quantized weights, tensor {packed!r}"
+            )
 
     def _weight_files(self) -> list[Path]:
         single = self.path / "model.safetensors"  # transformers prefers it to an index
@@ -308,7 +310,7 @@ class Checkpoint:
             )
         dtype = self.header[name][1]
         if dtype.startswith(QUANTIZED):
-            raise paths.quantized(self.path, f"dtype {dtype} of tensor {name!r}")
+            raise paths.quantized_error(self.path, f"dtype {dtype} of tensor {name!r}")
         if dtype not in KINDS:
             raise InputError(
                 f"tensor {name!r}",

@@ -64,7 +64,7 @@ def check_runtime(name: str) -> str:
     Raises:
         InputError: there is none.
     """
-    names = ["auto", *MODELS, *plugins.offered("runtimes")]
+    names = ["auto", *MODELS, *plugins.find_plugins("runtimes")]
     check_choice("runtime", name, names, "choose one of these")
     return name
 
@@ -98,7 +98,7 @@ def resolve(runtime: str = "auto", target: Target | None = None) -> str:
         if name in ("auto", target.runtime):
             return target.runtime
         raise _wrong_target(runtime, target.runtime)
-    if name in plugins.offered("runtimes") and not is_device(name):
+    if name in plugins.find_plugins("runtimes") and not is_device(name):
         raise _wrong_target(runtime, "Core ML and portable")
     if name == "auto":
         chosen = check_runtime(os.environ.get("WORKBENCH_RUNTIME", "auto"))

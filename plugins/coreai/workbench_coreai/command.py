@@ -31,11 +31,11 @@ def crosscheck(
         folder: Folder of the Core AI twins; default: beside the bundle.
     """
     opened = workbench.Bundle.open(bundle)
-    paths.checkpoint(checkpoint)
+    paths.locate_checkpoint(checkpoint)
     prompt.given()
     from workbench.models.checkpoint import Checkpoint
     from workbench_coreai import crosscheck as twins
 
     source = Checkpoint(checkpoint)
-    found = twins.crosscheck(opened, source, prompt.of(opened), folder=folder)
-    show(judged(found.gates) | {"runtimes": gates.records(found.runtimes)}, json)
+    result = twins.crosscheck(opened, source, prompt.of(opened), folder=folder)
+    show(judged(result.gates) | {"runtimes": gates.records(result.runtimes)}, json)
