@@ -1,10 +1,9 @@
-"""Known-answer text, generated from a seed: every answer follows from the words before it.
+"""Generates text with known answers from a seed: every answer follows from the words before it.
 
-Out flow training documents and held-out questions, both as plain lists of words; one word is one
-token, so every distance below is a number of tokens.  The module knows nothing of models, tensors
-or tokenizers.
+It returns training documents and held-out questions as lists of words. One word is one token, so
+that every distance below is a number of tokens. The module uses no models, tensors or tokenizers.
 
-A document is a row of statements, each closed by ``;``.  Four tasks have an answer:
+A document is a sequence of statements, each closed by ``;``. Four tasks have an answer:
 
 | task    | statement                                      | answer follows from                              |
 |---------|------------------------------------------------|--------------------------------------------------|
@@ -13,8 +12,8 @@ A document is a row of statements, each closed by ``;``.  Four tasks have an ans
 | sum     | ``4 7 + 2 5 = 0 7 2 ;``                          | the digits                                       |
 | grammar | ``the dogs near the cat bark ;``                 | the first noun and its number, whatever follows  |
 
-Where keys may be defined ``again``, a fifth one, ``latest``, is asked as recall is, and the answer
-is the value that its key was given last.
+Where keys may be defined ``again``, there is a fifth task, ``latest``. Its statements are those of
+recall, and its answer is the last value of the key.
 """
 
 import heapq
@@ -252,21 +251,18 @@ def question(rng: random.Random, task: str, distance: int) -> Question:
         speaker.latest.clear()
     speaker.write_until(len(speaker.words) + rng.randint(0, min(100, 490 - distance)))
     if task == "sum":
-        asked = addition(rng, held_out=True)
+        item = addition(rng, held_out=True)
     elif task == "grammar":
-        asked = sentence(rng, distance)
+        item = sentence(rng, distance)
     else:
-        told, asked = (
+        told, item = (
             string(rng) if task == "copy" else pair(rng, key or speaker.keys.pop())
         )
         speaker.write(told)
         speaker.latest.pop(key, None)
         speaker.write_until(len(speaker.words) + distance - len(told.ask) - 1)
     return Question(
-        task,
-        distance,
-        " ".join([*speaker.words[1:], *asked.ask]),
-        " ".join(asked.answer),
+        task, distance, " ".join([*speaker.words[1:], *item.ask]), " ".join(item.answer)
     )
 
 
@@ -291,7 +287,7 @@ def held_out(distances: dict = DISTANCES) -> list[Question]:
 def main() -> None:
     """Write the files of ``tasks`` again."""
     for name, distances in (("heldout", DISTANCES), ("latest", LATEST)):
-        lines = [json.dumps(asdict(asked)) + "\n" for asked in held_out(distances)]
+        lines = [json.dumps(asdict(item)) + "\n" for item in held_out(distances)]
         (Path(__file__).parent / "tasks" / f"{name}.jsonl").write_text("".join(lines))
 
 

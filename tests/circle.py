@@ -1,8 +1,8 @@
-"""Cases of tests that `make test` leaves to the wider circle."""
+"""Marks cases that `make test` leaves to `make test-all`."""
 
 import pytest
 
 
 def wide(*values):
-    """A case of `parametrize` that runs in `make test-all`."""
+    """A case of `parametrize` that runs only in `make test-all` and beyond."""
     return pytest.param(*values, marks=pytest.mark.wide)

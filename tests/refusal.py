@@ -1,4 +1,4 @@
-"""Bad input ends in an InputError, whose message is what a user reads."""
+"""A check that bad input ends in an InputError, whose message a user reads."""
 
 import pytest
 
@@ -6,5 +6,6 @@ from workbench.errors import InputError
 
 
 def refused(words: str):
-    """Within, bad input is refused with a message that has these words (a pattern)."""
+    """A context in which bad input has to be refused with a message that matches `words`, a
+    regular expression."""
     return pytest.raises(InputError, match=words)

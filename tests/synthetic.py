@@ -1,5 +1,4 @@
-"""Rows of sweeps that never ran: the same cells on machines, checkpoints and settings that a test
-chooses."""
+"""Log rows of sweeps that never ran, for machines, checkpoints and settings that a test chooses."""
 
 from dataclasses import replace
 from itertools import product
@@ -16,7 +15,7 @@ SLOW_NAME, FAST_NAME = (
 )
 SLOW = {"machine": SLOW_NAME, "software": "24B83, coremltools 9.0, torch 2.13.0"}
 FAST = SLOW | {"machine": FAST_NAME}
-"""The same chip and system as SLOW in a machine of another model and another memory."""
+"""The chip and system of SLOW in a machine of another model and memory."""
 
 
 def add(
@@ -28,10 +27,10 @@ def add(
     runtime: str = "portable",
     **columns,
 ) -> None:
-    """Logs every cell of a grid, as a sweep on `machine` would; `call_ms` maps options and run of a
-    cell to its time. What is added later is newer."""
-    made = sweep.make_grid(grid)
-    for cell in sweep.cells(made, root, [runtime]):
+    """Logs every cell of a grid, as a sweep on `machine` would. `call_ms` is a function of a cell's
+    options and run, the time of a call. Rows of a later call are newer."""
+    plan = sweep.make_grid(grid)
+    for cell in sweep.cells(plan, root, [runtime]):
         hashes = dict.fromkeys(("checkpoint_hash", "contents"), checkpoint_hash)
         cell = replace(cell, source=replace(cell.source, **hashes))
         ms, T = call_ms(cell.options, cell.run), cell.run["T"]
@@ -41,7 +40,7 @@ def add(
             columns=["phase", "value", "unit"],
         )
         layers = pd.DataFrame({"layer": [0, 1], "layer_ms": ms / 4, "n": 3, "T": T})
-        places = product(range(2), range(len(cell.validate_ids)), made.run.T)
+        places = product(range(2), range(len(cell.validate_ids)), plan.run.T)
         fidelity = pd.DataFrame(places, columns=["layer", "position", "T"])
         values = {"tensor": "update", "mode": "isolated", "runtime": runtime}
         values |= {"cosine": 0.99, "psnr_db": 60.0, "max_abs": 0.01, "finite": True}

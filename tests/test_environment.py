@@ -33,9 +33,13 @@ NOT_IMPORTED = {
 
 
 def requirements(lines) -> dict[str, Requirement]:
-    parsed = map(Requirement, lines)
-    found = {canonicalize_name(each.name): each for each in parsed}
-    return {name: each for name, each in found.items() if name != "workbench"}
+    """Requirements by canonical name, without the project itself."""
+    by_name = {}
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        if name != "workbench":
+            by_name[name] = requirement
+    return by_name
 
 
 def imported(*folders: str) -> set[str]:

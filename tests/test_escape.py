@@ -97,9 +97,9 @@ def test_a_paragraph_of_markdown_shows_the_text_as_given(text):
 def test_a_cell_of_a_markdown_table_shows_the_text_as_given(first, second):
     cells = " | ".join(map(escape.markdown_cell, (first, second)))
     page = rendered(f"| a | b |\n|:--|:--|\n| {cells} |\n")
-    found = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)
-    shown = [squeezed(Text(cell).text) for cell in found]
-    assert shown == [squeezed(first), squeezed(second)]
+    html_cells = re.findall(r"<td[^>]*>(.*?)</td>", page, re.DOTALL)
+    texts = [squeezed(Text(cell).text) for cell in html_cells]
+    assert texts == [squeezed(first), squeezed(second)]
 
 
 @pytest.mark.parametrize("text", WORDS)

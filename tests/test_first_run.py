@@ -52,9 +52,9 @@ def first_run(project: Path, python: str, run_code: int = 0, **variables):
 def test_the_main_job_runs_on_the_real_model_alone(project):
     result = first_run(project, 'echo "python $*"')
     assert result.returncode == 0
-    fetched, about, ran, seconds = result.stdout.splitlines()
+    fetched, heading, ran, seconds = result.stdout.splitlines()
     assert fetched == "python data/real.py smollm2"
-    assert REAL in about
+    assert REAL in heading
     assert ran == f"workbench run 05 --set CHECKPOINT={REAL}"
     assert seconds.startswith("seconds ")
 

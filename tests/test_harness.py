@@ -1,4 +1,4 @@
-"""A bundle in lm-evaluation-harness, beside the harness' own class for Hugging Face's models."""
+"""A bundle scores in lm-evaluation-harness as Hugging Face's model does there."""
 
 import pytest
 import trained
@@ -15,7 +15,7 @@ TEXT = "set river amber ; set stone blue ; get river"
 
 
 def requests(kind, *arguments):
-    return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+    return [Instance(kind, {}, request, i) for i, request in enumerate(arguments)]
 
 
 @pytest.fixture
@@ -29,17 +29,23 @@ def models(exports):
 @pytest.mark.filterwarnings("ignore")
 def test_scores_and_texts_are_those_of_hugging_faces_model(models):
     ours, peer = models
-    asked = (TEXT, " amber"), (TEXT, " blue"), ("", "set river"), (8 * TEXT, " amber")
-    pairs = requests("loglikelihood", *asked)
-    found, expected = (each.loglikelihood(pairs) for each in models)
-    for (nats, greedy), (reference, top) in zip(found, expected, strict=True):
+    pairs = requests(
+        "loglikelihood",
+        (TEXT, " amber"),
+        (TEXT, " blue"),
+        ("", "set river"),
+        (8 * TEXT, " amber"),
+    )
+    scores, expected = ours.loglikelihood(pairs), peer.loglikelihood(pairs)
+    for (nats, greedy), (reference, top) in zip(scores, expected, strict=True):
         assert nats == pytest.approx(reference, abs=2e-2) and greedy == top
     rolling = requests("loglikelihood_rolling", (TEXT,), (5 * TEXT,))
     reference = peer.loglikelihood_rolling(rolling)
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(reference, rel=2e-3)
     until = {"until": [";"], "max_gen_toks": 4, "do_sample": False}
-    asked = (TEXT, until), (TEXT, until | {"until": ["mber"]})
-    texts = requests("generate_until", *asked)
+    texts = requests(
+        "generate_until", (TEXT, until), (TEXT, until | {"until": ["mber"]})
+    )
     generated = ours.generate_until(texts)
     assert generated == peer.generate_until(texts) and "am" in generated[0]
 

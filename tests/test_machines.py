@@ -52,8 +52,9 @@ def least_ms(options, run):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Both machines, and on each of them rows that must not be taken for the grid's: another
-    checkpoint of the same name, another value of an option of runs, an older system, a validation on another prompt."""
+    """A log of both machines. Each also has rows that no reader may take for the grid's: of another
+    checkpoint of this name, of another option of runs, of an older system, and of a validation on
+    another prompt."""
     folder = tmp_path_factory.mktemp("machines") / "experiments" / "log"
     others = [{"precision": ["exact"]}, {"fast": [False]}, {"threads": 2}]
     others += [{"n_gen": 8}, {"depth": [4]}, {"min_seconds": 1}, {"min_tokens": 8}]
@@ -63,8 +64,9 @@ def root(tmp_path_factory) -> Path:
         add(folder, GRID, machine, ms, HASH)
         add(folder, GRID | {"validate_ids": [7, 8]}, machine, ms, HASH)
         add(folder, FEW, machine, least_ms, "0" * 64)
-        for how in others:
-            add(folder, FEW | {"run": GRID["run"] | how}, machine, least_ms, HASH)
+        for options in others:
+            grid = FEW | {"run": GRID["run"] | options}
+            add(folder, grid, machine, least_ms, HASH)
     return folder
 
 
@@ -79,19 +81,19 @@ def here(monkeypatch):
     [(SLOW_NAME, SLOW_NAME, slow_ms), (None, FAST_NAME, fast_ms)],
 )
 def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, name, ms):
-    found = sweep.configurations(MADE, root, machine)
-    assert set(found["machine"]) == {name} and (found["n"] == 1).all()
-    assert found["run_ids"].str.len().eq(1).all()
-    assert len(found) == len(found["name"].unique()) == 8
-    rates = [1e3 * row["T"] / ms(row, row) for _, row in found.iterrows()]
-    assert np.allclose(found["tokens_per_s"], rates)
-    assert found["tokens_per_s"].is_monotonic_decreasing
+    table = sweep.configurations(MADE, root, machine)
+    assert set(table["machine"]) == {name} and (table["n"] == 1).all()
+    assert table["run_ids"].str.len().eq(1).all()
+    assert len(table) == len(table["name"].unique()) == 8
+    rates = [1e3 * row["T"] / ms(row, row) for _, row in table.iterrows()]
+    assert np.allclose(table["tokens_per_s"], rates)
+    assert table["tokens_per_s"].is_monotonic_decreasing
 
 
 def test_stored_timings_are_one_machine_s_and_one_setting_s(root):
-    found = sweep.stored_tables(MADE, root, SLOW_NAME)
+    tables = sweep.stored_tables(MADE, root, SLOW_NAME)
     for table in ("samples", "layers"):
-        frame = found[table]
+        frame = tables[table]
         assert set(frame["machine"]) == {SLOW_NAME}
         assert set(frame["checkpoint_hash"]) == {HASH}
         # the newest setting
@@ -143,25 +145,25 @@ def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path
     one, two = (grid | {"run": GRID["run"] | {"T": [T]}} for T in (1, 2))
     add(tmp_path, one, SLOW, slow_ms, HASH)
     add(tmp_path, two, SLOW, least_ms, HASH, status="invalid", reason=reason)
-    made = sweep.make_grid(grid)
-    found = log.plain(sweep.configurations(made, tmp_path))
-    assert found["T"].tolist() == [1, 2]
-    assert found["tokens_per_s"].is_monotonic_increasing
-    assert found["invalid"].tolist() == [None, reason]
-    assert sweep.stored_tables(made, tmp_path)["fidelity"]["run_id"].nunique() == 1
+    plan = sweep.make_grid(grid)
+    table = log.plain(sweep.configurations(plan, tmp_path))
+    assert table["T"].tolist() == [1, 2]
+    assert table["tokens_per_s"].is_monotonic_increasing
+    assert table["invalid"].tolist() == [None, reason]
+    assert sweep.stored_tables(plan, tmp_path)["fidelity"]["run_id"].nunique() == 1
     explorer = Explorer(grid, None, root=tmp_path)
     explorer.axes["T"].value = 2
     assert explorer.message.value.endswith(f"; invalid: {reason}")
     here(SLOW)
-    assert sweep.missing(sweep.cells(made), tmp_path) == []
-    *_, cell = sweep.cells(made)
-    where = {"grid": made, "bundles": tmp_path / "bundles", "root": tmp_path}
-    assert run.run_cell(cell, **where) == ("invalid", reason)
+    assert sweep.missing(sweep.cells(plan), tmp_path) == []
+    *_, cell = sweep.cells(plan)
+    outcome = run.run_cell(cell, grid=plan, bundles=tmp_path / "bundles", root=tmp_path)
+    assert outcome == ("invalid", reason)
 
 
 def test_two_machines_are_not_compared(root):
-    found = log.load("runs", root).query("software.str.startswith('24B83')")
-    ids = [found.loc[found["machine"] == name, "run_id"] for name in NAMES]
+    runs = log.load("runs", root).query("software.str.startswith('24B83')")
+    ids = [runs.loc[runs["machine"] == name, "run_id"] for name in NAMES]
     slow, fast = (of_one.iloc[-1] for of_one in ids)
     settings, measures, _ = log.compare(slow, fast, root)
     assert set(measures["note"]) == {"two machines"}
@@ -178,5 +180,5 @@ def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
     assert sweep.configurations(MADE, root).empty
     for contents in ("1" * 64, "2" * 64):
         add(root, elsewhere, SLOW, slow_ms, contents)
-    found = sweep.stored_tables(sweep.make_grid(elsewhere), root)
-    assert all(set(frame["checkpoint_hash"]) == {"2" * 64} for frame in found.values())
+    tables = sweep.stored_tables(sweep.make_grid(elsewhere), root)
+    assert all(set(frame["checkpoint_hash"]) == {"2" * 64} for frame in tables.values())

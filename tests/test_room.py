@@ -38,8 +38,8 @@ def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     with monkeypatch.context() as patched:
         # would raise another error
         patched.setattr("workbench.exporter.Template", None)
-        found = f"bundle .*found {weights:,} bytes free.*choose another disk"
-        with refused(found) as refusal:
+        message = f"bundle .*found {weights:,} bytes free.*choose another disk"
+        with refused(message) as refusal:
             export(tiny_llama.path, tmp_path / "b", max_seq_len=16)
     needed = int(refusal.value.needed.split()[0].replace(",", ""))
     assert weights < needed < 3 * (weights + whole.manifest.embedding.file.bytes)

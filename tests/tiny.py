@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, their exports, and what Hugging Face's own model makes of them.
+"""Tiny random checkpoints, their exports, and the logits of Hugging Face's model for them.
 
 Nothing here computes a layer: goldens come from transformers alone, in float32 with eager
 attention.
@@ -10,9 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from itertools import cycle
-from operator import getitem
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +25,14 @@ ROOT = Path(__file__).parents[1]
 DATA, WEIGHTS = ROOT / "data", "model.safetensors"
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-# three heads, and streams that are wider than what is between
+# three heads, and a stream that is wider than the heads and the MLP
 THREE = dict(num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=2)
 THREE |= dict(hidden_size=96, intermediate_size=64)
 HYBRID = SMALL | dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
-# their defaults lie beyond these vocabularies
+# the families' default ids lie beyond these vocabularies
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 DIMS = {
     "llama": SMALL | HEADS | dict(vocab_size=97, tie_word_embeddings=True),
@@ -146,33 +144,32 @@ DIMS = {
 }
 
 
-def random(path: Path, family: str, **changed) -> Path:
-    """A random float16 checkpoint of `family` with its tiny dimensions, some of them changed."""
-    return checkpoint.random(path, family, **(DIMS[family] | changed))
+def random(path: Path, family: str, **changes) -> Path:
+    """A random float16 checkpoint of `family` with its tiny dimensions and these changes."""
+    return checkpoint.random(path, family, **(DIMS[family] | changes))
 
 
 @contextmanager
 def edited_weights(path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a checkpoint, which are written back as the block leaves them."""
+    """The tensors of a checkpoint, which are saved after the block has edited them."""
     weights = load_file(path / WEIGHTS)
     yield weights
-    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(whole, path / WEIGHTS, metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(contiguous, path / WEIGHTS, metadata={"format": "pt"})
 
 
 class Golden(NamedTuple):
-    """One prompt through Hugging Face's model: logits [T, V]."""
+    """A prompt, and the logits [T, V] of Hugging Face's model for it."""
 
     ids: list[int]
     logits: np.ndarray
 
 
 def hf(path: Path):
-    """transformers' model of a checkpoint in float32, with the weights that an uncompressed bundle
-    holds.
+    """transformers' model of a checkpoint in float32, with the weights of an uncompressed bundle.
 
     Gemma's norms are stored as fp16(1 + γ). `from_pretrained` resets the skip class's bias in
-    ZAYA's routers to -1 (seen in 5.23), so buffers are put back.
+    ZAYA's routers to -1 (seen in 5.23), so that buffers are read from the checkpoint again.
     """
     import transformers
 
@@ -197,12 +194,12 @@ def golden(model, ids: list[int]) -> Golden:
 
 
 def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:
-    """Inputs of a call of T tokens, all of one value."""
-    sizes = {
-        name: [T if n == "T" else n for n in shape]
-        for name, shape in shard.inputs.items()
-    }
-    return {name: np.full(size, value, np.float32) for name, size in sizes.items()}
+    """Inputs for a call of T tokens; every element has the same value."""
+    inputs = {}
+    for name, shape in shard.inputs.items():
+        sizes = [T if size == "T" else size for size in shape]
+        inputs[name] = np.full(sizes, value, np.float32)
+    return inputs
 
 
 def prompt(V: int, length: int, seed: int = 0) -> list[int]:
@@ -210,47 +207,52 @@ def prompt(V: int, length: int, seed: int = 0) -> list[int]:
 
 
 def without(name: str) -> Callable[[dict], dict]:
-    """A change of a dictionary that leaves out a name."""
+    """A change for `edit_json`: a dictionary without this key."""
     return lambda tree: {key: tree[key] for key in tree if key != name}
 
 
 def edit_json(file: Path, *changes: tuple[str, object]) -> None:
-    """Puts values at paths of a JSON file such as `shards/0/name`, or what functions make of
-    those there."""
+    """Changes values in a JSON file. A change is a path such as `shards/0/name`, and the new value
+    or a function of the old value."""
     tree = json.loads(file.read_text())
     for path, value in changes:
         *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-        within = reduce(getitem, keys, tree)
-        within[last] = value(within[last]) if callable(value) else value
+        parent = tree
+        for key in keys:
+            parent = parent[key]
+        parent[last] = value(parent[last]) if callable(value) else value
     file.write_text(json.dumps(tree))
 
 
 def chained(
     decoder: Decoder, ids: list[int], sizes: Sequence[int], width: int = 0
 ) -> np.ndarray:
-    """Logits [T, V] of a whole prompt decoded in chunks of `sizes`, cycled, batch 1, each with
-    dummy columns up to `width`."""
-    seqs, sizes, hidden = decoder.new_sequences(), cycle(sizes), []
+    """Logits [T, V] of a prompt that is decoded in chunks, batch 1. The chunks have `sizes` in
+    turn, and dummy columns up to `width`."""
+    seqs, sizes, chunks = decoder.new_sequences(), cycle(sizes), []
     while ids:
         size = next(sizes)
         chunk, ids = ids[:size], ids[size:]
-        made, _ = seqs.advance([chunk], T=width)
-        hidden.append(made[:, :, : len(chunk)])
-    return decoder.logits(np.concatenate(hidden, axis=2))[0]
+        hidden, _ = seqs.advance([chunk], T=width)
+        chunks.append(hidden[:, :, : len(chunk)])
+    return decoder.logits(np.concatenate(chunks, axis=2))[0]
 
 
-def logits_error(decoder: Decoder, g: Golden, *sizes: int, width: int = 0) -> float:
-    """The `relative` error of the logits of the golden's prompt in chunks of `sizes`."""
-    return relative(chained(decoder, g.ids, sizes, width), g.logits)
+def logits_error(
+    decoder: Decoder, golden: Golden, *sizes: int, width: int = 0
+) -> float:
+    """The `relative` error of the logits for the golden's prompt in chunks of `sizes`."""
+    return relative(chained(decoder, golden.ids, sizes, width), golden.logits)
 
 
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest deviation over the largest expected magnitude."""
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def relative(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest deviation over the largest expected magnitude."""
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """The folder that `make` fills, once for all processes."""
+    """Returns a folder that `make` has filled; only the first process that asks for it calls
+    `make`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -263,42 +265,45 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
 
 
 def edited(bundle: Bundle, folder: Path, *changes: tuple[str, object]) -> Bundle:
-    """A copy of a bundle, opened after changes of its bundle.json (see `edit_json`)."""
+    """A copy of a bundle with changes of its bundle.json (see `edit_json`), opened."""
     shutil.copytree(bundle.root, folder)
     edit_json(folder / "bundle.json", *changes)
     return Bundle.open(folder)
 
 
 def named(kind: str, *fields) -> str:
-    """A file name that is the same for equal fields, in every process."""
+    """A name for a file, the same in every process for equal fields."""
     return f"{kind}-{hashlib.sha256(repr(fields).encode()).hexdigest()[:16]}"
 
 
 def label(value) -> str:
-    """The id of a case: a name, or the values of options."""
+    """The id of a case of `parametrize`: a name, or the values of options."""
     return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
 def as_device(decoder: Decoder) -> Decoder:
-    """The decoder, from now on seen as a device's is: no inner layer shows."""
+    """Makes a decoder look like one on a device, whose inner layers do not show."""
     decoder.runtime, decoder.is_device = "coreml", True
     decoder.shows_inner_layers = False
     return decoder
 
 
 class Exports:
-    """Checkpoints and bundles on demand, each made once for all tests and all processes whose
-    `root` is the same: one checkpoint per (family, dimensions), one bundle per options."""
+    """Checkpoints and bundles on demand. Each is made once for all tests, and for all processes
+    with the same `root`: a checkpoint for each family with its dimensions, a bundle for each set
+    of options."""
 
     def __init__(self, root: Path):
-        self.root, self.bundles, self.models = root, {}, {}
+        self.root = root
+        self.bundles: dict[Path, Bundle] = {}
+        self.models = {}
 
-    def checkpoint(self, family: str, **changed) -> Path:
-        folder = self.root / named("checkpoint", family, sorted(changed.items()))
-        return once(folder, lambda path: random(path, family, **changed))
+    def checkpoint(self, family: str, **changes) -> Path:
+        folder = self.root / named("checkpoint", family, sorted(changes.items()))
+        return once(folder, lambda path: random(path, family, **changes))
 
     def bundle(self, checkpoint: Path | str, **options) -> Bundle:
-        """Of a checkpoint, or of the one of a family that is named."""
+        """The bundle of a checkpoint; a family's name stands for its tiny checkpoint."""
         from workbench.exporter import export
 
         if isinstance(checkpoint, str):
@@ -306,8 +311,8 @@ class Exports:
         options = {"max_seq_len": 32, "compress": "fp16"} | options
         folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
         if folder not in self.bundles:
-            made = once(folder, lambda path: export(checkpoint, path, **options))
-            self.bundles[folder] = Bundle.open(made)
+            once(folder, lambda path: export(checkpoint, path, **options))
+            self.bundles[folder] = Bundle.open(folder)
         return self.bundles[folder]
 
     def decoder(
@@ -323,6 +328,6 @@ class Exports:
         return self.models[checkpoint]
 
     def golden(self, checkpoint: Path, length: int, seed: int = 0) -> Golden:
-        """That of a random prompt."""
+        """The golden of a random prompt."""
         model = self.hf(checkpoint)
         return golden(model, prompt(model.config.vocab_size, length, seed))

@@ -1,5 +1,4 @@
-"""The shipped, trained checkpoints as decoders whose caches every reuse test shares: batch 1, and 3
-of them together."""
+"""Decoders of the shipped, trained checkpoints for tests that reuse caches: batch 1 and batch 3."""
 
 import numpy as np
 from tiny import DATA
@@ -12,23 +11,23 @@ S, T_MAX, BATCH = 128, 16, 3
 
 
 def decoder(
-    exports, name: str, batch: int = 1, precision: str = "exact", **changed
+    exports, name: str, batch: int = 1, precision: str = "exact", **changes
 ) -> Decoder:
-    """Gemma's local layers (window 64) are rings of 79 slots here, so that they wrap."""
-    ring = {"sliding": "ring"} if name == "tiny-gemma3" else {}
-    options = (
-        {"max_seq_len": S, "tokens": f"1-{T_MAX}", "batch": batch} | ring | changed
-    )
-    return exports.decoder(DATA / name, precision, **options)
+    options = {"max_seq_len": S, "tokens": f"1-{T_MAX}", "batch": batch}
+    if name == "tiny-gemma3":
+        # local layers (window 64) are rings of 79 slots, so that they wrap
+        options["sliding"] = "ring"
+    return exports.decoder(DATA / name, precision, **(options | changes))
 
 
 def same(a: Snapshot, b: Snapshot) -> bool:
-    """Whether two snapshots hold the same tokens and bits."""
-    return (a.ids, a.identity, a.states.keys()) == (
-        b.ids,
-        b.identity,
-        b.states.keys(),
-    ) and all(
-        v.dtype == b.states[n].dtype and np.array_equal(v, b.states[n])
-        for n, v in a.states.items()
-    )
+    """Whether two snapshots have the same tokens and bits."""
+    if (a.ids, a.identity) != (b.ids, b.identity):
+        return False
+    if a.states.keys() != b.states.keys():
+        return False
+    for name, value in a.states.items():
+        other = b.states[name]
+        if value.dtype != other.dtype or not np.array_equal(value, other):
+            return False
+    return True

@@ -1,14 +1,14 @@
-"""Computes published numbers again from the log's raw samples, and lists what differs.
+"""Computes published numbers again from the log's raw samples, and lists those that differ.
 
     python tools/audit.py [PROJECT]
 
-Nothing of the package's statistics is used: files are read with pandas, and the formulas
-are written out here. Checked are, of every report below `experiments/`: its tables
-against the stored ones; figures and tables of times against the samples of their runs;
-axis labels against what the values are; the numbers of the Answers. Of the shipped log:
-units, the summed columns of `runs`, the ratio of every row of `fidelity`, and rows of an
-older definition. The exit code is 1 if anything differs, and 2 if
-PROJECT has no shipped log."""
+It uses none of the package's statistics: it reads files with pandas and has the formulas here.
+
+For every report below `experiments/` it checks the tables against the stored ones, figures and
+tables of times against the samples of their runs, the labels of axes, and the numbers of the
+Answers. For the shipped log it checks units, rates, the ratio of every row of `fidelity`, and
+that no row has an older definition. The exit code is 1 if a number differs, and 2 if PROJECT has
+no shipped log."""
 
 import json
 import re
@@ -34,8 +34,9 @@ UNITS = {
     "head": "ms",
     "host": "ms",
 }
+# a figure of times → the phase of the samples behind it
 QUANTITIES = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
-"""Figures of times, and the phase of the samples behind them."""
+# phase → the words that the label of an axis must have
 WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
 LISTED = re.compile(
     r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+) to ([\d.e+]+), )?(\d+) process(?:es)?\)"
@@ -49,7 +50,7 @@ DEFINITION = 2  # of rows of fidelity whose chained updates mean what a layer ad
 
 @dataclass(frozen=True)
 class Finding:
-    """A published number that is not what its label says."""
+    """A published number that differs from the computed one."""
 
     place: str
     label: str
@@ -73,10 +74,10 @@ def audit(project: Path) -> list[Finding]:
             raise InputError(folder, f"no file of {table}", "the shipped log", step)
     log = read_log(folder)
     reports = sorted((project / "experiments").glob("*/run.json"))
-    found = check_log(log, {path.parent.name[:2] for path in reports})
+    findings = check_log(log, {path.parent.name[:2] for path in reports})
     for path in reports:
-        found += check_report(path.parent, log)
-    return found
+        findings += check_report(path.parent, log)
+    return findings
 
 
 def read_log(folder: Path) -> dict[str, pd.DataFrame]:
@@ -96,9 +97,11 @@ def differs(published: float, computed: float) -> bool:
 
 
 def of_process(log: dict[str, pd.DataFrame], run_id: str, phase: str) -> float:
-    """The one value of a process: tokens over the time of its timed calls; the median of
-    its calls; of a layer the median over layers of the median of its shard's calls over
-    the shard's layers."""
+    """The value of a phase in a process.
+
+    For tokens_per_s, tokens over the time of the timed calls. For layer, the median over layers,
+    where a layer's value is the median of its shard's calls over the number of its layers. For
+    other phases, the median of the calls."""
     samples = log["samples"]
     rows = samples[(samples["run_id"] == run_id) & samples["warmup"].eq(False)]
     if phase == "tokens_per_s":
@@ -119,15 +122,15 @@ def of_process(log: dict[str, pd.DataFrame], run_id: str, phase: str) -> float:
 
 
 def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]:
-    """Units, rates and ratios of every row; old definitions in the rows of experiments
-    that are published: no report shows those of the others, and readers refuse them."""
-    found = []
+    """Checks units, rates and ratios of every row, and the definition of the rows of published
+    experiments. No report shows rows of other experiments, and readers refuse old ones."""
+    findings = []
     samples = log["samples"]
     for phase, unit in UNITS.items():
         wrong = samples[(samples.get("phase") == phase) & (samples.get("unit") != unit)]
         if len(wrong):
             units = ", ".join(sorted(set(wrong["unit"])))
-            found.append(Finding("log/samples", f"unit of {phase}", units, unit))
+            findings.append(Finding("log/samples", f"unit of {phase}", units, unit))
     for run_id, rows in samples.groupby("run_id"):
         calls = rows[(rows["phase"] == "call") & rows["warmup"].eq(False)]
         rates = rows[rows["phase"] == "tokens_per_s"]
@@ -136,7 +139,7 @@ def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]
             computed = of_process(log, run_id, "tokens_per_s")
             if differs(published, computed):
                 label = "tokens_per_s of its repetitions"
-                found.append(
+                findings.append(
                     _finding(f"log/samples/{run_id}", label, published, computed)
                 )
     fidelity = log["fidelity"]
@@ -144,12 +147,12 @@ def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]
         rows = fidelity.dropna(subset=["ratio", "error", "budget"])
         rows = rows[np.isfinite(rows["ratio"]) & (rows["error"] > 0)]
         ratio = rows["error"] / np.sqrt(rows["budget"] ** 2 + HALF_ULP_SQUARED)
-        # rows whose relative figures refer to a larger size than their own have a floor
+        # the rounding budget, and beside it the rounding of the result to fp16
         wrong = rows[~np.isclose(rows["ratio"], ratio, rtol=TOLERANCE)]
         for run_id, part in wrong.groupby("run_id"):
-            label = f"error over its room, {len(part)} rows"
+            label = f"error over its budget, {len(part)} rows"
             first = part.iloc[0]
-            found.append(
+            findings.append(
                 _finding(
                     f"log/fidelity/{run_id}",
                     label,
@@ -167,36 +170,36 @@ def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]
         if stale.any():
             runs = fidelity.loc[stale, "run_id"].nunique()
             label = f"chained updates, {stale.sum()} rows of {runs} runs"
-            found.append(
+            findings.append(
                 Finding("log/fidelity", label, "an older definition", str(DEFINITION))
             )
-    return found
+    return findings
 
 
 def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
     run = json.loads((folder / "run.json").read_text())
     report = (folder / "report.md").read_text()
-    found, processes, tables = [], {}, {}
+    findings, processes, tables = [], {}, {}
     for path in sorted(folder.glob("*/*.json")):
         part = json.loads(path.read_text())
         data = pd.read_parquet(path.with_suffix(".parquet"))
         tables[f"{path.parent.name}/{path.stem}"] = data
         place = f"{folder.name}/{path.parent.name}/{path.stem}"
         if part["kind"] == "tables":
-            found += check_printed(place, data, report)
+            findings += check_printed(place, data, report)
             if {"run_ids", "tokens_per_s"} <= set(data):
-                found += check_configurations(place, data, log)
+                findings += check_configurations(place, data, log)
         elif path.stem in QUANTITIES and {"run_id", "value"} <= set(data):
-            found += check_times(place, part, data, log)
+            findings += check_times(place, part, data, log)
             processes[path.stem] = data
     if processes:
         named = tables.get("tables/processes")
-        found += check_answer(
+        findings += check_answer(
             f"{folder.name}/Answer", run["conclusion"], processes, named
         )
     differences, _ = check_sentences(folder.name[:2], run["conclusion"], tables)
     for difference in differences:
-        found.append(
+        findings.append(
             Finding(
                 f"{folder.name}/Answer",
                 difference.label,
@@ -204,26 +207,26 @@ def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
                 difference.computed,
             )
         )
-    return found
+    return findings
 
 
 def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
-    """The numbers of a table in `report.md` against the stored ones."""
-    shown = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(20)
-    tables = _printed_tables(list(shown.columns), report)
+    """Checks the numbers of a table in `report.md` against the stored ones."""
+    stored = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(20)
+    tables = _printed_tables(list(stored.columns), report)
     if not tables:
-        columns = str(list(shown.columns))
+        columns = str(list(stored.columns))
         return [Finding(place, "table of the report", "no such columns", columns)]
-    # several tables may have the same columns: the one that fits best is this one
-    return min((_compare(place, shown, table) for table in tables), key=len)
+    # several tables may have the same columns: the one with the fewest differences is meant
+    return min((_compare(place, stored, table) for table in tables), key=len)
 
 
 def _compare(
-    place: str, shown: pd.DataFrame, printed: list[list[str]]
+    place: str, stored: pd.DataFrame, printed: list[list[str]]
 ) -> list[Finding]:
-    found = []
-    for texts, (_, row) in zip(printed, shown.iterrows()):
-        for name, text in zip(shown.columns, texts):
+    findings = []
+    for texts, (_, row) in zip(printed, stored.iterrows()):
+        for name, text in zip(stored.columns, texts):
             value = row[name]
             if isinstance(value, float) and not pd.isna(value):
                 number = (
@@ -232,8 +235,8 @@ def _compare(
                     else np.nan
                 )
                 if np.isfinite(value) and differs(number, value):
-                    found.append(_finding(place, name, number, value))
-    return found
+                    findings.append(_finding(place, name, number, value))
+    return findings
 
 
 def _printed_tables(columns: list[str], report: str) -> list[list[list[str]]]:
@@ -256,8 +259,8 @@ def _cells(line: str) -> list[str]:
 
 
 def check_configurations(place: str, data: pd.DataFrame, log: dict) -> list[Finding]:
-    """Medians over processes, and their range, of a table with `run_ids`."""
-    found = []
+    """Checks medians over processes and their range in a table with `run_ids`."""
+    findings = []
     for row in data.to_dict("records"):
         rates = [of_process(log, run_id, "tokens_per_s") for run_id in row["run_ids"]]
         calls = [of_process(log, run_id, "call") for run_id in row["run_ids"]]
@@ -270,30 +273,32 @@ def check_configurations(place: str, data: pd.DataFrame, log: dict) -> list[Find
         }
         for name, value in computed.items():
             if name in row and differs(row[name], value):
-                found.append(
+                findings.append(
                     _finding(place, f"{name} of {row['name']}", row[name], value)
                 )
-    return found
+    return findings
 
 
 def check_times(place: str, part: dict, data: pd.DataFrame, log: dict) -> list[Finding]:
-    """One row for each process, its value, and the label of the axis."""
-    phase, found = QUANTITIES[place.rpartition("/")[2]], []
+    """Checks that a figure has one row for each process, its value, and the label of the axis."""
+    phase, findings = QUANTITIES[place.rpartition("/")[2]], []
     label = part["options"].get("ylabel", "")
     if WORDS[phase] not in label:
-        found.append(
+        findings.append(
             Finding(place, "label of the axis", repr(label), repr(WORDS[phase]))
         )
     for run_id, rows in data.groupby("run_id"):
         computed = of_process(log, run_id, phase)
         if len(rows) > 1:
             count = f"{len(rows)} values of one process"
-            found.append(Finding(place, f"run {run_id}", count, f"one, {computed:.4g}"))
+            findings.append(
+                Finding(place, f"run {run_id}", count, f"one, {computed:.4g}")
+            )
         elif differs(rows["value"].iloc[0], computed):
-            found.append(
+            findings.append(
                 _finding(place, f"run {run_id}", rows["value"].iloc[0], computed)
             )
-    return found
+    return findings
 
 
 def check_answer(
@@ -302,12 +307,12 @@ def check_answer(
     processes: dict[str, pd.DataFrame],
     named: pd.DataFrame | None = None,
 ) -> list[Finding]:
-    """Every listed setting against medians over processes, every ratio against paired
-    rounds, and its direction; settings that have a name against `named`, the table of
-    their processes."""
-    found = []
+    """Checks every setting that an Answer lists against the median over processes, and every ratio
+    and its direction against paired rounds. Settings with a name are checked against `named`, the
+    table of their processes."""
+    findings = []
     if named is not None:
-        found, text = check_named(place, text, named)
+        findings, text = check_named(place, text, named)
     groups, pairs = set(), {}
     for data in processes.values():
         keys = [name for name in ("max_seq_len", "T", "rows") if name in data]
@@ -331,19 +336,17 @@ def check_answer(
                 names = str(low[changed[0]]), str(high[changed[0]])
                 pairs.setdefault(names, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
     if "median" in text and not LISTED.search(text):
-        found.append(
+        findings.append(
             Finding(place, "times", "no number of processes", "a median over processes")
         )
     for key, median, least, most, count in LISTED.findall(text):
-        known = (
-            (key, median, least, most, int(count))
-            if least
-            else (key, median, int(count))
-        )
+        setting = (key, median, int(count))
+        if least:
+            setting = (key, median, least, most, int(count))
         names = {group[0] for group in groups}
-        if key in names and known not in groups:
+        if key in names and setting not in groups:
             figures = "; ".join(sorted({g[1] for g in groups if g[0] == key}))
-            found.append(
+            findings.append(
                 Finding(place, f"median at {key}", f"{median} of {count}", figures)
             )
     for second, more, first, ratio, rounds in RATIO.findall(text):
@@ -351,19 +354,20 @@ def check_answer(
         words = "more" if float(ratio) > 1 else "fewer"
         if ratio not in right or words != more or int(rounds) < 3:
             published = f"{more}, {ratio} times, {rounds} rounds"
-            found.append(
+            findings.append(
                 Finding(
                     place, f"{second} over {first}", published, "; ".join(sorted(right))
                 )
             )
-    return found
+    return findings
 
 
 def check_named(
     place: str, text: str, processes: pd.DataFrame
 ) -> tuple[list[Finding], str]:
-    """Medians and ranges of settings that have a name, and the text without them."""
-    found = []
+    """Checks medians and ranges of settings with a name. Returns the findings and the text without
+    these settings."""
+    findings = []
     for name, rows in processes[processes["disturbed"].isna()].groupby("name"):
         values, figures = rows["value"], r"([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
         pattern = rf"{re.escape(name)}: {figures}(\d+) process(?:es)?\)"
@@ -372,9 +376,9 @@ def check_named(
             computed = (*(f"{value:.4g}" for value in computed), str(len(values)))
             if match.groups() != computed:
                 printed, right = " ".join(match.groups()), " ".join(computed)
-                found.append(Finding(place, f"median of {name}", printed, right))
+                findings.append(Finding(place, f"median of {name}", printed, right))
         text = re.sub(pattern, "", text)
-    return found, text
+    return findings, text
 
 
 def _finding(place: str, label: str, published: float, computed: float) -> Finding:
@@ -384,12 +388,12 @@ def _finding(place: str, label: str, published: float, computed: float) -> Findi
 def main() -> None:
     project = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1]
     try:
-        found = audit(project)
+        findings = audit(project)
     except InputError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    print("\n".join(map(str, found)) or "every number is what its label says")
-    sys.exit(bool(found))
+    print("\n".join(map(str, findings)) or "every number is what its label says")
+    sys.exit(bool(findings))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Speeds of the portable runtime, of exports, validations and the log, each beside its
-peers in the same run:
+"""Measures the portable runtime, exports, validations and the log, each beside its peers in the
+same run:
 
     python tools/bench.py decode | prompt | export | validate | log | cell
 
-Contestants take turns, round by round. Printed are medians, with --json every sample.
-The models have real dimensions and random weights; checkpoints and bundles stay in
---folder."""
+Contestants take turns, round by round. It prints medians, or every sample with --json. The models
+have real dimensions and random weights; checkpoints and bundles stay in --folder."""
 
 import json
 import os
@@ -47,7 +46,7 @@ QWEN2 = {
 DIMS = {"qwen2": QWEN2, "zaya": {}}
 DEPTHS = (64, 448)  # tokens in the cache
 PROMPT_CALLS = (1, 4, 64)  # tokens of a call of a prompt
-STEPS = 8  # timed steps of one sample, whose tokens over their time count
+STEPS = 8  # timed steps of one sample, which is their tokens over their time
 # preset → llama.cpp's type of weights of about as many bytes
 ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int4-block32": "Q4_0"}
 TOKEN = 7
@@ -63,7 +62,7 @@ def seconds(step: Step) -> float:
 
 
 def compare(samplers: dict[str, Callable], rounds: int, unit: str) -> list[dict]:
-    """A row of each sampler, which is called once in every round."""
+    """Calls every sampler once in each round. Returns a row for each."""
     samples = {name: [] for name in samplers}
     for name in list(samplers) * rounds:
         samples[name].append(samplers[name]())
@@ -75,15 +74,16 @@ def row(name: str, samples: list[float], unit: str) -> dict:
     return {"name": name, "median": median, "unit": unit, "samples": samples}
 
 
-def apart(function: Callable, *arguments):
-    """`function(*arguments)` in a fresh process."""
-    with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:  # spawned, not forked
+def run_in_process(function: Callable, *arguments):
+    """Runs `function(*arguments)` in a fresh process."""
+    # a pool with this limit spawns its processes, and does not fork them
+    with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def checkpoint(folder: Path, family: str, layers: int) -> Path:
-    """A checkpoint in bf16 of the dimensions of Qwen2.5-0.5B or ZAYA1-8B, which are
-    transformers' defaults for zaya; written when it is missing."""
+    """A random checkpoint in bf16 with the dimensions of Qwen2.5-0.5B or ZAYA1-8B, written when it
+    is missing. Transformers' defaults for zaya are those of ZAYA1-8B."""
     path = folder / f"{family}-{layers}"
     config = {"num_hidden_layers": layers, "dtype": "bfloat16"} | DIMS[family]
     if not path.exists():
@@ -107,7 +107,7 @@ def hugging_face(source: Path, dtype: str, S: int) -> Contestant:
 
 
 def llama_cpp(source: Path, kind: str, S: int) -> Contestant:
-    """llama.cpp on a GGUF of a Qwen2 checkpoint, whose matrices are of type `kind`.
+    """llama.cpp on a GGUF of a Qwen2 checkpoint. `kind` is the type of its matrices.
 
     A build for AMX crashes on some virtual machines: build llama.cpp with
     GGML_AMX_TILE=OFF and GGML_AMX_INT8=OFF."""
@@ -162,67 +162,71 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
 def contestants(
     bundles: dict, source: Path, calls: tuple = (None,)
 ) -> dict[str, Contestant]:
-    """Each bundle, once for each number of tokens that a call of its prompts has;
-    Hugging Face's model and, where it can be imported, llama.cpp, which read a prompt in
-    one call."""
-    found = {}
+    """The contestants by name: every bundle, once for each number of tokens a call in `calls`;
+    Hugging Face's model in three dtypes; and llama.cpp, where it can be imported. The last two
+    read a prompt in one call."""
+    peers = {}
     for name, bundle in bundles.items():
         decoder = workbench.Decoder(bundle, "portable", fast=True)
         for T in calls:
             title = f"{name}, T = {T}" if T else name
-            found[title] = decoder.begin, partial(decoder.prefill, tile=T)
+            peers[title] = decoder.begin, partial(decoder.prefill, tile=T)
     S = bundle.manifest.options.max_seq_len
     for dtype in ("float32", "float16", "bfloat16"):
-        found[f"HF {dtype}"] = hugging_face(source, dtype, S)
+        peers[f"HF {dtype}"] = hugging_face(source, dtype, S)
     if find_spec("llama_cpp") and find_spec("gguf"):
         for kind in {ALIKE[name] for name in bundles if name in ALIKE}:
-            found[f"llama.cpp {kind}"] = llama_cpp(source, kind, S)
-    return found
+            peers[f"llama.cpp {kind}"] = llama_cpp(source, kind, S)
+    return peers
 
 
 def decode_rate(depth: int, contestant: Contestant) -> float:
-    """tok/s of calls of one token behind `depth` tokens."""
-    begin, go_on = contestant
+    """tok/s of calls of one token, after `depth` tokens."""
+    begin, extend = contestant
     begin()
-    go_on([TOKEN] * depth)
-    step = partial(go_on, [TOKEN])
+    extend([TOKEN] * depth)
+    step = partial(extend, [TOKEN])
     step()
     return STEPS / sum(seconds(step) for _ in range(STEPS))
 
 
 def prompt_rate(contestant: Contestant) -> float:
     """tok/s of a prompt."""
-    begin, go_on = contestant
+    begin, extend = contestant
     begin()
     ids = [TOKEN] * DEPTHS[-1]
-    return len(ids) / seconds(partial(go_on, ids))
+    return len(ids) / seconds(partial(extend, ids))
 
 
 def decode_rows(bundles: dict, source: Path, rounds: int) -> list[dict]:
-    found, rows = contestants(bundles, source), []
+    peers, rows = contestants(bundles, source), []
     for depth in DEPTHS:
         samplers = {
-            f"{name} at {depth}": partial(decode_rate, depth, each)
-            for name, each in found.items()
+            f"{name} at {depth}": partial(decode_rate, depth, contestant)
+            for name, contestant in peers.items()
         }
         rows += compare(samplers, rounds, "tok/s")
     return rows
 
 
 def prompt_rows(bundles: dict, source: Path, rounds: int) -> list[dict]:
-    found = contestants(bundles, source, PROMPT_CALLS)
-    samplers = {name: partial(prompt_rate, each) for name, each in found.items()}
+    peers = contestants(bundles, source, PROMPT_CALLS)
+    samplers = {
+        name: partial(prompt_rate, contestant) for name, contestant in peers.items()
+    }
     for sample in samplers.values():
         sample()  # compiles kernels and fills caches
     return compare(samplers, rounds, "tok/s")
 
 
 def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[dict]:
-    """Whole exports, each in a process of its own, beside coremltools' own conversion
-    of the same shards, and their peak of resident memory."""
-    plain = [apart(plain_seconds, source, compress) for _ in range(rounds)]
-    found = [apart(export_twice, source, folder, compress) for _ in range(rounds)]
-    first, second, resident = map(list, zip(*found))
+    """Whole exports, each in a process of its own, beside coremltools' conversion of the same
+    shards, and their peak of resident memory."""
+    plain = [run_in_process(plain_seconds, source, compress) for _ in range(rounds)]
+    exports = [
+        run_in_process(export_twice, source, folder, compress) for _ in range(rounds)
+    ]
+    first, second, resident = map(list, zip(*exports))
     return [
         row(f"export {compress}, the first of a process", first, "s"),
         row(f"export {compress}, the second", second, "s"),
@@ -232,22 +236,22 @@ def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[
 
 
 def plain_seconds(source: Path, compress: str) -> float:
-    """Seconds that coremltools takes to convert, compress and save all shards, of which
-    one of each kind is converted twice, and the second time counts."""
-    how = make_options(compress=compress)
+    """Seconds that coremltools takes to convert, compress and save all shards. One shard of each
+    kind is converted twice, and the second time is multiplied by the number of its kind."""
+    export_options = make_options(compress=compress)
     whole = checkpoints.Checkpoint(source)
-    plan = workbench.exporter.read_plan(whole, how)
-    specs = list(shards.specs(plan, how))
+    plan = workbench.exporter.read_plan(whole, export_options)
+    specs = list(shards.specs(plan, export_options))
     kinds, total = Counter(spec.kind for spec in specs), 0
 
     def convert(spec: shards.Spec) -> None:
-        sources = weights.weight_sources(spec, whole, plan, how)
-        module = weights.blank(spec, plan, how).requires_grad_(False).eval()
-        for each in sources:
-            values = weights.load_values(each, whole).float()
-            module.get_parameter(each.path).data = values.reshape(each.shape)
+        sources = weights.weight_sources(spec, whole, plan, export_options)
+        module = weights.blank(spec, plan, export_options).requires_grad_(False).eval()
+        for weight in sources:
+            values = weights.load_values(weight, whole).float()
+            module.get_parameter(weight.path).data = values.reshape(weight.shape)
         with tempfile.TemporaryDirectory() as folder:
-            model = template.to_program(module, spec, how, sources)
+            model = template.to_program(module, spec, export_options, sources)
             model.save(f"{folder}/shard.mlpackage")
 
     for spec in {spec.kind: spec for spec in specs}.values():
@@ -258,41 +262,43 @@ def plain_seconds(source: Path, compress: str) -> float:
 
 def export_twice(source: Path, target: Path, compress: str) -> tuple[float, float, int]:
     """Seconds of the first and the second export, and the peak of resident bytes."""
-    make, found = partial(workbench.exporter.export, source, target), []
-    for _ in range(2):
-        found.append(seconds(partial(make, compress=compress)))
-        shutil.rmtree(target)
-    return *found, peak_rss()
+    export = partial(workbench.exporter.export, source, target, compress=compress)
+    first = seconds(export)
+    shutil.rmtree(target)
+    second = seconds(export)
+    shutil.rmtree(target)
+    return first, second, peak_rss()
 
 
 def validate_rows(bundle, path: Path, positions: int, rounds: int) -> list[dict]:
-    """A validation with the checkpoint, which runs and stores the bug gates, and one
-    against a golden alone, which reads them, beside a forward pass of Hugging Face's
-    model over as many tokens."""
+    """A validation with the checkpoint, which runs and stores the bug gates, and a validation
+    against a golden, which reads them, beside a forward pass of Hugging Face's model over as many
+    tokens."""
     source = checkpoints.Checkpoint(path)
     ids = list(range(positions))
     golden = workbench.golden.make_golden(source, ids)
     decoder = workbench.Decoder(bundle)
-    known = replace(golden, source=source)
-    begin, go_on = hugging_face(path, "float32", positions)
+    with_checkpoint = replace(golden, source=source)
+    begin, extend = hugging_face(path, "float32", positions)
 
     def forward() -> None:
         begin()
-        go_on(ids)
+        extend(ids)
 
-    against = partial(workbench.validate, decoder, golden)
-    every = partial(workbench.validate, decoder, known, again=True)
+    # again: the gates run in every round, although their results are stored
+    run_gates = partial(workbench.validate, decoder, with_checkpoint, again=True)
+    read_gates = partial(workbench.validate, decoder, golden)
     samplers = {
-        "validate with checkpoint": partial(seconds, every),
-        "validate with golden": partial(seconds, against),
+        "validate with checkpoint": partial(seconds, run_gates),
+        "validate with golden": partial(seconds, read_gates),
         "HF fp32": partial(seconds, forward),
     }
     return compare(samplers, rounds, "s")
 
 
 def log_rows(root: Path, rounds: int, runs: int = 10_000) -> list[dict]:
-    """Loading all runs of a log (the first sample is the first time) beside pandas
-    reading the same files."""
+    """The time to load all runs of a log, beside pandas reading the same files. The first sample is
+    that of the first load in this process."""
     import pandas as pd
 
     for i in range(runs):
@@ -305,13 +311,14 @@ def log_rows(root: Path, rounds: int, runs: int = 10_000) -> list[dict]:
 
 
 def cell_rows(root: Path, rounds: int) -> list[dict]:
-    """Seconds from the start of a cell's process to its first call, of a bundle that is
-    there, beside those of an interpreter that imports torch."""
+    """Seconds from the start of a cell's process to its first call, for a bundle that exists,
+    beside an interpreter that imports torch."""
     path = Path(__file__).parents[1] / "data" / "tiny-llama"
     cell = {"rounds": rounds, "n_gen": 1, "repetitions": 1}
     grid = {"checkpoint": str(path), "export": {"max_seq_len": [64]}, "run": cell}
-    how = {"root": root, "bundles": root.parent, "progress": False}
-    workbench.sweep.sweep(workbench.sweep.make_grid(grid), **how)
+    workbench.sweep.sweep(
+        workbench.sweep.make_grid(grid), root=root, bundles=root.parent, progress=False
+    )
     configs = workbench.log.load("runs", root)["config"].map(json.loads)
     starts = [config["startup_s"] for config in configs]
     peer = partial(subprocess.run, [sys.executable, "-c", "import torch"])
@@ -337,20 +344,24 @@ def main(
     else:
         path = checkpoint(folder, family, layers)
         source = checkpoints.Checkpoint(path)
-        made = partial(workbench.exporter.bundle_for, source, folder=folder)
+        export = partial(workbench.exporter.bundle_for, source, folder=folder)
         if what == "export":
             rows = export_rows(path, folder / "export", compress, rounds)
         elif what == "validate":
-            bundle = made(make_options(max_seq_len=128, compress=compress))
+            bundle = export(make_options(max_seq_len=128, compress=compress))
             rows = validate_rows(bundle, path, 64, rounds)
         else:
             torch.set_num_threads(os.cpu_count())
-            how = {"max_seq_len": 512, "tokens": "1-64"}
             bundles = {
-                name: made(make_options(compress=name, **how)) for name in PRESETS
+                name: export(
+                    make_options(compress=name, max_seq_len=512, tokens="1-64")
+                )
+                for name in PRESETS
             }
-            timed = {"decode": decode_rows, "prompt": prompt_rows}[what]
-            rows = timed(bundles, path, rounds)
+            if what == "decode":
+                rows = decode_rows(bundles, path, rounds)
+            else:
+                rows = prompt_rows(bundles, path, rounds)
     medians = [{n: row[n] for n in row if n != "samples"} for row in rows]
     print(json.dumps(rows) if json_ else "\n".join(table(medians)))
 

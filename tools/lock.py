@@ -1,10 +1,10 @@
-"""Writes `requirements.lock`: the exact version of every package that this environment
-has of the project and its extras, as constraints of pip. Run it in an environment into
-which the project was installed with all of its extras:
+"""Writes `requirements.lock`: the exact versions, in this environment, of the packages that the
+project and its extras need. pip reads them as constraints. Run it in an environment into which
+the project was installed with all of its extras:
 
     pip install -e '.[test,cluster,harness]' && python tools/lock.py
 
-A line of a package that only another system needs stays as it is."""
+The line of a package that only another system needs stays as it is."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -18,33 +18,37 @@ EXTRAS = ("test", "cluster", "harness")
 
 
 def closure(name: str, extras: tuple[str, ...]) -> set[str]:
-    """The packages that `name` with its extras requires on any system, by their
-    canonical names."""
-    found, waiting = set(), [(canonicalize_name(name), frozenset(extras))]
+    """The canonical names of all packages that `name` with its extras requires, directly or not,
+    on any system."""
+    packages, waiting = set(), [(canonicalize_name(name), frozenset(extras))]
     seen = set()
     while waiting:
-        package, wanted = waiting.pop()
-        if (package, wanted) in seen:
+        package, package_extras = waiting.pop()
+        if (package, package_extras) in seen:
             continue
-        seen.add((package, wanted))
-        found.add(package)
+        seen.add((package, package_extras))
+        packages.add(package)
         try:
             requirements = distribution(package).requires or []
-        except PackageNotFoundError:  # of another system
+        except PackageNotFoundError:  # only another system needs it
             continue
         for requirement in map(Requirement, requirements):
             marker = requirement.marker
-            here = not marker or any(
-                marker.evaluate({"extra": extra}) for extra in {"", *wanted}
+            applies_here = not marker or any(
+                marker.evaluate({"extra": extra}) for extra in {"", *package_extras}
             )
-            if here or package == "workbench" and "extra" not in str(marker):
-                of = frozenset(requirement.extras)
-                waiting.append((canonicalize_name(requirement.name), of))
-    return found - {canonicalize_name(name)}
+            # the project's own requirements are locked for other systems, too
+            applies_elsewhere = package == "workbench" and "extra" not in str(marker)
+            if applies_here or applies_elsewhere:
+                extras_of_requirement = frozenset(requirement.extras)
+                waiting.append(
+                    (canonicalize_name(requirement.name), extras_of_requirement)
+                )
+    return packages - {canonicalize_name(name)}
 
 
-def locked() -> dict[str, str]:
-    """Package → version in the lock file."""
+def read_lock() -> dict[str, str]:
+    """Package → its version in the lock file."""
     if not LOCK.is_file():
         return {}
     lines = (line for line in LOCK.read_text().splitlines() if "==" in line)
@@ -52,9 +56,10 @@ def locked() -> dict[str, str]:
 
 
 def main() -> None:
-    versions, before = {}, locked()
+    versions, before = {}, read_lock()
     for package in sorted(closure("workbench", EXTRAS)):
-        try:  # a local version such as 2.13.0+cpu is another build of 2.13.0
+        try:
+            # a local version such as 2.13.0+cpu is another build of 2.13.0
             version = distribution(package).version.partition("+")[0]
         except PackageNotFoundError:
             version = before.get(package)

@@ -1,8 +1,8 @@
-"""Small changes of the code that some test must notice: `python tools/mutate.py`.
+"""Makes small changes of the code, which some test must notice: `python tools/mutate.py`.
 
-Each change is made in a copy of the checkout, one at a time; the test file that mirrors
-the changed module runs and, where it notices nothing or there is none, the folder of
-its room. What is printed are the changes that no test noticed, and how many were."""
+Each change is made alone, in a copy of the checkout. The test file of the changed module runs;
+where it passes or does not exist, all tests of the module's room run. Prints every change, and how
+many were caught."""
 
 import ast
 import copy
@@ -19,7 +19,7 @@ import cyclopts
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("check", "decode", "export", "sweep")
-SECONDS = 600  # a run of tests that takes longer has noticed the change
+TIMEOUT_S = 600  # tests that run longer have noticed the change
 SWAPPED = {
     **{ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt},
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In},
@@ -28,8 +28,8 @@ SWAPPED = {
 }
 
 
-def changed(node: ast.AST) -> ast.AST | None:
-    """Another node in the place of this one; None where there is none to try."""
+def change_node(node: ast.AST) -> ast.AST | None:
+    """A changed copy of a node; None for a node that is not changed."""
     other = copy.deepcopy(node)
     match other:
         case ast.Compare(ops=[op]) if type(op) in SWAPPED:
@@ -49,14 +49,14 @@ def changed(node: ast.AST) -> ast.AST | None:
     return other
 
 
-def changes(source: str) -> Iterator[tuple[int, str, str, str]]:
-    """(line, before, after, whole source) of every change of a module."""
+def list_changes(source: str) -> Iterator[tuple[int, str, str, str]]:
+    """Every change of a module: (line, text before, text after, the changed module)."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line.encode()))
     for node in ast.walk(ast.parse(source)):
-        if not hasattr(node, "end_col_offset") or (other := changed(node)) is None:
+        if not hasattr(node, "end_col_offset") or (other := change_node(node)) is None:
             continue
         first = starts[node.lineno - 1] + node.col_offset
         last = starts[node.end_lineno - 1] + node.end_col_offset
@@ -69,32 +69,37 @@ def changes(source: str) -> Iterator[tuple[int, str, str, str]]:
         yield node.lineno, text[first:last].decode(), after, whole.decode()
 
 
-def mirrored(module: Path) -> list[Path]:
-    """The tests of a module, its own before its room's; all relative to the checkout."""
+def find_tests(module: Path) -> list[Path]:
+    """The tests of a module, those of its file before those of its room, relative to the
+    checkout."""
     room = Path("tests") / module.parent.name
-    own = room / f"test_{module.stem}.py"
-    return [path for path in (own, room) if (ROOT / path).exists()]
+    file = room / f"test_{module.stem}.py"
+    return [path for path in (file, room) if (ROOT / path).exists()]
 
 
-def noticed(folder: Path, tests: Path) -> bool:
+def tests_fail(folder: Path, tests: Path) -> bool:
+    """Whether tests fail in a copy of the checkout."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    how = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(folder)}}
     try:
-        done = subprocess.run(
-            [*command, str(tests)], capture_output=True, timeout=SECONDS, **how
+        result = subprocess.run(
+            [*command, str(tests)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            capture_output=True,
+            timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         return True
-    return done.returncode != 0
+    return result.returncode != 0
 
 
 def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
-    """Makes `count` changes, drawn by `seed`, in the rooms of `workbench`."""
+    """Makes `count` changes, drawn with `seed`, in rooms of `workbench`."""
     possible = [
         (path.relative_to(ROOT), *change)
         for room in rooms.split(",")
         for path in sorted((ROOT / "workbench" / room).glob("*.py"))
-        for change in changes(path.read_text())
+        for change in list_changes(path.read_text())
     ]
     drawn = random.Random(seed).sample(possible, count)
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
@@ -105,11 +110,12 @@ def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
             shutil.copy(ROOT / name, Path(folder) / name)
         for module, line, before, after, whole in drawn:
             (Path(folder) / module).write_text(whole)
-            tests = mirrored(module)
-            found = any(noticed(Path(folder), path) for path in tests)
+            is_caught = any(
+                tests_fail(Path(folder), path) for path in find_tests(module)
+            )
             shutil.copy(ROOT / module, Path(folder) / module)
-            caught += found
-            kind = "caught " if found else "SURVIVED"
+            caught += is_caught
+            kind = "caught " if is_caught else "SURVIVED"
             print(f"{kind} {module}:{line}: {before} → {after}", flush=True)
     print(f"{caught} of {count} caught")
 

@@ -1,12 +1,12 @@
-"""Makes .venv what pyproject.toml and requirements.lock say, for `make`.
+"""Makes .venv as pyproject.toml and requirements.lock describe it, for `make`.
 
-`python tools/ready.py [--any-python]`: where .venv/ready records this place, this
-Python (or any, with the option) and the contents of the two files, nothing is installed
-and no network is needed. The settings of Python and pip that would install elsewhere
-are left out; indexes and certificates stay the user's. The file is written once .venv's
-own Python has found the command and the packages inside .venv.
+`python tools/ready.py [--any-python]` installs nothing and needs no network where .venv/ready
+records this place, this Python (or any, with the option) and the contents of the two files. It
+ignores settings of Python and pip that would install elsewhere, and keeps the user's indexes and
+certificates. It writes .venv/ready once .venv's Python has found the command and the packages
+inside .venv.
 
-Only the standard library is here; every Python 3 can read the file."""
+It uses the standard library alone, and syntax that every Python 3 can read."""
 
 import ast
 import hashlib
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = "pyproject.toml", "requirements.lock"
 FIRST, LAST = (3, 11), (3, 13)
 ELSEWHERE = {"user", "prefix", "target", "root"}
-# runs in .venv: names every package that is missing or lies outside
+# runs in .venv, and prints every package that is missing or lies outside of it
 CHECK = """
 import re, sys
 from importlib.metadata import PackageNotFoundError, distribution, requires
@@ -47,13 +47,13 @@ print(*[name for name in names if not is_inside(name)])
 def main():
     venv = ROOT / ".venv"
     record_file = venv / "ready"
-    wanted = describe()
-    found = read_record(record_file)
+    required = describe()
+    recorded = read_record(record_file)
     any_python = "--any-python" in sys.argv[1:]
-    if found and any_python:
-        wanted["python"] = found["python"]
+    if recorded and any_python:
+        required["python"] = recorded["python"]
     is_whole = (venv / "bin/workbench").exists() and (venv / "bin/python").exists()
-    if found == wanted and is_whole:
+    if recorded == required and is_whole:
         return
     version = sys.version_info[:2]
     if not FIRST <= version <= LAST:
@@ -64,8 +64,8 @@ def main():
     if record_file.exists():
         record_file.unlink()
     for name in ("python", "place"):
-        if found and found[name] != wanted[name]:
-            print(f"Making .venv anew: its {name} was {found[name]}", flush=True)
+        if recorded and recorded[name] != required[name]:
+            print(f"Making .venv anew: its {name} was {recorded[name]}", flush=True)
             shutil.rmtree(str(venv), ignore_errors=True)
     install(venv)
     missing = ask(venv, "-c", CHECK)
@@ -75,14 +75,14 @@ def main():
         sys.exit(
             f"pip ended well, and .venv lacks {lacking}; look at: {pip} config list"
         )
-    wanted["python"] = ask(
+    required["python"] = ask(
         venv, "-c", "import sys; print(*sys.version_info[:2], sep='.')"
     )
-    record_file.write_text(json.dumps(wanted, indent=1))
+    record_file.write_text(json.dumps(required, indent=1))
 
 
 def describe():
-    """What .venv/ready records: Python, place, contents of the files."""
+    """The fields of .venv/ready: Python, place, contents of the files."""
     contents = {
         name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in FILES
     }
@@ -99,15 +99,16 @@ def read_record(path):
 
 
 def clean_environment():
-    """The caller's environment without Python's settings and pip's other places."""
+    """The caller's environment without settings of Python, and without settings of pip that name
+    another place."""
     dropped = {"PIP_" + name.upper() for name in ELSEWHERE}
     items = os.environ.items()
     return {k: v for k, v in items if not k.startswith("PYTHON") and k not in dropped}
 
 
 def pip_settings(listed):
-    """The variables that stand for the user's files of pip's settings (`pip config
-    list`), without those that install elsewhere."""
+    """The variables that replace the user's configuration files of pip (as `pip config list` prints
+    them), without settings that install elsewhere."""
     settings = {}
     for line in listed.splitlines():
         key, _, value = line.partition("=")

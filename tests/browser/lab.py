@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 def chromium() -> str | None:
     """The browser of this machine, or None."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextmanager

@@ -60,17 +60,17 @@ def test_the_tokenizer_returns_what_it_was_given(folder):
 @pytest.mark.matrix(1, wide=5)
 @every_folder
 def test_greedy_decoding_answers_as_many_held_out_questions_as_stated(folder):
-    right, asked = 0, HELD_OUT + (LATEST if folder.name in STATES else [])
+    right, questions = 0, HELD_OUT + (LATEST if folder.name in STATES else [])
     coder = tokenizer(folder)
-    for question in asked:
+    for question in questions:
         prompt = coder(question["prompt"], return_tensors="pt")
         answer = question["answer"]
-        how = {"do_sample": False, "max_new_tokens": len(answer.split())}
-        out = model(folder).generate(**prompt, **how)
+        count = len(answer.split())
+        out = model(folder).generate(**prompt, do_sample=False, max_new_tokens=count)
         right += coder.decode(out[0, prompt.input_ids.shape[1] :]) == answer
     stated = json.loads((folder / "evaluation.json").read_text())
-    assert len(asked) == stated["heldout_questions"]
-    assert right == stated["heldout_right"] > 0.8 * len(asked)
+    assert len(questions) == stated["heldout_questions"]
+    assert right == stated["heldout_right"] > 0.8 * len(questions)
     assert stated["accuracy_by_distance"]["recall"]["128"] > 0.9
 
 
@@ -98,15 +98,15 @@ def test_zaya_uses_every_expert_and_the_skip_class():
 def test_a_hybrid_knows_the_latest_value_by_its_recurrent_state(exports, name, state):
     """Its caches alone do not answer: the state is zeroed after every token."""
     decoder = exports.decoder(DATA / name, max_seq_len=512)
-    coder, asked = tokenizer(DATA / name), LATEST[:9]
+    coder = tokenizer(DATA / name)
 
     right = 0
-    for question in asked:
+    for question in LATEST[:9]:
         decoder.begin()
         for token in coder(question["prompt"]).input_ids:
             logits = decoder.decode_one_token(token)
-            for kept, leaf in decoder.seqs.named_states:
+            for shard_state, leaf in decoder.seqs.named_states:
                 if leaf.endswith(state):
-                    kept.write(leaf, 0 * kept.read(leaf))
+                    shard_state.write(leaf, 0 * shard_state.read(leaf))
         right += coder.decode(logits.argmax()) == question["answer"]
     assert right <= 1

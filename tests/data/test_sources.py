@@ -21,12 +21,13 @@ KEYS = {
 }
 
 
-def read(name: str, **how) -> pd.DataFrame:
-    return pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False, **how)
+def read(name: str, **options) -> pd.DataFrame:
+    return pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False, **options)
 
 
 def figure(name: str, quantity: str, condition: str = "", column="value") -> float:
-    """A number of the one row of a quantity, or of those with a condition the one with that."""
+    """A number of the row with a quantity, and with a condition where several rows have the
+    quantity."""
     rows = read(name, dtype=str).query("quantity == @quantity")
     if condition:
         rows = rows.query("condition == @condition")
@@ -34,7 +35,7 @@ def figure(name: str, quantity: str, condition: str = "", column="value") -> flo
 
 
 def figures(name: str) -> list:
-    """`figure` of a document for values, and for corrections."""
+    """`figure` of a document for the column of values, and for that of corrections."""
     return [partial(figure, name, column=column) for column in ("value", "correction")]
 
 

@@ -1,4 +1,4 @@
-"""The audit finds nothing in a report whose numbers are right, and every planted fault."""
+"""The audit finds every planted fault, and nothing in a report whose numbers are right."""
 
 import importlib.util
 import json
@@ -25,12 +25,12 @@ def logged(root, number: int, S: int, ms: float, rng) -> str:
     """One process: five sequences of four calls after one that compiles."""
     run_id, rows = f"{number:03}-x", []
     for repetition in range(5):
-        about = {"repetition": repetition, "T": 1, "warmup": False, "unit": "ms"}
-        rows.append(about | {"phase": "call", "value": 900.0, "warmup": True})
+        columns = {"repetition": repetition, "T": 1, "warmup": False, "unit": "ms"}
+        rows.append(columns | {"phase": "call", "value": 900.0, "warmup": True})
         calls = ms * (1 + 0.05 * rng.standard_normal(4)) * [1, 1, 1, 1.5]
-        rows += [about | {"phase": "call", "value": value} for value in calls]
+        rows += [columns | {"phase": "call", "value": value} for value in calls]
         rate = {"phase": "tokens_per_s", "value": 4e3 / calls.sum(), "unit": "tok/s"}
-        rows.append(about | rate)
+        rows.append(columns | rate)
     log.append("samples", rows, root, run_id)
     budget, error = 0.01, 0.02
     ratio = error / np.hypot(budget, 2.0**-11)
@@ -77,8 +77,8 @@ def project(tmp_path):
 def write_table(folder, table: pd.DataFrame) -> None:
     (folder / "tables/configurations.json").write_text('{"kind": "tables"}')
     table.to_parquet(folder / "tables/configurations.parquet")
-    shown = table.drop(columns="run_ids")
-    text = shown.to_markdown(index=False, floatfmt=".4g")
+    printed = table.drop(columns="run_ids")
+    text = printed.to_markdown(index=False, floatfmt=".4g")
     (folder / "report.md").write_text(f"# Experiment\n\n{text}\n")
 
 
@@ -96,7 +96,7 @@ def change(project, name: str, edit) -> None:
     frame.to_parquet(path)
 
 
-def test_right_numbers_are_not_found(project):
+def test_right_numbers_give_no_findings(project):
     assert audit.audit(project) == []
 
 
@@ -171,7 +171,7 @@ def misprint(project) -> None:
         (pool, "tables/configurations: tokens_per_s of"),
         (swap_ratio_of_the_answer, "Answer: 1024 over 128"),
         (reverse, "Answer: 1024 over 128"),
-        (swap_ratio_of_the_log, "log/fidelity/000-x: error over its room"),
+        (swap_ratio_of_the_log, "log/fidelity/000-x: error over its budget"),
         (name_seconds, "log/samples: unit of call: s; computed ms"),
         (draw_seconds, "figures/speed: run"),
         (age, "log/fidelity: chained updates, 1 rows of 1 runs"),
@@ -181,8 +181,8 @@ def misprint(project) -> None:
 )
 def test_a_planted_fault_is_found(project, plant, place):
     plant(project)
-    found = [str(finding) for finding in audit.audit(project)]
-    assert any(place in text for text in found), found
+    findings = [str(finding) for finding in audit.audit(project)]
+    assert any(place in text for text in findings), findings
 
 
 @pytest.mark.parametrize("lacking", ["experiments", "samples", "runs"])

@@ -1,4 +1,4 @@
-"""The benchmarks: every contestant beside its peers, with every sample."""
+"""The benchmarks time every contestant beside its peers and keep every sample."""
 
 import os
 import statistics
@@ -11,21 +11,23 @@ pytestmark = pytest.mark.wide
 
 @pytest.fixture
 def short(monkeypatch):
-    """Depths that a small cache has, no other library, no further process."""
+    """Sets depths that fit a small cache, without other libraries and child processes."""
     monkeypatch.setattr(bench, "DEPTHS", (4, 20))
     monkeypatch.setattr(bench, "PROMPT_CALLS", (1, 2))
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench, "apart", lambda function, *given: function(*given))
+    monkeypatch.setattr(
+        bench, "run_in_process", lambda function, *arguments: function(*arguments)
+    )
 
 
 def whole(rows: list[dict], rounds: int) -> dict:
-    """Rows by name, each with a sample of every round and their median."""
-    found = {row["name"]: row for row in rows}
-    assert len(found) == len(rows)
+    """Returns rows by name, after checks that each has a sample of every round and the median."""
+    by_name = {row["name"]: row for row in rows}
+    assert len(by_name) == len(rows)
     for row in rows:
         assert min(row["samples"]) > 0 and len(row["samples"]) == rounds
         assert row["median"] == statistics.median(row["samples"])
-    return found
+    return by_name
 
 
 @pytest.mark.slow("three models of Hugging Face and two bundles decode")
@@ -35,11 +37,11 @@ def test_presets_and_prompts_stand_beside_hugging_face(exports, short):
         kind: exports.bundle(checkpoint, compress=kind, tokens="1-4")
         for kind in ("fp16", "int8-tensor")
     }
-    found = whole(bench.decode_rows(bundles, checkpoint, 2), 2)
+    rows = whole(bench.decode_rows(bundles, checkpoint, 2), 2)
     names = *bundles, "HF float16", "HF float32", "HF bfloat16"
-    assert found.keys() == {f"{name} at {n}" for name in names for n in bench.DEPTHS}
-    found = whole(bench.prompt_rows(bundles, checkpoint, 1), 1)
-    assert len(found) == 2 * 2 + 3 and {"fp16, T = 2", "HF bfloat16"} <= found.keys()
+    assert rows.keys() == {f"{name} at {n}" for name in names for n in bench.DEPTHS}
+    rows = whole(bench.prompt_rows(bundles, checkpoint, 1), 1)
+    assert len(rows) == 2 * 2 + 3 and {"fp16, T = 2", "HF bfloat16"} <= rows.keys()
 
 
 @pytest.mark.slow("exports with the workbench and with coremltools")
@@ -51,7 +53,7 @@ def test_an_export_stands_beside_coremltools_own(exports, tmp_path, short):
 
 
 def test_a_rate_is_tokens_over_their_time(monkeypatch):
-    """One slow step of eight: the median of steps would not see it."""
+    """One step of eight is slow, which a median of the steps would hide."""
     times = iter([0.1] * 7 + [1.3])
     monkeypatch.setattr(bench, "seconds", lambda step: next(times))
     contestant = lambda: None, lambda ids: None
@@ -60,10 +62,10 @@ def test_a_rate_is_tokens_over_their_time(monkeypatch):
 
 def test_validation_and_log_have_their_peers(exports, tmp_path, short):
     path = exports.checkpoint("qwen2")
-    found = whole(bench.validate_rows(exports.bundle(path), path, 6, 1), 1)
-    assert len(found) == 3
+    rows = whole(bench.validate_rows(exports.bundle(path), path, 6, 1), 1)
+    assert len(rows) == 3
     assert whole(bench.log_rows(tmp_path, 1, 20), 1).keys() == {"load", "pandas"}
 
 
 def test_what_is_measured_runs_in_a_process_of_its_own():
-    assert bench.apart(os.getpid) != os.getpid()
+    assert bench.run_in_process(os.getpid) != os.getpid()

@@ -67,7 +67,7 @@ def plan(
         unread("a checkpoint in place of a bundle", options)
     else:
         unread("a bundle", device)
-        paths.check_family(paths.checkpoint(path))
+        paths.check_family(paths.locate_checkpoint(path))
     _check_drafts(drafts)
     import psutil
 

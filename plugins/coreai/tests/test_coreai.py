@@ -90,10 +90,10 @@ def test_a_bundle_of_one_token_a_call_has_a_free_t_and_is_right(exports, small):
     ],
 )
 def test_stored_bits_are_those_of_the_core_ml_bundle(family, preset, exports):
-    how = {"compress": preset, "max_seq_len": 32}
+    export_options = {"compress": preset, "max_seq_len": 32}
     path = exports.checkpoint(family)
-    bundle = exports.bundle(path, target="coreai", **how)
-    portable = exports.bundle(path, **how)
+    bundle = exports.bundle(path, target="coreai", **export_options)
+    portable = exports.bundle(path, **export_options)
     for shard, other in zip(bundle.manifest.shards, portable.manifest.shards):
         constants = miltorch.Executable(miltorch.read(portable.package(other)), "exact")
         assert shard.weights.keys() == other.weights.keys()
@@ -107,10 +107,10 @@ def test_stored_bits_are_those_of_the_core_ml_bundle(family, preset, exports):
 
 def test_two_processes_make_the_same_bytes(exports, tmp_path):
     checkpoint = exports.checkpoint("zaya")  # of which Apple's passes fold a weight
-    how = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
-    apple = exports.bundle(checkpoint, **how)
+    export_options = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
+    apple = exports.bundle(checkpoint, **export_options)
     code = f"""from workbench.exporter import export
-export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, **{how!r})"""
+export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, **{export_options!r})"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert Bundle.open(tmp_path / "b").identity == apple.identity
     shards = apple.manifest.shards
@@ -155,11 +155,11 @@ def test_every_family_computes_what_hugging_face_does(family, chosen, exports):
     assert gate.verdict == "GREEN", gate
 
 
-def rows_shifted(self, held, rows, io, append=AttentionGeometry.append):
+def rows_shifted(self, cache, rows, io, append=AttentionGeometry.append):
     """Every token is written one row too far."""
     mask = io[KV_WRITE_MASK]
     shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
-    return append(self, held, rows, io | {KV_WRITE_MASK: shifted})
+    return append(self, cache, rows, io | {KV_WRITE_MASK: shifted})
 
 
 def merged_without_transpose(self, x):
@@ -181,10 +181,10 @@ def mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.at
     ],
 )
 def test_a_fault_in_a_module_is_red(name, fault, small, tmp_path, monkeypatch):
-    how = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
+    export_options = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
     with monkeypatch.context() as planted:
         planted.setattr(AttentionGeometry, name, fault)
-        bundle = export(small, tmp_path / "b", **how)
+        bundle = export(small, tmp_path / "b", **export_options)
     assert program_gate(Decoder(bundle), Checkpoint(small)).verdict == "RED"
 
 
@@ -195,22 +195,24 @@ def test_snapshots_go_on_as_if_nothing_had_been_inside_an_event_loop_too(apple):
     whole = asyncio.run(inside())
     decoder = Decoder(apple)
     decoder.prefill(IDS[:6])
-    snapshot, made = decoder.snapshot(), []
-    for each in (decoder, Decoder(apple)):
-        each.begin(snapshot)
-        made.append(each.prefill(IDS[6:]))
-    assert np.array_equal(*made) and tiny.relative(made[0], whole) < 1e-5
+    snapshot = decoder.snapshot()
+    decoder.begin(snapshot)
+    continued = decoder.prefill(IDS[6:])
+    other = Decoder(apple)
+    other.begin(snapshot)
+    assert np.array_equal(continued, other.prefill(IDS[6:]))
+    assert tiny.relative(continued, whole) < 1e-5
 
 
 def test_commands_take_its_bundles(exports, tmp_path):
     apple = exports.bundle(TINY, target="coreai-fp32")
     checkpoint = "--checkpoint", TINY
-    found = invoke("validate", apple.root, *checkpoint, *PROMPT)
-    gates = {gate["name"]: gate["verdict"] for gate in found["gates"]}
-    assert found["verdict"] == gates["program"] == gates["weights"] == "GREEN"
-    found = invoke("explain", apple.root, *PROMPT, *checkpoint)
-    assert all(0 < layer["reauthoring"] < 1e-5 for layer in found["parts"])
-    assert found["fits"] and "ranges" not in found
+    result = invoke("validate", apple.root, *checkpoint, *PROMPT)
+    gates = {gate["name"]: gate["verdict"] for gate in result["gates"]}
+    assert result["verdict"] == gates["program"] == gates["weights"] == "GREEN"
+    result = invoke("explain", apple.root, *PROMPT, *checkpoint)
+    assert all(0 < layer["reauthoring"] < 1e-5 for layer in result["parts"])
+    assert result["fits"] and "ranges" not in result
     assert invoke("doctor")["plugins"]["workbench-coreai"]
     assert invoke("sweep", apple.root, "--log", tmp_path / "log")["done"] == 1
 

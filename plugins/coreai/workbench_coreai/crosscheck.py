@@ -54,10 +54,10 @@ def crosscheck(
     weights = stored_weights(checkpoint, bundle)
     golden = make_golden(checkpoint, ids, weights, bundle.identity)
     budget = measure_budget(bundle, checkpoint, golden)
-    own = bundle.manifest.options
-    chosen = own.model_dump()
-    if own.functions:
-        chosen["tokens"] = f"1-{own.t_max}"
+    bundle_options = bundle.manifest.options
+    chosen = bundle_options.model_dump()
+    if bundle_options.functions:
+        chosen["tokens"] = f"1-{bundle_options.t_max}"
     errors, runtimes, checks = [], [], []
     for precision, (target, limit) in ARITHMETICS.items():
         twin = make_options(**chosen | {"target": target})

@@ -115,27 +115,28 @@ class CoreAIModel(Model):
         return outputs
 
     def _check(self, inputs: dict[str, np.ndarray]) -> None:
-        """The runtime itself takes any T, and says little of what else is wrong."""
+        """Checks the shapes of inputs. The runtime itself accepts any T, and its messages name
+        no input."""
         for name, shape in self.shard.inputs.items():
-            found = list(inputs[name].shape) if name in inputs else []
+            actual = list(inputs[name].shape) if name in inputs else []
             fits = [
                 1 <= size <= self.t_max if n == "T" else size == n
-                for size, n in zip(found, shape)
+                for size, n in zip(actual, shape)
             ]
-            if len(found) != len(shape) or not all(fits):
+            if len(actual) != len(shape) or not all(fits):
                 subject, needed = (
                     f"input {name!r}",
                     f"{shape}, T from 1 to {self.t_max}",
                 )
                 step = "give it so; for more tokens a call, export with more --tokens"
-                raise InputError(subject, found or "nothing", needed, step)
+                raise InputError(subject, actual or "nothing", needed, step)
 
     def _check_interface(self, described, T: int) -> None:
-        """Compares inputs and states with the manifest's; outputs by name, because
-        every call checks their shapes."""
-        found = {n: described.input_descriptor(n) for n in described.input_names}
-        found |= {n: described.state_descriptor(n) for n in described.state_names}
-        shapes = {name: [*kind.shape] for name, kind in found.items()}
+        """Compares the shapes of inputs and states with the manifest. Compares outputs by name
+        alone, because every call checks their shapes."""
+        tensors = {n: described.input_descriptor(n) for n in described.input_names}
+        tensors |= {n: described.state_descriptor(n) for n in described.state_names}
+        shapes = {name: [*tensor.shape] for name, tensor in tensors.items()}
         shapes |= dict.fromkeys(described.output_names)
         declared = {
             name: [T if n == "T" else n for n in shape]

@@ -65,9 +65,9 @@ class CoreAITemplate:
                 self.program = trace(self.module(stored), self.spec, self.options)
             save(self.program, self.spec, stored, package)
         raw = (package / PROGRAM).read_bytes()
-        places = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
-        found = {path: text for path, text in places.items() if text}
-        return file_entries(package.parent, package), found
+        located = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
+        places = {path: text for path, text in located.items() if text}
+        return file_entries(package.parent, package), places
 
     def module(self, stored: dict[str, dict]) -> nn.Module:
         """The shard's module in the program's dtype, its weights the stored ones."""
@@ -233,16 +233,16 @@ def save(
 
 
 def name_constants(module) -> None:
-    """Names the large constants of a program in the order they come: Apple's names are
-    others in every process."""
+    """Names the large constants of a program in their order, because Apple's names differ in
+    every process."""
     ir = apple("coreai._compiler.ir")
     names = {}
 
     def visit(op):
         if "value" in op.attributes:
             value = op.attributes["value"]
-            if found := RESOURCE.match(str(value)[:200]):
-                name = found[1]
+            if resource := RESOURCE.match(str(value)[:200]):
+                name = resource[1]
                 if name not in names:
                     names[name] = renamed(op, value, f"weight_{len(names)}")
                 op.attributes["value"] = names[name]

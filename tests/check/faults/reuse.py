@@ -13,8 +13,8 @@ import pytest
 from faults.decoders import change_inputs, change_sequences
 from workbench import Decoder
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
-from workbench.decode import snapshot as snapshots
 from workbench.decode import Sequences, store
+from workbench.decode import snapshot as snapshots
 from workbench.decode.snapshot import Snapshot
 
 Plant = Callable[[pytest.MonkeyPatch, Decoder, Decoder], None]
