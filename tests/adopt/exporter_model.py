@@ -20,16 +20,18 @@ class Model(nn.Module):
 
     def __init__(self, path: Path, S: int = 32):
         super().__init__()
-        how = {"dtype": torch.float32, "attn_implementation": "eager"}
-        whole = AutoModelForCausalLM.from_pretrained(path, **how)
+        whole = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
         self.config, self.body, self.head = whole.config, whole.model, whole.lm_head
         self.S, self.C, self.L = S, self.config.hidden_size, len(self.body.layers)
         self.kv, self.D = self.config.num_key_value_heads, self.config.head_dim
         full = ["full_attention"] * self.L
         self.kinds = getattr(self.config, "layer_types", None) or full
         for kind in set(self.kinds):
-            about = (kind,) if self.config.model_type == "gemma3_text" else ()
-            tables = self.body.rotary_emb(torch.zeros(1), torch.arange(S)[None], *about)
+            # only Gemma has a rotary table for each kind of layer
+            kinds = (kind,) if self.config.model_type == "gemma3_text" else ()
+            tables = self.body.rotary_emb(torch.zeros(1), torch.arange(S)[None], *kinds)
             for name, table in zip(("cos", "sin"), tables):
                 self.register_buffer(f"{name}_{kind}", table[0])
 
@@ -108,22 +110,24 @@ def saved(
     optimize = ct.optimize.coreml
     types = {np.int32: torch.int32, np.float16: torch.float32}
     examples = [
-        torch.zeros(each.shape.default, dtype=types[nptype_from_builtin(each.dtype)])
-        for each in inputs
+        torch.zeros(
+            tensor.shape.default, dtype=types[nptype_from_builtin(tensor.dtype)]
+        )
+        for tensor in inputs
     ]
     states = []
     for name, cache in (caches or {}).items():
         tensor = ct.TensorType(shape=tuple(cache.shape), dtype=np.float16)
         states.append(ct.StateType(wrapped_type=tensor, name=name))
     module = Exported(m, function, caches or {}).eval()
-    how = {"minimum_deployment_target": ct.target.iOS18, "skip_model_load": True}
+    defaults = {"minimum_deployment_target": ct.target.iOS18, "skip_model_load": True}
     with quiet(), no_progress(), torch.no_grad(), shim.mended_converter():
         package = ct.convert(
             torch.jit.trace(module, examples, check_trace=False),
             inputs=inputs,
             outputs=[ct.TensorType(name=n) for n in outputs],
             states=states or None,
-            **how | options,
+            **defaults | options,
         )
         if stored:
             config, press = (

@@ -166,10 +166,10 @@ def chunks(
                 integers("current_pos", 1),
             ]
             caches = {}
-            for own in dict.fromkeys(names):
-                rows = window if "local" in own else m.S
-                planes = m.caches(2 * names.count(own))[:, :, :rows]
-                caches[f"model.model.{own}"] = planes
+            for cache_name in dict.fromkeys(names):
+                rows = window if "local" in cache_name else m.S
+                planes = m.caches(2 * names.count(cache_name))[:, :, :rows]
+                caches[f"model.model.{cache_name}"] = planes
             fault = future and mode == "prefill_rotate"
             layers = partial(chunk, m, names, span, window, rotate, prefill, fault)
             functions[mode] = folder / f".{mode}-{name}.mlpackage"
@@ -214,9 +214,17 @@ def monolith(folder: Path, m: Model, stored: dict | None = None):
         plain("update_mask", 1, 1, m.S, 1),
     ]
     caches, outputs = {"kv_cache_0": m.caches(2 * m.L)}, ["token_id", "token_logit"]
-    how = {"stored": stored, "minimum_deployment_target": ct.target.iOS26}
-    how["compute_precision"] = ct.precision.FLOAT32
-    saved(folder / "model.mlpackage", m, whole, inputs, outputs, caches, **how)
+    saved(
+        folder / "model.mlpackage",
+        m,
+        whole,
+        inputs,
+        outputs,
+        caches,
+        stored=stored,
+        minimum_deployment_target=ct.target.iOS26,
+        compute_precision=ct.precision.FLOAT32,
+    )
 
 
 def host(folder: Path, m: Model, stored: dict | None = None, moves: bool = False):

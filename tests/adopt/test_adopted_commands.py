@@ -46,18 +46,25 @@ def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, checkout):
 
 
 def test_a_unit_is_validated_without_logits(adoptions, tmp_path):
-    made = golden.make_golden(Checkpoint(adoptions.checkpoint("host")), IDS[:4])
-    file = made.save(tmp_path / "g.safetensors")
-    how = {"alone": False}
+    reference = golden.make_golden(Checkpoint(adoptions.checkpoint("host")), IDS[:4])
+    file = reference.save(tmp_path / "g.safetensors")
+    options = {"alone": False}
     unit = adoptions.folder("host"), file, None, "portable", "declared"
-    found = units.validate_unit(*unit, how)
-    assert found["verdict"] == "GREEN" and np.isnan(found["kl_max"])
+    result = units.validate_unit(*unit, options)
+    assert result["verdict"] == "GREEN" and np.isnan(result["kl_max"])
 
 
 def test_logits_of_an_argmax_inside_are_refused(adoptions, tmp_path):
-    how = "--prompt-ids", "1,2,3", "--max-new", 4, "--logits", tmp_path / "logits.npy"
+    arguments = (
+        "--prompt-ids",
+        "1,2,3",
+        "--max-new",
+        4,
+        "--logits",
+        tmp_path / "logits.npy",
+    )
     with refused("argmax inside"):
-        invoke("generate", adoptions.folder("host"), *how)
+        invoke("generate", adoptions.folder("host"), *arguments)
 
 
 def test_plan_counts_packages_and_states_and_places_every_function(adoptions):
@@ -78,8 +85,8 @@ def test_a_device_compiles_each_package_once_and_has_a_plan_of_it(
 ):
     folder = shutil.copytree(adoptions.folder("chunks"), tmp_path / "b")
     runtime = "--runtime", "stand-in-plan-ane"
-    found = invoke("plan", folder, *runtime)
-    assert (found["source"], len(found["shards"])) == ("simulated", 6)
+    plan = invoke("plan", folder, *runtime)
+    assert (plan["source"], len(plan["shards"])) == ("simulated", 6)
     with mock.patch.object(Proxy, "compileModel") as compiled:
         invoke("generate", folder, "--prompt-ids", "1,2", "--max-new", 1, *runtime)
     compiled.assert_not_called()
@@ -115,12 +122,18 @@ def test_a_sweep_measures_foreign_bundles_and_the_explorer_shows_them(
 
 
 def test_a_device_that_ends_in_other_logits_is_red(adoptions):
-    made = golden.make_golden(Checkpoint(adoptions.checkpoint("chunks")), IDS[:8])
+    prompt_golden = golden.make_golden(
+        Checkpoint(adoptions.checkpoint("chunks")), IDS[:8]
+    )
     bundle = Bundle.open(adoptions.folder("chunks"))
-    reference = device_reference(bundle, made)
+    reference = device_reference(bundle, prompt_golden)
     decoder = as_device(Decoder(bundle, "portable"))
-    assert device_gate(decoder, made, reference).verdict == "GREEN"
+    assert device_gate(decoder, prompt_golden, reference).verdict == "GREEN"
     run = decoder.run_calls
-    decoder.run_calls = lambda *about: [io | {X: 1.05 * io[X]} for io in run(*about)]
-    gate = device_gate(decoder, made, reference)
+
+    def run_calls(*arguments):
+        return [io | {X: 1.05 * io[X]} for io in run(*arguments)]
+
+    decoder.run_calls = run_calls
+    gate = device_gate(decoder, prompt_golden, reference)
     assert gate.verdict == "RED" and gate.reason.endswith("worst: logits")

@@ -100,8 +100,8 @@ def test_a_bundle_of_a_batch_answers_too(tiny_llama, exports, monkeypatch):
 @pytest.mark.parametrize("answer", ["5", "[5]", '"5", "prompt": null'])
 def test_tasks_whose_texts_are_none_are_refused(answer, tmp_path):
     path = tmp_path / "tasks.jsonl"
-    about = '"task": "a", "distance": 0, "prompt": "2 + 3 ="'
-    path.write_text(f'{{{about}, "answer": {answer}}}')
+    fields = '"task": "a", "distance": 0, "prompt": "2 + 3 ="'
+    path.write_text(f'{{{fields}, "answer": {answer}}}')
     with refused("as text"):
         answers.load_tasks(path)
 
@@ -137,10 +137,12 @@ def test_tasks_are_asked_only_of_a_checkpoint_that_was_trained_on_them(
     assert gate.verdict == "not_run" and why in gate.reason
     # the user's own tasks are asked whatever the checkpoint was trained on
     monkeypatch.setattr(answers, "answers_gate", lambda *arguments: arguments)
-    own = tmp_path / "own.jsonl"
-    own.write_text('{"task": "a", "distance": 1, "prompt": "2 +", "answer": "3"}')
-    *_, asked = answers.trained_answers_gate(None, Checkpoint(folder), own)
-    assert [task["answer"] for task in asked] == ["3"]
+    user_tasks = tmp_path / "own.jsonl"
+    user_tasks.write_text(
+        '{"task": "a", "distance": 1, "prompt": "2 +", "answer": "3"}'
+    )
+    *_, tasks_given = answers.trained_answers_gate(None, Checkpoint(folder), user_tasks)
+    assert [task["answer"] for task in tasks_given] == ["3"]
 
 
 def test_tasks_with_words_that_a_tokenizer_lacks_are_not_asked(tiny_llama):

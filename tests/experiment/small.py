@@ -53,13 +53,15 @@ def project(folder: Path) -> Path:
         random(folder / "data" / f"random-{family}", family, num_hidden_layers=2)
     (folder / "notebooks").mkdir()
     for source in (ROOT / "notebooks").glob("*.ipynb"):
-        found = nbformat.read(source, as_version=4)
-        (cell,) = (c for c in found.cells if "parameters" in c.metadata.get("tags", []))
-        own = {line.partition(" =")[0] for line in cell.source.splitlines()}
+        notebook = nbformat.read(source, as_version=4)
+        (cell,) = (
+            c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])
+        )
+        parameters = {line.partition(" =")[0] for line in cell.source.splitlines()}
         for name, value in SMALL[source.stem[:2]].items():
-            assert name in own, f"{source.stem} has no {name}"
+            assert name in parameters, f"{source.stem} has no {name}"
             cell.source += f"\n{name} = {value!r}"
-        nbformat.write(found, folder / "notebooks" / source.name)
+        nbformat.write(notebook, folder / "notebooks" / source.name)
     for path in (ROOT / "experiments").glob("[0-9]*"):
         shutil.copytree(path, folder / "experiments" / path.name)
     git(folder, "init")

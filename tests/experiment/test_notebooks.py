@@ -70,9 +70,9 @@ def test_prose_states_no_results(path):
     code = "\n".join(cells_of(path, "code"))
     for cell in cells_of(path, "markdown"):
         assert "## Answer" not in cell or not re.search(r"\d", cell)
-        for found in RESULTS.finditer(cell):
+        for result in RESULTS.finditer(cell):
             # a setting of the experiment, such as a fault that a cell plants
-            assert found[0] in code, f"{path.stem}: {found[0]!r} in {cell[:60]!r}"
+            assert result[0] in code, f"{path.stem}: {result[0]!r} in {cell[:60]!r}"
 
 
 def answer(number: str, names: dict) -> str:
@@ -112,8 +112,8 @@ def stored(number: str, folder: Path) -> dict:
     # a table and a figure of one name: the answer reads the table
     paths = sorted(folder.glob("*/*.parquet"))
     files = {path.stem: pd.read_parquet(path) for path in paths}
-    found = [SimpleNamespace(**gate) for gate in run["gates"]]
-    names = run["parameters"] | files | {"all_gates": found, "decoder": None}
+    all_gates = [SimpleNamespace(**gate) for gate in run["gates"]]
+    names = run["parameters"] | files | {"all_gates": all_gates, "decoder": None}
     names |= {name: files.get(file) for name, file in FILES.get(number, {}).items()}
     names |= {"result": SimpleNamespace(rows=None), "runtime": "portable"}
     names["presets"] = files.get("presets", pd.DataFrame(columns=recommend.COLUMNS))
@@ -151,10 +151,10 @@ def stored(number: str, folder: Path) -> dict:
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
         first, model = files["speed"].iloc[0], Path(names["CHECKPOINT"]).name
-        about = (
+        setting = (
             f"{model}, {first['runtime']} runtime, {names['DEPTH']} tokens in the cache"
         )
-        names["about"] = f"{names['COMPRESS'][0]}, {about}, {first['machine']}"
+        names["about"] = f"{names['COMPRESS'][0]}, {setting}, {first['machine']}"
     return names
 
 
@@ -278,8 +278,8 @@ def named_cells(number: str, *starts: str) -> str:
     """The definitions and statements of a notebook that begin with these words, from
     cells in which they stand alone."""
     cells = cells_of(named(number), "code")
-    found = [cell for cell in cells for start in starts if start in cell]
-    return "\n".join(dict.fromkeys(found))
+    defining = [cell for cell in cells for start in starts if start in cell]
+    return "\n".join(dict.fromkeys(defining))
 
 
 def test_05_names_what_a_planted_fault_turned_red_and_nothing_else():
@@ -512,7 +512,7 @@ def test_34_draws_what_macs_measured(capsys):
         ),
         table=lambda name, data, caption: drawn.update(table=data),
     )
-    names = {"experiment": experiment, "plots": plots, "display": lambda shown: None}
+    names = {"experiment": experiment, "plots": plots, "display": lambda value: None}
     exec(cell, names | {"runs": runs})
     assert "no run on Core ML" in capsys.readouterr().out and not drawn
     exec(cell, names | {"runs": runs.assign(runtime="coreml", compute_units="ALL")})

@@ -135,9 +135,9 @@ def test_no_path_of_this_machine_is_written(checkout, tmp_path_factory):
         ("org/Model", "org/Model"),
     ]:
         given_values = values | {"CHECKPOINT": str(given_path)}
-        found = portable(Parameters(given_values), source)
-        assert found["CHECKPOINT"] == written and found["RUNTIME"] == "auto"
-        assert found["PROMPT"].startswith("prompt.txt-")
+        result = portable(Parameters(given_values), source)
+        assert result["CHECKPOINT"] == written and result["RUNTIME"] == "auto"
+        assert result["PROMPT"].startswith("prompt.txt-")
     values = {"PROMPT": "/no path, but a text", "CHECKPOINT": "/nowhere/a"}
-    found = portable(Parameters(values), Source("a"))
-    assert found == {"PROMPT": "/no path, but a text", "CHECKPOINT": "a"}
+    result = portable(Parameters(values), Source("a"))
+    assert result == {"PROMPT": "/no path, but a text", "CHECKPOINT": "a"}

@@ -52,8 +52,10 @@ def test_two_checkpoints_of_one_name_have_two_runs(project):
     first, second = runs
     assert first != second and first.name.startswith("checkpoint-500-")
     assert [run_of(run)["conclusion"] for run in runs] == ["a", "b"]
-    moved = shutil.move(project / "a" / "checkpoint-500", project / "checkpoint-500")
-    assert folders.run_folder(NAME, {"CHECKPOINT": str(moved)}) == first
+    new_place = shutil.move(
+        project / "a" / "checkpoint-500", project / "checkpoint-500"
+    )
+    assert folders.run_folder(NAME, {"CHECKPOINT": str(new_place)}) == first
 
 
 def test_a_run_of_an_older_layout_is_found_until_there_is_a_newer_one(project):
@@ -141,10 +143,10 @@ def test_a_cell_that_runs_again_replaces_what_it_gave_in_its_place(project, run_
         "late",
     ]
     experiment.conclude("It holds.")
-    shown = [
+    figures = [
         (part["name"], part["alt"]) for part in folders.read_parts(experiment.folder)
     ]
-    assert shown == [("renamed", "renamed 2.0"), ("second", "second 1.0")]
+    assert figures == [("renamed", "renamed 2.0"), ("second", "second 1.0")]
     assert run_of(experiment.folder)["verdict"] == "GREEN"
 
 
@@ -155,11 +157,11 @@ def test_without_cells_the_name_tells_what_is_given_again(project):
     bars(experiment, "second", 1.0)
     experiment.add_gates([gates.holds("a", True, "")])
     bars(experiment, "first", 2.0)
-    found = {gate.name: gate.verdict for gate in experiment.gates}
-    assert found == {"a": "GREEN", "b": "GREEN"} and len(experiment.gates) == 2
+    verdicts = {gate.name: gate.verdict for gate in experiment.gates}
+    assert verdicts == {"a": "GREEN", "b": "GREEN"} and len(experiment.gates) == 2
     experiment.conclude("It holds.")
-    shown = [part["alt"] for part in folders.read_parts(experiment.folder)]
-    assert shown == ["first 2.0", "second 1.0"]
+    descriptions = [part["alt"] for part in folders.read_parts(experiment.folder)]
+    assert descriptions == ["first 2.0", "second 1.0"]
 
 
 def test_gates_of_one_name_in_one_cell_all_stay(project):

@@ -83,9 +83,9 @@ def test_what_a_notebook_does_not_have_is_refused_before_anything_runs(project):
 
 
 def test_a_parameter_that_no_text_can_give_is_refused(project, monkeypatch):
-    known = notebook_parameters("07")
-    known.fixed["FOLDER"] = "PosixPath('data')"
-    monkeypatch.setattr(running, "notebook_parameters", lambda number: known)
+    parameters = notebook_parameters("07")
+    parameters.fixed["FOLDER"] = "PosixPath('data')"
+    monkeypatch.setattr(running, "notebook_parameters", lambda number: parameters)
     with refused("FOLDER = PosixPath"):
         run_notebook("07", {"FOLDER": "x"}, progress=False)
 

@@ -48,11 +48,11 @@ def run(suite: str, out: Path, options: list[str]) -> tuple[dict, int]:
     }
     code = subprocess.run(command, env=environment, stdout=sys.stderr).returncode
     selected, *lines = map(json.loads, outcomes.read_text().splitlines())
-    found = {line.pop("case"): line for line in lines}
+    outcomes_by_case = {line.pop("case"): line for line in lines}
     if code not in (0, 1):  # 1: some tests failed
         reason = f"pytest ended with code {code}"
-        found["process::whole"] = {"outcome": "failed", "reason": reason}
-    return found, selected["selected"]
+        outcomes_by_case["process::whole"] = {"outcome": "failed", "reason": reason}
+    return outcomes_by_case, selected["selected"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build/judge")
     chosen, options = parser.parse_known_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    found, selected = run(chosen.suite, chosen.out.resolve(), options)
-    cases = judged(found)
+    outcomes, selected = run(chosen.suite, chosen.out.resolve(), options)
+    cases = judged(outcomes)
     text = table(chosen.suite, cases, selected)
     (chosen.out / f"{chosen.suite}.md").write_text(text)
     print(text)

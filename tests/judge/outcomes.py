@@ -74,7 +74,7 @@ def table(suite: str, cases: pd.DataFrame, selected: int) -> str:
         "|---|---|---|",
     ]
     others = cases[cases["kind"] != "passed"]
-    for (kind, reason), own in others.groupby(["kind", "reason"]):
-        counts = [f"{name} {len(each)}" for name, each in own.groupby("op")]
+    for (kind, reason), rows in others.groupby(["kind", "reason"]):
+        counts = [f"{name} {len(part)}" for name, part in rows.groupby("op")]
         lines.append(f"| {kind} | {', '.join(counts)} | {reason.replace('|', '/')} |")
     return "\n".join(lines) + "\n"

@@ -54,7 +54,8 @@ class Recorder:
         cases = defaultdict(list)
         for item in random.Random(0).sample(items, len(items)):
             cases[op(item.nodeid)].append(item)
-        chosen = {i for found in cases.values() for i in found[: self.sample or None]}
+        count = self.sample or None  # of each op; None: all
+        chosen = {item for group in cases.values() for item in group[:count]}
         items[:] = [item for item in items if item in chosen]
 
     @pytest.hookimpl(tryfirst=True)
