@@ -39,6 +39,7 @@ def examine(name: str = "coreml") -> dict:
             outcome = process.call(stateful_predict, name, units, timeout_s=TIMEOUT_S)
             results[units] = outcome.failure or "ok"
         available = results["CPU_ONLY"] == "ok"
+    # every Mac with Apple silicon has a Neural Engine; Core ML's own list is better
     has_engine = platform.machine() == "arm64"
     if devices is not None:
         has_engine = "ane" in {device["kind"] for device in devices}
@@ -127,6 +128,7 @@ def stateful_predict(name: str, units: str) -> None:
                 _counter(ct).save(package)
             ct.models.utils.compile_model(package, compiled)
             model = ct.models.CompiledMLModel(compiled, ct.ComputeUnit[units])
+            # the second call shows whether the state keeps what the first one wrote
             state, ones = model.make_state(), np.ones(SHAPE, np.float32)
             sums = [
                 float(model.predict({"x": ones}, state)["y"].mean()) for _ in range(2)

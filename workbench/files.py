@@ -62,6 +62,7 @@ def _note_path(kind: str, facts: dict[str, str]) -> Path:
     else:
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~/.cache"))
         folder = Path(cache) / "workbench"
+    # the file has all facts, so that a name of half a digest is enough
     key = json.dumps(facts, sort_keys=True).encode()
     return folder / kind / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
 
@@ -91,6 +92,7 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
         OSError: the disk is full or permission is missing. An earlier file at `path` stays,
             and the dot-file is removed.
     """
+    # a random name, because two processes may write the same file
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
@@ -211,7 +213,7 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     flags, operation = os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX
     if path.is_dir():
-        flags = os.O_RDONLY
+        flags = os.O_RDONLY  # a folder can be locked, but not opened for writing
     if refusal:
         operation |= fcntl.LOCK_NB
     descriptor = os.open(path, flags, 0o666)
@@ -222,6 +224,7 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
             raise refusal from None
         yield
     finally:
+        # the file stays: removing it would let a third process lock another file
         os.close(descriptor)
 
 
@@ -268,6 +271,7 @@ def link(source: str, target: str) -> None:
     """Makes a hard link to a file, or to the file that a symbolic link leads to. Makes a
     copy where that is impossible: on another disk, or on one without hard links."""
     try:
+        # the Hub's cache has relative symbolic links, which would be broken elsewhere
         os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)
@@ -315,6 +319,7 @@ def _earlier(target: Path) -> Path:
 def _exchange(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders in one step. Returns False where the system
     cannot."""
+    # Python's os has neither function; the C library of the process does
     library = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(first), os.fsencode(second)
     if hasattr(library, "renameat2"):

@@ -83,6 +83,7 @@ def locate_checkpoint(path: str | Path) -> Path:
     if (path / CONFIG).is_file():
         _check_weights(path)
         return path
+    # a folder of this name is meant before a model of the Hub
     if not path.exists() and (snapshot := hub_snapshot(path)):
         return snapshot
     _check_weights(path)
@@ -96,6 +97,7 @@ def locate_checkpoint(path: str | Path) -> Path:
 def _check_weights(folder: Path) -> None:
     """Refuses a folder whose weights have a format that is not read: an adapter, GGUF, or
     files of torch.save."""
+    # a folder may have several formats of the same weights; safetensors are read
     if any(folder.glob("model*.safetensors*")):
         return
     subject, needed = f"checkpoint {folder}", "a Hugging Face folder of *.safetensors"
@@ -226,6 +228,7 @@ def hub_snapshot(path: str | Path) -> Path | None:
         folder = Path(snapshot_download(hub[1], local_files_only=True))
     except (OSError, ValueError):
         return None
+    # a snapshot may hold a few files alone, such as a tokenizer
     if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")):
         return folder
     return None
@@ -234,6 +237,7 @@ def hub_snapshot(path: str | Path) -> Path | None:
 def model_name(path: Path) -> str:
     """The name of a checkpoint: that of its folder, or in the Hub's cache that of the
     model."""
+    # the Hub's cache has models--ORG--NAME/snapshots/COMMIT
     owner = path.parent.parent.name
     if path.parent.name == "snapshots" and owner.startswith("models--"):
         return owner.rpartition("--")[2]
