@@ -1,9 +1,12 @@
-"""Perplexity and KL over a text: transformers' own figures, each token once, resumed where it
-stopped."""
+"""Perplexity and KL over a text are transformers' own figures; each token is scored once,
+and an evaluation that was stopped or killed resumes to the same figures."""
 
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +19,10 @@ from refusal import refused
 from tiny import prompt
 
 from workbench.check import evaluate
+from workbench.check.compare import relative_rms
 from workbench.check.golden import stored_weights
 from workbench.check.hf import Reference
-from workbench.decode import Sequences
+from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 DATA = Path(__file__).parents[2] / "data"
@@ -108,8 +112,60 @@ def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
     np.testing.assert_allclose(np.load(path), rows, rtol=1e-4, atol=1e-7)
     assert resumed["perplexity"] == whole["perplexity"]
     assert evaluated(*arguments, *EXACT)["resumed"] == 0
-    monkeypatch.setattr(Sequences, "advance", None)  # nothing is left to run
+    monkeypatch.setattr(Decoder, "run_calls", None)  # nothing is left to run
     assert evaluated(*arguments)["resumed"] == 9
+
+
+# Runs the command in its own process, whose file of rows is written often, and ends the
+# process with SIGKILL: behind the third writing, or in the middle of it.
+KILLED = """
+import os, signal, sys
+import numpy as np
+from workbench.check import evaluate
+from workbench.cli import main
+
+moment, tokens = sys.argv[1:3]
+del sys.argv[1:3]
+count, save, write_whole = 0, np.save, evaluate.write_whole
+
+def counted_save(file, arr):
+    global count
+    count += 1
+    if count == 3 and moment == "while rows are written":
+        file.write(b"half of the rows")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(file, arr)
+
+def counted_write(*arguments):
+    write_whole(*arguments)
+    if count == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+np.save, evaluate.write_whole = counted_save, counted_write
+evaluate.REFERENCE_TOKENS = int(tokens)
+main()
+"""
+
+
+@pytest.mark.slow("runs the command in a process that is killed")
+@pytest.mark.parametrize(
+    "moment, stored", [("behind a window", 5), ("while rows are written", 3)]
+)
+def test_a_killed_evaluation_resumes_to_the_same_figures(bundle, text, moment, stored):
+    arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
+    whole = evaluated(*arguments)
+    shutil.rmtree("data/evaluations")
+    # the first window, which has a shape of its own, then two windows for each writing
+    program = [sys.executable, "-c", KILLED, moment, str(2 * WINDOW), "evaluate"]
+    process = subprocess.run([*program, *map(str, arguments)], capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+    resumed = evaluated(*arguments)
+    assert resumed["resumed"] == stored
+    # the reference's windows run in groups, which differ in the order of sums alone
+    for name in ("perplexity", "golden_perplexity", "same_top"):
+        assert resumed[name] == pytest.approx(whole[name], rel=1e-6)
+    assert resumed["kl"] == pytest.approx(whole["kl"], rel=1e-4, abs=1e-9)
 
 
 def torn(path, rows):
@@ -152,9 +208,11 @@ def test_an_evaluation_does_not_go_on_over_changed_weights(bundle, text, tmp_pat
 
 
 def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):
-    how = ("--text", text, "--window", 20, *EXACT)
+    arguments = ("--text", text, "--window", 20, *EXACT)
     one, three = (
-        evaluated(exports.bundle(TINY, max_seq_len=32, batch=B, **options).root, *how)
+        evaluated(
+            exports.bundle(TINY, max_seq_len=32, batch=B, **options).root, *arguments
+        )
         for B, options in [(1, {}), (3, {"kv_write": "slice"})]
     )
     assert one["perplexity"] == pytest.approx(three["perplexity"], rel=1e-6)
@@ -170,6 +228,61 @@ def test_intervals_hold_the_figure_and_are_null_for_few_windows(bundle, text):
     assert many["perplexity_ratio"] == pytest.approx(ratio, rel=1e-12)
     few = evaluated(bundle.root, "--text", text, "--checkpoint", TINY, "--window", 32)
     assert few["windows"] < evaluate.MIN_WINDOWS and few["intervals"] is None
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "columns"),
+    [
+        ("llama", {}, 256),
+        ("gemma3_text", {}, 256),
+        ("gemma3_text", {"sliding": "ring"}, 4),
+        ("llama", {"kv_write": "slice"}, 4),
+        ("llama", {"tokens": "1,4"}, 4),
+        ("lfm2", {}, 256),
+        ("qwen3_5_text", {}, 4),  # a matrix state is rounded once per call
+    ],
+)
+def test_wide_calls_give_the_logits_of_calls_of_t_max(
+    exports, family, options, columns
+):
+    """Only programs that take any number of columns have wide calls."""
+    bundle = exports.bundle(family, max_seq_len=32, **options)
+    decoder = Decoder(bundle, "portable", "exact")
+    assert evaluate.call_columns(decoder) == columns
+    ids = [prompt(bundle.manifest.dims.V, 28)]
+    expected = decoder.sequence_logits(ids, 12)
+    outputs = evaluate.last_outputs(decoder, ids, 12)
+    assert relative_rms(expected, decoder.logits(outputs)) < 1e-5
+
+
+@pytest.mark.parametrize("family", sorted(evaluate.SDPA_FAMILIES))
+def test_fused_attention_gives_the_logits_of_eager_attention(exports, family):
+    source = Checkpoint(exports.checkpoint(family))
+    ids = np.array([prompt(source.config.vocab_size, 40)] * 2)
+    logits = []
+    for model in (Reference(source), evaluate.open_reference(source)):
+        logits.append(model.logits(model.last_hidden(ids, use_cache=False)).numpy())
+    assert relative_rms(*logits) < 1e-6
+
+
+def test_segments_and_slices_do_not_change_the_figures(bundle, text, monkeypatch):
+    """They bound the memory of calls and of logits."""
+    arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
+    monkeypatch.setattr(evaluate, "COLUMNS", 5)
+    whole = evaluated(*arguments)
+    shutil.rmtree("data/evaluations")
+    monkeypatch.setattr(evaluate, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(evaluate, "SCORED_NUMBERS", 3 * bundle.manifest.dims.V)
+    parts = evaluated(*arguments)
+    for name in ("perplexity", "golden_perplexity", "same_top"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-6)
+
+
+def test_rows_of_calls_of_another_width_are_computed_again(bundle, text, monkeypatch):
+    arguments = bundle.root, "--text", text, *SIZES
+    evaluated(*arguments)
+    monkeypatch.setattr(evaluate, "COLUMNS", 8)
+    assert evaluated(*arguments)["resumed"] == 0
 
 
 @pytest.mark.parametrize(

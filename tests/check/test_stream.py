@@ -77,21 +77,23 @@ def test_a_bundle_that_holds_the_stream_scaled_has_the_steps_of_the_scaled_value
     overflowing = recorded(0)
     for layer in overflowing.trace.layers:
         layer.x, layer.hidden = 4 * layer.x, 4 * layer.hidden
-    moved = [stream.stream_sizes(overflowing, s)["update_moved"] for s in (1.0, 8.0)]
-    assert not np.isfinite(moved[0]).all() and np.isfinite(moved[1]).all()
+    plain, scaled = (
+        stream.stream_sizes(overflowing, scale)["update_moved"] for scale in (1.0, 8.0)
+    )
+    assert not np.isfinite(plain).all() and np.isfinite(scaled).all()
 
 
 def test_attention_is_that_of_the_whole_model(exports):
     """Held against transformers' own attention weights."""
     path = exports.checkpoint("llama")
     ids = prompt(97, 9)
-    found = stream.attention_received(Checkpoint(path), ids)
+    received = stream.attention_received(Checkpoint(path), ids)
     model = whole_model(Checkpoint(path))
-    shown = model(torch_ids(ids), output_attentions=True).attentions
-    for row in found.itertuples():
-        weights = shown[row.layer][0, :, row.position + 1 :, row.position]
+    attentions = model(torch_ids(ids), output_attentions=True).attentions
+    for row in received.itertuples():
+        weights = attentions[row.layer][0, :, row.position + 1 :, row.position]
         assert row.attention == pytest.approx(weights.mean().item(), abs=1e-6)
-    assert len(found) == len(shown) * (len(ids) - 1)
+    assert len(received) == len(attentions) * (len(ids) - 1)
 
 
 def torch_ids(ids):
@@ -103,8 +105,10 @@ def torch_ids(ids):
 def test_layers_without_attention_have_no_row(exports):
     checkpoint = Checkpoint(exports.checkpoint("lfm2"))
     ids = prompt(97, 6)
-    found = stream.attention_received(checkpoint, ids)
+    received = stream.attention_received(checkpoint, ids)
     golden = make_golden(checkpoint, ids)
-    assert set(found["layer"]) < set(range(golden.layers))
-    table = stream.largest_token(stream.stream_sizes(golden), found, list("abcdef"))
-    assert table["attention"].isna().sum() == golden.layers - found["layer"].nunique()
+    assert set(received["layer"]) < set(range(golden.layers))
+    table = stream.largest_token(stream.stream_sizes(golden), received, list("abcdef"))
+    assert (
+        table["attention"].isna().sum() == golden.layers - received["layer"].nunique()
+    )

@@ -17,7 +17,7 @@ def without(name):
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, problem",
     [
         (f"{GOOD}\n{{", "line 2, which is no JSON"),
         (f"{GOOD}\n\n[1]", "line 3, no object"),
@@ -27,10 +27,10 @@ def without(name):
         (" \n", "no line"),
     ],
 )
-def test_the_first_faulty_line_is_named(tmp_path, text, found):
+def test_the_first_faulty_line_is_named(tmp_path, text, problem):
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
-    with refused(f"tasks .*found {found}"):
+    with refused(f"tasks .*found {problem}"):
         load_tasks(path)
 
 

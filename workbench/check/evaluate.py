@@ -1,15 +1,17 @@
 """Perplexity of a bundle over a text of any length, and its distance from Hugging
 Face's model.
 
-In: a decoder, token ids, and what to compare with. Out: one row per scored token. The
-text is read in windows as in transformers' documented loop for strided perplexity: a
-window begins every `stride` tokens and scores the tokens that no window before it has
-scored. Logits of one window (of a batch) are in memory at a time; the rows of finished
-windows are in a file, from which an interrupted evaluation goes on."""
+The text is read in windows as in transformers' documented loop for strided perplexity:
+a window begins every `stride` tokens and scores the tokens that no earlier window has
+scored. All calls of a window pass one shard before the next one begins, so that each
+weight is read once for many of them; on a device the calls run one after another, as in
+decoding. The rows of finished windows are stored in a file, from which an interrupted
+evaluation resumes."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.check.compare import log_softmax
+from workbench.bundle.names import MATRIX_STATE, X
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
 from workbench.check.validate import summarize_kl
@@ -27,10 +29,20 @@ from workbench.files import check_regular, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
-EVALUATION_FORMAT = 3  # of the stored rows: raised when what they hold changes
+EVALUATION_FORMAT = 4  # of the stored rows: raised when their figures may change
 ROW = ("nll", "golden_nll", "kl", "same_top")
-# run through Hugging Face's model for each reading of its weights
+# Tokens that run through Hugging Face's model for each reading of its weights.
 REFERENCE_TOKENS = 2048
+# Families whose logits with torch's fused attention are those of eager attention, which
+# a test compares. Eager attention writes the scores of a window out.
+SDPA_FAMILIES = frozenset(
+    """gemma3_text granitemoehybrid hunyuan_v1_dense lfm2 llama ministral3 mistral olmo2
+    olmo3 phi3 qwen2 qwen3 qwen3_5_text smollm3""".split()
+)
+COLUMNS = 256  # of a call, where a program takes any number
+# Inputs of calls that pass the shards together: bounds memory, whatever the window.
+SEGMENT_BYTES = 1 << 27
+SCORED_NUMBERS = 1 << 24  # logits of each side in memory at a time
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
 RESAMPLES = 1000
 
@@ -67,9 +79,9 @@ def evaluate(
     Returns:
         tokens (scored), windows, resumed (windows that were stored before), perplexity,
         golden_perplexity, perplexity_ratio, kl (nats), same_top, and 95% intervals of
-        these means by a bootstrap over windows; null where there is no reference or are
-        too few windows, and what needs logits where packages give top tokens alone
-        (then `not_run` says so).
+        these means by a bootstrap over windows. Figures are null without a reference,
+        intervals with too few windows, and perplexity and KL for packages that output
+        the top token alone (then `not_run` gives the reason).
 
     Raises:
         InputError: a window longer than max_seq_len, fewer than two tokens, another
@@ -81,7 +93,8 @@ def evaluate(
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
     key = [
         EVALUATION_FORMAT,
-        decoder.bundle.identity,
+        decoder.bundle.identity,  # with it the hash of every file
+        call_columns(decoder),
         reference and reference.sha256,
         hashlib.sha256(ids.tobytes()).hexdigest(),
         spans[:2],
@@ -94,15 +107,15 @@ def evaluate(
     ends = [end - 1 for _, _, end in spans]  # rows up to each window's end
     rows = _stored_rows(path, ends, bool(reference))
     resumed = ends.index(len(rows)) + 1 if len(rows) else 0
-    model = reference and Reference(reference)
+    model = reference and open_reference(reference)
     stored = resumed
     try:
-        with bar(total=len(spans), initial=resumed, unit="window") as shown:
+        with bar(total=len(spans), initial=resumed, unit="window") as progress:
             for group in _groups(spans[resumed:]):
                 rows = np.concatenate([rows, *_score_group(decoder, model, ids, group)])
                 write_whole(path, partial(np.save, arr=rows))
                 stored += len(group)
-                shown.update(len(group))
+                progress.update(len(group))
     except (KeyboardInterrupt, OSError, MemoryError) as problem:
         text = f"{stored} of {len(spans)} windows kept; the same command resumes"
         problem.add_note(text)
@@ -114,13 +127,21 @@ def evaluate(
     return result
 
 
+def open_reference(checkpoint: Checkpoint) -> Reference:
+    """Hugging Face's model on its own weights, with the attention that is fastest among
+    those of equal logits."""
+    is_equal = checkpoint.config.model_type in SDPA_FAMILIES
+    return Reference(checkpoint, attention="sdpa" if is_equal else "eager")
+
+
 def _stored_rows(path: Path, ends: list[int], compared: bool) -> np.ndarray:
     """The rows [n, 4] of finished windows in a file, none where it is missing, torn, or
     holds something else.
 
     Args:
         ends: the numbers of rows that windows end at.
-        compared: whether rows have the reference's figures."""
+        compared: whether rows have the reference's figures.
+    """
     empty = np.empty((0, len(ROW)))
     try:
         check_regular(path, 1024 + empty.itemsize * len(ROW) * ends[-1])
@@ -138,27 +159,134 @@ def _stored_rows(path: Path, ends: list[int], compared: bool) -> np.ndarray:
 def _score_group(
     decoder: Decoder, model: Reference | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray]:
-    """The rows of each window of a group."""
+    """The rows of each window of a group, all of one shape."""
     sequences = [ids[begin : end - 1].tolist() for begin, _, end in group]
+    _, first, end = group[0]
+    count = end - first
+    golden = None
     if model:
         hidden = model.last_hidden(np.array(sequences), use_cache=False)
+        golden = hidden[:, -count:]
     B = decoder.options.batch
-    golden = None
-    for i, (_, first, end) in enumerate(group):
-        if i % B == 0:
-            part = sequences[i : i + B]
-            part += [part[-1]] * (B - len(part))
-            logits = decoder.sequence_logits(part, end - first)
-        if model:
-            golden = model.logits(hidden[i, first - end :]).numpy()
-        yield _score(ids[first:end], logits[i % B], golden)
+    for start in range(0, len(group), B):
+        batch = sequences[start : start + B]
+        padded = batch + [batch[-1]] * (B - len(batch))
+        targets = [ids[first:end] for _, first, end in group[start : start + B]]
+        references = [None] * len(batch) if golden is None else golden[start:]
+        outputs = last_outputs(decoder, padded, count)
+        rows = [[] for _ in batch]
+        for columns in _scored_slices(count, decoder.manifest.dims.V):
+            logits = decoder.logits(outputs[:, :, columns])
+            for seq in range(len(batch)):
+                expected = None
+                if model:
+                    expected = model.logits(references[seq][columns]).numpy()
+                part = _score(targets[seq][columns], logits[seq], expected)
+                rows[seq].append(part)
+        yield from map(np.concatenate, rows)
+
+
+def _scored_slices(count: int, V: int) -> Iterator[slice]:
+    """Slices of `count` tokens whose logits are at most `SCORED_NUMBERS`, or one
+    token's."""
+    size = max(1, SCORED_NUMBERS // V)
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def call_columns(decoder: Decoder) -> int:
+    """The most tokens of a call of an evaluation.
+
+    The portable runtime takes more columns than t_max where a program has any number of
+    them, and gives the same values up to the order of sums. Others stay at t_max: fixed
+    shapes and functions; slice writes, which move every sequence of a batch alike;
+    rings, whose rows are sized for t_max; matrix states, which are rounded once per
+    call, so that wider calls round them less often than decoding does."""
+    options, shards = decoder.options, decoder.manifest.shards
+    states = [state for shard in shards for state in shard.states.items()]
+    is_any_number = not (decoder.is_device or options.plugin or options.shapes)
+    has_rings = any(entry.ring for _, entry in states)
+    has_matrices = any(name.endswith(MATRIX_STATE) for name, _ in states)
+    if is_any_number and options.kv_write == "mask" and not (has_rings or has_matrices):
+        return max(COLUMNS, options.t_max)
+    return options.t_max
+
+
+def last_outputs(
+    decoder: Decoder, sequences: list[list[int]], count: int
+) -> np.ndarray:
+    """Outputs [B, C, count] of the last layer shard at the last `count` tokens of fresh
+    sequences of one length, one for each of the batch: hidden states, or the logits
+    where the packages contain the head."""
+    if decoder.is_device:
+        calls = decoder.new_sequences().advance_calls(sequences)
+        parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in calls]
+        return np.concatenate(parts, axis=2)[:, :, -count:]
+    states = [model.make_state() for model in decoder.layers]
+    first = len(sequences[0]) - count
+    outputs = []
+    for segment in _segments(decoder, sequences):
+        inputs = [call.inputs for call in segment]
+        counts = [call.counts for call in segment]
+        hooks = [None] * len(segment)
+        for model, state in zip(decoder.layers, states):
+            same_state = [state] * len(segment)
+            inputs = decoder.run_calls(model, inputs, counts, same_state, hooks)
+        for call, results in zip(segment, inputs):
+            if call.end > first:
+                x = results[X].reshape(len(sequences), -1, call.width)
+                outputs.append(x[:, :, : call.end - call.start])
+    return np.concatenate(outputs, axis=2)[:, :, -count:]
+
+
+@dataclass(frozen=True)
+class WindowCall:
+    """One call over the tokens [start, end) of every sequence: `width` columns, and the
+    `inputs` of the first shard."""
+
+    start: int
+    end: int
+    width: int
+    inputs: dict[str, np.ndarray]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[B] tokens of each sequence."""
+        B = len(self.inputs[X])
+        return np.full(B, self.end - self.start)
+
+
+def _segments(
+    decoder: Decoder, sequences: list[list[int]]
+) -> Iterator[list[WindowCall]]:
+    """The calls of fresh sequences of one length, as many at a time as have inputs of
+    about `SEGMENT_BYTES`."""
+    tiling = decoder.options.tiling
+    segment, size = [], 0
+    for start, end in tiling.calls(len(sequences[0]), call_columns(decoder)):
+        chunk = [ids[start:end] for ids in sequences]
+        width = tiling.width(end - start)
+        inputs = decoder.inputs(np.full(len(sequences), start), chunk, width)
+        segment.append(WindowCall(start, end, width, inputs))
+        size += sum(array.nbytes for array in inputs.values())
+        if size >= SEGMENT_BYTES:
+            yield segment
+            segment, size = [], 0
+    if segment:
+        yield segment
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
-    """Windows of one shape, as many as Hugging Face's model reads at a time."""
-    shapes = groupby(spans, lambda span: (span[2] - span[0], span[2] - span[1]))
-    for (n, _), alike in shapes:
-        group = list(alike)
+    """Consecutive windows of one shape, as many as run through Hugging Face's model at
+    a time."""
+
+    def shape(span: Span) -> tuple[int, int]:
+        """Tokens that a window reads, and that it scores."""
+        begin, first, end = span
+        return end - begin, end - first
+
+    for (n, _), spans_of_shape in groupby(spans, shape):
+        group = list(spans_of_shape)
         count = max(1, REFERENCE_TOKENS // n)
         yield from (group[i : i + count] for i in range(0, len(group), count))
 
@@ -166,21 +294,29 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 def _score(
     targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None
 ) -> np.ndarray:
-    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is
-    no golden, and where only the top token's logit is known (the others are −inf)."""
+    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict: nan where there is no
+    golden, and where the package outputs the top token alone (the others are −inf)."""
     rows = np.full((len(targets), len(ROW)), np.nan)
     # one row of the vocabulary at a time fits the cache
     for i, target in enumerate(targets):
-        known = not np.isneginf(actual[i]).any()
-        if known:
-            q = log_softmax(actual[i])
-            rows[i, 0] = -q[target]
-        if golden is not None:
-            p = log_softmax(golden[i])
-            rows[i, 1] = -p[target]
-            rows[i, 3] = np.argmax(golden[i]) == np.argmax(actual[i])
-            if known:
-                rows[i, 2] = (np.exp(p) * (p - q)).sum()
+        q = np.float64(actual[i])
+        q -= q.max()
+        has_logits = not np.isneginf(q).any()
+        if has_logits:
+            log_sum = np.log(np.exp(q).sum())
+            rows[i, 0] = log_sum - q[target]
+        if golden is None:
+            continue
+        p = np.float64(golden[i])
+        p -= p.max()
+        weights = np.exp(p)
+        total = weights.sum()
+        rows[i, 1] = np.log(total) - p[target]
+        rows[i, 3] = np.argmax(p) == np.argmax(q)
+        if has_logits:
+            # Σ p̂ (log p̂ − log q̂), with p̂ = weights / total
+            mean_difference = weights @ (p - q) / total
+            rows[i, 2] = mean_difference - np.log(total) + log_sum
     return rows
 
 
@@ -190,8 +326,9 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
     result = {"tokens": len(rows), "windows": len(spans)}
     for name, value in _figures(rows.mean(0)).items():
         result[name] = None if np.isnan(value) else float(value)
-    known = result.pop("kl_mean") is not None
-    result |= {"kl": summarize_kl(rows[:, 2]) if known else None, "intervals": None}
+    result["kl"] = result["intervals"] = None
+    if result.pop("kl_mean") is not None:
+        result["kl"] = summarize_kl(rows[:, 2])
     if len(spans) >= MIN_WINDOWS:
         draws = np.random.default_rng(0).integers(
             0, len(spans), (RESAMPLES, len(spans))
@@ -207,7 +344,7 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
 
 
 def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
-    """Named figures of mean rows [4, …]."""
+    """The figures of mean rows [4, …] by name."""
     nll, golden_nll, kl, same = means
     return {
         "perplexity": np.exp(nll),
@@ -221,7 +358,7 @@ def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
 def _check_sizes(
     decoder: Decoder, n: int, window: int | None, stride: int | None
 ) -> tuple[int, int]:
-    """Window and stride with their defaults."""
+    """Window and stride, with their defaults, checked."""
     S = decoder.options.max_seq_len
     if n < 2:
         raise InputError("text", f"{n} tokens", "at least two", "give a longer text")

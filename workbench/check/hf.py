@@ -101,6 +101,8 @@ class Reference:
             whose embeddings are rounded to fp16.
         model: the module that runs (default: `empty_model` of the checkpoint's
             configuration).
+        attention: transformers' implementation: `eager`, which computes all scores, or
+            `sdpa`, torch's fused one, which is faster on long sequences.
     """
 
     def __init__(
@@ -109,10 +111,11 @@ class Reference:
         weights: Weights | None = None,
         *,
         model: nn.Module | None = None,
+        attention: str = "eager",
     ):
         self.checkpoint = checkpoint
         self.weights = weights
-        self.model = model or empty_model(checkpoint.config)
+        self.model = model or empty_model(checkpoint.config, attention)
         self.base = self.model.model
         self.base.embed_tokens.padding_idx = None
         for i, layer in enumerate(self.base.layers):
@@ -299,10 +302,10 @@ def recording_cache(config):
     return Recording(config=config)
 
 
-def empty_model(config) -> nn.Module:
-    """Hugging Face's model of a configuration in fp32 with eager attention; its
-    parameters have no storage until they are assigned, its buffers (rotary tables,
-    scales) are real."""
+def empty_model(config, attention: str = "eager") -> nn.Module:
+    """Hugging Face's model of a configuration in fp32 with an implementation of
+    attention (see `Reference`); its parameters have no storage until they are assigned,
+    its buffers (rotary tables, scales) are real."""
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -321,7 +324,7 @@ def empty_model(config) -> nn.Module:
         model = transformers.AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation="eager",
+            attn_implementation=attention,
             trust_remote_code=False,
         )
     return model.eval()

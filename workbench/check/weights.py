@@ -81,11 +81,9 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
             for tensor in shard.weights:
                 place = f"{shard.name}: {tensor}"
                 parts = read_parts(tensor)
-                stored = torch.from_numpy(dense(parts, preset))
-                size = stored.numel()
+                size = weight_array(parts, preset).size
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
-                stored = stored.reshape(values.shape)
-                deviations.append(worst_deviation(place, parts, stored, values, preset))
+                deviations.append(worst_deviation(place, parts, values, preset))
                 rows_stored.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:
             # the other tensors of this package are not compared
@@ -178,16 +176,18 @@ def open_parts(
 
 
 def worst_deviation(
-    place: str, parts: Parts, stored: torch.Tensor, values: torch.Tensor, preset: Preset
+    place: str, parts: Parts, values: torch.Tensor, preset: Preset
 ) -> Gate:
-    """The deviation of `stored` [rows, columns], the dense form of `parts`, from
-    `values`, the checkpoint's with their offset."""
+    """The deviation of a stored weight from `values` [rows, columns], the checkpoint's
+    with their offset."""
     if "val" in parts:
-        return fp16_deviation(place, stored, values)
+        stored = torch.from_numpy(np.asarray(parts["val"]))
+        return fp16_deviation(place, stored.reshape(values.shape), values)
     if preset.is_integer:
-        ratio = integer_ratio(stored, values.half(), preset)
+        ratio = integer_ratio(parts, values, preset)
         return deviation(place, ratio, LIMIT, f"of the half step of {preset.name}")
     table = torch.from_numpy(np.float32(parts["lut"]).reshape(-1))
+    stored = torch.from_numpy(table.numpy()[parts["indices"]]).reshape(values.shape)
     nearest, error = table_ratios(stored, values.half(), table)
     best = "times the squared error of the best table"
     pair = [
@@ -200,7 +200,13 @@ def worst_deviation(
 
 
 def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Gate:
-    ratio = worst_ratio(half_ulp, stored, values)
+    """The deviation of a weight that is stored in fp16 from `values` in float32."""
+    from workbench.check import kernels  # numba takes a moment to import
+
+    worst = kernels.fp16_deviation(
+        stored.float().reshape(-1).numpy(), values.reshape(-1).numpy()
+    )
+    ratio = _as_number(worst)
     return deviation(place, ratio, LIMIT, "halves of an fp16 unit")
 
 
@@ -209,18 +215,18 @@ def deviation(place: str, value: float, limit: float, unit: str) -> Gate:
     return gates.at_most("weights", value, limit, f"{place}: {value:.4g} {unit}")
 
 
-def dense(parts: Parts, preset: Preset) -> np.ndarray:
-    """The stored values in float32, dequantized and not rounded to fp16 again."""
+def weight_array(parts: Parts, preset: Preset) -> np.ndarray:
+    """The one of `parts` with an element for each weight.
+
+    Raises:
+        ValueError: parts that the preset does not make.
+    """
     if "val" in parts:
-        return np.array(parts["val"], np.float32)
+        return parts["val"]
     if "data" in parts and preset.is_integer:
-        data = np.array(parts["data"], np.float32)
-        if "offset" in parts:
-            data -= _spread(parts["offset"], data.shape)
-        data *= _spread(parts["scale"], data.shape)
-        return data
+        return parts["data"]
     if "lut" in parts and parts["lut"].size == 1 << preset.bits:
-        return np.float32(parts["lut"]).ravel()[parts["indices"]]
+        return parts["indices"]
     raise ValueError(f"stored as {', '.join(parts)}, not as {preset.name} makes it")
 
 
@@ -238,7 +244,9 @@ def checkpoint_values(
         rows = slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
         raise ValueError(f"{size} stored values for those of shape {shape}")
-    values = checkpoint.tensor(tensor, rows) + shard.offsets.get(tensor, 0.0)
+    values = checkpoint.tensor(tensor, rows)
+    if offset := shard.offsets.get(tensor):
+        values = values + offset
     numbers = range(*(rows or slice(None)).indices((shape or [1])[0]))
     return values.reshape(-1, shape[-1] if shape else 1), numbers
 
@@ -260,37 +268,55 @@ def half_ulp(values: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32) * 2.0**-11
 
 
-def worst_ratio(
-    tolerance: Callable, stored: torch.Tensor, values: torch.Tensor, *more: torch.Tensor
-) -> float:
-    """Largest |stored − values| over tolerance(values, more) of matrices with the same
-    rows; nan if a value is nan."""
-    worst = [0.0]
-    for part, expected, *rest in _pieces(stored, values, *more):
-        expected = expected.float()
-        distance = (part - expected).abs()
-        ratios = torch.where(distance == 0, 0.0, distance / tolerance(expected, *rest))
-        worst.append(float(ratios.max()))
-    return float(np.max(worst))
+def integer_ratio(parts: Parts, values: torch.Tensor, preset: Preset) -> float:
+    """Largest deviation of integers times a scale from `values` [rows, n] rounded to
+    fp16, in the tolerances of `preset`."""
+    from workbench.check import kernels  # numba takes a moment to import
 
-
-def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -> float:
-    """Largest deviation of integers times a scale from `rounded` (fp16) [rows, n], in
-    the tolerances of `preset`."""
-    width = preset.block or stored.shape[1]
-    stored = stored.reshape(-1, width)
-    rounded = rounded.reshape(-1, width)
-    largest = 2 ** (preset.bits - 1) - 1
-    peak = torch.maximum(rounded.amax(1), -rounded.amin(1)).float()[:, None]
+    data = parts["data"]
+    if not np.can_cast(data.dtype, np.int16):
+        raise ValueError(f"integers of {data.dtype}")
+    offset = parts.get("offset", np.zeros([1] * data.ndim))
+    width = preset.block or values.shape[1]
     if preset.granularity == "per_tensor":
-        peak = peak.amax().expand(len(rounded), 1)
-    steps = (peak / largest).half().float()
+        width = values.numel()
+    if values.numel() % width:
+        raise ValueError(f"{values.numel()} weights in blocks of {width}")
+    largest = np.float32(2 ** (preset.bits - 1) - 1)
+    worst = kernels.integer_deviation(
+        np.int16(data).ravel(),
+        _factors(parts["scale"], data.shape),
+        _factors(offset, data.shape),
+        values.reshape(-1).numpy(),
+        width,
+        largest,
+    )
+    return _as_number(worst)
 
-    def tolerance(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        size = values.abs()
-        return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
 
-    return worst_ratio(tolerance, stored, rounded, steps)
+def _factors(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A scale or an offset in float32 as a row, of which each number stands for equally
+    many weights of `shape` that follow one another.
+
+    Raises:
+        ValueError: a factor that does not line up with the weights.
+    """
+    factor = np.float32(factor)
+    fits = factor.ndim == len(shape) and factor.size > 0
+    if not fits or any(n % m for n, m in zip(shape, factor.shape)):
+        raise ValueError(f"a factor {factor.shape} of weights {shape}")
+    # the first axes of full length, then one in blocks, then axes of length 1
+    axis = 0
+    while axis < len(shape) and factor.shape[axis] == shape[axis]:
+        axis += 1
+    if all(size == 1 for size in factor.shape[axis + 1 :]):
+        return factor.ravel()
+    return np.broadcast_to(_spread(factor, shape), shape).ravel()
+
+
+def _as_number(bits: int) -> float:
+    """The float32 number of bits."""
+    return float(np.uint32(bits).view(np.float32))
 
 
 def table_ratios(

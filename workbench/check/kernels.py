@@ -1,0 +1,152 @@
+"""The deviation of stored weights from a checkpoint's values, in one pass over a tensor.
+Compiled by numba: as separate steps of torch it takes about 15 passes. It shares no
+arithmetic with the runtime whose bundles it checks.
+
+A deviation is |stored − value| over the tolerance of gate `weights`. The largest one is
+found as the largest bit pattern: float32 numbers that are not negative are in the order
+of their bits, and nan comes last, so that one nan makes the result nan."""
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import config, njit, types
+from numba.extending import intrinsic
+
+from workbench.bundle.names import MIN_NORMAL
+from workbench.errors import InputError
+
+if config.DISABLE_JIT:  # Python cannot run the functions on bits
+    raise InputError(
+        "NUMBA_DISABLE_JIT",
+        "set",
+        "the compiled comparison of weights",
+        "unset NUMBA_DISABLE_JIT",
+    )
+
+EXPONENT = np.uint32(0x7F800000)  # bits of a float32's exponent
+MAGNITUDE = np.uint32(0x7FFFFFFF)  # all but its sign
+SMALLEST = np.float32(MIN_NORMAL).view(np.uint32)
+HALF_UNIT = np.float32(2.0**-11)  # half a unit in the last place of 1.0 in fp16
+HALF = np.float32(0.5)
+ZERO = np.float32(0)
+
+
+@intrinsic
+def bits_of(context, value):
+    """The bits of a float32 number."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), emit
+
+
+@intrinsic
+def number_of(context, bits):
+    """The float32 number of bits."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), emit
+
+
+@intrinsic
+def to_fp16(context, value):
+    """The fp16 number nearest to a float32 number, as float32: numba has no fp16 on
+    processors."""
+
+    def emit(context, builder, signature, arguments):
+        nearest = builder.fptrunc(arguments[0], ir.HalfType())
+        return builder.fpext(nearest, ir.FloatType())
+
+    return types.float32(types.float32), emit
+
+
+def compiled(function: Callable) -> Callable:
+    """The decorator `njit` with numba's cache. Where numba can write to no folder for
+    its cache, every process compiles the function again."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:
+        return njit(function)
+
+
+@compiled
+def fp16_deviation(stored, values):
+    """Bits of the largest deviation of weights, in halves of a unit in the last place
+    of fp16 at the value.
+
+    Args:
+        stored, values: [n] float32.
+    """
+    worst = np.uint32(0)
+    for i in range(len(values)):
+        value = values[i]
+        distance = abs(stored[i] - value)
+        size = np.uint32(bits_of(value) & MAGNITUDE)
+        if size < SMALLEST:  # subnormal numbers have the unit of the smallest normal
+            size = SMALLEST
+        unit = number_of(np.uint32(size & EXPONENT)) * HALF_UNIT
+        ratio = ZERO
+        if distance != ZERO:
+            ratio = np.float32(distance / unit)
+        bits = np.uint32(bits_of(ratio) & MAGNITUDE)
+        if bits > worst:
+            worst = bits
+    return worst
+
+
+@compiled
+def integer_deviation(data, scale, offset, values, width, largest):
+    """Bits of the largest deviation of integers from values rounded to fp16, in the
+    tolerances of a preset: half a step, 2^-11 of the value, and what a step that fp16
+    rounded down cannot reach.
+
+    Args:
+        data: [n] int16.
+        scale, offset: float32, each number for n / its length weights in a row.
+        values: [n] float32.
+        width: weights that share one step of the preset; divides n.
+        largest: the preset's largest integer, float32.
+    """
+    n = len(values)
+    per_scale = n // len(scale)
+    per_offset = n // len(offset)
+    worst = np.uint32(0)
+    for start in range(0, n, width):
+        peak = ZERO
+        for i in range(start, start + width):
+            size = abs(to_fp16(values[i]))
+            if size > peak:
+                peak = size
+        step = to_fp16(np.float32(peak / largest))
+        half_step = step * HALF
+        reach = largest * step
+        i = start
+        while i < start + width:
+            # as many weights as share a scale, an offset and a step
+            end = min(
+                start + width,
+                (i // per_scale + 1) * per_scale,
+                (i // per_offset + 1) * per_offset,
+            )
+            factor = scale[i // per_scale]
+            zero = offset[i // per_offset]
+            for k in range(i, end):
+                value = to_fp16(values[k])
+                distance = abs((np.float32(data[k]) - zero) * factor - value)
+                size = abs(value)
+                beyond = size - reach
+                if beyond < ZERO:
+                    beyond = ZERO
+                ratio = ZERO
+                if distance != ZERO:
+                    tolerance = half_step + size * HALF_UNIT + beyond
+                    ratio = np.float32(distance / tolerance)
+                bits = np.uint32(bits_of(ratio) & MAGNITUDE)
+                if bits > worst:
+                    worst = bits
+            i = end
+    return worst
