@@ -44,12 +44,16 @@ Records = dict[Case, Record]
 # Running cases
 
 
+def all_cases() -> list[Case]:
+    return cases.sound_cases() + cases.faulty_cases() + cases.relocated_cases()
+
+
 def read_store() -> Records:
     """The newest record of every case that exists, made by the code as it is."""
     if not STORE.is_file():
         return {}
     records, version = {}, cases.version()
-    known_cases = {*cases.sound_cases(), *cases.faulty_cases()}
+    known_cases = {*all_cases()}
     for line in STORE.read_text().splitlines():
         try:
             record = Record.parse(line)
@@ -92,10 +96,17 @@ def describe_failure(record: Record) -> str:
 # The tables of tests/check/faults.md
 
 
-def write_tables(records: Records) -> str:
+def write_tables(all_records: Records) -> str:
+    records, relocated = {}, {}
+    for case, record in all_records.items():
+        if case.layer is None:
+            records[case] = record
+        else:
+            relocated[case] = record
     parts = [
         INTRODUCTION.strip(),
         count_cases(records),
+        count_relocated_cases(relocated),
         to_markdown(sound_rows(records)),
         to_markdown(gate_rows(records)),
         to_markdown(fault_rows(records)),
@@ -115,6 +126,14 @@ def count_cases(records: Records) -> str:
         f"Run: {sound} of {len(cases.sound_cases())} cases on sound bundles, "
         f"{len(records) - sound} of {len(cases.faulty_cases())} cases of faults. "
         f"{failed} of them are not as they should be."
+    )
+
+
+def count_relocated_cases(relocated: Records) -> str:
+    failed = sum(record.fails for record in relocated.values())
+    return (
+        f"Of the faults of one layer, planted in other layers of the same program, "
+        f"{len(relocated)} of {len(cases.relocated_cases())} cases ran; {failed} are GREEN."
     )
 
 
@@ -238,7 +257,7 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = [
         case
-        for case in cases.sound_cases() + cases.faulty_cases()
+        for case in all_cases()
         if all(word in str(case) for word in arguments.words)
     ]
     records = read_store()

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
@@ -74,6 +74,28 @@ BASES: dict[str, tuple[str, dict, dict]] = {
         {"max_seq_len": 16},
     ),
 }
+# Layers of these bundles whose shards have one program, with other weights.
+ALL_ALIKE = [(0, 1, 2, 3)]
+ONE_DIFFERS = [(0, 2), (1,)]
+ALIKE: dict[str, list[tuple[int, ...]]] = {
+    "llama": ALL_ALIKE,
+    "fixed": ALL_ALIKE,
+    "functions": ALL_ALIKE,
+    "batch": ALL_ALIKE,
+    "slice": ALL_ALIKE,
+    "qwen2": [(0, 1)],
+    "qwen3": [(0, 1)],
+    "gemma": ONE_DIFFERS,
+    "ring": ONE_DIFFERS,
+    "zaya": [(0,), (1, 2)],
+    "ministral3": [(0, 1)],
+    "smollm3": ONE_DIFFERS,
+    "olmo2": [(0, 1)],
+    "phi3": [(0, 1)],
+    "lfm2": ONE_DIFFERS,
+    "qwen3_5": ONE_DIFFERS,
+    "granite": ONE_DIFFERS,
+}
 # The kinds of sound bundles.
 SOUND = {
     "clean": "random draws",
@@ -106,7 +128,8 @@ def version() -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A bundle in a preset. As text it is KIND/NAME/PRESET.
+    """A bundle in a preset. As text it is KIND/NAME/PRESET, or KIND/NAME@LAYER/PRESET for a fault
+    that is planted in another layer than its row names.
 
     | kind | name | the bundle |
     |---|---|---|
@@ -120,13 +143,17 @@ class Case:
     kind: str
     name: str
     preset: str
+    layer: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}/{self.name}/{self.preset}"
+        place = "" if self.layer is None else f"@{self.layer}"
+        return f"{self.kind}/{self.name}{place}/{self.preset}"
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        return cls(*text.split("/"))
+        kind, place, preset = text.split("/")
+        name, _, layer = place.partition("@")
+        return cls(kind, name, preset, int(layer) if layer else None)
 
     @property
     def is_sound(self) -> bool:
@@ -134,7 +161,10 @@ class Case:
 
     @property
     def fault(self) -> Fault | None:
-        return None if self.is_sound else FAULTS[f"{self.kind}/{self.name}"]
+        if self.is_sound:
+            return None
+        fault = FAULTS[f"{self.kind}/{self.name}"]
+        return fault if self.layer is None else replace(fault, layer=self.layer)
 
     @property
     def recipe(self) -> tuple[str, dict, dict]:
@@ -202,6 +232,20 @@ def faulty_cases() -> list[Case]:
     return [Case.parse(f"{name}/{preset}") for name in FAULTS for preset in PRESETS]
 
 
+def relocated_cases() -> list[Case]:
+    """Every fault of one layer, planted in the first, a middle and the last layer of the same
+    program instead, in fp16: a gate that looks at one shard for all of them misses it there."""
+    cases = []
+    for name, fault in FAULTS.items():
+        if fault.layer is None:
+            continue
+        (alike,) = (layers for layers in ALIKE[fault.bundle] if fault.layer in layers)
+        places = sorted({alike[0], alike[len(alike) // 2], alike[-1]} - {fault.layer})
+        case = Case.parse(f"{name}/fp16")
+        cases += [replace(case, layer=layer) for layer in places]
+    return cases
+
+
 def export_sound(exports: tiny.Exports, case: Case) -> tuple[Path, Checkpoint]:
     """The bundle of a case without its fault, and the bundle's checkpoint."""
     family, changes, options = case.recipe
@@ -263,7 +307,7 @@ class Subject:
         if precision not in self.decoders:
             decoder = Decoder(Bundle.open(self.folder), "portable", precision)
             if self.fault:
-                self.fault.plant(decoder)
+                self.fault.plant_in(decoder)
             self.decoders[precision] = decoder
         return self.decoders[precision]
 
@@ -295,7 +339,7 @@ def open_subject(exports: tiny.Exports, case: Case) -> Iterator[Subject]:
     ):
         if case.kind == "disk":
             copy = Copy(folder, Path(temporary) / "bundle")
-            case.fault.plant(copy)
+            case.fault.plant_in(copy)
             yield Subject(copy.seal(), checkpoint)
         else:
             yield Subject(folder, checkpoint, case.fault, case.is_sound)

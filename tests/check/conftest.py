@@ -22,7 +22,7 @@ def broken(exports, tmp_path):
         plant = fault
         if isinstance(fault, str):
             named = FAULTS[f"disk/{fault}"]
-            base, plant = named.bundle, named.plant
+            base, plant = named.bundle, named.plant_in
         sound = cases.Case("base", base, preset)
         source, checkpoint = cases.export_sound(exports, sound)
         copy = Copy(source, tmp_path / "copy")

@@ -1,6 +1,8 @@
 """Shards with the same program are found, and nothing that differs in one shard alone is
 hidden by the shards that are tested in its place."""
 
+from dataclasses import replace
+
 import cases
 import numpy as np
 import pytest
@@ -46,11 +48,11 @@ def test_shards_of_one_shape_are_one_program(exports, base, count):
 
 
 def constant(copy):
-    scale_scores(MIDDLE, 1.05)(copy)
+    scale_scores(1.05)(copy, MIDDLE)
 
 
 def axis(copy):
-    set_softmax_axis(MIDDLE, 2)(copy)
+    set_softmax_axis(2)(copy, MIDDLE)
 
 
 def epsilon(copy):
@@ -137,15 +139,6 @@ def test_another_program_in_one_shard_is_distinct_or_red(broken, plant, base, se
 # --- faults in one shard, and those that only the weights of one show ------------------------------
 
 
-class OneShard(Copy):
-    """A copy of a bundle whose faults are planted in the shard of another layer."""
-
-    layer = FIRST
-
-    def shard(self, layer: int | None = None, kind: str = "layers") -> dict:
-        return super().shard(layer if layer is None else self.layer, kind)
-
-
 @pytest.mark.slow("exports a bundle and runs every bug gate")
 @pytest.mark.matrix(4, wide=18)
 @pytest.mark.parametrize("layer", [FIRST, MIDDLE, LAST])
@@ -163,9 +156,8 @@ class OneShard(Copy):
 def test_a_fault_in_any_one_shard_is_red(exports, tmp_path, fault, layer):
     case = cases.Case("base", "llama", "int8-channel")
     folder, checkpoint = cases.export_sound(exports, case)
-    copy = OneShard(folder, tmp_path / "copy")
-    copy.layer = layer
-    FAULTS[f"disk/{fault}"].plant(copy)
+    copy = Copy(folder, tmp_path / "copy")
+    replace(FAULTS[f"disk/{fault}"], layer=layer).plant_in(copy)
     found = bug_gates(Bundle.open(copy.seal()), checkpoint)
     assert "RED" in {gate.verdict for gate in found}
 

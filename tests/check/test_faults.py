@@ -15,8 +15,9 @@ from faults import FAULTS
 from refusal import refused
 from tiny import edit_json
 
-from workbench import paths
+from workbench import Bundle, paths
 from workbench.check import tasks as answers
+from workbench.check.distinct import representatives
 from workbench.check.validate import BUG_GATES, bug_gates
 from workbench.models.checkpoint import Checkpoint
 
@@ -50,6 +51,25 @@ def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):
 
 def test_every_gate_has_a_fault():
     assert {*BUG_GATES, "budget"} <= {fault.gate for fault in FAULTS.values()}
+
+
+@pytest.mark.slow("exports a bundle and plants a fault")
+@pytest.mark.matrix(0, wide=16)
+@pytest.mark.parametrize("case", cases.relocated_cases(), ids=str)
+def test_a_fault_is_caught_in_another_layer_of_the_same_program(case, exports):
+    with cases.open_subject(exports, case) as subject:
+        assert cases.run_gate(subject, case.fault.gate).verdict == "RED"
+
+
+@pytest.mark.matrix(1, wide=4)
+@pytest.mark.parametrize("base", cases.ALIKE)
+def test_layers_that_are_called_alike_have_one_program(base, exports):
+    sound = Case("base", base, "fp16")
+    folder, checkpoint = cases.export_sound(exports, sound)
+    first_layers = {
+        f"layers_{layers[0]:02}_{layers[0]:02}" for layers in cases.ALIKE[base]
+    }
+    assert representatives(Bundle.open(folder), checkpoint) == first_layers
 
 
 SOUND_CASE, FAULTY_CASE = "clean/3/fp16", "disk/keys_times_1_2/fp16"

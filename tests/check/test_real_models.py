@@ -116,7 +116,7 @@ def test_a_planted_fault_is_red(real_model, exports, tmp_path, fault):
     planted = FAULTS[fault]
     if fault.startswith("disk/"):
         copy = Copy(bundle.root, tmp_path / "copy")
-        planted.plant(copy)
+        planted.plant_in(copy)
         subject = Subject(copy.seal(), source)
     else:
         subject = Subject(bundle.root, source, planted)

@@ -2,10 +2,10 @@
 of the host's inputs, and of what a shard does in a call.
 
 Nothing is exported again, so that a gate can be tried against a fault in seconds. Functions named
-`edit_…`, `replace_…` or `clear_…` take what to change and return the `plant` of a `Fault`, a
-function of the decoder. The others do one edit at once and serve faults that need more than one.
-`layer` is the index of a shard of one layer; `module` is a suffix of the path of the torch module
-that a step came from, such as "self_attn".
+`edit_…`, `replace_…` or `clear_…` take what to change and return the `plant` of a `Fault`: a
+function of the decoder, or of the decoder and a layer. The others do one edit at once and serve
+faults that need more than one. `layer` is the index of a shard of one layer; `module` is a suffix
+of the path of the torch module that a step came from, such as "self_attn" or "layers.{layer}".
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from workbench import Decoder
 from workbench.decode import Sequences
 
 Plant = Callable[[Decoder], None]
+LayerPlant = Callable[[Decoder, int], None]
 ArrayChange = Callable[[np.ndarray], np.ndarray]
 TensorChange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -28,6 +29,7 @@ TensorChange = Callable[[torch.Tensor], torch.Tensor]
 def find_steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> list:
     """The steps of a layer with this MIL operation, at least one."""
     model = decoder.layers[layer]
+    module = module.format(layer=layer)
     steps = []
     for step in model.executable.body.steps:
         name = step.outputs[0][0] if step.outputs else ""
@@ -56,43 +58,43 @@ def change_arguments(step, change: Callable[[dict], dict]) -> None:
 
 
 def edit_result(
-    layer: int, kind: str, module: str, change: TensorChange, index: int = 0
-) -> Plant:
-    """Changes what one step returns; `index` chooses among the steps of this kind and module."""
+    kind: str, module: str, change: TensorChange, index: int = 0
+) -> LayerPlant:
+    """Changes the result of a step; `index` chooses among the steps of this kind and module."""
 
-    def plant(decoder):
+    def plant(decoder, layer):
         change_result(find_steps(decoder, layer, kind, module)[index], change)
 
     return plant
 
 
 def edit_arguments(
-    layer: int, kind: str, module: str, change: Callable[[dict], dict]
-) -> Plant:
+    kind: str, module: str, change: Callable[[dict], dict]
+) -> LayerPlant:
     """Changes the arguments of the first step of this kind and module."""
 
-    def plant(decoder):
+    def plant(decoder, layer):
         change_arguments(find_steps(decoder, layer, kind, module)[0], change)
 
     return plant
 
 
-def replace_function(layer: int, kind: str, module: str, function: Callable) -> Plant:
+def replace_function(kind: str, module: str, function: Callable) -> LayerPlant:
     """Puts another function in the place of the first step of this kind and module."""
 
-    def plant(decoder):
+    def plant(decoder, layer):
         find_steps(decoder, layer, kind, module)[0].function = function
 
     return plant
 
 
 def edit_scalar(
-    layer: int, kind: str, module: str, parameter: str, change: TensorChange
-) -> Plant:
+    kind: str, module: str, parameter: str, change: TensorChange
+) -> LayerPlant:
     """Changes a parameter wherever a step of this kind and module has a constant of one element
     for it."""
 
-    def plant(decoder):
+    def plant(decoder, layer):
         for step in find_steps(decoder, layer, kind, module):
             value = step.constants.get(parameter)
             if value is not None and value.numel() == 1:
@@ -121,10 +123,10 @@ def read_weight(decoder: Decoder, layer: int, tensor: str) -> torch.Tensor:
     return model.executable.constants[name].clone()
 
 
-def edit_weight(layer: int, tensor: str, change: TensorChange) -> Plant:
-    """Changes a weight of a layer; `tensor` is its name within the layer."""
+def edit_weight(tensor: str, change: TensorChange) -> LayerPlant:
+    """Changes a weight; `tensor` is its name within the layer."""
 
-    def plant(decoder):
+    def plant(decoder, layer):
         model = decoder.layers[layer]
         name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
         replace_constant(model, name, change)

@@ -3,23 +3,32 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault, and the gate that must be RED once it is planted; other gates may be RED as well.
 
-    `plant` changes its argument in place: a `Decoder` where the fault is in memory, a
-    `copies.Copy` of a bundle's files where it is on disk. `bundle` is the key of `cases.BASES`
-    that says what the fault is planted in."""
+    `plant` changes its first argument in place: a `Decoder` where the fault is in memory, a
+    `copies.Copy` of a bundle's files where it is on disk. A fault of the shard of one layer names
+    this `layer`, and `plant` gets it as the second argument: the fault can be planted in other
+    layers of the same kind, too. `bundle` is the key of `cases.BASES` that says what the fault is
+    planted in."""
 
     name: str
     gate: str
-    plant: Callable[[Any], None]
+    plant: Callable[..., None]
     bundle: str = "llama"
+    layer: int | None = None
 
     @property
     def slug(self) -> str:
         """The name as one word, which cases and commands use: "T of 2" → "t_of_2"."""
         return re.sub(r"\W+", "_", self.name.lower())
+
+    def plant_in(self, target) -> None:
+        """Plants the fault in a decoder or in a copy of files."""
+        if self.layer is None:
+            self.plant(target)
+        else:
+            self.plant(target, self.layer)

@@ -50,17 +50,17 @@ def count_dummy_columns(order):
     return np.broadcast_to(np.arange(1, order.shape[2] + 1)[:, None], order.shape)
 
 
-def norm_what_was_gated(decoder):
+def norm_what_was_gated(decoder, layer):
     # n · z over the RMS of n / γ · z is the norm of what was gated first
-    gamma = read_weight(decoder, 0, "linear_attn.norm.weight")
+    gamma = read_weight(decoder, layer, "linear_attn.norm.weight")
 
     def change(result):
         return result * torch.rsqrt((result / gamma).square().mean(-1, keepdim=True))
 
-    edit_result(0, "mul", "linear_attn", change, index=-1)(decoder)
+    edit_result("mul", "linear_attn", change, index=-1)(decoder, layer)
 
 
-def gate_what_was_normed(decoder):
+def gate_what_was_normed(decoder, layer):
     """Leaves the gate out where it is, and multiplies by it before the output projection."""
     gates = []
 
@@ -73,8 +73,12 @@ def gate_what_was_normed(decoder):
         gates.clear()
         return arguments | {"x": arguments["x"] * gate}
 
-    change_arguments(find_steps(decoder, 0, "mul", "mamba")[-1], collect_gate)
-    change_arguments(find_steps(decoder, 0, "conv", "out_proj")[0], apply_gate)
+    change_arguments(find_steps(decoder, layer, "mul", "mamba")[-1], collect_gate)
+    change_arguments(find_steps(decoder, layer, "conv", "out_proj")[0], apply_gate)
+
+
+# in the other DeltaNet layer the last correction is below the limit of every gate
+LAYER_OF_LARGE_STEPS = 0
 
 
 def skip_last_correction(decoder):
@@ -88,11 +92,11 @@ def skip_last_correction(decoder):
     def return_delta(_):
         return deltas.pop()
 
-    subtraction = find_steps(decoder, 0, "sub", "linear_attn")[-1]
+    subtraction = find_steps(decoder, LAYER_OF_LARGE_STEPS, "sub", "linear_attn")[-1]
     (subtracted,) = (
         source for parameter, source, *_ in subtraction.operands if parameter == "y"
     )
-    product = find_step_returning(decoder, 0, subtracted)
+    product = find_step_returning(decoder, LAYER_OF_LARGE_STEPS, subtracted)
     change_arguments(product, collect_delta)
     change_result(subtraction, return_delta)
 
@@ -126,13 +130,15 @@ FAULTS = [
         "what enters the convolution and what gates it exchanged",
         gate="program",
         bundle="lfm2",
-        plant=edit_weight(2, "conv.in_proj.weight", exchange_branches),
+        layer=2,
+        plant=edit_weight("conv.in_proj.weight", exchange_branches),
     ),
     Fault(
         "taps of a short convolution in reverse",
         gate="program",
         bundle="lfm2",
-        plant=edit_weight(0, "conv.conv.weight", lambda weight: weight.flip(-1)),
+        layer=0,
+        plant=edit_weight("conv.conv.weight", lambda weight: weight.flip(-1)),
     ),
     Fault(
         "dummy columns advance a matrix",
@@ -163,62 +169,70 @@ FAULTS = [
         "sign of the decay lost",
         gate="program",
         bundle="qwen3_5",
-        plant=edit_scalar(0, "mul", "linear_attn", "y", torch.abs),
+        layer=0,
+        plant=edit_scalar("mul", "linear_attn", "y", torch.abs),
     ),
     Fault(
         "sign of Mamba's decay lost",
         gate="program",
         bundle="granite",
-        plant=edit_scalar(0, "mul", "mamba", "y", torch.abs),
+        layer=0,
+        plant=edit_scalar("mul", "mamba", "y", torch.abs),
     ),
     Fault(
         "branches join the stream at full size",
         gate="program",
         bundle="granite",
-        plant=edit_scalar(1, "mul", "layers.1", "y", torch.ones_like),
+        layer=1,
+        plant=edit_scalar("mul", "layers.{layer}", "y", torch.ones_like),
     ),
     Fault(
         "decays of other heads",
         gate="program",
         bundle="qwen3_5",
-        plant=edit_weight(2, "linear_attn.A_log", lambda decays: decays.flip(1)),
+        layer=2,
+        plant=edit_weight("linear_attn.A_log", lambda decays: decays.flip(1)),
     ),
     Fault(
         "bias of the step lost",
         gate="program",
         bundle="qwen3_5",
-        plant=edit_weight(0, "linear_attn.dt_bias", torch.zeros_like),
+        layer=0,
+        plant=edit_weight("linear_attn.dt_bias", torch.zeros_like),
     ),
     Fault(
         "taps of delta net in reverse",
         gate="program",
         bundle="qwen3_5",
-        plant=edit_weight(
-            2, "linear_attn.conv1d.weight", lambda weight: weight.flip(-1)
-        ),
+        layer=2,
+        plant=edit_weight("linear_attn.conv1d.weight", lambda weight: weight.flip(-1)),
     ),
     Fault(
         "skip past the matrix lost",
         gate="program",
         bundle="granite",
-        plant=edit_weight(2, "mamba.D", torch.zeros_like),
+        layer=2,
+        plant=edit_weight("mamba.D", torch.zeros_like),
     ),
     Fault(
         "gate of attention dropped",
         gate="program",
         bundle="qwen3_5",
-        plant=edit_result(1, "sigmoid", "self_attn", torch.ones_like),
+        layer=1,
+        plant=edit_result("sigmoid", "self_attn", torch.ones_like),
     ),
     Fault(
         "gate before the norm",
         gate="program",
         bundle="qwen3_5",
+        layer=0,
         plant=norm_what_was_gated,
     ),
     Fault(
         "norm before the gate",
         gate="program",
         bundle="granite",
+        layer=0,
         plant=gate_what_was_normed,
     ),
     Fault(

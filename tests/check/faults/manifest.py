@@ -22,9 +22,9 @@ def declare_smaller_stream(copy):
     copy.manifest["residual_exponent"] = 1
 
 
-def exchange_states(copy):
-    states = copy.shard(1)["states"]
-    k, v = states["layers.1.k_state"], states["layers.1.v_state"]
+def exchange_states(copy, layer):
+    states = copy.shard(layer)["states"]
+    k, v = states[f"layers.{layer}.k_state"], states[f"layers.{layer}.v_state"]
     k["tensor"], v["tensor"] = v["tensor"], k["tensor"]
 
 
@@ -59,18 +59,18 @@ def declare_cache_length(S: int) -> Plant:
     return plant
 
 
-def drop_taps(copy):
-    copy.shard(1)["taps"].clear()
+def drop_taps(copy, layer):
+    copy.shard(layer)["taps"].clear()
 
 
-def tap_another_value(copy):
-    modules = copy.shard(1)["modules"].items()
+def tap_another_value(copy, layer):
+    modules = copy.shard(layer)["modules"].items()
     name = next(name for name, module in modules if module.endswith("self_attn"))
-    copy.shard(1)["taps"] = {"1": name}
+    copy.shard(layer)["taps"] = {str(layer): name}
 
 
-def store_two_states_in_one_tensor(copy):
-    copy.shard(1)["states"]["layers.1.k_state"]["tensor"] = "v_state"
+def store_two_states_in_one_tensor(copy, layer):
+    copy.shard(layer)["states"][f"layers.{layer}.k_state"]["tensor"] = "v_state"
 
 
 def exchange_two_tokens(copy):
@@ -108,7 +108,12 @@ FAULTS = [
     Fault(
         "stream declared half as large", gate="program", plant=declare_smaller_stream
     ),
-    Fault("states exchanged in the manifest", gate="program", plant=exchange_states),
+    Fault(
+        "states exchanged in the manifest",
+        gate="program",
+        layer=1,
+        plant=exchange_states,
+    ),
     Fault(
         "t_max of 60 over a range of 4",
         gate="interface",
@@ -184,11 +189,12 @@ FAULTS = [
         gate="interface",
         plant=declare_cache_length(32),
     ),
-    Fault("taps left out", gate="interface", plant=drop_taps),
-    Fault("taps of another value", gate="interface", plant=tap_another_value),
+    Fault("taps left out", gate="interface", layer=1, plant=drop_taps),
+    Fault("taps of another value", gate="interface", layer=1, plant=tap_another_value),
     Fault(
         "two states in one tensor",
         gate="interface",
+        layer=1,
         plant=store_two_states_in_one_tensor,
     ),
     Fault(

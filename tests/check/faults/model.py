@@ -21,9 +21,9 @@ from faults.fault import Fault
 # Attention
 
 
-def reshape_instead_of_transposing(decoder):
+def reshape_instead_of_transposing(decoder, layer):
     # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
-    step = find_steps(decoder, 0, "transpose", "self_attn")[-1]
+    step = find_steps(decoder, layer, "transpose", "self_attn")[-1]
     (_, declared), *_ = step.op.outputs
     step.op = dataclasses.replace(step.op, kind="reshape")
     step.constants = {
@@ -32,18 +32,18 @@ def reshape_instead_of_transposing(decoder):
     step.function = lambda x, shape: x.reshape(shape)
 
 
-def regroup_query_heads(decoder):
+def regroup_query_heads(decoder, layer):
     dims = decoder.manifest.dims
     order = torch.arange(dims.H).reshape(dims.H_kv, -1).T.reshape(-1)
     rows = torch.cat([torch.arange(dims.D) + head * dims.D for head in order])
-    edit_weight(1, "self_attn.q_proj.weight", lambda weight: weight[rows])(decoder)
+    edit_weight("self_attn.q_proj.weight", lambda weight: weight[rows])(decoder, layer)
 
 
-def normalize_over_queries(decoder):
-    find_steps(decoder, 0, "softmax")[0].constants["axis"] = -2
+def normalize_over_queries(decoder, layer):
+    find_steps(decoder, layer, "softmax")[0].constants["axis"] = -2
 
 
-def read_before_writing(decoder):
+def read_before_writing(decoder, layer):
     """A token does not find its own row in the cache: a later read of a state returns what the
     first read of it returned."""
     before_write = {}
@@ -56,7 +56,7 @@ def read_before_writing(decoder):
         return before_write[input]
 
     states = set()
-    for step in find_steps(decoder, 1, "read_state"):
+    for step in find_steps(decoder, layer, "read_state"):
         state = step.operands[0][1]
         step.function = read_again if state in states else read_first
         states.add(state)
@@ -94,9 +94,11 @@ def poison(weight):
     return weight
 
 
-def use_tensor_of_another_layer(decoder):
-    other = read_weight(decoder, 3, "mlp.down_proj.weight")
-    edit_weight(0, "mlp.down_proj.weight", lambda _: other)(decoder)
+def use_tensor_of_another_layer(decoder, layer):
+    last = len(decoder.layers) - 1
+    other_layer = 0 if layer == last else last
+    other = read_weight(decoder, other_layer, "mlp.down_proj.weight")
+    edit_weight("mlp.down_proj.weight", lambda _: other)(decoder, layer)
 
 
 def swap_shards(decoder):
@@ -104,11 +106,11 @@ def swap_shards(decoder):
     a.executables, b.executables = b.executables, a.executables
 
 
-def swap_gate_and_up(decoder):
-    gate = read_weight(decoder, 1, "mlp.gate_proj.weight")
-    up = read_weight(decoder, 1, "mlp.up_proj.weight")
-    edit_weight(1, "mlp.gate_proj.weight", lambda _: up)(decoder)
-    edit_weight(1, "mlp.up_proj.weight", lambda _: gate)(decoder)
+def swap_gate_and_up(decoder, layer):
+    gate = read_weight(decoder, layer, "mlp.gate_proj.weight")
+    up = read_weight(decoder, layer, "mlp.up_proj.weight")
+    edit_weight("mlp.gate_proj.weight", lambda _: up)(decoder, layer)
+    edit_weight("mlp.up_proj.weight", lambda _: gate)(decoder, layer)
 
 
 # Head, embedding, decode loop
@@ -156,96 +158,121 @@ FAULTS = [
     Fault(
         "heads and tokens permuted in the output",
         gate="program",
+        layer=0,
         plant=reshape_instead_of_transposing,
     ),
     Fault(
         "query heads given to the wrong group",
         gate="program",
+        layer=1,
         plant=regroup_query_heads,
     ),
-    Fault("softmax over the queries", gate="program", plant=normalize_over_queries),
+    Fault(
+        "softmax over the queries",
+        gate="program",
+        layer=0,
+        plant=normalize_over_queries,
+    ),
     Fault(
         "attention reads the cache before the write",
         gate="program",
+        layer=1,
         plant=read_before_writing,
     ),
     Fault(
         "attention of one layer removed",
         gate="program",
-        plant=edit_result(2, "conv", "o_proj", torch.zeros_like),
+        layer=2,
+        plant=edit_result("conv", "o_proj", torch.zeros_like),
     ),
     Fault(
         "attention counted half",
         gate="program",
-        plant=edit_result(1, "conv", "o_proj", lambda y: y * 0.5),
+        layer=1,
+        plant=edit_result("conv", "o_proj", lambda y: y * 0.5),
     ),
     Fault(
         "sequences exchanged in one layer",
         gate="program",
         bundle="batch",
-        plant=edit_result(1, "conv", "down_proj", exchange_sequences),
+        layer=1,
+        plant=edit_result("conv", "down_proj", exchange_sequences),
     ),
     Fault(
         "a sequence reads a thousandth of another",
         gate="program",
         bundle="batch",
-        plant=edit_result(0, "conv", "o_proj", add_a_thousandth_of_another_sequence),
+        layer=0,
+        plant=edit_result("conv", "o_proj", add_a_thousandth_of_another_sequence),
     ),
     Fault(
         "squares that overflow fp16",
         gate="budget",
-        plant=edit_result(3, "silu", "", lambda y: y * 1e5),
+        layer=3,
+        plant=edit_result("silu", "", lambda y: y * 1e5),
     ),
     Fault(
         "another activation",
         gate="program",
-        plant=replace_function(0, "silu", "", torch.nn.functional.gelu),
+        layer=0,
+        plant=replace_function("silu", "", torch.nn.functional.gelu),
     ),
     Fault(
         "score scale forgotten",
         gate="program",
-        plant=edit_scalar(3, "mul", "self_attn", "y", torch.ones_like),
+        layer=3,
+        plant=edit_scalar("mul", "self_attn", "y", torch.ones_like),
     ),
     Fault(
         "RMS epsilon of one",
         gate="program",
-        plant=edit_scalar(1, "real_div", "input_layernorm", "x", torch.ones_like),
+        layer=1,
+        plant=edit_scalar("real_div", "input_layernorm", "x", torch.ones_like),
     ),
     Fault(
         "norm weight lost",
         gate="program",
-        plant=edit_weight(2, "post_attention_layernorm.weight", torch.ones_like),
+        layer=2,
+        plant=edit_weight("post_attention_layernorm.weight", torch.ones_like),
     ),
     Fault(
         "weights scaled along the wrong axis",
         gate="program",
-        plant=edit_weight(0, "self_attn.o_proj.weight", scale_along_inputs),
+        layer=0,
+        plant=edit_weight("self_attn.o_proj.weight", scale_along_inputs),
     ),
     Fault(
         "weights quantized to three bits",
         gate="program",
-        plant=edit_weight(3, "mlp.up_proj.weight", round_to_three_bits),
+        layer=3,
+        plant=edit_weight("mlp.up_proj.weight", round_to_three_bits),
     ),
     Fault(
         "a block of weights zeroed",
         gate="program",
-        plant=edit_weight(1, "mlp.down_proj.weight", zero_first_rows),
+        layer=1,
+        plant=edit_weight("mlp.down_proj.weight", zero_first_rows),
     ),
     Fault(
         "one weight is NaN",
         gate="program",
-        plant=edit_weight(0, "mlp.up_proj.weight", poison),
+        layer=0,
+        plant=edit_weight("mlp.up_proj.weight", poison),
     ),
     Fault(
         "key weights transposed",
         gate="program",
-        plant=edit_weight(2, "self_attn.k_proj.weight", lambda weight: weight.flip(1)),
+        layer=2,
+        plant=edit_weight("self_attn.k_proj.weight", lambda weight: weight.flip(1)),
     ),
     Fault(
-        "one tensor of another layer", gate="program", plant=use_tensor_of_another_layer
+        "one tensor of another layer",
+        gate="program",
+        layer=0,
+        plant=use_tensor_of_another_layer,
     ),
     Fault("two shards swapped", gate="program", plant=swap_shards),
-    Fault("gate and up exchanged", gate="program", plant=swap_gate_and_up),
+    Fault("gate and up exchanged", gate="program", layer=1, plant=swap_gate_and_up),
     Fault("a slice of the head damaged", gate="program", plant=damage_head_slice),
     Fault("embedding of the next token", gate="program", plant=embed_next_token),
     Fault(

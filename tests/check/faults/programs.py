@@ -8,6 +8,7 @@ from faults.copies import Copy, find_source, list_arguments, rename_arguments
 from faults.fault import Fault
 
 Plant = Callable[[Copy], None]
+LayerPlant = Callable[[Copy, int], None]
 
 
 # Constants
@@ -35,15 +36,19 @@ def scale_epsilon_of_all_norms(copy):
         scale_constants(copy, copy.shard(layer), "layernorm_eps", 10)
 
 
-def scale_epsilon(name: str, factor: float, kind: str = "layers") -> Plant:
-    """Scales an epsilon of the first shard of a kind."""
-    return lambda copy: scale_constants(copy, copy.shard(kind=kind), name, factor)
+def scale_epsilon(name: str, factor: float) -> LayerPlant:
+    """Scales an epsilon of a layer."""
+    return lambda copy, layer: scale_constants(copy, copy.shard(layer), name, factor)
 
 
-def scale_scores(layer: int, factor: float, prefix: str = "") -> Plant:
+def scale_epsilon_of_head(copy):
+    scale_constants(copy, copy.shard(kind="head"), "eps", 10)
+
+
+def scale_scores(factor: float, prefix: str = "") -> LayerPlant:
     """Scales the factor of the scores, a constant whose name has a prefix."""
 
-    def plant(copy):
+    def plant(copy, layer):
         shard = copy.shard(layer)
         products = copy.operations(shard, "mul", "self_attn")
         names = [find_source(op, "y") for op in products]
@@ -54,8 +59,8 @@ def scale_scores(layer: int, factor: float, prefix: str = "") -> Plant:
     return plant
 
 
-def set_softmax_axis(layer: int, axis: int) -> Plant:
-    def plant(copy):
+def set_softmax_axis(axis: int) -> LayerPlant:
+    def plant(copy, layer):
         (op,) = copy.operations(copy.shard(layer), "softmax")
         argument = op.inputs["axis"].arguments[0]
         constant = copy.find_operation_returning(copy.shard(layer), argument.name)
@@ -65,9 +70,9 @@ def set_softmax_axis(layer: int, axis: int) -> Plant:
     return plant
 
 
-def change_gelu_mode(copy):
-    (op,) = copy.operations(copy.shard(0), "gelu")
-    constant = copy.find_operation_returning(copy.shard(0), find_source(op, "mode"))
+def change_gelu_mode(copy, layer):
+    (op,) = copy.operations(copy.shard(layer), "gelu")
+    constant = copy.find_operation_returning(copy.shard(layer), find_source(op, "mode"))
     mode = constant.attributes["val"].immediateValue.tensor.strings.values
     mode[:] = ["EXACT" if mode[0] != "EXACT" else "SIGMOID_APPROXIMATION"]
 
@@ -75,28 +80,28 @@ def change_gelu_mode(copy):
 # Operations
 
 
-def replace_silu(layer: int, kind: str) -> Plant:
+def replace_silu(kind: str) -> LayerPlant:
     """Puts another activation in the place of a layer's silu."""
 
-    def plant(copy):
+    def plant(copy, layer):
         copy.operations(copy.shard(layer), "silu")[0].type = kind
 
     return plant
 
 
-def replace_gelu_in_router(copy):
-    op = copy.operations(copy.shard(1), "gelu")[0]
+def replace_gelu_in_router(copy, layer):
+    op = copy.operations(copy.shard(layer), "gelu")[0]
     op.type = "silu"
     del op.inputs["mode"]
 
 
 def insert_after(
-    layer: int, kind: str, module: str, index: int, inserted: str, number: float
-) -> Plant:
+    kind: str, module: str, index: int, inserted: str, number: float
+) -> LayerPlant:
     """Puts the operation `inserted`, with one fp16 number, behind an operation of this kind and
     module; `index` chooses among several."""
 
-    def plant(copy):
+    def plant(copy, layer):
         shard = copy.shard(layer)
         op = copy.operations(shard, kind, module)[index]
         copy.insert(shard, op, inserted, y=np.float16(number))
@@ -121,10 +126,10 @@ def halve_router_state(copy):
     copy.insert(shard, reader, "mul", y=np.float16(0.5))
 
 
-def reverse_after(layer: int, kind: str, index: int, axis: int) -> Plant:
+def reverse_after(kind: str, index: int, axis: int) -> LayerPlant:
     """Reverses an axis of what an operation of attention returns."""
 
-    def plant(copy):
+    def plant(copy, layer):
         shard = copy.shard(layer)
         op = copy.operations(shard, kind, "self_attn")[index]
         copy.insert(shard, op, "reverse", axes=np.array([axis], np.int32))
@@ -132,10 +137,10 @@ def reverse_after(layer: int, kind: str, index: int, axis: int) -> Plant:
     return plant
 
 
-def scale_rows_read(layer: int, rows: slice, factor: float) -> Plant:
+def scale_rows_read(rows: slice, factor: float) -> LayerPlant:
     """Multiplies some rows of one head of what is read of V."""
 
-    def plant(copy):
+    def plant(copy, layer):
         shard = copy.shard(layer)
         reads = copy.operations(shard, "read_state")
         read = [op for op in reads if find_source(op, "input") == "v_state"][-1]
@@ -150,21 +155,21 @@ def scale_rows_read(layer: int, rows: slice, factor: float) -> Plant:
 # What operations read
 
 
-def turn_queries_the_other_way(copy):
+def turn_queries_the_other_way(copy, layer):
     # a half of the queries is a difference, the other one a sum
-    sub = copy.operations(copy.shard(1), "sub", "self_attn")[0]
-    add = copy.operations(copy.shard(1), "add", "self_attn")[0]
+    sub = copy.operations(copy.shard(layer), "sub", "self_attn")[0]
+    add = copy.operations(copy.shard(layer), "add", "self_attn")[0]
     sub.type, add.type = "add", "sub"
 
 
-def exchange_sine_and_cosine(copy):
+def exchange_sine_and_cosine(copy, layer):
     names = {"rope_cos": "rope_sin", "rope_sin": "rope_cos"}
-    for op in copy.operations(copy.shard(2), "mul", "self_attn"):
+    for op in copy.operations(copy.shard(layer), "mul", "self_attn"):
         copy.feed(op, "y", names.get(find_source(op, "y"), find_source(op, "y")))
 
 
-def write_keys_before_rotation(copy):
-    shard = copy.shard(3)
+def write_keys_before_rotation(copy, layer):
+    shard = copy.shard(layer)
     products = copy.operations(shard, "matmul", "self_attn")
     write = next(op for op in products if find_source(op, "x") == "kv_write_mask")
     half = write
@@ -173,9 +178,9 @@ def write_keys_before_rotation(copy):
     copy.feed(write, "y", find_source(half, "x"))
 
 
-def exchange_states(copy):
+def exchange_states(copy, layer):
     names = {"k_state": "v_state", "v_state": "k_state"}
-    for op in copy.block(copy.shard(2)).operations:
+    for op in copy.block(copy.shard(layer)).operations:
         if op.type in ("read_state", "write_state"):
             copy.feed(op, "input", names[find_source(op, "input")])
 
@@ -186,31 +191,31 @@ def find_masking(copy: Copy, shard: dict):
     return next(op for op in sums if find_source(op, "y") == "attn_mask")
 
 
-def skip_mask(copy):
-    shard = copy.shard(1)
+def skip_mask(copy, layer):
+    shard = copy.shard(layer)
     scores = find_source(find_masking(copy, shard), "x")
     copy.feed(copy.operations(shard, "softmax")[0], "x", scores)
 
 
-def enlarge_scores_before_mask(copy):
-    shard = copy.shard(0)
+def enlarge_scores_before_mask(copy, layer):
+    shard = copy.shard(layer)
     name = find_source(find_masking(copy, shard), "x")
     scores = copy.find_operation_returning(shard, name)
     copy.insert(shard, scores, "mul", y=np.float16(3e3))
 
 
-def skip_attention(copy):
-    copy.feed(copy.operations(copy.shard(1), "add")[-1], "x", "x")
+def skip_attention(copy, layer):
+    copy.feed(copy.operations(copy.shard(layer), "add")[-1], "x", "x")
 
 
-def norm_layer_input_before_mlp(copy):
-    shard = copy.shard(2)
+def norm_layer_input_before_mlp(copy, layer):
+    shard = copy.shard(layer)
     for kind in ("abs", "real_div"):
         copy.feed(copy.operations(shard, kind, "post_attention_layernorm")[0], "x", "x")
 
 
-def exchange_gate_and_up(copy):
-    shard = copy.shard(0)
+def exchange_gate_and_up(copy, layer):
+    shard = copy.shard(layer)
     copy.move_first(shard)
     gate = copy.operations(shard, "conv", "gate_proj")[0]
     up = copy.operations(shard, "conv", "up_proj")[0]
@@ -219,18 +224,18 @@ def exchange_gate_and_up(copy):
     copy.feed(up, "weight", gate_weight)
 
 
-def skip_key_norm(copy):
-    shard = copy.shard(0)
+def skip_key_norm(copy, layer):
+    shard = copy.shard(layer)
     last = copy.operations(shard, "mul", "k_norm")[-1].outputs[0].name
     divisions = copy.operations(shard, "real_div", "k_norm")
     first = next(op for op in divisions if op.inputs["x"].arguments)
     rename_arguments(copy.block(shard).operations, {last: find_source(first, "x")})
 
 
-def norm_input_instead_of_output(copy):
+def norm_input_instead_of_output(copy, layer):
     """Norms the layer's input before attention instead of what attention adds."""
-    shard = copy.shard(1)
-    module = "layers.1.post_attention_layernorm"
+    shard = copy.shard(layer)
+    module = f"layers.{layer}.post_attention_layernorm"
     modules = shard["modules"]
     norm = [
         op
@@ -250,10 +255,10 @@ def norm_input_instead_of_output(copy):
     copy.move_first(shard)
 
 
-def rename_inputs(layer: int, names: dict[str, str]) -> Plant:
+def rename_inputs(names: dict[str, str]) -> LayerPlant:
     """Gives a shard's inputs other names: in its program, its description and its manifest."""
 
-    def plant(copy):
+    def plant(copy, layer):
         shard = copy.shard(layer)
         function = copy.spec(shard).mlProgram.functions["main"]
         for value in [*function.inputs, *copy.spec(shard).description.input]:
@@ -266,13 +271,13 @@ def rename_inputs(layer: int, names: dict[str, str]) -> Plant:
     return plant
 
 
-def plant_in_function(T: int, plant: Plant) -> Plant:
+def plant_in_function(T: int, plant: Plant | LayerPlant) -> Plant | LayerPlant:
     """Plants a fault in one function of a package of two: the other one, and the weights that both
     read, are sound."""
 
-    def plant_there(copy):
+    def plant_there(copy, *layer):
         copy.function = f"t{T}"
-        plant(copy)
+        plant(copy, *layer)
 
     return plant_there
 
@@ -282,52 +287,63 @@ FAULTS = [
     Fault(
         "RMS epsilon times 10 in one norm",
         gate="program",
+        layer=0,
         plant=scale_epsilon("input_layernorm_eps0", 10),
     ),
     Fault(
         "RMS epsilon left out",
         gate="program",
+        layer=0,
         plant=scale_epsilon("input_layernorm_eps1", 0),
     ),
     Fault(
-        "final norm's epsilon times 100",
-        gate="program",
-        plant=scale_epsilon("eps", 10, kind="head"),
+        "final norm's epsilon times 100", gate="program", plant=scale_epsilon_of_head
     ),
     # Gemma divides by the root of query_pre_attn_scalar, not by that of the width of a head
     Fault(
         "query scale of the head width",
         gate="program",
         bundle="gemma",
-        plant=scale_scores(1, (24 / 32) ** 0.5, prefix="var_"),
+        layer=1,
+        plant=scale_scores((24 / 32) ** 0.5, prefix="var_"),
     ),
-    Fault("score scale times 1.05", gate="program", plant=scale_scores(2, 1.05)),
-    Fault("softmax over heads", gate="program", plant=set_softmax_axis(1, 1)),
-    Fault("softmax over the queries", gate="program", plant=set_softmax_axis(3, 2)),
+    Fault("score scale times 1.05", gate="program", layer=2, plant=scale_scores(1.05)),
+    Fault("softmax over heads", gate="program", layer=1, plant=set_softmax_axis(1)),
+    Fault(
+        "softmax over the queries", gate="program", layer=3, plant=set_softmax_axis(2)
+    ),
     Fault(
         "gelu without its approximation",
         gate="program",
         bundle="gemma",
+        layer=0,
         plant=change_gelu_mode,
     ),
-    Fault("silu become sigmoid", gate="program", plant=replace_silu(1, "sigmoid")),
-    Fault("silu become relu", gate="program", plant=replace_silu(3, "relu")),
-    Fault("silu become softplus", gate="program", plant=replace_silu(0, "softplus")),
+    Fault(
+        "silu become sigmoid", gate="program", layer=1, plant=replace_silu("sigmoid")
+    ),
+    Fault("silu become relu", gate="program", layer=3, plant=replace_silu("relu")),
+    Fault(
+        "silu become softplus", gate="program", layer=0, plant=replace_silu("softplus")
+    ),
     Fault(
         "another activation in the router",
         gate="program",
         bundle="zaya",
+        layer=1,
         plant=replace_gelu_in_router,
     ),
     Fault(
         "score scale of the hidden size",
         gate="program",
-        plant=insert_after(0, "matmul", "self_attn", 2, "mul", 0.5),
+        layer=0,
+        plant=insert_after("matmul", "self_attn", 2, "mul", 0.5),
     ),
     Fault(
         "a constant added to the stream",
         gate="program",
-        plant=insert_after(2, "conv", "down_proj", 0, "add", 1e-3),
+        layer=2,
+        plant=insert_after("conv", "down_proj", 0, "add", 1e-3),
     ),
     Fault("logits times 1.01", gate="program", plant=scale_logits),
     Fault(
@@ -339,98 +355,125 @@ FAULTS = [
     Fault(
         "heads in reverse after attention",
         gate="program",
-        plant=reverse_after(2, "matmul", -1, axis=1),
+        layer=2,
+        plant=reverse_after("matmul", -1, axis=1),
     ),
     Fault(
         "query heads in reverse",
         gate="program",
-        plant=reverse_after(1, "concat", 0, axis=1),
+        layer=1,
+        plant=reverse_after("concat", 0, axis=1),
     ),
     Fault(
         "tokens in reverse after attention",
         gate="program",
-        plant=reverse_after(1, "matmul", -1, axis=2),
+        layer=1,
+        plant=reverse_after("matmul", -1, axis=2),
     ),
     Fault(
         "a head of the cache halved past row 48",
         gate="program",
-        plant=scale_rows_read(1, slice(48, None), 0.5),
+        layer=1,
+        plant=scale_rows_read(slice(48, None), 0.5),
     ),
     Fault(
         "one row in the middle of the cache damaged",
         gate="program",
-        plant=scale_rows_read(3, slice(37, 38), 0.9),
+        layer=3,
+        plant=scale_rows_read(slice(37, 38), 0.9),
     ),
     Fault(
         "the last row of the cache is lost",
         gate="program",
-        plant=scale_rows_read(0, slice(63, 64), 0.0),
+        layer=0,
+        plant=scale_rows_read(slice(63, 64), 0.0),
     ),
     Fault(
         "rope turns the other way for queries",
         gate="program",
+        layer=1,
         plant=turn_queries_the_other_way,
     ),
     Fault(
         "sine and cosine exchanged in one layer",
         gate="program",
+        layer=2,
         plant=exchange_sine_and_cosine,
     ),
     Fault(
         "keys written before their rotation",
         gate="program",
+        layer=3,
         plant=write_keys_before_rotation,
     ),
-    Fault("states exchanged", gate="program", plant=exchange_states),
-    Fault("mask not added to scores", gate="program", plant=skip_mask),
+    Fault("states exchanged", gate="program", layer=2, plant=exchange_states),
+    Fault("mask not added to scores", gate="program", layer=1, plant=skip_mask),
     Fault(
         "mask a thousand times too weak",
         gate="program",
+        layer=0,
         plant=enlarge_scores_before_mask,
     ),
-    Fault("attention not added to the stream", gate="program", plant=skip_attention),
+    Fault(
+        "attention not added to the stream",
+        gate="program",
+        layer=1,
+        plant=skip_attention,
+    ),
     Fault(
         "norm before the MLP takes the layer's input",
         gate="program",
+        layer=2,
         plant=norm_layer_input_before_mlp,
     ),
-    Fault("gate and up read in exchange", gate="program", plant=exchange_gate_and_up),
     Fault(
-        "norm of the keys left out", gate="program", bundle="qwen3", plant=skip_key_norm
+        "gate and up read in exchange",
+        gate="program",
+        layer=0,
+        plant=exchange_gate_and_up,
+    ),
+    Fault(
+        "norm of the keys left out",
+        gate="program",
+        bundle="qwen3",
+        layer=0,
+        plant=skip_key_norm,
     ),
     Fault(
         "norm before attention instead of behind",
         gate="program",
         bundle="olmo2",
+        layer=1,
         plant=norm_input_instead_of_output,
     ),
     Fault(
         "a layer without rope turned",
         gate="program",
         bundle="smollm3",
-        plant=rename_inputs(
-            1, {"rope_cos_nope": "rope_cos", "rope_sin_nope": "rope_sin"}
-        ),
+        layer=1,
+        plant=rename_inputs({"rope_cos_nope": "rope_cos", "rope_sin_nope": "rope_sin"}),
     ),
     Fault(
         "a local layer given the global mask",
         gate="program",
         bundle="gemma",
-        plant=rename_inputs(0, {"attn_mask_local": "attn_mask_global"}),
+        layer=0,
+        plant=rename_inputs({"attn_mask_local": "attn_mask_global"}),
     ),
     Fault(
         "a global layer given the local rope",
         gate="program",
         bundle="gemma",
+        layer=1,
         plant=rename_inputs(
-            1,
-            {"rope_cos_global": "rope_cos_local", "rope_sin_global": "rope_sin_local"},
+            {"rope_cos_global": "rope_cos_local", "rope_sin_global": "rope_sin_local"}
         ),
     ),
     Fault(
         "rope turns the other way in the function of T 1",
         gate="program",
         bundle="functions",
+        layer=1,
         plant=plant_in_function(1, turn_queries_the_other_way),
     ),
     Fault(
@@ -443,24 +486,28 @@ FAULTS = [
         "silu become sigmoid in the function of T 4",
         gate="program",
         bundle="functions",
-        plant=plant_in_function(4, replace_silu(1, "sigmoid")),
+        layer=1,
+        plant=plant_in_function(4, replace_silu("sigmoid")),
     ),
     Fault(
         "mask not added to scores in the function of T 4",
         gate="program",
         bundle="functions",
+        layer=1,
         plant=plant_in_function(4, skip_mask),
     ),
     Fault(
         "states exchanged in the function of T 4",
         gate="program",
         bundle="functions",
+        layer=2,
         plant=plant_in_function(4, exchange_states),
     ),
     Fault(
         "gate and up read in exchange in the function of T 4",
         gate="program",
         bundle="functions",
+        layer=0,
         plant=plant_in_function(4, exchange_gate_and_up),
     ),
 ]

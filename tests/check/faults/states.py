@@ -40,30 +40,30 @@ def clamp_position(decoder):
     decoder.host.inputs = inputs
 
 
-def skip_writes(decoder):
-    for step in find_steps(decoder, 1, "write_state"):
+def skip_writes(decoder, layer):
+    for step in find_steps(decoder, layer, "write_state"):
         step.function = lambda **_: None
 
 
-def write_first_head_only(decoder):
+def write_first_head_only(decoder, layer):
     def change(arguments):
         old, new = arguments["input"].value, arguments["data"]
         return arguments | {"data": torch.cat([new[:, :1], old[:, 1:]], dim=1)}
 
-    for step in find_steps(decoder, 0, "write_state"):
+    for step in find_steps(decoder, layer, "write_state"):
         change_arguments(step, change)
 
 
-def add_new_rows_to_old(decoder):
-    for step in find_steps(decoder, 0, "sub", "self_attn"):
+def add_new_rows_to_old(decoder, layer):
+    for step in find_steps(decoder, layer, "sub", "self_attn"):
         # 1 − Σ write mask is [B, 1, S, 1], the factor of the old rows
         if step.op.outputs[0][1].shape[-1] == 1:
             change_result(step, torch.ones_like)
 
 
-def swap_keys_and_values(decoder):
+def swap_keys_and_values(decoder, layer):
     names = {"k_state": "v_state", "v_state": "k_state"}
-    for step in decoder.layers[2].executable.body.steps:
+    for step in decoder.layers[layer].executable.body.steps:
         step.operands = [
             (
                 parameter,
@@ -145,13 +145,13 @@ def round_rows_at_every_call(decoder):
         wrap_calls(model, call)
 
 
-def damage_a_value_head(decoder):
+def damage_a_value_head(decoder, layer):
     def change(value):
         value = value.clone()
         value[:, 0, 48:] *= 0.5
         return value
 
-    for step in find_steps(decoder, 1, "read_state"):
+    for step in find_steps(decoder, layer, "read_state"):
         if step.operands[0][1] == "v_state":
             change_result(step, change)
 
@@ -165,11 +165,11 @@ def repeat_last_row(value):
 # Rope in a program
 
 
-def turn_keys_only(decoder):
+def turn_keys_only(decoder, layer):
     # queries are rotated first; each half is a difference or a sum whose y has the sine
-    halves = find_steps(decoder, 1, "concat", "self_attn")[0].operands[0][1]
+    halves = find_steps(decoder, layer, "concat", "self_attn")[0].operands[0][1]
     for name in halves:
-        step = find_step_returning(decoder, 1, name)
+        step = find_step_returning(decoder, layer, name)
         change_arguments(step, lambda arguments: arguments | {"y": arguments["y"] * 0})
 
 
@@ -188,16 +188,22 @@ FAULTS = [
     Fault(
         "position past the cache is clamped", gate="state_life", plant=clamp_position
     ),
-    Fault("state never written", gate="write_address", plant=skip_writes),
+    Fault("state never written", gate="write_address", layer=1, plant=skip_writes),
     Fault(
         "only the first head is written",
         gate="write_address",
+        layer=0,
         plant=write_first_head_only,
     ),
     Fault(
-        "rows added instead of replaced", gate="stale_rows", plant=add_new_rows_to_old
+        "rows added instead of replaced",
+        gate="stale_rows",
+        layer=0,
+        plant=add_new_rows_to_old,
     ),
-    Fault("keys and values swapped", gate="program", plant=swap_keys_and_values),
+    Fault(
+        "keys and values swapped", gate="program", layer=2, plant=swap_keys_and_values
+    ),
     Fault(
         "a new sequence gets the old state",
         gate="state_life",
@@ -227,12 +233,18 @@ FAULTS = [
         plant=round_rows_at_every_call,
     ),
     Fault(
-        "a value head damaged past row 48", gate="program", plant=damage_a_value_head
+        "a value head damaged past row 48",
+        gate="program",
+        layer=1,
+        plant=damage_a_value_head,
     ),
     Fault(
         "the newest row read twice near the end",
         gate="program",
-        plant=edit_result(2, "read_state", "", repeat_last_row, index=-1),
+        layer=2,
+        plant=edit_result("read_state", "", repeat_last_row, index=-1),
     ),
-    Fault("rope on keys but not on queries", gate="program", plant=turn_keys_only),
+    Fault(
+        "rope on keys but not on queries", gate="program", layer=1, plant=turn_keys_only
+    ),
 ]

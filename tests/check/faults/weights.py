@@ -4,26 +4,38 @@ from collections.abc import Callable
 
 import numpy as np
 
-from faults.copies import Copy, StoredWeight
+from faults.copies import StoredWeight
 from faults.fault import Fault
 
-Plant = Callable[[Copy], None]
+Plant = Callable[..., None]
 Change = Callable[[np.ndarray], np.ndarray]
 
 
-# Edits of stored weights. `tensor` is the end of a checkpoint tensor's name; where it has a `{}`,
-# the weight of every layer is edited
+# Edits of stored weights. In a fault with a layer, `tensor` is a weight's name within the layer; in
+# others it is the end of a checkpoint tensor's name
+
+
+def full_name(tensor: str, layer: int | None) -> str:
+    return tensor if layer is None else f"layers.{layer}.{tensor}"
 
 
 def edit_stored(tensor: str, change: Callable[[StoredWeight], None]) -> Plant:
     """Changes how a weight is stored."""
 
-    def plant(copy):
-        layers = copy.manifest["dims"]["L"] if "{}" in tensor else 1
-        for layer in range(layers):
-            change(copy.weight(tensor.format(layer)))
+    def plant(copy, layer=None):
+        change(copy.weight(full_name(tensor, layer)))
 
     return plant
+
+
+def in_every_layer(plant: Plant) -> Plant:
+    """Plants a fault of a layer in all of them."""
+
+    def plant_everywhere(copy):
+        for layer in range(copy.manifest["dims"]["L"]):
+            plant(copy, layer)
+
+    return plant_everywhere
 
 
 def scale(tensor: str, factor: float) -> Plant:
@@ -48,7 +60,12 @@ def edit_values(tensor: str, change: Change) -> Plant:
 
 def exchange(tensor: str, other: str) -> Plant:
     """Exchanges two weights of one shape."""
-    return lambda copy: copy.weight(tensor).swap(copy.weight(other))
+
+    def plant(copy, layer):
+        weight = copy.weight(full_name(tensor, layer))
+        weight.swap(copy.weight(full_name(other, layer)))
+
+    return plant
 
 
 # Changes of values
@@ -109,19 +126,21 @@ def shuffle(values):
 # Faults that take more than one edit
 
 
-def scale_updates_of_a_layer(copy):
+def scale_updates(copy, layer):
     for tensor in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        copy.weight(f"layers.2.{tensor}").scale(1.1)
+        copy.weight(full_name(tensor, layer)).scale(1.1)
 
 
 def shuffle_mlp(copy):
     for name in ("gate", "up"):
-        edit_values(f"layers.{{}}.mlp.{name}_proj.weight", shuffle)(copy)
+        in_every_layer(edit_values(f"mlp.{name}_proj.weight", shuffle))(copy)
 
 
-def store_tensor_of_another_layer(copy):
-    other = copy.weight("layers.3.mlp.down_proj.weight")
-    copy.weight("layers.0.mlp.down_proj.weight").copy(other)
+def store_tensor_of_another_layer(copy, layer):
+    last = copy.manifest["dims"]["L"] - 1
+    other_layer = 0 if layer == last else last
+    other = copy.weight(full_name("mlp.down_proj.weight", other_layer))
+    copy.weight(full_name("mlp.down_proj.weight", layer)).copy(other)
 
 
 def exchange_packages(shard: dict, other: dict) -> None:
@@ -147,17 +166,17 @@ def exchange_layers(copy):
         )
 
 
-def exchange_query_and_key_norm(copy):
-    query = copy.weight("layers.0.self_attn.q_norm.weight")
-    key = copy.weight("layers.0.self_attn.k_norm.weight")
+def exchange_query_and_key_norm(copy, layer):
+    query = copy.weight(f"layers.{layer}.self_attn.q_norm.weight")
+    key = copy.weight(f"layers.{layer}.self_attn.k_norm.weight")
     # both are ones in a fresh checkpoint, which an exchange would leave as they are
     values = key.read()
     key.write(values + np.linspace(0, 0.25, values.size).reshape(values.shape))
     query.swap(key)
 
 
-def drop_offsets(copy):
-    copy.shard(1)["offsets"] = {}
+def drop_offsets(copy, layer):
+    copy.shard(layer)["offsets"] = {}
 
 
 def roll_second_head_slice(copy):
@@ -175,9 +194,10 @@ def exchange_head_slices(copy):
     first["weights"], second["weights"] = second["weights"], first["weights"]
 
 
-def exchange_fused_keys_and_values(copy):
+def exchange_fused_keys_and_values(copy, layer):
     # rows of queries, keys and values, 96 each
-    for array in copy.weight("layers.0.self_attn.qkv_proj.weight").arrays.values():
+    weight = copy.weight(f"layers.{layer}.self_attn.qkv_proj.weight")
+    for array in weight.arrays.values():
         rows = array.read()
         if len(rows) == 3 * 96:
             array.write(np.concatenate([rows[:96], rows[192:], rows[96:192]]))
@@ -187,7 +207,8 @@ FAULTS = [
     Fault(
         "values of one layer times 0.9",
         gate="weights",
-        plant=scale("layers.1.self_attn.v_proj.weight", 0.9),
+        layer=1,
+        plant=scale("self_attn.v_proj.weight", 0.9),
     ),
     Fault(
         "values of the last layer times 1.01",
@@ -197,7 +218,7 @@ FAULTS = [
     Fault(
         "keys times 1.2",
         gate="weights",
-        plant=scale("layers.{}.self_attn.k_proj.weight", 1.2),
+        plant=in_every_layer(scale("self_attn.k_proj.weight", 1.2)),
     ),
     Fault(
         "queries halved in the first layer",
@@ -207,22 +228,25 @@ FAULTS = [
     Fault(
         "one output channel times 1.2",
         gate="weights",
-        plant=scale_row("layers.1.self_attn.o_proj.weight", 7, 1.2),
+        layer=1,
+        plant=scale_row("self_attn.o_proj.weight", 7, 1.2),
     ),
     Fault(
         "one output channel of down_proj times 0.8",
         gate="weights",
-        plant=scale_row("layers.3.mlp.down_proj.weight", 100, 0.8),
+        layer=3,
+        plant=scale_row("mlp.down_proj.weight", 100, 0.8),
     ),
     Fault(
         "zero point plus one",
         gate="weights",
-        plant=shift("layers.{}.mlp.up_proj.weight", 1),
+        plant=in_every_layer(shift("mlp.up_proj.weight", 1)),
     ),
     Fault(
         "zero point minus one in one tensor",
         gate="weights",
-        plant=shift("layers.2.self_attn.q_proj.weight", -1),
+        layer=2,
+        plant=shift("self_attn.q_proj.weight", -1),
     ),
     Fault(
         "final norm times 1.05", gate="weights", plant=scale("model.norm.weight", 1.05)
@@ -231,66 +255,74 @@ FAULTS = [
         "bias of the values doubled",
         gate="weights",
         bundle="qwen2",
-        plant=scale("layers.1.self_attn.v_proj.bias", 2),
+        layer=1,
+        plant=scale("self_attn.v_proj.bias", 2),
     ),
     Fault(
         "temperature times 1.1",
         gate="weights",
         bundle="zaya",
-        plant=scale("layers.0.self_attn.qk_norm.temp", 1.1),
+        layer=0,
+        plant=scale("self_attn.qk_norm.temp", 1.1),
     ),
     Fault(
-        "updates of one layer times 1.1", gate="weights", plant=scale_updates_of_a_layer
+        "updates of one layer times 1.1", gate="weights", layer=2, plant=scale_updates
     ),
     Fault(
         "one weight of another sign",
         gate="weights",
-        plant=edit_values("layers.2.mlp.gate_proj.weight", negate_largest),
+        layer=2,
+        plant=edit_values("mlp.gate_proj.weight", negate_largest),
     ),
     Fault(
         "a block of weights zero",
         gate="weights",
-        plant=edit_values("layers.0.mlp.down_proj.weight", zero_first_rows),
+        layer=0,
+        plant=edit_values("mlp.down_proj.weight", zero_first_rows),
     ),
     Fault(
         "a square matrix transposed",
         gate="weights",
+        layer=2,
         plant=edit_values(
-            "layers.2.self_attn.o_proj.weight", lambda values: np.swapaxes(values, 0, 1)
+            "self_attn.o_proj.weight", lambda values: np.swapaxes(values, 0, 1)
         ),
     ),
     Fault(
         "query heads in another order",
         gate="weights",
+        layer=1,
         plant=edit_values(
-            "layers.1.self_attn.q_proj.weight",
-            by_head(lambda heads: np.roll(heads, 1, axis=0)),
+            "self_attn.q_proj.weight", by_head(lambda heads: np.roll(heads, 1, axis=0))
         ),
     ),
     Fault(
         "heads and their width transposed",
         gate="weights",
+        layer=0,
         plant=edit_values(
-            "layers.0.self_attn.k_proj.weight",
-            by_head(lambda heads: heads.swapaxes(0, 1)),
+            "self_attn.k_proj.weight", by_head(lambda heads: heads.swapaxes(0, 1))
         ),
     ),
     Fault(
         "rope halves interleaved in the key weights",
         gate="weights",
+        layer=2,
         plant=edit_values(
-            "layers.2.self_attn.k_proj.weight", by_head(lambda heads: heads[:, PAIRS])
+            "self_attn.k_proj.weight", by_head(lambda heads: heads[:, PAIRS])
         ),
     ),
     Fault(
         "norm weight of ones",
         gate="weights",
-        plant=edit_values("layers.2.post_attention_layernorm.weight", np.ones_like),
+        layer=2,
+        plant=edit_values("post_attention_layernorm.weight", np.ones_like),
     ),
     Fault(
         "one channel of a norm times 1.02",
         gate="weights",
-        plant=edit_values("layers.0.input_layernorm.weight", scale_one_channel),
+        layer=0,
+        plant=edit_values("input_layernorm.weight", scale_one_channel),
     ),
     Fault(
         "head rows moved by one",
@@ -307,51 +339,57 @@ FAULTS = [
     Fault(
         "coarser than declared",
         gate="weights",
-        plant=edit_values("layers.1.mlp.up_proj.weight", round_to_seven_values),
+        layer=1,
+        plant=edit_values("mlp.up_proj.weight", round_to_seven_values),
     ),
     Fault(
         "bias of the keys dropped",
         gate="weights",
         bundle="qwen2",
-        plant=edit_values("layers.1.self_attn.k_proj.bias", drop),
+        layer=1,
+        plant=edit_values("self_attn.k_proj.bias", drop),
     ),
     Fault(
         "bias of the queries dropped",
         gate="weights",
         bundle="qwen2",
-        plant=edit_values("layers.0.self_attn.q_proj.bias", drop),
+        layer=0,
+        plant=edit_values("self_attn.q_proj.bias", drop),
     ),
     Fault(
         "query norm of ones",
         gate="weights",
         bundle="qwen3",
+        layer=1,
         plant=edit_values(
-            "layers.1.self_attn.q_norm.weight",
-            lambda values: np.ones_like(values) * 1.125,
+            "self_attn.q_norm.weight", lambda values: np.ones_like(values) * 1.125
         ),
     ),
     Fault(
         "one added to the norms twice",
         gate="weights",
         bundle="gemma",
+        layer=1,
         plant=edit_values(
-            "layers.1.pre_feedforward_layernorm.weight", lambda values: values + 1
+            "pre_feedforward_layernorm.weight", lambda values: values + 1
         ),
     ),
     Fault(
         "the one of a norm forgotten",
         gate="weights",
         bundle="gemma",
+        layer=2,
         plant=edit_values(
-            "layers.2.post_feedforward_layernorm.weight", lambda values: values - 1
+            "post_feedforward_layernorm.weight", lambda values: values - 1
         ),
     ),
     Fault(
         "taps of a convolution reversed",
         gate="weights",
         bundle="zaya",
+        layer=1,
         plant=edit_values(
-            "layers.1.self_attn.qkv_proj.conv_qk_depthwise.weight",
+            "self_attn.qkv_proj.conv_qk_depthwise.weight",
             lambda values: values[..., ::-1],
         ),
     ),
@@ -359,59 +397,60 @@ FAULTS = [
         "balancing biases dropped",
         gate="weights",
         bundle="zaya",
+        layer=1,
         plant=edit_values(
-            "layers.1.mlp.gate.balancing_biases",
-            lambda values: values * 0 + np.float32(0.01),
+            "mlp.gate.balancing_biases", lambda values: values * 0 + np.float32(0.01)
         ),
     ),
     Fault(
         "experts in another order",
         gate="weights",
         bundle="zaya",
-        plant=edit_values("layers.2.mlp.experts.down_proj", roll_experts),
+        layer=2,
+        plant=edit_values("mlp.experts.down_proj", roll_experts),
     ),
     Fault(
         "scale of router states dropped",
         gate="weights",
         bundle="zaya",
+        layer=1,
         plant=edit_values(
-            "layers.1.mlp.gate.router_states_scale",
-            lambda values: np.ones_like(values) * 0.75,
+            "mlp.gate.router_states_scale", lambda values: np.ones_like(values) * 0.75
         ),
     ),
     Fault(
         "residual scale of ones",
         gate="weights",
         bundle="zaya",
+        layer=2,
         plant=edit_values(
-            "layers.2.post_attention_residual_scale.residual_scale",
+            "post_attention_residual_scale.residual_scale",
             lambda values: np.ones_like(values) * 1.125,
         ),
     ),
     Fault(
         "gate and up exchanged",
         gate="weights",
-        plant=exchange("layers.3.mlp.gate_proj.weight", "layers.3.mlp.up_proj.weight"),
+        layer=3,
+        plant=exchange("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     ),
     Fault(
         "keys and values exchanged",
         gate="weights",
-        plant=exchange(
-            "layers.1.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight"
-        ),
+        layer=1,
+        plant=exchange("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     ),
     Fault(
         "norms of a layer exchanged",
         gate="weights",
-        plant=exchange(
-            "layers.1.input_layernorm.weight",
-            "layers.1.post_attention_layernorm.weight",
-        ),
+        layer=1,
+        plant=exchange("input_layernorm.weight", "post_attention_layernorm.weight"),
     ),
     Fault("MLP weights shuffled", gate="weights", plant=shuffle_mlp),
     Fault(
         "one tensor of another layer",
         gate="weights",
+        layer=0,
         plant=store_tensor_of_another_layer,
     ),
     Fault("two layers exchanged", gate="weights", plant=exchange_layers),
@@ -419,12 +458,14 @@ FAULTS = [
         "query and key norm exchanged",
         gate="weights",
         bundle="qwen3",
+        layer=0,
         plant=exchange_query_and_key_norm,
     ),
     Fault(
         "offsets of norms undeclared",
         gate="weights",
         bundle="gemma",
+        layer=1,
         plant=drop_offsets,
     ),
     Fault(
@@ -443,6 +484,7 @@ FAULTS = [
         "keys and values of a fused projection exchanged",
         gate="weights",
         bundle="phi3",
+        layer=0,
         plant=exchange_fused_keys_and_values,
     ),
 ]

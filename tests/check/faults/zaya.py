@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from faults.decoders import (
-    Plant,
+    LayerPlant,
     change_arguments,
     change_result,
     clear_state,
@@ -60,7 +60,7 @@ def exchange_halves(weight, experts: int = 4):
 
 def zero_balancing_biases(decoder):
     for layer in LAYERS:
-        edit_weight(layer, "mlp.gate.balancing_biases", torch.zeros_like)(decoder)
+        edit_weight("mlp.gate.balancing_biases", torch.zeros_like)(decoder, layer)
 
 
 # Compressed convolutional attention
@@ -70,34 +70,34 @@ def take_first_query(x, **_):
     return x[:, :1]
 
 
-def skip_means(decoder):
-    products = find_steps(decoder, 1, "mul", "qkv_proj")
+def skip_means(decoder, layer):
+    products = find_steps(decoder, layer, "mul", "qkv_proj")
     half = next(step for step in products if "y" in step.constants)
     change_result(half, torch.zeros_like)
 
 
-def skip_divisions(start: int) -> Plant:
+def skip_divisions(start: int) -> LayerPlant:
     """Leaves a length as it is. The divisions are queries / peak, keys / peak, queries / √Σ,
     keys / √Σ; `start` is 0 for queries and 1 for keys."""
 
-    def plant(decoder):
-        for step in find_steps(decoder, 1, "real_div", "qk_norm")[start::2]:
+    def plant(decoder, layer):
+        for step in find_steps(decoder, layer, "real_div", "qk_norm")[start::2]:
             step.function = lambda x, y: x
 
     return plant
 
 
-def undo_delay(decoder):
-    slices = find_steps(decoder, 1, "slice_by_index", "qkv_proj")
+def undo_delay(decoder, layer):
+    slices = find_steps(decoder, layer, "slice_by_index", "qkv_proj")
     delayed = next(step for step in slices if step.constants["end"][-1] == -1)
     change_arguments(
         delayed, lambda arguments: arguments | {"x": arguments["x"].roll(-1, 3)}
     )
 
 
-def pad_second_convolution(decoder):
+def pad_second_convolution(decoder, layer):
     # what lies before the first token is the first convolution's bias, not zero
-    step = find_steps(decoder, 0, "conv", "conv_qk_depthwise")[0]
+    step = find_steps(decoder, layer, "conv", "conv_qk_depthwise")[0]
     original = step.function
 
     def convolve(x, **parameters):
@@ -112,8 +112,8 @@ def pad_second_convolution(decoder):
 # Router and experts
 
 
-def use_relu_in_router(decoder):
-    for step in find_steps(decoder, 0, "gelu"):
+def use_relu_in_router(decoder, layer):
+    for step in find_steps(decoder, layer, "gelu"):
         step.function = lambda x, **_: torch.relu(x)
 
 
@@ -122,7 +122,7 @@ def take_second_best(x, **_):
 
 
 # the step that multiplies probabilities (x) with the one-hot choice (y)
-WEIGHING = 1, "mul", "layers.1"
+WEIGHING = "mul", "layers.{layer}"
 
 
 def choose_every_expert(arguments):
@@ -168,45 +168,52 @@ FAULTS = [
         "taps of the convolution in reverse",
         gate="program",
         bundle="zaya",
-        plant=edit_weight(1, DEPTHWISE, lambda weight: weight.flip(-1)),
+        layer=1,
+        plant=edit_weight(DEPTHWISE, lambda weight: weight.flip(-1)),
     ),
     Fault(
         "temperature negated",
         gate="program",
         bundle="zaya",
-        plant=edit_weight(0, TEMPERATURE, negate_first_temperature),
+        layer=0,
+        plant=edit_weight(TEMPERATURE, negate_first_temperature),
     ),
     Fault(
         "temperature of the first head for all",
         gate="program",
         bundle="zaya",
-        plant=edit_weight(2, TEMPERATURE, repeat_first_temperature),
+        layer=2,
+        plant=edit_weight(TEMPERATURE, repeat_first_temperature),
     ),
     Fault(
         "temperature left out",
         gate="program",
         bundle="zaya",
-        plant=edit_weight(0, TEMPERATURE, lambda temperature: temperature / 2),
+        layer=0,
+        plant=edit_weight(TEMPERATURE, lambda temperature: temperature / 2),
     ),
     Fault(
         "residual scale lost",
         gate="program",
         bundle="zaya",
+        layer=2,
         plant=edit_weight(
-            2, "post_attention_residual_scale.hidden_states_scale", torch.zeros_like
+            "post_attention_residual_scale.hidden_states_scale", torch.zeros_like
         ),
     ),
     Fault(
         "experts exchanged",
         gate="program",
         bundle="zaya",
-        plant=edit_weight(1, "mlp.experts.down_proj", lambda weight: weight.flip(1)),
+        layer=1,
+        plant=edit_weight("mlp.experts.down_proj", lambda weight: weight.flip(1)),
     ),
     Fault(
         "gate and up of the experts exchanged",
         gate="program",
         bundle="zaya",
-        plant=edit_weight(1, "mlp.experts.gate_up_proj", exchange_halves),
+        layer=1,
+        plant=edit_weight("mlp.experts.gate_up_proj", exchange_halves),
     ),
     Fault(
         "balancing biases left out",
@@ -218,61 +225,73 @@ FAULTS = [
         "key pulled to one query instead of their mean",
         gate="program",
         bundle="zaya",
-        plant=replace_function(1, "reduce_mean", "qkv_proj", take_first_query),
+        layer=1,
+        plant=replace_function("reduce_mean", "qkv_proj", take_first_query),
     ),
     Fault(
         "second best expert picked",
         gate="program",
         bundle="zaya",
-        plant=replace_function(2, "reduce_argmax", "", take_second_best),
+        layer=2,
+        plant=replace_function("reduce_argmax", "", take_second_best),
     ),
     Fault(
         "second convolution left out",
         gate="program",
         bundle="zaya",
-        plant=edit_result(0, "conv", "conv_qk_grouped", torch.zeros_like),
+        layer=0,
+        plant=edit_result("conv", "conv_qk_grouped", torch.zeros_like),
     ),
     Fault(
         "means of queries and keys left out",
         gate="program",
         bundle="zaya",
+        layer=1,
         plant=skip_means,
     ),
     Fault(
         "length of queries left as it is",
         gate="program",
         bundle="zaya",
+        layer=1,
         plant=skip_divisions(0),
     ),
     Fault(
         "length of keys left as it is",
         gate="program",
         bundle="zaya",
+        layer=1,
         plant=skip_divisions(1),
     ),
-    Fault("value not delayed", gate="program", bundle="zaya", plant=undo_delay),
+    Fault(
+        "value not delayed", gate="program", bundle="zaya", layer=1, plant=undo_delay
+    ),
     Fault(
         "each convolution padded alone",
         gate="program",
         bundle="zaya",
+        layer=0,
         plant=pad_second_convolution,
     ),
     Fault(
         "another activation in the router",
         gate="program",
         bundle="zaya",
+        layer=0,
         plant=use_relu_in_router,
     ),
     Fault(
         "soft mix of all experts",
         gate="program",
         bundle="zaya",
+        layer=1,
         plant=edit_arguments(*WEIGHING, choose_every_expert),
     ),
     Fault(
         "probability of the expert left out",
         gate="program",
         bundle="zaya",
+        layer=1,
         plant=edit_arguments(*WEIGHING, skip_probabilities),
     ),
 ]
