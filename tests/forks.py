@@ -6,6 +6,7 @@ fork its standard streams, passes interrupts on, and ends as the fork ends. A te
 subject is the result of a child gives the command of `start` to `sys.executable`.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -88,9 +89,19 @@ def wait_readable(descriptor: int, parent: int) -> None:
             os._exit(1)
 
 
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends, during its imports too. A fork of
+    this process does not inherit that."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
 def serve(listener: int, command: str, starter: int) -> list[str]:
     """Imports, then forks at every request until it or its starter ends; returns in a fork alone,
     with the arguments that Python would get."""
+    end_with_parent(starter)
     wait_readable(listener, starter)
     # matplotlib reads it when it is imported; a kernel sets it before
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")

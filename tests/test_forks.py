@@ -24,6 +24,17 @@ with forks.start():
     time.sleep(600)
 """
 
+IMPORTING = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import forks, psutil
+with forks.start() as command:
+    (server,) = psutil.Process().children()
+    subprocess.Popen([command, "-c", ""])  # has the server import, which takes seconds
+    print(server.pid, flush=True)
+    server.wait()
+"""
+
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="a Mac's frameworks survive no fork"
 )
@@ -58,5 +69,6 @@ def test_a_fork_ends_with_the_process_that_asked_for_it(forks):
     assert len(left) == 2 and end_soon(left)
 
 
-def test_the_process_that_forks_ends_with_the_one_that_started_it():
-    assert end_soon(kill_after_its_line(STARTING, TESTS))
+@pytest.mark.parametrize("code", [STARTING, IMPORTING])
+def test_the_process_that_forks_ends_with_the_one_that_started_it(code):
+    assert end_soon(kill_after_its_line(code, TESTS))
