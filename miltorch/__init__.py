@@ -12,8 +12,10 @@ _NAMES = {
     "InputError": "errors",
     "Program": "program",
     "Type": "program",
+    "fuse": "fusion",
     "make_state": "execute",
     "read": "program",
+    "run_calls": "joined",
 }
 __all__ = list(_NAMES)
 

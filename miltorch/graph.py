@@ -1,6 +1,8 @@
 """The def-use index of a program: which operation computes a value, which ones read it,
 its type, its literal value."""
 
+from collections import defaultdict
+
 import numpy as np
 
 from miltorch.program import Op, Program, Ref
@@ -18,12 +20,13 @@ class Graph:
     """
 
     def __init__(self, program: Program):
-        every = list(program.block.walk())
-        self.program, self.ops = program, [op for op in every if not op.constant]
-        self.producers = {name: op for op in every for name, _ in op.outputs}
+        all_ops = list(program.block.walk())
+        self.program, self.ops = program, [op for op in all_ops if not op.constant]
+        self.producers = {name: op for op in all_ops for name, _ in op.outputs}
         self.types = program.inputs | program.states
-        for op in every:
+        for op in all_ops:
             self.types.update(op.outputs)
+        self._readers: dict[str, list[Op]] | None = None
 
     def producer(self, source) -> Op | None:
         """The operation that computes an argument; None for inputs, states, literals
@@ -33,8 +36,13 @@ class Graph:
         return None
 
     def readers(self, name: str) -> list[Op]:
-        """Every operation of `ops` that reads a value or state."""
-        return [op for op in self.ops if name in op.reads()]
+        """Every operation of `ops` that reads a value or state, in order."""
+        if self._readers is None:
+            self._readers = defaultdict(list)
+            for op in self.ops:
+                for value in set(op.reads()):
+                    self._readers[value].append(op)
+        return self._readers.get(name, [])
 
     def literal(self, source):
         """An argument as the program states it, inline or as a plain constant; None for

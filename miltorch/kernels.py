@@ -48,7 +48,7 @@ def run(kernel, *arrays: np.ndarray) -> None:
 
 
 @intrinsic
-def wide(context, bits):
+def fp16_to_float(context, bits):
     """The float32 value of fp16 bits; numba has no fp16 on processors."""
 
     def emit(context, builder, signature, arguments):
@@ -59,7 +59,7 @@ def wide(context, bits):
 
 
 @intrinsic
-def rounded(context, value):
+def float_to_fp16(context, value):
     """The bits of the fp16 value that is nearest to a float32 one."""
 
     def emit(context, builder, signature, arguments):
@@ -70,7 +70,7 @@ def rounded(context, value):
 
 
 @intrinsic
-def fetched(context, array, byte):
+def prefetch(context, array, byte):
     """Asks for the byte of a contiguous array, which may lie behind its end: processors
     do not foresee the reads of narrow weights."""
 
@@ -88,53 +88,53 @@ def fetched(context, array, byte):
     return types.none(array, types.intp), emit
 
 
-def cached(**options) -> Callable:
+def compiled(**options) -> Callable:
     """The decorator `njit` with numba's cache; without it, compiled again by every
     process, where numba can write to no folder for it: neither to NUMBA_CACHE_DIR nor
     beside this file nor below the user's home."""
 
-    def compiled(function: Callable) -> Callable:
+    def compile_function(function: Callable) -> Callable:
         try:
             return njit(cache=True, **options)(function)
         except RuntimeError:
             return njit(**options)(function)
 
-    return compiled
+    return compile_function
 
 
 @njit(inline="always")
-def fetch_after(r, weight):
+def prefetch_row_after(r, weight):
     """Asks for as many bytes as row r has, `AHEAD` of it."""
     for byte in range(0, weight.strides[0], 64):
-        fetched(weight, r * weight.strides[0] + byte + AHEAD)
+        prefetch(weight, r * weight.strides[0] + byte + AHEAD)
 
 
-@cached(fastmath=FLAGS, parallel=True)
-def fp16(weight, x, bias, out):
+@compiled(fastmath=FLAGS, parallel=True)
+def multiply_fp16(weight, x, bias, out):
     """A weight of fp16."""
     for r in prange(len(weight)):
-        fetch_after(r, weight)
+        prefetch_row_after(r, weight)
         for n in range(len(x)):
             total = np.float32(0)
             for k in range(weight.shape[1]):
-                total += wide(weight[r, k]) * x[n, k]
-            out[n, r] = rounded(total + bias[r])
+                total += fp16_to_float(weight[r, k]) * x[n, k]
+            out[n, r] = float_to_fp16(total + bias[r])
 
 
-@cached(fastmath=FLAGS, parallel=True)
-def int8(weight, scale, x, bias, out):
+@compiled(fastmath=FLAGS, parallel=True)
+def multiply_int8(weight, scale, x, bias, out):
     """A weight of int8 by scale [R, 1] float32."""
     for r in prange(len(weight)):
-        fetch_after(r, weight)
+        prefetch_row_after(r, weight)
         for n in range(len(x)):
             total = np.float32(0)
             for k in range(weight.shape[1]):
                 total += np.float32(weight[r, k]) * x[n, k]
-            out[n, r] = rounded(total * scale[r, 0] + bias[r])
+            out[n, r] = float_to_fp16(total * scale[r, 0] + bias[r])
 
 
-@cached(fastmath=FLAGS, parallel=True)
-def int4(codes, scale, x, bias, out):
+@compiled(fastmath=FLAGS, parallel=True)
+def multiply_int4(codes, scale, x, bias, out):
     """Codes [R, K / 2] (the value plus 8 of column k in the low half of byte k, of
     column k + K / 2 in its high half) by scale [R, blocks] float32."""
     half, blocks = codes.shape[1], scale.shape[1]
@@ -143,7 +143,7 @@ def int4(codes, scale, x, bias, out):
         row = np.empty(2 * half, np.int8)
         low, high, values = row[:half], row[half:], row.reshape(blocks, -1)
         for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
-            fetch_after(r, codes)
+            prefetch_row_after(r, codes)
             for k in range(half):
                 low[k] = np.int8(codes[r, k] & np.uint8(15)) - np.int8(8)
             for k in range(half):
@@ -155,33 +155,33 @@ def int4(codes, scale, x, bias, out):
                     for k in range(xs.shape[2]):
                         block += np.float32(values[b, k]) * xs[n, b, k]
                     total += block * scale[r, b]
-                out[n, r] = rounded(total + bias[r])
+                out[n, r] = float_to_fp16(total + bias[r])
 
 
 @njit
-def _looked_up(codes, table, row):
+def _look_up(codes, table, row):
     """row [K]: the table's value of every code, one or two codes a byte."""
     values = row.view(table.dtype)
     for k in range(len(codes)):
         values[k] = table[codes[k]]
 
 
-@cached(fastmath=FLAGS, parallel=True)
-def lookup(codes, which, tables, x, bias, out):
+@compiled(fastmath=FLAGS, parallel=True)
+def multiply_table(codes, which, tables, x, bias, out):
     """The weight of `dense`."""
     for part in prange((len(codes) + ROWS - 1) // ROWS):
         row = np.empty(x.shape[1], np.float32)
         for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
-            fetch_after(r, codes)
-            _looked_up(codes[r], tables[which[r]], row)
+            prefetch_row_after(r, codes)
+            _look_up(codes[r], tables[which[r]], row)
             for n in range(len(x)):
                 total = np.float32(0)
                 for k in range(x.shape[1]):
                     total += row[k] * x[n, k]
-                out[n, r] = rounded(total + bias[r])
+                out[n, r] = float_to_fp16(total + bias[r])
 
 
-@cached(parallel=True)
+@compiled(parallel=True)
 def dense(codes, which, tables, out):
     """out [R, K] float32: the weights of codes [R, bytes].
 
@@ -190,4 +190,4 @@ def dense(codes, which, tables, out):
         tables: [P, 256] the bits of one float32 (uint32) or of two (uint64) a byte.
     """
     for r in prange(len(codes)):
-        _looked_up(codes[r], tables[which[r]], out[r])
+        _look_up(codes[r], tables[which[r]], out[r])

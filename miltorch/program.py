@@ -8,6 +8,7 @@ computed."""
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -101,7 +102,12 @@ def refs(source) -> list[Ref]:
 
 @dataclass
 class Program:
-    """One function of a package, with the interface its description states."""
+    """One function of a package, with the interface that its description states.
+
+    Attributes:
+        unfused: of a program that `miltorch.fuse` returned, the operations that resemble
+            the last one of a group and belong to none: name → reason.
+    """
 
     package: Path
     function: str
@@ -111,6 +117,30 @@ class Program:
     block: Block
     # the protobuf message FunctionDescription: dtypes at the package's boundary
     description: object
+    unfused: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def operation_errors(program: Program, op: Op) -> Iterator[None]:
+    """Inside, every exception that an operation of `program` causes becomes an
+    InputError that names the operation."""
+    try:
+        yield
+    except InputError:
+        raise
+    # torch and NumPy raise many kinds where operands do not fit
+    except Exception as problem:
+        raise operation_error(program, op, problem) from problem
+
+
+def operation_error(program: Program, op: Op, problem: Exception) -> InputError:
+    """The error of an operation that cannot take its operands."""
+    return InputError(
+        f"{op.kind} {op.name!r}",
+        f"{type(problem).__name__}: {problem}",
+        "operands this operation accepts",
+        f"check the inputs, then export {program.package.name} again",
+    )
 
 
 def _refuse(

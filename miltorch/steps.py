@@ -1,169 +1,98 @@
-"""Constants of a program, and the steps that an executable runs."""
+"""Steps: the operations of a program, each bound to its rule in one precision."""
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from miltorch.errors import InputError
-from miltorch.ops import OPERATIONS
-from miltorch.program import NUMPY, Op, Program, Ref, refs
+from miltorch.blob import NUMPY
+from miltorch.constants import Constants, python_value, to_tensor, torch_dtype, widened
+from miltorch.ops import HALF_OPERANDS, OPERATIONS, TUPLES, narrowed
+from miltorch.program import Block, Op, Program, Ref, Type, operation_errors
 
-# for unsigned types, which torch hardly supports
-_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
-# declared dtype → dtype of the torch tensor, for booleans and integers
-_INTEGER = {
-    name: getattr(torch, _WIDER.get(np.dtype(dtype).name, np.dtype(dtype).name))
-    for name, dtype in NUMPY.items()
-    if np.dtype(dtype).kind in "biu"
-}
+NARROW_INTEGERS = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
 
 
-def to_tensor(literal) -> object:
-    """A literal as a tensor of its own memory: a view of one number would keep the whole
-    file of weights mapped. Strings stay as they are, lists go element by element."""
-    if isinstance(literal, list):
-        return [to_tensor(v) for v in literal]
-    if not isinstance(literal, np.ndarray):
-        return literal
-    if literal.dtype == np.float64:
-        literal = literal.astype(np.float32)
-    elif literal.dtype.kind == "u" and literal.dtype.itemsize > 1:
-        literal = literal.astype(np.int64)
-    return torch.from_numpy(np.array(literal))
+class Operand(NamedTuple):
+    """An argument of a rule that is computed at run time."""
+
+    parameter: str
+    source: str | list[str]  # the name of a value, or of each value of a list
+    is_attribute: bool  # whether the rule takes a Python value in place of a tensor
 
 
-def python_value(value):
-    """A value as an attribute: Python numbers, bools, strings, or lists of them."""
-    if isinstance(value, list):
-        return list(map(python_value, value))
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+class Output(NamedTuple):
+    """A result of a step; `dtype` is None where the rule's own result is kept."""
 
-
-def widened(value):
-    """fp16 tensors as float32, in lists too; anything else as it is."""
-    if isinstance(value, list):
-        return list(map(widened, value))
-    half = isinstance(value, torch.Tensor) and value.dtype is torch.float16
-    return value.float() if half else value
-
-
-class Constants:
-    """Constants and compressed weights of a program, each made when it is first read.
-
-    Attributes:
-        values: those that were made, by name; floats that are declared FLOAT16 as
-            torch.float16.
-    """
-
-    def __init__(self, program: Program):
-        self.program = program
-        self.ops = {
-            name: op
-            for op in program.block.walk()
-            if op.constant
-            for name, _ in op.outputs
-        }
-        self.values: dict[str, object] = {}
-
-    def __getitem__(self, name: str):
-        if name not in self.values:
-            self.values |= self._made(self.ops[name])
-        return self.values[name]
-
-    def read(self) -> Iterator[tuple[str, object]]:
-        """Name and value of every constant that an operation reads which is none."""
-        names = set()
-        for op in self.program.block.walk():
-            if not op.constant:
-                names.update(op.reads())
-        for name in self.ops:
-            if name in names:
-                yield name, self[name]
-
-    def of(self, source):
-        """The value of a constant argument; None for one that has to be computed."""
-        if isinstance(source, Ref):
-            return self[source.name] if source.name in self.ops else None
-        if not refs(source):
-            return to_tensor(source)
-        values = list(map(self.of, source))
-        return None if any(value is None for value in values) else values
-
-    def _made(self, op: Op) -> dict:
-        with refusing(self.program, op):
-            return self._results(op)
-
-    def _results(self, op: Op) -> dict:
-        """The results of one operation by name. Its operands, which may be as large as
-        the file, are not kept."""
-        if op.kind == "const":
-            if refs(op.inputs["val"]):
-                raise TypeError("a constant that names another value")
-            return {op.key: to_tensor(op.inputs["val"])}
-        rule, operands = OPERATIONS[op.kind], {}
-        for parameter, source in op.inputs.items():
-            stored = self.ops.get(getattr(source, "name", None))
-            if stored is not None:
-                value = self._results(stored)[source.name]
-            else:
-                value = to_tensor(source)
-            if parameter in rule.attributes:
-                value = python_value(value)
-            operands[parameter] = widened(value)
-        results = rule.function(**operands)
-        if not isinstance(results, tuple):
-            results = (results,)
-        pairs = zip(op.outputs, results, strict=True)
-        return {n: value.to(torch_dtype(t.dtype)) for (n, t), value in pairs}
-
-
-def torch_dtype(declared: str) -> torch.dtype:
-    """The dtype of a tensor that holds values of a declared dtype."""
-    if declared == "FLOAT16":
-        return torch.float16
-    return _INTEGER.get(declared, torch.float32)
+    name: str
+    dtype: torch.dtype | None
 
 
 @dataclass
 class Step:
-    """An operation bound to a function: its constant arguments, the names of the others,
-    and the dtypes of its results (None: as they come)."""
+    """An operation bound to the function that computes it.
+
+    Attributes:
+        constants: the function's constant arguments, by parameter.
+        widens: whether the function reads fp16 operands as float32.
+        bodies: the steps of the operation's nested blocks.
+        dead: values that nothing after this step reads.
+    """
 
     op: Op
     function: Callable
-    outputs: list[tuple[str, torch.dtype | None]]
+    outputs: list[Output]
     constants: dict[str, object] = field(default_factory=dict)
-    # parameter, value name(s), is attribute
-    operands: list[tuple[str, str | list[str], bool]] = field(default_factory=list)
-    wide: bool = False  # reads fp16 operands as float32
-    # may run once for the columns of several calls (`miltorch.columns`)
-    columnwise: bool = False
+    operands: list[Operand] = field(default_factory=list)
+    widens: bool = False
     bodies: list["Body"] = field(default_factory=list)
-    # values that nothing after this step reads
     dead: list[str] = field(default_factory=list)
 
     def arguments(self, values: dict) -> dict:
-        """What the function takes of the values of a call."""
+        """The arguments of the function, of which `values` has those computed before."""
         arguments = self.constants.copy()
-        for parameter, source, attribute in self.operands:
+        for parameter, source, is_attribute in self.operands:
             if source.__class__ is str:
                 value = values[source]
             else:
-                value = [values[n] for n in source]
-            if attribute:
+                value = [values[name] for name in source]
+            if is_attribute:
                 value = python_value(value)
-            elif self.wide:
+            elif self.widens:
                 value = widened(value)
             arguments[parameter] = value
         return arguments
 
+    def store(self, result, values: dict) -> None:
+        """Puts what the function returned into `values`, in the declared dtypes.
+
+        Raises:
+            ValueError: fewer results than declared.
+            TypeError: fractions where integers are declared, unless the operation is a
+                cast.
+        """
+        results = result if isinstance(result, tuple) else (result,)
+        if len(results) < len(self.outputs):
+            raise ValueError(f"{len(results)} results of {len(self.outputs)}")
+        # an operation that declares no result may return one
+        for (name, dtype), value in zip(self.outputs, results):
+            if dtype is not None and value.dtype is not dtype:
+                exact, value = value, value.to(dtype)
+                floats = exact.is_floating_point() and not dtype.is_floating_point
+                if floats and self.op.kind != "cast" and not torch.equal(exact, value):
+                    raise TypeError(f"{name} has fractions, and {dtype} is declared")
+            values[name] = value
+
     def reads(self) -> Iterator[str]:
-        """Every name that running the step looks up."""
-        for _, source, _ in self.operands:
-            yield from [source] if isinstance(source, str) else source
+        """Every name that running the step looks up, in nested blocks too."""
+        for operand in self.operands:
+            if isinstance(operand.source, str):
+                yield operand.source
+            else:
+                yield from operand.source
         for body in self.bodies:
             yield from body.outputs
             for step in body.steps:
@@ -172,8 +101,8 @@ class Step:
 
 @dataclass
 class Body:
-    """The steps of a block. `constants` are those that they read by name; it also sees
-    the values of the blocks around it."""
+    """The steps of a block. `constants` are those that the steps read by name; a nested
+    block also reads the values of the blocks around it."""
 
     inputs: list[str]
     steps: list[Step] = field(default_factory=list)
@@ -181,23 +110,145 @@ class Body:
     outputs: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def refusing(program: Program, op: Op) -> Iterator[None]:
-    """Context manager that turns whatever a damaged operation leads to into an
-    InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as problem:
-        raise failure(program, op, problem) from problem
+def held_dtype(declared: Type, precision: str) -> torch.dtype | None:
+    """The dtype of the tensor that holds a value of a declared type; None for values
+    that are no tensors."""
+    if declared.kind != "tensor" or declared.dtype == "STRING":
+        return None
+    if precision == "exact" and declared.dtype == "FLOAT16":
+        return torch.float32
+    return torch_dtype(declared.dtype)
 
 
-def failure(program: Program, op: Op, problem: Exception) -> InputError:
-    """The error of an operation that cannot take its operands."""
-    return InputError(
-        f"{op.kind} {op.name!r}",
-        f"{type(problem).__name__}: {problem}",
-        "operands this operation accepts",
-        f"check the inputs, then export {program.package.name} again",
+def is_matrix(op: Op, parameter: str, value) -> bool:
+    """Whether a constant is the weight of a 1×1 convolution, whose rule takes fp16."""
+    return (
+        (op.kind, parameter) == ("conv", "weight")
+        and value.dim() > 2
+        and value.shape[2:].numel() == 1
     )
+
+
+class Binder:
+    """Binds the operations of a program to their rules, their constants and the names of
+    their operands."""
+
+    def __init__(self, program: Program, constants: Constants, precision: str):
+        self.program, self.constants = program, constants
+        self.precision = precision
+        # the casts of this program that were seen to change a value
+        self.warned: list[str] = []
+
+    def bind(self) -> Body:
+        """The steps of the program."""
+        body = self.body(self.program.block)
+        _mark_dead(body)
+        return body
+
+    def body(self, block: Block) -> Body:
+        body = Body([name for name, _ in block.inputs], outputs=block.outputs)
+        for op in block.ops:
+            if not op.constant:
+                with operation_errors(self.program, op):
+                    body.steps.append(self.step(op, body))
+        for name in block.outputs:
+            self.value_name(name, body)
+        return body
+
+    def step(self, op: Op, body: Body) -> Step:
+        outputs = [
+            Output(name, held_dtype(declared, self.precision))
+            for name, declared in op.outputs
+        ]
+        step = Step(op, self.function(op), outputs)
+        exact, takes_half = self.precision == "exact", op.kind in HALF_OPERANDS
+        step.widens = not takes_half and not exact
+        attributes = OPERATIONS[op.kind].attributes
+        for parameter, source in op.inputs.items():
+            if parameter in TUPLES and not isinstance(source, list):
+                source = [source]
+            value = self.constants.of(source)
+            if value is None:
+                names = self.names(source, body, f"{op.name}.{parameter}")
+                step.operands.append(Operand(parameter, names, parameter in attributes))
+            elif parameter in attributes:
+                step.constants[parameter] = python_value(value)
+            elif (takes_half and not exact) or is_matrix(op, parameter, value):
+                step.constants[parameter] = value
+            else:
+                step.constants[parameter] = widened(value)
+        step.bodies = [self.body(block) for block in op.blocks]
+        return step
+
+    def function(self, op: Op) -> Callable:
+        """The rule of an operation, in this precision."""
+        function = OPERATIONS[op.kind].function
+        declared = op.outputs[0][1].dtype if op.outputs else ""
+        if op.kind == "cast" and declared in NARROW_INTEGERS:
+            function = self.watched_cast(op, function)
+        if self.precision == "narrow" and declared == "FLOAT16" and not op.blocks:
+            function = narrowed(function)
+        return function
+
+    def names(self, source, body: Body, where: str) -> str | list[str]:
+        """The name of a value at run time, or that of each of a list; a literal among
+        names becomes a constant of the block, named `where`."""
+        if isinstance(source, list):
+            return [
+                self.names(element, body, f"{where}.{index}")
+                for index, element in enumerate(source)
+            ]
+        if isinstance(source, Ref):
+            return self.value_name(source.name, body)
+        body.constants[where] = self.held(to_tensor(source))
+        return where
+
+    def value_name(self, name: str, body: Body) -> str:
+        """`name`; a constant of this name becomes one of the block."""
+        if name in self.constants.ops:
+            body.constants[name] = self.held(self.constants[name])
+        return name
+
+    def held(self, value):
+        """A constant in the dtype that values of its declared dtype have at run time."""
+        return widened(value) if self.precision == "exact" else value
+
+    def watched_cast(self, op: Op, function: Callable) -> Callable:
+        """A cast to few bits that warns, once for this program, where it changes a
+        value. coremltools puts such casts around gathers. MIL wraps the value around; a
+        Mac has been seen to keep 40000 (coremltools' issue 2222), so that the right
+        value is open."""
+        declared = op.outputs[0][1].dtype
+        limits = np.iinfo(NUMPY[declared])
+        # not this binder itself, which holds the whole program
+        warned, package = self.warned, self.program.package.name
+
+        def watched(x: torch.Tensor, *, dtype: str) -> torch.Tensor:
+            if not warned and x.numel():
+                low, high = x.min().item(), x.max().item()
+                if low < limits.min or high > limits.max:
+                    warned.append(op.name)
+                    warnings.warn(
+                        f"cast {op.name!r} of {package}: values from "
+                        f"{low:g} to {high:g} do not fit {declared} ({limits.min} to "
+                        f"{limits.max}) and wrap around here; a Mac may keep them, so "
+                        "compare there",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            return function(x, dtype=dtype)
+
+        return watched
+
+
+def _mark_dead(body: Body) -> None:
+    """Notes at each step which results of this block's steps are read for the last time
+    there, or never."""
+    results = {name for step in body.steps for name, _ in step.outputs}
+    later = set(body.outputs)
+    for step in reversed(body.steps):
+        for inner in step.bodies:
+            _mark_dead(inner)
+        read = {*step.reads(), *(name for name, _ in step.outputs)}
+        step.dead = sorted((read & results) - later)
+        later |= read

@@ -1,125 +1,214 @@
-"""Weights of 1×1 convolutions as they are stored, and their products: fp16, symmetric
-int8, int4 in blocks, indices of lookup tables. A weight of any other form becomes fp16."""
+"""Weights of 1×1 convolutions as a package stores them, and their products: fp16,
+symmetric int8, int4 in blocks, codes of lookup tables. A weight of any other form
+becomes fp16."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Self
 
 import numpy as np
 import torch
 
+from miltorch.constants import Constants
 from miltorch.graph import Graph
 from miltorch.ops.sums import panel_product
 
-# rows of activations for which a kernel reads stored weights; more meet panels of
-# float32
-FEW = 8
+# rows of activations for which a compiled kernel reads stored weights; more rows meet
+# panels of float32, which torch multiplies faster
+FEW_ROWS = 8
 
 
-class Stored:
-    """A weight [R, K]: its arrays, which a product of `kernels` takes."""
+@cache
+def kernels() -> ModuleType:
+    """The compiled products; numba takes a moment to import."""
+    return import_module("miltorch.kernels")
 
-    def __init__(self, kernel: str, *arrays: np.ndarray):
-        self.kernel, self.arrays = kernel, arrays
-        # weights of equal forms can be joined
-        self.form = kernel, *[(each.dtype, each.shape[1:]) for each in arrays]
+
+class StoredWeight:
+    """A weight [R, K]."""
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Its arrays in the order in which its kernel takes them; the first begins with
+        an axis of R."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
+        """R."""
         return len(self.arrays[0])
 
     @property
     def columns(self) -> int:
-        return self.arrays[0].shape[1] * (2 if self.kernel == "int4" else 1)
+        """K."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> tuple:
+        """Equal for weights that `concatenated` can join."""
+        layouts = [(array.dtype, array.shape[1:]) for array in self.arrays]
+        return type(self), *layouts
 
     @classmethod
-    def joined(cls, weights: list["Stored"]) -> "Stored":
-        """Weights of one form as one, in memory of its own."""
-        arrays = zip(*(each.arrays for each in weights), strict=True)
-        return cls(weights[0].kernel, *map(np.concatenate, arrays))
+    def concatenated(cls, weights: Sequence[Self]) -> Self:
+        """The rows of weights of one form as one weight, in memory of its own."""
+        arrays = zip(*(weight.arrays for weight in weights), strict=True)
+        return cls(*map(np.concatenate, arrays))
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Rows of the weight as floats."""
-        if self.kernel == "fp16":
-            return torch.from_numpy(self.arrays[0][rows].view(np.float16))
-        values, scale = (torch.from_numpy(each[rows]) for each in self.arrays)
-        if self.kernel == "int4":
-            values = torch.cat([values & 15, values >> 4], 1).float().sub_(8)
-        blocks = values.float().unflatten(1, (scale.shape[1], -1))
-        return blocks.mul_(scale[..., None]).flatten(1)
+        """Some rows of the weight as floating-point values."""
+        raise NotImplementedError
+
+    def kernel(self) -> Callable:
+        """The compiled product with such a weight."""
+        raise NotImplementedError
 
     def product(self, x: torch.Tensor, bias: np.ndarray) -> torch.Tensor:
-        """x [N, K] fp16 → fp16 [N, R]: summed with the bias in float32, rounded once."""
+        """x [N, K] fp16, bias [R] float32 → fp16 [N, R]: summed with the bias in
+        float32, rounded once."""
         x = x.float().contiguous()
-        if len(x) > FEW:
+        if len(x) > FEW_ROWS:
             return panel_product(x, self).add_(torch.from_numpy(bias)).half()
-        from miltorch import kernels  # numba takes a moment to import
-
         out = np.empty((len(x), len(self)), np.uint16)
-        kernel = getattr(kernels, self.kernel)
-        kernels.run(kernel, *self.arrays, x.numpy(), bias, out)
+        kernels().run(self.kernel(), *self.arrays, x.numpy(), bias, out)
         return torch.from_numpy(out.view(np.float16))
 
 
-class Codes(Stored):
-    """Codes [R, bytes] of 4 bits (two a byte) or of up to 8 (one a byte), the table of
-    each row, and the tables; see `kernels.dense`."""
+@dataclass(frozen=True, eq=False)
+class HalfWeight(StoredWeight):
+    bits: np.ndarray  # uint16 [R, K], the bits of fp16 values
 
-    @classmethod
-    def joined(cls, weights):
-        codes, which, tables = zip(*(each.arrays for each in weights), strict=True)
-        firsts = np.cumsum([0, *map(len, tables)])
-        which = [each + first for each, first in zip(which, firsts)]
-        return cls("lookup", *map(np.concatenate, (codes, which, tables)))
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return (self.bits,)
 
     @property
     def columns(self) -> int:
-        codes, _, tables = self.arrays
-        return codes.shape[1] * (tables.dtype.itemsize // 4)  # two codes a byte, or one
+        return self.bits.shape[1]
 
-    def __getitem__(self, rows):
-        from miltorch import kernels  # numba takes a moment to import
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return torch.from_numpy(self.bits[rows].view(np.float16))
 
-        codes, which, tables = self.arrays
-        out = np.empty((len(codes[rows]), self.columns), np.float32)
-        kernels.run(kernels.dense, codes[rows], which[rows], tables, out)
+    def kernel(self) -> Callable:
+        return kernels().multiply_fp16
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Weight(StoredWeight):
+    values: np.ndarray  # int8 [R, K]
+    scale: np.ndarray  # float32 [R, 1]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.values, self.scale
+
+    @property
+    def columns(self) -> int:
+        return self.values.shape[1]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        values = torch.from_numpy(self.values[rows])
+        return scaled_blocks(values, torch.from_numpy(self.scale[rows]))
+
+    def kernel(self) -> Callable:
+        return kernels().multiply_int8
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Weight(StoredWeight):
+    """Codes hold the values plus 8: byte k of a row has that of column k in its low
+    half, that of column k + K / 2 in its high half."""
+
+    codes: np.ndarray  # uint8 [R, K / 2]
+    scale: np.ndarray  # float32 [R, blocks]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.codes, self.scale
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.codes.shape[1]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        codes = torch.from_numpy(self.codes[rows])
+        values = torch.cat([codes & 15, codes >> 4], 1).float().sub_(8)
+        return scaled_blocks(values, torch.from_numpy(self.scale[rows]))
+
+    def kernel(self) -> Callable:
+        return kernels().multiply_int4
+
+
+@dataclass(frozen=True, eq=False)
+class TableWeight(StoredWeight):
+    """Codes of 4 bits, two a byte, or of up to 8, one a byte, into lookup tables; see
+    `kernels.dense`."""
+
+    codes: np.ndarray  # uint8 [R, bytes]
+    which: np.ndarray  # int32 [R], the table of every row
+    tables: np.ndarray  # [P, 256], for each byte the bits of one or two float32 values
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.codes, self.which, self.tables
+
+    @property
+    def columns(self) -> int:
+        codes_in_byte = self.tables.dtype.itemsize // 4
+        return self.codes.shape[1] * codes_in_byte
+
+    @classmethod
+    def concatenated(cls, weights: Sequence[Self]) -> Self:
+        codes = np.concatenate([weight.codes for weight in weights])
+        tables = np.concatenate([weight.tables for weight in weights])
+        first_tables = np.cumsum([0, *(len(weight.tables) for weight in weights)])
+        which = np.concatenate(
+            [weight.which + first for weight, first in zip(weights, first_tables)]
+        )
+        return cls(codes, which, tables)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        codes = self.codes[rows]
+        out = np.empty((len(codes), self.columns), np.float32)
+        kernels().run(kernels().dense, codes, self.which[rows], self.tables, out)
         return torch.from_numpy(out)
 
-
-class Linear:
-    """x [B, K, T, 1] or [B, K, 1, T] fp16 → one plane [B, R, …] for each of the
-    `weights` [R, K], which are of one form."""
-
-    def __init__(self, weights: list[Stored], biases: list[np.ndarray]):
-        self.widths = list(map(len, weights))
-        self.weight = weights[0].joined(weights)
-        self.bias = np.concatenate(biases)
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        B, K, *plane = x.shape
-        if K != self.weight.columns:  # a kernel would read beyond x
-            raise ValueError(f"{K} channels for a weight of {self.weight.columns}")
-        rows = x if x.numel() == B * K else x.flatten(2).mT
-        y = self.weight.product(rows.reshape(-1, K), self.bias)
-        y = y.view(B, -1, len(self.weight)).mT
-        return y.reshape(B, -1, *plane).split(self.widths, 1)
+    def kernel(self) -> Callable:
+        return kernels().multiply_table
 
 
-def stored_weight(source, graph: Graph, constants) -> Stored | None:
-    """The constant fp16 weight [R, K, 1, 1] that an argument names; None for anything
-    else."""
+def scaled_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """values [R, K] times scale [R, blocks], one scale for K / blocks columns, float32."""
+    blocks = values.float().unflatten(1, (scale.shape[1], -1))
+    return blocks.mul_(scale[..., None]).flatten(1)
+
+
+def stored_weight(source, graph: Graph, constants: Constants) -> StoredWeight | None:
+    """The constant fp16 weight [R, K, 1, 1] that an argument names, as it is stored;
+    None for anything else."""
     op, weight = graph.producer(source), None
     if op is None or not op.constant or op.outputs[0][1].dtype != "FLOAT16":
         return None
     if op.kind in FORMS:
-        operands = {name: graph.literal(each) for name, each in op.inputs.items()}
-        if all(isinstance(each, np.ndarray) for each in operands.values()):
+        operands = {
+            name: graph.literal(argument) for name, argument in op.inputs.items()
+        }
+        if all(isinstance(operand, np.ndarray) for operand in operands.values()):
             weight = FORMS[op.kind](**operands)
     if weight is None:
-        half = constants[source.name]
-        del constants.values[source.name]  # the weight is kept as a product reads it
+        half = constants.compute(source.name)
         if half.dim() == 4 and half.shape[2:] == (1, 1):
-            weight = Stored("fp16", half.flatten(1).numpy().view(np.uint16))
+            weight = HalfWeight(half.flatten(1).numpy().view(np.uint16))
     return weight
 
 
-def integers(data: np.ndarray, scale: np.ndarray, **others) -> Stored | None:
-    """Symmetric integers scaled per tensor or row, or int4 in blocks along K."""
+def integer_weight(
+    data: np.ndarray, scale: np.ndarray, **others
+) -> Int8Weight | Int4Weight | None:
+    """The weight of a `constexpr_blockwise_shift_scale` of symmetric integers scaled per
+    tensor or row, or of int4 in blocks along K; None for one of another form."""
     if others or data.ndim != 4 or data.shape[2:] != (1, 1) or scale.ndim != 4:
         return None
     (R, K), (parts, blocks) = data.shape[:2], scale.shape[:2]
@@ -128,15 +217,16 @@ def integers(data: np.ndarray, scale: np.ndarray, **others) -> Stored | None:
     scale = np.broadcast_to(np.float32(scale.reshape(parts, -1)), (R, blocks)).copy()
     data = data.reshape(R, K)
     if blocks == 1:
-        return Stored("int8", data, scale)
+        return Int8Weight(data, scale)
     if K % 2 or K % blocks or data.min() < -8 or data.max() > 7:
         return None
     codes = (data + 8).view(np.uint8)
-    return Stored("int4", codes[:, : K // 2] | codes[:, K // 2 :] << 4, scale)
+    return Int4Weight(codes[:, : K // 2] | codes[:, K // 2 :] << 4, scale)
 
 
-def indices(indices: np.ndarray, lut: np.ndarray, **others) -> Codes | None:
-    """Indices of tables [P, 1, 1, 1, entries, 1] for equal parts of R."""
+def table_weight(indices: np.ndarray, lut: np.ndarray, **others) -> TableWeight | None:
+    """The weight of a `constexpr_lut_to_dense` whose tables [P, 1, 1, 1, entries, 1]
+    stand for equal parts of R; None for one of another form."""
     if others or indices.ndim != 4 or indices.shape[2:] != (1, 1):
         return None
     if lut.dtype != np.float16 or lut.ndim != 6 or not lut.size:
@@ -144,18 +234,24 @@ def indices(indices: np.ndarray, lut: np.ndarray, **others) -> Codes | None:
     parts, entries, R = len(lut), lut.shape[4], len(indices)
     if lut.size != parts * entries or entries > 256 or R % parts:
         return None
-    if indices.max(initial=0) >= entries:  # the operation refuses them
+    # the operation refuses such indices, the kernels would read past a table
+    if indices.max(initial=0) >= entries:
         return None
     values = np.zeros((parts, 256), np.float32)
     values[:, :entries] = lut.reshape(parts, entries)
     which = np.repeat(np.arange(parts, dtype=np.int32), R // parts)
     codes = indices.reshape(R, -1).astype(np.uint8)
     if entries > 16 or codes.shape[1] % 2:
-        return Codes("lookup", codes, which, values.view(np.uint32))
+        return TableWeight(codes, which, values.view(np.uint32))
+    # two codes a byte: one lookup gives the values of both
     byte = np.arange(256)
     pairs = np.stack([values[:, byte & 15], values[:, byte >> 4]], -1)
     codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return Codes("lookup", codes, which, pairs.view(np.uint64)[..., 0])
+    return TableWeight(codes, which, pairs.view(np.uint64)[..., 0])
 
 
-FORMS = {"constexpr_blockwise_shift_scale": integers, "constexpr_lut_to_dense": indices}
+# operations that decompress a weight → what reads it as it is stored
+FORMS = {
+    "constexpr_blockwise_shift_scale": integer_weight,
+    "constexpr_lut_to_dense": table_weight,
+}

@@ -29,7 +29,7 @@ MODULES = (
     *("ipykernel.kernelapp", "ipywidgets", "workbench.experiment", "workbench.plots"),
     *("workbench.widgets", "workbench.exporter", "workbench.sweep", "workbench.decode"),
     # what these import when they are first used
-    *("transformers.models.llama.modeling_llama", "miltorch.fuse"),
+    *("transformers.models.llama.modeling_llama", "miltorch.fusion"),
     *("safetensors.torch", "huggingface_hub.serialization", "sympy.tensor"),
 )
 PARENT_S = 0.5  # between two looks whether a parent lives

@@ -8,11 +8,11 @@ import pytest
 from refusal import refused
 from tiny import prompt
 
-from miltorch import Executable
 from workbench import Decoder
 from workbench.bundle.names import HIDDEN
 from workbench.check import run, validate
 from workbench.explain import ranges
+from workbench.runtime import portable
 from workbench.sweep import timing
 
 IDS = prompt(97, 7)
@@ -33,18 +33,18 @@ def test_an_inspection_leaves_the_decoder_s_sequence_as_it_was(
     decoder, other = (Decoder(llama_bundle, "portable", fast=True) for _ in range(2))
     for one in (decoder, other):
         one.prefill(IDS)
-    run, done = Executable.run_calls, []
+    run_calls, done = portable.run_calls, []
 
-    def stopped(self, *arguments):
-        outputs = run(self, *arguments)
-        done.append(self)
+    def stopped(executable, *arguments):
+        outputs = run_calls(executable, *arguments)
+        done.append(executable)
         if len(done) == calls:
             raise KeyboardInterrupt
         return outputs
 
     ends = pytest.raises(KeyboardInterrupt) if calls else nullcontext()
     with monkeypatch.context() as patch, ends:
-        patch.setattr(Executable, "run_calls", stopped)
+        patch.setattr(portable, "run_calls", stopped)
         INSPECTIONS[name](decoder, llama_golden)
     assert done  # the literal graph ran
     for token in (5, 42):  # the earlier sequence continues

@@ -9,8 +9,8 @@ import torch
 from tiny import prompt
 
 import miltorch
+from miltorch.constants import Constants
 from miltorch.program import Op
-from miltorch.steps import Constants
 from workbench import Decoder
 from workbench.check import gates
 from workbench.explain import ranges
@@ -120,7 +120,7 @@ def test_an_inf_of_a_constant_is_no_fault_in_any_shard(
     llama_bundle, monkeypatch, foreign
 ):
     """Each package of another exporter's shard has rows of its own."""
-    sound = Constants._made
+    sound = Constants._evaluate
 
     def infinite(constants, op):
         values = sound(constants, op)
@@ -128,7 +128,7 @@ def test_an_inf_of_a_constant_is_no_fault_in_any_shard(
             return {name: x * np.inf for name, x in values.items()}
         return values
 
-    monkeypatch.setattr(Constants, "_made", infinite)
+    monkeypatch.setattr(Constants, "_evaluate", infinite)
     decoder = Decoder(llama_bundle, "portable")
     first, second, *others = decoder.layers
     if foreign:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import miltorch
-from miltorch.ops import OPERATIONS
+from miltorch.ops import FUSED, OPERATIONS
 from miltorch.program import NUMPY, Op, Program, Ref, Type
 from workbench.check.compare import relative_rms
 from workbench.errors import InputError
@@ -43,6 +43,8 @@ FAMILIES = [
 CALLS = ((3, 1), (4, 1), (5, 3), (8, 3))  # (first position, T)
 TOLERANCE = 1e-2  # relative RMS, of fp16 results
 FLOATS = [0.0, -1.0, 2.0, 1e-3, 1e4, np.nan, np.inf]
+# kinds of operations that a package may have
+MIL = [kind for kind in OPERATIONS if kind not in FUSED]
 INTEGERS = [-1, 0, 1, 2, 3, 1 << 20]
 
 
@@ -65,7 +67,7 @@ def edited(program: Program, random: np.random.Generator) -> tuple[Program, str]
     def altered(value):
         match value:
             case Op():
-                return replace(value, kind=draw(OPERATIONS))
+                return replace(value, kind=draw(MIL))
             case (str(name), Type() as kind):
                 return draw([(draw(names), kind), (name, altered(kind))])
             case Type(dtype, shape):
@@ -128,7 +130,7 @@ def played(program: Program, calls: list[dict], fuse: bool) -> list | None:
     """Outputs and states after each of the calls; None if it is refused."""
     seen = []
     try:
-        runner = miltorch.Executable(program, fuse=fuse)
+        runner = miltorch.Executable(miltorch.fuse(program) if fuse else program)
         cells = miltorch.make_state(program)
         for number, cell in enumerate(cells.values()):
             drawn = np.random.default_rng(number).normal(size=cell.value.shape)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, run, tensor
 from refusal import refused
 
-from miltorch import PRECISIONS, Executable, steps
+from miltorch import PRECISIONS, Executable, constants, fuse
 from miltorch.program import Block
 
 F16, F32 = (Type(dtype, (None,)) for dtype in ("FLOAT16", "FLOAT32"))
@@ -91,8 +91,9 @@ def test_precision_modes_round_results_or_do_not():
     assert expected != exact
     with refused("'bf16'.*declared, exact, narrow"):
         chain("bf16")
+    copied = op("copy_state", {"input": Ref("s")}, "copy")
     with refused("fused steps: found 'exact'.*declared"):
-        Executable(program([], {}, []), "exact", fuse=True)
+        Executable(program([copied], {}, [], {"s": F16}), "exact")
 
 
 def test_narrow_leaves_sums_alone_that_a_block_declares_float32():
@@ -141,7 +142,7 @@ def test_a_block_that_writes_a_state_runs_though_nothing_reads_its_result():
     write = op("coreml_update_state", {"state": Ref("s"), "value": X}, "written")
     writing = replace(branches(write, write), outputs=[("unread", F16)])
     ops, states = [writing, op("square", {"x": X}, "y")], {"s": Type("FLOAT16", (2,))}
-    made = Executable(program(ops, {"x": F16}, ["y"], states), fuse=True)
+    made = Executable(fuse(program(ops, {"x": F16}, ["y"], states)))
     state = made.make_state()
     made.run({"x": ONES}, state)
     assert state["s"].value.tolist() == [1, 1]
@@ -226,4 +227,4 @@ def test_absurd_arguments_are_refused_before_memory_is_taken(kind, arguments):
 def test_a_constant_is_no_view_of_the_file_of_weights(tmp_path):
     (tmp_path / "weight.bin").write_bytes(bytes(64))
     stored = np.memmap(tmp_path / "weight.bin", np.float32, mode="c")
-    assert not np.shares_memory(steps.to_tensor(stored).numpy(), stored)
+    assert not np.shares_memory(constants.to_tensor(stored).numpy(), stored)

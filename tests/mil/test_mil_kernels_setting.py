@@ -22,7 +22,7 @@ def test_kernels_compile_where_no_folder_can_hold_their_machine_code(tmp_path):
         "locators = caching.CacheImpl._locator_classes\n"
         "caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]\n"
         "import numpy, miltorch.kernels as kernels\n"
-        "assert locators and kernels.cached()(lambda x: x + 1)(1) == 2\n"
+        "assert locators and kernels.compiled()(lambda x: x + 1)(1) == 2\n"
     )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from one_op import MIL, given, run
 
-from miltorch import execute
+from miltorch.ops import HALF_OPERANDS
 
 F16, F32, I32 = np.float16, np.float32, np.int32
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, max_side=5)
@@ -212,7 +212,7 @@ def test_operations_are_those_of_mil(oracle, kind, arguments, tolerance, data):
 # vectorised, so not bit-equal, but within a unit in the last place
 ULPS = "exp sin cos sigmoid silu tanh softmax".split()
 MORE = [("silu", one()), ("cast", some(x=floats(2, 3), dtype="fp16"))]
-HALVES = [case for case in OPERATIONS if case.id in execute.NATIVE] + cases(MORE, 0)
+HALVES = [case for case in OPERATIONS if case.id in HALF_OPERANDS] + cases(MORE, 0)
 
 
 @pytest.mark.matrix(20, wide=200)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import miltorch
-from miltorch.steps import Constants
+from miltorch.constants import Constants
 from workbench.bundle.names import EMBEDDING
 from workbench.models.checkpoint import Checkpoint
 

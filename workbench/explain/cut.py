@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 import miltorch
+from miltorch.constants import Constants
 from miltorch.graph import Graph
 from miltorch.program import Op, Ref, read_spec
 from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
-from miltorch.steps import Constants
 
 # A package takes values of these dtypes as int32, and casts them to what the operation
 # `cast` calls them.

@@ -199,6 +199,6 @@ def constants(bundle: Bundle, shard: Shard) -> Callable:
 
         return lambda place: torch.from_numpy(np.float32(target.dense(package, place)))
     import miltorch
-    from miltorch.steps import Constants
+    from miltorch.constants import Constants
 
     return Constants(miltorch.read(package)).__getitem__

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import miltorch
-from miltorch.steps import Constants
+from miltorch.constants import Constants
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.foreign import TOKENS, Function, caches, refuse
 from workbench.bundle.names import LOGITS, MASKED, POS, X

@@ -12,6 +12,7 @@ import torch
 
 import miltorch
 from miltorch.execute import Hook
+from miltorch.joined import run_calls
 from miltorch.quiet import messages
 from workbench.bundle import Shard
 from workbench.errors import InputError
@@ -67,7 +68,9 @@ class PortableModel(Model):
         key = T, fused
         if key not in self.executables:
             program = miltorch.read(self.package, self.functions[T])
-            executable = miltorch.Executable(program, self.precision, fused, self.reads)
+            if fused:
+                program = miltorch.fuse(program, self.reads)
+            executable = miltorch.Executable(program, self.precision)
             # fused steps hold copies of their weights: the file is mapped no longer
             self.executables[key] = executable.release() if fused else executable
         return self.executables[key]
@@ -115,7 +118,7 @@ class PortableModel(Model):
             if not fused:
                 self._check_weight_files()
             executable = self.executable_for(T, fused)
-            for outputs in executable.run_calls(tensors, cells, group_hooks):
+            for outputs in run_calls(executable, tensors, cells, group_hooks):
                 results.append({n: value.numpy() for n, value in outputs.items()})
         return results
 

@@ -65,12 +65,10 @@ def swap_keys_and_values(decoder, layer):
     names = {"k_state": "v_state", "v_state": "k_state"}
     for step in decoder.layers[layer].executable.body.steps:
         step.operands = [
-            (
-                parameter,
-                names.get(source, source) if isinstance(source, str) else source,
-                attribute,
-            )
-            for parameter, source, attribute in step.operands
+            operand._replace(source=names.get(operand.source, operand.source))
+            if isinstance(operand.source, str)
+            else operand
+            for operand in step.operands
         ]
 
 

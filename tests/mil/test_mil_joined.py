@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from one_op import Op, Ref, Type, close, given, literal, numbers, program, tensor
 from refusal import refused
 
-from miltorch import Executable
+from miltorch import Executable, run_calls
 
 X = Ref("x")
 SIZES = 2, 6, 4
@@ -68,7 +68,7 @@ def test_calls_together_compute_what_each_computes_alone(kind):
         assume(kind not in ("mul", "conv") or place > 1)  # channels are axis 1
         made = executable(kind, place, **attributes(data.draw, kind))
         each = calls(place, counts)
-        together = made.run_calls(each, [{}] * len(each), [None] * len(each))
+        together = run_calls(made, each, [{}] * len(each), [None] * len(each))
         for own, found in zip(each, together, strict=True):
             for name, expected in made.run(own, {}).items():
                 close(found[name].numpy(), expected.numpy(), 1e-6)
@@ -104,14 +104,14 @@ def test_a_step_runs_once_for_all_calls_unless_it_mixes_columns(
     (step,) = made.body.steps
     function = step.function
     step.function = lambda **own: ran.append(own) or function(**own)
-    made.run_calls(calls(place, (6, 6)), [{}] * 2, [None] * 2)
+    run_calls(made, calls(place, (6, 6)), [{}] * 2, [None] * 2)
     assert len(ran) == times
 
 
 def test_too_few_results_are_refused_for_several_calls_too():
     made = executable("split", 2, axis=1, num_splits=1)
     with refused("1 results of 2"):
-        made.run_calls(calls(2, (2, 4)), [{}] * 2, [None] * 2)
+        run_calls(made, calls(2, (2, 4)), [{}] * 2, [None] * 2)
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])
@@ -122,7 +122,7 @@ def test_columns_along_different_axes_stay_apart(shape):
     made = Executable(program([op], inputs, ["y0"]))
     each = [own | {"y": tensor(numbers(4))} for own in calls(2, (2, 4))]
     each[0]["y"] = tensor(numbers(*shape))
-    found = made.run_calls(each, [{}] * 2, [None] * 2)
+    found = run_calls(made, each, [{}] * 2, [None] * 2)
     for own, y in zip(each, found, strict=True):
         assert np.array_equal(y["y0"], made.run(own, {})["y0"])
 
@@ -133,6 +133,6 @@ def test_a_hook_may_replace_the_columns_of_its_call():
     def zeros(op, outputs):
         return [value * 0 for value in outputs]
 
-    first, second = made.run_calls(each, [{}] * 2, [None, zeros])
+    first, second = run_calls(made, each, [{}] * 2, [None, zeros])
     assert np.array_equal(first["y0"], made.run(each[0], {})["y0"])
     assert not second["y0"].any()

@@ -1,0 +1,481 @@
+"""Groups of operations of a program as one operation each: see `fuse`."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from miltorch.checks import check_program
+from miltorch.constants import Constants
+from miltorch.errors import check_choice
+from miltorch.graph import Graph
+from miltorch.ops.registry import window
+from miltorch.patterns import (
+    Matcher,
+    Operation,
+    Optional,
+    Scaled,
+    Value,
+    one_of,
+    operation,
+    resembling,
+)
+from miltorch.program import Op, Program, Ref, Type, operation_errors
+from miltorch.stored import StoredWeight, stored_weight
+
+READS = ("all", "used")
+WRITES = ("write_state", "coreml_update_state")
+# fused operations that change a state where it lies
+IN_PLACE = ("write_cache_rows", "write_cache_slice")
+NONE = type(None)
+
+
+def fuse(program: Program, reads: str = "used") -> Program:
+    """The program with each of these groups of operations as one operation of
+    `miltorch.ops.fused`:
+
+        stored_linear      1×1 convolutions of one input; weights stay as they are stored
+        write_cache_rows   a write of rows into a state, by a one-hot mask
+        write_cache_slice  a write of a slice into a state, at a computed position
+        cached_attention   over the rows of two states
+        rms_norm           a root mean square norm
+        rotary_embedding   a rotation by the host's tables
+
+    Operations that belong to no group stay; the result's `unfused` says why for those
+    that resemble the last one of a group. `docs/runtime.md` bounds the distance of each
+    group's result from that of its operations.
+
+    Args:
+        reads: the rows of a state that attention reads: `all` as the program does, or
+            those from the first to the last that some query sees (`used`).
+
+    Raises:
+        InputError: a program that cannot run, or another value of `reads`.
+    """
+    check_choice("reads", reads, READS)
+    check_program(program)
+    if any(op.blocks for op in program.block.ops):
+        return replace(program, unfused={"program": "it has nested blocks"})
+    fusion, unfused = Fusion(program, reads), {}
+    for op in fusion.graph.ops:
+        if op.kind in GROUPS:
+            with operation_errors(program, op):
+                try:
+                    GROUPS[op.kind](fusion, op)
+                except Unfused as reason:
+                    unfused[op.name] = f"{op.kind}: {reason}"
+    fusion.join_convolutions()
+    block = replace(program.block, ops=fusion.ops())
+    return replace(program, block=block, unfused=unfused)
+
+
+class Unfused(Exception):
+    """An operation resembles the last one of a group, and the message says what
+    differs."""
+
+
+def require(condition: bool, fault: str) -> None:
+    """Raises `Unfused`, unless the condition holds."""
+    if not condition:
+        raise Unfused(fault)
+
+
+class Fusion:
+    """The groups of one program that have been recognised so far.
+
+    Attributes:
+        replacements: key of an operation → the operations that stand in its place.
+        mask_ops: key of an operation → operations on masks that stand before it.
+    """
+
+    def __init__(self, program: Program, reads: str):
+        self.program, self.reads = program, reads
+        self.graph, self.constants = Graph(program), Constants(program)
+        self.matcher = Matcher(self.graph, self.constants)
+        self.order = {op.key: index for index, op in enumerate(self.graph.ops)}
+        self.replacements: dict[str | int, list[Op]] = {}
+        self.mask_ops: dict[str | int, list[Op]] = defaultdict(list)
+        self.mask_results: set[str] = set()
+        # convolutions with their weights and biases, by input and form of the weight
+        self.convolutions: dict[tuple, list[tuple[Op, StoredWeight, np.ndarray]]] = (
+            defaultdict(list)
+        )
+
+    def match(self, pattern: Operation, op: Op, fault: str) -> dict:
+        """What the parts of a pattern stand for; raises `Unfused` with `fault` where
+        `op` does not match it."""
+        match = self.matcher.match(pattern, op)
+        require(match is not None, fault)
+        return match
+
+    def half(self, source) -> Ref:
+        """An argument, which must be a value that is declared fp16, and no literal."""
+        is_value = isinstance(source, Ref) and source.name in self.graph.types
+        require(
+            is_value and self.graph.types[source.name].dtype == "FLOAT16",
+            "a value that is not fp16",
+        )
+        return source
+
+    def shape(self, source, rank: int = 4) -> tuple[int | None, ...]:
+        """The declared shape of an fp16 value, which must be of a rank."""
+        shape = self.graph.types[self.half(source).name].shape
+        require(len(shape) == rank, f"a value of rank {len(shape)}")
+        return shape
+
+    def put(self, op: Op, kind: str, **inputs) -> None:
+        """Puts an operation of `ops.fused` in the place of `op`, with its results."""
+        for name, _ in op.outputs:
+            self.half(Ref(name))
+        self.replacements[op.key] = [Op(kind, op.name, inputs, op.outputs)]
+
+    def of_mask(self, op: Op, kind: str, mask) -> Ref:
+        """The result of an operation on a mask that is an input of the program. It is
+        computed once, before the first operation, `op`, that reads it."""
+        name = self.half(mask).name
+        require(name in self.program.inputs, "a mask that the program computes")
+        result, declared = f"{name}.{kind}", Type("INT32", (None,), "list")
+        if result not in self.mask_results:
+            require(result not in self.graph.types, f"another value {result!r}")
+            self.mask_results.add(result)
+            mask_op = Op(kind, result, {"mask": mask}, [(result, declared)])
+            self.mask_ops[op.key].append(mask_op)
+        return Ref(result)
+
+    def join_convolutions(self) -> None:
+        """Makes one operation of all convolutions that read one input through weights of
+        one form, in the place of the first."""
+        for (x, _), members in self.convolutions.items():
+            ops, weights, biases = zip(*members)
+            for op in ops:
+                self.replacements[op.key] = []
+            inputs = {
+                "x": Ref(x),
+                "bias": np.concatenate(biases),
+                "weight": type(weights[0]).concatenated(weights),
+                "sizes": [len(weight) for weight in weights],
+            }
+            outputs = [op.outputs[0] for op in ops]
+            fused = Op("stored_linear", ops[0].name, inputs, outputs)
+            self.replacements[ops[0].key] = [fused]
+
+    def ops(self) -> list[Op]:
+        """The operations of the fused program, those left out whose results nothing
+        reads any more."""
+        ops = []
+        for op in self.program.block.ops:
+            ops += self.mask_ops.get(op.key, [])
+            ops += self.replacements.get(op.key, [op])
+        # the value that a read gives must not change under its readers
+        changed = {op.inputs["state"] for op in ops if op.kind in IN_PLACE}
+        for index, op in enumerate(ops):
+            if op.kind == "read_state" and op.inputs.get("input") in changed:
+                ops[index] = replace(op, kind="copy_state")
+        needed, live = set(self.program.outputs), []
+        for op in reversed(ops):
+            names = {name for name, _ in op.outputs}
+            if not names or names & needed or op.kind in WRITES:
+                needed.update(op.reads())
+                live.append(op)
+        return live[::-1]
+
+
+# ---- products
+
+x, weight = Value(), Value()
+CONVOLUTION = operation(
+    "conv",
+    x,
+    weight,
+    pad_type=one_of("valid", "custom", "same"),
+    pad=one_of(None, [0] * 4),
+    strides=one_of(None, [1, 1]),
+    dilations=Value(list, NONE),
+)
+
+
+def convolution(fusion: Fusion, op: Op) -> None:
+    """Notes a 1×1 convolution, for `Fusion.join_convolutions`."""
+    match = fusion.match(CONVOLUTION, op, "it has strides, pads or groups")
+    stored = stored_weight(match[weight], fusion.graph, fusion.constants)
+    require(stored is not None, "its weight is no constant matrix of fp16 values")
+    bias = np.zeros(len(stored), np.float32)
+    if "bias" in op.inputs:
+        constant = fusion.constants.of(op.inputs["bias"])
+        require(
+            constant is not None and constant.shape == bias.shape,
+            "its bias is no constant vector",
+        )
+        bias = constant.float().numpy()
+    fusion.shape(match[x])
+    fusion.half(Ref(op.key))
+    group = match[x].name, stored.form
+    fusion.convolutions[group].append((op, stored, bias))
+
+
+# ---- caches
+
+state, rows, mask, update, before = Value(), Value(), Value(), Value(), Value()
+is_transposed = Value(bool)
+read = operation("read_state", state)
+old_rows = read * (
+    1 - operation("reduce_sum", mask, axes=one_of([-1], [3]), keep_dims=True)
+)
+new_rows = operation("matmul", mask, rows, transpose_y=is_transposed)
+WRITE_BY_MASK = old_rows + new_rows
+# the parameters of a slice
+WINDOW = {
+    name: Value(list, Ref, NONE)
+    for name in ("begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")
+}
+WRITE_AT_POSITION = operation("slice_update", read, update, **WINDOW)
+WRITE_OF_ALL = operation("slice_update", before, update, **WINDOW)
+
+
+def cache_write(fusion: Fusion, op: Op) -> None:
+    """A write of rows by a mask, or of a slice at a computed position."""
+    fault = "it writes no rows by a mask or a position"
+    require(op.inputs.keys() == {"input", "data"}, fault)
+    source, inner = op.inputs["data"], [op]
+    if slice_update := fusion.matcher.computed(source, "slice_update"):
+        if fusion.constants.of(slice_update.inputs.get("begin")) is None:
+            match = fusion.match(WRITE_AT_POSITION, slice_update, fault)
+            return slice_write(fusion, op, match)
+        # coremltools writes all of a state as an update of a slice that is the whole
+        match = fusion.match(WRITE_OF_ALL, slice_update, fault)
+        sizes = fusion.shape(op.inputs["input"])
+        whole = [(0, size) for size in sizes]
+        require(bounds(match, sizes) == whole, fault)
+        source = match[update]
+        inner.append(slice_update)
+    placed = fusion.matcher.computed(source, "add")
+    require(placed is not None, fault)
+    match = fusion.match(WRITE_BY_MASK, placed, fault)
+    check_only_access(fusion, op, match[read], [*inner, match[old_rows]])
+    B, H, S, D = fusion.shape(op.inputs["input"])
+    heads = list(fusion.shape(match[rows]))
+    width = heads[2 if match[is_transposed] else 3]
+    require((*heads[:2], width) == (B, H, D), "rows of another shape than the state's")
+    require(fusion.shape(match[mask])[:3] == (B, 1, S), "a mask of another shape")
+    fusion.put(
+        op,
+        "write_cache_rows",
+        state=op.inputs["input"],
+        rows=fusion.half(match[rows]),
+        mask=fusion.half(match[mask]),
+        places=fusion.of_mask(op, "one_hot_places", match[mask]),
+        transposed=match[is_transposed],
+    )
+
+
+def bounds(match: dict, sizes) -> list[tuple[int, int | None]]:
+    """First and last + 1 of a slice on every axis of a value of some sizes, which must
+    be constant and without steps."""
+    fault = "a slice at a computed position, or one with steps"
+    parameters = [match[pattern] for pattern in WINDOW.values()]
+    require(all(isinstance(value, list) for value in parameters[:2]), fault)
+    for value in parameters:
+        require(not isinstance(value, Ref), fault)
+        require(value is None or len(value) == len(sizes), fault)
+    pairs = []
+    for piece, size in zip(window(*parameters), sizes):
+        require(isinstance(piece, slice) and piece.step in (None, 1), fault)
+        pairs.append((piece.start or 0, size if piece.stop is None else piece.stop))
+    return pairs
+
+
+def slice_write(fusion: Fusion, op: Op, match: dict) -> None:
+    """A write of a slice at a computed position."""
+    slice_update = match[WRITE_AT_POSITION]
+    check_only_access(fusion, op, match[read], [slice_update])
+    only = fusion.graph.readers(slice_update.key) == [op]
+    require(only, "another operation reads what it writes")
+    stride = match[WINDOW["stride"]]
+    is_forward = not isinstance(stride, Ref) and min(stride or [1]) > 0
+    require(is_forward, "a slice that runs backwards")
+    inputs = {
+        name: slice_update.inputs[name]
+        for name in WINDOW
+        if name in slice_update.inputs
+    }
+    inputs |= {"state": op.inputs["input"], "update": fusion.half(match[update])}
+    fusion.put(op, "write_cache_slice", **inputs)
+
+
+def check_only_access(fusion: Fusion, write: Op, reading: Op, inner: list[Op]) -> None:
+    """Requires that `reading` is the one access of a state before `write`, and that the
+    operations `inner` alone read its result: rows are written in place, where the
+    state's earlier value would change under any other reader."""
+    fault = "the state is read by other operations before it is written"
+    cell = write.inputs["input"]
+    require(isinstance(cell, Ref) and reading.inputs.get("input") == cell, fault)
+    for op in fusion.graph.readers(cell.name):
+        is_later = fusion.order[op.key] >= fusion.order[write.key]
+        require(op is reading or is_later, fault)
+    for op in fusion.graph.readers(reading.key):
+        require(any(op is other for other in inner), fault)
+    require(reading.key not in fusion.program.outputs, fault)
+
+
+# ---- attention
+
+q, key, value = Value(), Value(), Value()
+scores_shape, weights_shape = Value(list, Ref), Value(list, Ref)
+softmax_axis = Value(int)
+read_key, read_value = operation("read_state", key), operation("read_state", value)
+# heads of a group stand side by side, [B, H_kv, G·T, D], and each has the same mask
+scores = operation(
+    "reshape", operation("matmul", q, read_key, transpose_y=True), shape=scores_shape
+)
+softmax = operation("softmax", Optional(scores) + mask, axis=softmax_axis)
+weights = operation("reshape", softmax, shape=weights_shape)
+ATTENTION = operation("matmul", Optional(weights), read_value)
+LIKE_ATTENTION = resembling(
+    "matmul",
+    Optional(resembling("reshape", resembling("softmax"))),
+    resembling("read_state"),
+)
+
+
+def attention(fusion: Fusion, op: Op) -> None:
+    """softmax(q @ keyᵀ + mask) @ value over two states."""
+    if fusion.matcher.match(LIKE_ATTENTION, op) is None:
+        return
+    fault = "no attention over a cache with an additive mask"
+    match = fusion.match(ATTENTION, op, fault)
+    for pattern, shape in ((scores, scores_shape), (weights, weights_shape)):
+        if isinstance(match.get(shape), list):
+            declared = fusion.graph.types[match[pattern].key]
+            require(declared.allows(match[shape]), fault)
+    B, H, S, D = fusion.shape(match[key])
+    heads, columns = fusion.shape(match[q]), fusion.shape(match[mask])
+    require(fusion.shape(match[value]) == (B, H, S, D), fault)
+    require((*heads[:2], heads[3]) == (B, H, D), fault)
+    require((*columns[:2], columns[3]) == (B, 1, S), fault)
+    axis, rank = match[softmax_axis], len(fusion.graph.types[match[softmax].key].shape)
+    # beside [B, H, N, S], scores may be [1, H, G, T, S], to which a mask adds alike
+    require(axis == -1 or (axis == 3 and rank == 4), fault)
+    require(rank == 4 or B == 1, fault)
+    for cell, reading in ((match[key], read_key), (match[value], read_value)):
+        # attention reads the state itself, so nothing may write it after the read
+        for other in fusion.graph.readers(cell.name):
+            is_before = fusion.order[other.key] < fusion.order[match[reading].key]
+            require(other.kind not in WRITES or is_before, fault)
+    inputs = {"q": fusion.half(match[q]), "mask": fusion.half(match[mask])}
+    if fusion.reads == "used":
+        inputs["columns"] = fusion.of_mask(op, "visible_columns", match[mask])
+    else:
+        require(match[mask].name in fusion.program.inputs, fault)
+    fusion.put(op, "cached_attention", key=match[key], value=match[value], **inputs)
+
+
+# ---- norms and rotations
+
+# RMSNorm as it cannot overflow in fp16, where x² may: with y = x / peak and peak the
+# largest |x|, x / √(mean x² + eps) = y / √(mean y² + eps / peak²). Where fp16 does not
+# hold eps, it is the product of two constants and of powers of two.
+axes, lowest, highest, epsilon = Value(list), Value(float), Value(float), Value(float)
+eps0, eps1 = Value(), Value()
+peak = operation(
+    "clip",
+    operation("reduce_max", operation("abs", x), axes=axes, keep_dims=True),
+    alpha=lowest,
+    beta=highest,
+)
+y = x / peak
+scaled_eps0, scaled_eps1 = Scaled(eps0 / peak), Scaled(eps1 / peak)
+mean_square = operation("reduce_mean", y * y, axes=axes, keep_dims=True)
+root = operation("rsqrt", mean_square + scaled_eps0 * scaled_eps1, epsilon=epsilon)
+scaled_root = Scaled(root)
+NORM = y * scaled_root
+
+
+def rms_norm(fusion: Fusion, op: Op) -> None:
+    """A root mean square norm, at its last product: by its gains, where they are not
+    all 1."""
+    last, gains = op, fusion.constants.of(op.inputs.get("y"))
+    if isinstance(gains, torch.Tensor) and gains.numel() > 1:
+        last = fusion.matcher.computed(op.inputs.get("x"), "mul")
+    else:
+        gains = torch.ones(1)
+    match = fusion.matcher.match(NORM, last) if last else None
+    if match is None:  # any other product
+        return
+    fault = "a norm of another form"
+    rank = len(fusion.graph.types[fusion.half(match[x]).name].shape)
+    require(len(match[axes]) == 1 and match[axes][0] in range(-rank, rank), fault)
+    (axis,) = match[axes]
+    width = fusion.shape(match[x], rank)[axis]
+    shape = [1] * rank
+    shape[axis] = width
+    require(bool(width), fault)
+    require(gains.numel() == 1 or list(gains.shape) == shape, fault)
+    # the bounds of normal fp16 values
+    require(0 < match[lowest] < 1e-3 and match[highest] > 6e4, fault)
+    factors = [fusion.constants.scalar(match[pattern]) for pattern in (eps0, eps1)]
+    require(None not in factors, fault)
+    eps = match[scaled_eps0] * match[scaled_eps1]
+    eps *= factors[0] * factors[1]
+    gains = match[scaled_root] * gains.flatten().expand(width).float()
+    fusion.put(
+        op,
+        "rms_norm",
+        x=match[x],
+        gains=gains.numpy(),
+        axis=axis,
+        epsilon=eps + match[epsilon],
+    )
+
+
+a, b, cos, sin = Value(), Value(), Value(), Value()
+concat_axis, interleave = Value(int), Value(bool)
+# x [B, H, T, D], cut into slices a, b and what follows them
+ROTATED = operation(
+    "concat",
+    [a * cos - b * sin, b * cos + a * sin],
+    axis=concat_axis,
+    interleave=interleave,
+)
+SLICE = operation("slice_by_index", x, **WINDOW)
+
+
+def rotation(fusion: Fusion, op: Op) -> None:
+    """A rotary embedding."""
+    match = fusion.matcher.match(ROTATED, op)
+    if match is None:  # any other concat
+        return
+    fault = "a rotation of another form"
+    require(match[concat_axis] in (-1, 3) and not match[interleave], fault)
+    whole, sizes = None, []
+    for source in (match[a], match[b], *op.inputs["values"][2:]):
+        slicing = fusion.matcher.computed(source, "slice_by_index")
+        require(slicing is not None, fault)
+        piece = fusion.match(SLICE, slicing, fault)
+        whole = whole or fusion.half(piece[x])
+        require(fusion.half(piece[x]) == whole, fault)
+        shape, width = fusion.shape(whole), fusion.shape(source)[-1]
+        require(bool(width), fault)
+        start = sum(sizes)
+        expected = [*((0, size) for size in shape[:3]), (start, start + width)]
+        require(bounds(piece, shape) == expected, fault)
+        sizes.append(width)
+    require(sum(sizes) == shape[-1] and sizes[0] == sizes[1], fault)
+    for table in (match[cos], match[sin]):
+        name = fusion.half(table).name
+        require(name in fusion.program.inputs, fault)
+        require(fusion.graph.types[name].shape[-1:] == (sizes[0],), fault)
+    fusion.put(
+        op, "rotary_embedding", x=whole, cos=match[cos], sin=match[sin], sizes=sizes
+    )
+
+
+# kind of the last operation of a group → what recognises the group
+GROUPS: dict[str, Callable[[Fusion, Op], None]] = {
+    "conv": convolution,
+    "write_state": cache_write,
+    "matmul": attention,
+    "mul": rms_norm,
+    "concat": rotation,
+}

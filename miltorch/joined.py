@@ -1,0 +1,264 @@
+"""Several calls of one program, run so that each weight is read once for all of them.
+
+A token is a column: one entry along one axis of a value. Axes are counted from the end.
+Where every column of a result comes from the same column of the operands alone, one step
+computes the columns of several calls, one call behind another."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, groupby
+from typing import NamedTuple
+
+import torch
+
+from miltorch.execute import Executable, Hook, show
+from miltorch.ops import elementwise
+from miltorch.ops.registry import rules, window
+from miltorch.ops.state import StateCell
+from miltorch.program import Program, operation_errors
+from miltorch.steps import Body, Step, is_matrix
+
+# but for those that take vectors over the channels
+POINTWISE = rules(elementwise).keys() - {"prelu", "softplus_parametric"}
+ALONG_AXIS = {"concat", "softmax", "split"}
+REDUCTIONS = {"reduce_max", "reduce_mean", "reduce_sum"}
+COLUMNWISE = POINTWISE | ALONG_AXIS | REDUCTIONS
+COLUMNWISE |= {"reshape", "slice_by_index", "transpose"}
+NO_VALUE = torch.zeros(())
+ENDLESS = 1 << 40  # columns
+# elements of inputs of calls that run together: bounds their memory
+MOST_ELEMENTS = 1 << 20
+
+
+class Call(NamedTuple):
+    """One run of a program."""
+
+    inputs: dict[str, torch.Tensor]
+    state: dict[str, StateCell]
+    hook: Hook | None
+
+
+class Joined(NamedTuple):
+    """The values of several calls along `axis`; `sizes`: columns of each."""
+
+    value: torch.Tensor
+    axis: int
+    sizes: tuple[int, ...]
+
+
+@torch.inference_mode()
+def run_calls(
+    executable: Executable,
+    inputs: Sequence[dict[str, torch.Tensor]],
+    states: Sequence[dict[str, StateCell]],
+    hooks: Sequence[Hook | None],
+) -> list[dict[str, torch.Tensor]]:
+    """The results of `executable.run` for one call after another, each on its state,
+    which may be that of other calls, and with a hook of its own.
+
+    Every step of every call, and the order in which a state is read and written, are
+    those of `run`. Before and behind the steps that access states, a step computes the
+    columns of several calls at once where no column depends on another, so that a
+    weight is read once. Sums may add up in another order."""
+    every_call = [Call(*parts) for parts in zip(inputs, states, hooks, strict=True)]
+    results = []
+    for calls in _batches(every_call):
+        if len(calls) == 1:
+            results.append(executable.run(*calls[0]))
+        else:
+            results += JoinedCalls(executable, calls).run()
+    return results
+
+
+def _batches(calls: list[Call]) -> Iterator[list[Call]]:
+    """The calls that run together, in order."""
+    totals = accumulate(sum(x.numel() for x in call.inputs.values()) for call in calls)
+    numbered = zip(totals, calls)
+    for _, batch in groupby(numbered, lambda pair: pair[0] // MOST_ELEMENTS):
+        yield [call for _, call in batch]
+
+
+class JoinedCalls:
+    """Calls that run together.
+
+    Attributes:
+        values: what the steps of each call read, by name.
+        joined: values of all calls as one, by name.
+    """
+
+    def __init__(self, executable: Executable, calls: list[Call]):
+        self.executable = executable
+        self.hooks = [call.hook for call in calls]
+        self.values = [
+            executable.initial_values(call.inputs, call.state) for call in calls
+        ]
+        self.joined: dict[str, Joined] = {}
+        for name, declared in executable.program.inputs.items():
+            # the axis that may have any size is that of the columns
+            if declared.shape.count(None) == 1:
+                axis = declared.shape.index(None) - len(declared.shape)
+                if value := self.join(name, axis):
+                    self.joined[name] = value
+
+    def run(self) -> list[dict[str, torch.Tensor]]:
+        """The outputs of every call."""
+        body = self.executable.body
+        for together, steps in _stages(body, self.executable.program):
+            if together:
+                for step in steps:
+                    self.run_step(step)
+                continue
+            self.separate(chain.from_iterable(step.reads() for step in steps))
+            for values, hook in zip(self.values, self.hooks):
+                for step in steps:
+                    self.executable.run_step(step, values, hook)
+        self.separate(body.outputs)
+        return list(map(self.executable.outputs, self.values))
+
+    def run_step(self, step: Step) -> None:
+        """Runs a step for all calls at once, or else for one after another."""
+        with operation_errors(self.executable.program, step.op):
+            together = is_columnwise(step) and self.run_columnwise(step)
+        if together:
+            self.show(step)
+        else:
+            self.separate(step.reads())
+            for values, hook in zip(self.values, self.hooks):
+                self.executable.run_step(step, values, hook)
+        for name in step.dead:
+            for values in (self.joined, *self.values):
+                values.pop(name, None)
+
+    def run_columnwise(self, step: Step) -> bool:
+        """Runs a step on the columns of all calls; returns whether it could."""
+        operands = self.operands(step)
+        if not operands:
+            return False
+        first = next(iter(operands.values()))
+        axis = result_axis(step, first.value.shape, first.axis)
+        if axis is None:
+            return False
+        arguments = {name: operand.value for name, operand in operands.items()}
+        results = {}
+        step.store(step.function(**step.arguments(arguments)), results)
+        for name, value in results.items():
+            self.joined[name] = Joined(value, axis, first.sizes)
+        return True
+
+    def operands(self, step: Step) -> dict[str, Joined] | None:
+        """What a step reads, joined along one axis, that of a joined value or the first
+        spatial axis of a convolution; None where that cannot be."""
+        names = list(step.reads())
+        first = next((self.joined[name] for name in names if name in self.joined), None)
+        if first is None and step.op.kind == "conv":
+            rank = self.values[0][names[0]].dim()
+            first = self.join(names[0], 2 - rank)
+        if first is None:
+            return None
+        operands = {}
+        for name in names:
+            operand = self.joined.get(name) or self.join(name, first.axis)
+            if operand is None or operand[1:] != first[1:]:
+                return None
+            operands[name] = operand
+        return operands
+
+    def join(self, name: str, axis: int) -> Joined | None:
+        """The values of all calls by a name; None where they differ in another axis."""
+        parts = [values[name] for values in self.values]
+        if min(part.dim() for part in parts) < -axis:
+            return None
+        if len({part.movedim(axis, 0).shape[1:] for part in parts}) > 1:
+            return None
+        sizes = tuple(part.shape[axis] for part in parts)
+        return Joined(torch.cat(parts, axis), axis, sizes)
+
+    def separate(self, names: Iterable[str]) -> None:
+        """Gives every call its own columns of the joined values `names`, unless it has
+        them."""
+        for name in names:
+            if name not in self.joined or name in self.values[0]:
+                continue
+            value, axis, sizes = self.joined[name]
+            parts = value.split(sizes, axis)
+            for values, part in zip(self.values, parts, strict=True):
+                values[name] = part
+
+    def show(self, step: Step) -> None:
+        """Calls the hooks with the results of a step, which they may replace."""
+        if not any(self.hooks):
+            return
+        names = [name for name, _ in step.outputs]
+        self.separate(names)
+        for values, hook in zip(self.values, self.hooks):
+            if hook and show(step, values, hook):
+                for name in names:
+                    self.joined.pop(name, None)
+
+
+def _stages(body: Body, program: Program) -> Iterator[tuple[bool, list[Step]]]:
+    """The steps in their order, and whether calls run together there: between the first
+    and the last access of a state, a call must not begin before the earlier call ends."""
+    accessed = [program.states.keys() & set(step.reads()) for step in body.steps]
+    last = {name: index for index, names in enumerate(accessed) for name in names}
+    busy_until, together = -1, []
+    for index, names in enumerate(accessed):
+        busy_until = max([busy_until, *(last[name] for name in names)])
+        together.append(index > busy_until)
+    for flag, stage in groupby(zip(together, body.steps), lambda pair: pair[0]):
+        yield flag, [step for _, step in stage]
+
+
+def is_columnwise(step: Step) -> bool:
+    """Whether `result_axis` knows the operation: one of `COLUMNWISE`, or a 1×1
+    convolution with a constant weight."""
+    if any(operand.is_attribute for operand in step.operands):
+        return False
+    if step.op.kind in COLUMNWISE:
+        return True
+    constants = step.constants
+    return (
+        [operand.parameter for operand in step.operands] == ["x"]
+        and is_matrix(step.op, "weight", constants.get("weight", NO_VALUE))
+        and max(constants.get("strides") or [1]) == 1
+        and constants.get("groups", 1) == 1
+        and not any(constants.get("pad") or [])
+    )
+
+
+def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
+    """Where the columns of a step's results are, whose first operand has this shape and
+    all theirs at `axis`; None where a result may mix columns."""
+    kind, constants, place = step.op.kind, step.constants, axis + len(shape)
+    if kind == "transpose":
+        order = [p % len(shape) for p in constants["perm"]]
+        return order.index(place) - len(shape)
+    if kind == "reshape":
+        return _reshaped(constants["shape"], shape, place)
+    if kind == "conv":
+        is_separate = place != 1
+    elif kind in POINTWISE:
+        tensors = [v for v in constants.values() if isinstance(v, torch.Tensor)]
+        is_separate = all(v.dim() < -axis or v.shape[axis] == 1 for v in tensors)
+    elif kind == "slice_by_index":
+        index = window(**constants)
+        is_separate = all(isinstance(piece, slice) for piece in index)
+        is_separate = is_separate and index[place].indices(ENDLESS) == (0, ENDLESS, 1)
+    else:
+        over = constants.get("axes") or [constants.get("axis", axis)]
+        is_separate = {axis, place}.isdisjoint(over)
+        is_separate = is_separate and (
+            kind in ALONG_AXIS or bool(constants.get("keep_dims"))
+        )
+    return axis if is_separate else None
+
+
+def _reshaped(sizes: list[int], shape: torch.Size, place: int) -> int | None:
+    """The axis of unknown size, where a reshape of `shape` to `sizes` keeps what stands
+    before and behind `place`."""
+    if -1 not in sizes:
+        return None
+    new = sizes.index(-1)
+    products = math.prod(sizes[:new]), math.prod(sizes[new + 1 :])
+    same = products == (shape[:place].numel(), shape[place + 1 :].numel())
+    return new - len(sizes) if same else None

@@ -1,0 +1,202 @@
+"""Patterns of operations in a program: see `Pattern`."""
+
+from dataclasses import dataclass
+
+from miltorch.constants import Constants, python_value
+from miltorch.graph import Graph
+from miltorch.ops import OPERATIONS
+from miltorch.program import Op, Ref
+
+# an attribute that is a list of which the program computes some elements
+MIXED = object()
+
+
+class Pattern:
+    """What an argument of an operation may be, written as the formula that computes it.
+
+    ```
+    a, b, cos, sin = Value(), Value(), Value(), Value()
+    axis = Value(int)
+    rotated = operation("concat", [a * cos - b * sin, b * cos + a * sin], axis=axis)
+    match = matcher.match(rotated, op)
+    ```
+    `op` matches if it is a `concat` whose first two values are the results of `sub` and
+    `add`, whose operands are four products, and if `a`, `b`, `cos` and `sin` are each
+    the same value in both. `match` is None if it does not; else it has what every
+    pattern stands for: `match[cos]` is an argument (a `Ref` or a literal), `match[axis]`
+    an attribute (a Python number), `match[rotated]` the `Op`.
+
+    | pattern | argument |
+    |---|---|
+    | `Value()` | any; the same one wherever this object stands |
+    | `Value(int, Ref)` | an attribute of one of these types, `Ref` if it is computed |
+    | `x + y`, `x - y`, `x * y`, `x / y` | the result of `add`, `sub`, `mul`, `real_div` |
+    | `operation(kind, *operands, **attributes)` | the result of an operation of this kind |
+    | `one_of(-1, 3)` | an attribute that equals one of these |
+    | `1` | a constant of one element, of this value; an attribute that equals it |
+    | `[x, y]` | a list that begins with these |
+    | `Scaled(x)` | x times any number of constants of one element; `match` has their product |
+    | `Optional(x)` | what the operation x computes, or its first operand itself |
+
+    Operands stand in the order of the operation's rule in `miltorch.ops`; a pattern may
+    leave out the last ones. Attributes that a pattern of an operation does not name have
+    the values that MIL gives them by default, unless the pattern is `resembling(kind,
+    *operands)`. An operation matches only if all its results are fp16, and if MIL knows
+    all its arguments. A pattern that stands twice in another one stands for one
+    operation."""
+
+    def __add__(self, other: "Pattern") -> "Operation":
+        return operation("add", self, other)
+
+    def __sub__(self, other: "Pattern") -> "Operation":
+        return operation("sub", self, other)
+
+    def __rsub__(self, other: float) -> "Operation":
+        return operation("sub", other, self)
+
+    def __mul__(self, other: "Pattern") -> "Operation":
+        return operation("mul", self, other)
+
+    def __truediv__(self, other: "Pattern") -> "Operation":
+        return operation("real_div", self, other)
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Pattern):
+    """`attributes` are None where any are allowed."""
+
+    kind: str
+    operands: tuple
+    attributes: dict[str, object] | None
+
+
+def operation(kind: str, *operands, **attributes) -> Operation:
+    """The pattern of an operation, see `Pattern`."""
+    return Operation(kind, operands, attributes)
+
+
+def resembling(kind: str, *operands) -> Operation:
+    """The pattern of an operation with any attributes."""
+    return Operation(kind, operands, None)
+
+
+class Value(Pattern):
+    """Any argument, or an attribute of one of `types`."""
+
+    def __init__(self, *types: type):
+        self.types = types or (object,)
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf(Pattern):
+    values: tuple
+
+
+def one_of(*values) -> OneOf:
+    """The pattern of an attribute that equals one of `values`."""
+    return OneOf(values)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled(Pattern):
+    pattern: Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class Optional(Pattern):
+    operation: Operation
+
+
+class Matcher:
+    """Matches patterns with the operations of a program."""
+
+    def __init__(self, graph: Graph, constants: Constants):
+        self.graph, self.constants = graph, constants
+
+    def match(self, pattern: Operation, op: Op) -> dict[Pattern, object] | None:
+        """What every pattern within `pattern` stands for, if `op` matches it."""
+        bound: dict[Pattern, object] = {}
+        return bound if self._binds_operation(pattern, op, bound) else None
+
+    def computed(self, source, kind: str) -> Op | None:
+        """The operation of a kind that computes an argument at run time, if all its
+        results are fp16."""
+        op = self.graph.producer(source)
+        if op is None or op.kind != kind or op.constant:
+            return None
+        is_half = all(declared.dtype == "FLOAT16" for _, declared in op.outputs)
+        return op if is_half else None
+
+    def _binds(self, pattern, source, bound: dict) -> bool:
+        """Whether an argument fits a pattern and what patterns are `bound` to so far, to
+        which it adds."""
+        match pattern:
+            case Value():
+                first = bound.setdefault(pattern, source)
+                return first is source or (isinstance(source, Ref) and first == source)
+            case Operation(kind):
+                op = self.computed(source, kind)
+                return op is not None and self._binds_operation(pattern, op, bound)
+            case Optional(inner):
+                if self.computed(source, inner.kind) is None:
+                    return self._binds(inner.operands[0], source, bound)
+                return self._binds(inner, source, bound)
+            case Scaled(inner):
+                source, bound[pattern] = self._unscaled(source)
+                return self._binds(inner, source, bound)
+            case list():
+                return self._binds_list(pattern, source, bound)
+        return self.constants.scalar(source) == pattern
+
+    def _binds_list(self, patterns: list, sources, bound: dict) -> bool:
+        if not isinstance(sources, list) or len(sources) < len(patterns):
+            return False
+        pairs = zip(patterns, sources)
+        return all(self._binds(pattern, source, bound) for pattern, source in pairs)
+
+    def _binds_operation(self, pattern: Operation, op: Op, bound: dict) -> bool:
+        if op.kind != pattern.kind or bound.setdefault(pattern, op) is not op:
+            return False
+        rule = OPERATIONS[op.kind]
+        if not op.inputs.keys() <= {*rule.operands, *rule.attributes}:
+            return False
+        if pattern.attributes is not None:
+            for name, default in rule.attributes.items():
+                value = self.attribute(op, name, default)
+                expected = pattern.attributes.get(name, default)
+                if not _binds_attribute(expected, value, bound):
+                    return False
+        sources = [op.inputs.get(name) for name in rule.operands]
+        return self._binds_list([*pattern.operands], sources, bound)
+
+    def attribute(self, op: Op, name: str, default):
+        """An attribute as a Python value; a `Ref` where it is computed at run time."""
+        if name not in op.inputs:
+            return default
+        source = op.inputs[name]
+        value = self.constants.of(source)
+        if value is not None:
+            return python_value(value)
+        return source if isinstance(source, Ref) else MIXED
+
+    def _unscaled(self, source) -> tuple[object, float]:
+        """An argument without the constant scalars that multiply it one after another,
+        and their product."""
+        factor = 1.0
+        while (product := self.computed(source, "mul")) is not None:
+            scalar = self.constants.scalar(product.inputs.get("y"))
+            if scalar is None:
+                break
+            factor *= scalar
+            source = product.inputs.get("x")
+        return source, factor
+
+
+def _binds_attribute(pattern, value, bound: dict) -> bool:
+    match pattern:
+        case Value():
+            first = bound.setdefault(pattern, value)
+            return isinstance(value, pattern.types) and first == value
+        case OneOf(values):
+            return value in values
+    return value == pattern
