@@ -78,11 +78,11 @@ def prefetch(context, array, byte):
         values, byte = arguments
         data = context.make_array(array)(context, builder, values).data
         data = builder.bitcast(data, ir.IntType(8).as_pointer())
-        place, of = builder.gep(data, [byte]), [ir.IntType(32)] * 3
-        kind = ir.FunctionType(ir.VoidType(), [place.type, *of])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        reading, near, memory = (each(n) for each, n in zip(of, (0, 3, 1)))
-        builder.call(fetch, [place, reading, near, memory])
+        address, flag = builder.gep(data, [byte]), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, flag, flag, flag])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (address.type,), kind)
+        # to read, into every cache, data and no instructions
+        builder.call(fetch, [address, flag(0), flag(3), flag(1)])
         return context.get_dummy_value()
 
     return types.none(array, types.intp), emit

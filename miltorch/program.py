@@ -308,8 +308,8 @@ class _Reader:
         inputs = {n: t for n, t in declared if t.kind != "state"}
         states = {n: t for n, t in declared if t.kind == "state"}
         ops, outputs = self.block(block), list(block.outputs)
-        lost = {each.name for each in description.input} - inputs.keys()
-        lost |= {each.name for each in description.output} - {*outputs}
+        lost = {feature.name for feature in description.input} - inputs.keys()
+        lost |= {feature.name for feature in description.output} - {*outputs}
         if lost:
             _refuse(
                 self.package, f"a description of {sorted(lost)}, not in its program"

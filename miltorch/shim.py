@@ -314,14 +314,17 @@ def _check_enumerated(features, inputs: dict[str, torch.Tensor]) -> None:
     for feature in features:
         shapes = feature.type.multiArrayType.enumeratedShapes.shapes
         if len(shapes) > 1:
-            given = tuple(inputs[feature.name].shape)
-            found = {n for n, one in enumerate(shapes, 1) if tuple(one.shape) == given}
-            places[feature.name] = found
+            shape = tuple(inputs[feature.name].shape)
+            places[feature.name] = {
+                number
+                for number, allowed in enumerate(shapes, 1)
+                if tuple(allowed.shape) == shape
+            }
     if places and not set.intersection(*places.values()):
-        given = ", ".join(f"{name} its {min(n)}." for name, n in places.items())
+        numbers = ", ".join(f"{name} its {min(n)}." for name, n in places.items())
         raise _error(
             "Inputs with enumerated shapes go together, the n-th of one with the n-th "
-            f"of every other: {given}"
+            f"of every other: {numbers}"
         )
 
 

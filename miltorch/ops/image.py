@@ -197,8 +197,10 @@ def resample(
     if coordinates_mode != "unnormalized":
         pixels = pixels * (sizes - 1) if align_corners else pixels * sizes - 0.5
     value = padding_value if padding_mode == "constant" else 0.0
-    how = sampling_mode, _PADDING[padding_mode], padding_mode != "symmetric"
-    return _sampled(x - value, pixels, *how) + value
+    modes = sampling_mode, _PADDING[padding_mode]
+    by_centres = padding_mode != "symmetric"
+    # grid_sample pads with zeros alone
+    return _sampled(x - value, pixels, *modes, by_centres) + value
 
 
 def affine(

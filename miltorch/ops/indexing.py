@@ -57,8 +57,8 @@ def _wrap(indices: torch.Tensor, size, validate: bool) -> torch.Tensor:
 def _take(x, indices, axis: int, validate: bool):
     """x.shape[:axis] + indices.shape + x.shape[axis+1:]"""
     indices = _wrap(indices, x.shape[axis], validate)
-    taken = torch.index_select(x, axis, indices.reshape(-1))
-    return taken.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
+    values = torch.index_select(x, axis, indices.reshape(-1))
+    return values.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
 
 def _take_along(x, indices, axis: int, validate: bool):

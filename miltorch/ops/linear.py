@@ -47,5 +47,5 @@ def einsum(values, *, equation):
     inner = [label for label in shared if label not in result]
     if not inner:
         return term(*values)
-    axes = [own.index(inner[-1]) for own in labels]
+    axes = [operand.index(inner[-1]) for operand in labels]
     return summed(term, *zip(values, axes, strict=True))

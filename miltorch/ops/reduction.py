@@ -92,5 +92,5 @@ def topk(
     """The first k of a stable order: among equals the lower index wins."""
     ordered = torch.sort(x, dim=axis, descending=not ascending, stable=True)
     count = x.shape[axis] if k == -1 else k
-    values, indices = (each.narrow(axis, 0, count) for each in ordered)
+    values, indices = (part.narrow(axis, 0, count) for part in ordered)
     return (values, indices) if return_indices else values

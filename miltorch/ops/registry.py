@@ -34,17 +34,20 @@ class Operation:
 
 def rules(family: ModuleType) -> dict[str, Operation]:
     """The rules of a family's module, by the names of their operations."""
-    functions, found = dict(getattr(family, "TABLE", {})), {}
+    functions, operations = dict(getattr(family, "TABLE", {})), {}
     for name, function in vars(family).items():
-        own = inspect.isfunction(function) and function.__module__ == family.__name__
-        if own and not name.startswith("_"):
+        # imported functions belong to other modules
+        is_defined_here = (
+            inspect.isfunction(function) and function.__module__ == family.__name__
+        )
+        if is_defined_here and not name.startswith("_"):
             functions[name] = function
     for name, function in functions.items():
         parameters = inspect.signature(function).parameters.values()
         attributes = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         operands = tuple(p.name for p in parameters if p.name not in attributes)
-        found[name] = Operation(function, operands, attributes)
-    return found
+        operations[name] = Operation(function, operands, attributes)
+    return operations
 
 
 def bounded(sizes) -> list[int]:
@@ -97,9 +100,10 @@ def window(
 ) -> tuple:
     """MIL's parameters of a slice as an index. A squeezed axis takes one element; a
     masked begin or end is open."""
-    none, index = [None] * len(begin), []
-    given = stride, begin_mask, end_mask, squeeze_mask
-    axes = zip(begin, end, *(each or none for each in given), strict=True)
+    default, index = [None] * len(begin), []
+    optional = stride, begin_mask, end_mask, squeeze_mask
+    columns = [values or default for values in optional]
+    axes = zip(begin, end, *columns, strict=True)
     for first, last, step, opened, ends_open, squeezed in axes:
         start, stop = None if opened else first, None if ends_open else last
         index.append((start or 0) if squeezed else slice(start, stop, step))

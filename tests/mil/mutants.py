@@ -1,13 +1,13 @@
 """Programs changed by one edit, on both paths: `python -m tests.mil.mutants N [SEED]` edits the
 programs of exported packages N times: an operation, an operand, a result, a type or an output.
 
-The plain steps and the fused ones then run each program on the inputs that the sound one takes:
-one token twice, then three tokens twice.
+The plain and the fused program then run on the inputs that the sound one takes: one token twice,
+then three tokens twice.
 
 Outcomes
     refused    both paths end in an InputError
     equal      all outputs and states agree within TOLERANCE, with the same non-finite values
-    unstable   they do not, and neither do the plain steps with themselves after a change of x by half a unit in the last place
+    unstable   they do not, and neither do the plain program's own results after a change of x by half a unit in the last place
     differ     they do not, or one path alone refuses
 Any other exception ends the run, as do too much time or memory.
 """
@@ -87,12 +87,14 @@ def edited(program: Program, random: np.random.Generator) -> tuple[Program, str]
     constant = draw([True, False, False, False])
     places = [i for i, op in enumerate(ops) if (op.kind == "const") == constant]
     places.sort(key=lambda place: ops[place].name)
-    own = [ops[i] for i in places]
+    candidates = [ops[i] for i in places]
     kinds = {
         "operation": [(ops, i) for i in places],
-        "operand": [(op.inputs, key) for op in own for key in sorted(op.inputs)],
-        "result": [(op.outputs, i) for op in own for i in range(len(op.outputs))],
-        "type": [(own, name) for own in types for name in sorted(own)],
+        "operand": [(op.inputs, key) for op in candidates for key in sorted(op.inputs)],
+        "result": [
+            (op.outputs, i) for op in candidates for i in range(len(op.outputs))
+        ],
+        "type": [(table, name) for table in types for name in sorted(table)],
         "output": [(outputs, i) for i in range(len(outputs))],
     }
     kind = draw(kinds)
@@ -112,23 +114,23 @@ def edited(program: Program, random: np.random.Generator) -> tuple[Program, str]
 
 def programs_of(exports, families: list) -> list[tuple[Program, list[dict]]]:
     """The program of the first layers of each family, and the inputs of its calls."""
-    random, found = np.random.default_rng(0), []
+    random, programs = np.random.default_rng(0), []
     for family, options in families:
         decoder = exports.decoder(exports.checkpoint(family), **options)
         model, calls = decoder.layers[0], []
         for position, T in CALLS:
             io = decoder.host.inputs(np.array([position]), np.array([T]), T)
-            own = tiny.filled(model.shard, T)
-            x = random.normal(size=own["x"].shape).astype(np.float16)
-            own = native_inputs({name: io.get(name, x) for name in own})
-            calls.append({name: torch.from_numpy(x) for name, x in own.items()})
-        found.append((miltorch.read(model.package), calls))
-    return found
+            shapes = tiny.filled(model.shard, T)
+            x = random.normal(size=shapes["x"].shape).astype(np.float16)
+            inputs = native_inputs({name: io.get(name, x) for name in shapes})
+            calls.append({name: torch.from_numpy(x) for name, x in inputs.items()})
+        programs.append((miltorch.read(model.package), calls))
+    return programs
 
 
-def played(program: Program, calls: list[dict], fuse: bool) -> list | None:
+def results_of(program: Program, calls: list[dict], fuse: bool) -> list | None:
     """Outputs and states after each of the calls; None if it is refused."""
-    seen = []
+    results = []
     try:
         runner = miltorch.Executable(miltorch.fuse(program) if fuse else program)
         cells = miltorch.make_state(program)
@@ -139,17 +141,17 @@ def played(program: Program, calls: list[dict], fuse: bool) -> list | None:
             outputs = runner.run({n: x.clone() for n, x in inputs.items()}, cells)
             values = *outputs.values(), *(cell.value for cell in cells.values())
             # a changed program may return a string
-            seen += [value.double() for value in values if torch.is_tensor(value)]
+            results += [value.double() for value in values if torch.is_tensor(value)]
     except InputError:
         return None
-    return seen
+    return results
 
 
-def difference(found: list, wanted: list) -> float:
+def difference(results: list, expected: list) -> float:
     """The largest relative RMS between the results of two runs; infinity for other shapes or
     other values that are not finite."""
     worst = 0.0
-    for pair in zip(found, wanted, strict=True):
+    for pair in zip(results, expected, strict=True):
         actual, reference = finite = [x.nan_to_num(0.0, 0.0, 0.0) for x in pair]
         if not np.array_equal(*map(torch.sub, pair, finite), equal_nan=True):
             return np.inf
@@ -159,20 +161,20 @@ def difference(found: list, wanted: list) -> float:
 
 def outcome(program: Program, calls: list[dict]) -> str:
     """How both paths end."""
-    plain, fused = (played(program, calls, fuse) for fuse in (False, True))
+    plain, fused = (results_of(program, calls, fuse) for fuse in (False, True))
     if plain is None or fused is None:
         return "refused" if plain is fused else "differ"
-    apart = difference(fused, plain)
-    if apart <= TOLERANCE:
+    error = difference(fused, plain)
+    if error <= TOLERANCE:
         return "equal"
     random, nudged = np.random.default_rng(0), []
     for inputs in calls:
         signs = torch.from_numpy(random.choice([-1.0, 1.0], inputs["x"].shape)).float()
         nudged.append(inputs | {"x": inputs["x"] * (1 + 2**-11 * signs)})
-    again = played(program, nudged, False)
-    moved = 0.0 if again is None else difference(again, plain)
-    # by half a unit of its inputs the plain path moves as far, or to other infinities
-    return "unstable" if max(TOLERANCE, apart / 4) <= moved else "differ"
+    again = results_of(program, nudged, False)
+    sensitivity = 0.0 if again is None else difference(again, plain)
+    # half a unit of its inputs changes the plain program as much, or to other infinities
+    return "unstable" if max(TOLERANCE, error / 4) <= sensitivity else "differ"
 
 
 def run(programs: list[tuple], count: int, seed: int = 0) -> tuple[Counter, list]:

@@ -84,10 +84,12 @@ def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
             bound[name] = literal(value)
     declared = [out] if isinstance(out, str) else out
     outputs = [(f"y{i}", Type(dtype, UNKNOWN)) for i, dtype in enumerate(declared)]
-    made = program(
+    one_op = program(
         [Op(kind, kind, bound, outputs)], inputs, [name for name, _ in outputs]
     )
-    results = [v.numpy() for v in Executable(made, precision).run(values, {}).values()]
+    results = [
+        v.numpy() for v in Executable(one_op, precision).run(values, {}).values()
+    ]
     return results[0] if isinstance(out, str) else results
 
 
@@ -96,6 +98,6 @@ def numbers(*shape, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def close(found, expected, tolerance=1e-5):
-    assert found.shape == tuple(np.shape(expected))
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-5):
+    assert actual.shape == tuple(np.shape(expected))
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)

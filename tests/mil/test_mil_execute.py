@@ -19,7 +19,7 @@ X, ONES = Ref("x"), torch.ones(2)
 
 def op(kind, inputs, *outputs, blocks=()):
     """Results are fp16 unless they are pairs with a type."""
-    typed = [each if isinstance(each, tuple) else (each, F16) for each in outputs]
+    typed = [out if isinstance(out, tuple) else (out, F16) for out in outputs]
     return Op(kind, typed[0][0] if typed else kind, inputs, typed, list(blocks))
 
 
@@ -28,8 +28,7 @@ def const(name, value):
 
 
 def executable(*ops, outputs=("y",), precision="declared", **inputs):
-    made = program([*ops], inputs or {"x": F16}, [*outputs])
-    return Executable(made, precision)
+    return Executable(program([*ops], inputs or {"x": F16}, [*outputs]), precision)
 
 
 def chain(precision="declared"):
@@ -41,7 +40,7 @@ def chain(precision="declared"):
 
 def branches(then: Op, otherwise: Op) -> Op:
     """y is the result of `then`; the condition is a constant."""
-    blocks = [Block([], [each], [each.name]) for each in (then, otherwise)]
+    blocks = [Block([], [inner], [inner.name]) for inner in (then, otherwise)]
     return op("cond", {"pred": np.asarray(True)}, "y", blocks=blocks)
 
 
@@ -77,17 +76,17 @@ def test_narrow_rounds_sums_after_every_32_terms(length, scale):
         ("reduce_sum", {"x": x, "axes": [1]}, sums),
         ("reduce_mean", {"x": x, "axes": [1]}, rounded(sums / np.float32(length))),
     ):
-        found = run(kind, out="FLOAT16", precision="narrow", **arguments)
-        assert found.item() == expected, kind
+        result = run(kind, out="FLOAT16", precision="narrow", **arguments)
+        assert result.item() == expected, kind
 
 
 def test_precision_modes_round_results_or_do_not():
     x = np.array([1 / 3], np.float32)
     exact, once = (x + x) * x, rounded(x)
-    found = {mode: chain(mode).run({"x": tensor(x)}, {})["y"] for mode in PRECISIONS}
-    assert found["exact"].numpy() == exact
+    results = {mode: chain(mode).run({"x": tensor(x)}, {})["y"] for mode in PRECISIONS}
+    assert results["exact"].numpy() == exact
     expected = rounded(rounded(once + once) * once)
-    assert found["declared"] == found["narrow"] == torch.tensor(expected)
+    assert results["declared"] == results["narrow"] == torch.tensor(expected)
     assert expected != exact
     with refused("'bf16'.*declared, exact, narrow"):
         chain("bf16")
@@ -98,8 +97,8 @@ def test_precision_modes_round_results_or_do_not():
 
 def test_narrow_leaves_sums_alone_that_a_block_declares_float32():
     inner = op("reduce_sum", {"x": X}, ("sum", F32))
-    made = executable(branches(inner, inner), precision="narrow", x=F32)
-    assert made.run({"x": torch.full((4096,), 1.003)}, {})["y"] == 4108
+    bound = executable(branches(inner, inner), precision="narrow", x=F32)
+    assert bound.run({"x": torch.full((4096,), 1.003)}, {})["y"] == 4108
 
 
 def test_the_hook_sees_results_those_of_nested_blocks_too_and_may_replace_them():
@@ -134,24 +133,24 @@ def test_a_loop_without_end_is_refused(monkeypatch):
 def test_values_that_a_block_reads_live_until_its_op():
     squares = [op("square", {"x": X}, name) for name in ("v", "unused")]
     inner = op("square", {"x": Ref("v")}, "w")
-    made = executable(*squares, branches(inner, inner))
-    assert made.run({"x": torch.tensor([2.0])}, {})["y"] == 16
+    bound = executable(*squares, branches(inner, inner))
+    assert bound.run({"x": torch.tensor([2.0])}, {})["y"] == 16
 
 
 def test_a_block_that_writes_a_state_runs_though_nothing_reads_its_result():
     write = op("coreml_update_state", {"state": Ref("s"), "value": X}, "written")
     writing = replace(branches(write, write), outputs=[("unread", F16)])
     ops, states = [writing, op("square", {"x": X}, "y")], {"s": Type("FLOAT16", (2,))}
-    made = Executable(fuse(program(ops, {"x": F16}, ["y"], states)))
-    state = made.make_state()
-    made.run({"x": ONES}, state)
+    bound = Executable(fuse(program(ops, {"x": F16}, ["y"], states)))
+    state = bound.make_state()
+    bound.run({"x": ONES}, state)
     assert state["s"].value.tolist() == [1, 1]
 
 
 def test_literals_and_values_mix_in_a_list():
     values = {"values": [X, np.array([7], np.float16)], "axis": np.asarray(0)}
-    made = executable(op("concat", values, "y"))
-    assert made.run({"x": ONES}, {})["y"].tolist() == [1, 1, 7]
+    bound = executable(op("concat", values, "y"))
+    assert bound.run({"x": ONES}, {})["y"].tolist() == [1, 1, 7]
 
 
 def test_a_result_may_be_larger_than_declared():
@@ -163,8 +162,8 @@ def test_a_result_may_be_larger_than_declared():
     ]
     inputs = {"c": Type("BOOL", (None, None)), "x": F16, "y": F16}
     values = {"c": torch.eye(2, 5) > 0, "x": torch.ones(1, 1), "y": torch.zeros(())}
-    found = executable(*ops, outputs=["twice"], **inputs).run(values, {})
-    assert torch.equal(found["twice"], 2 * torch.eye(2, 5))
+    results = executable(*ops, outputs=["twice"], **inputs).run(values, {})
+    assert torch.equal(results["twice"], 2 * torch.eye(2, 5))
 
 
 def test_names_inputs_and_operands_that_do_not_fit_are_named():
@@ -174,24 +173,24 @@ def test_names_inputs_and_operands_that_do_not_fit_are_named():
         executable()
     with refused("values \\['x'\\] that are computed twice"):
         executable(op("relu", {"x": X}, "x"), outputs=["x"], x=F16)
-    made = executable(op("relu", {"x": X}, "y"), x=Type("FLOAT16", (2, 3)))
+    bound = executable(op("relu", {"x": X}, "y"), x=Type("FLOAT16", (2, 3)))
     with refused("constant that names another"):
         executable(Op("const", "y", {"val": X}, [("y", F16)]))
     with refused("no x"):
-        made.run({}, {})
+        bound.run({}, {})
     with refused("input 'x'.*\\[2\\] where \\[2, 3\\]"):
-        made.run({"x": ONES}, {})
-    made = executable(op("add", {"x": X, "y": Ref("z")}, "y"), x=F16, z=F16)
+        bound.run({"x": ONES}, {})
+    bound = executable(op("add", {"x": X, "y": Ref("z")}, "y"), x=F16, z=F16)
     with refused("add 'y'.*RuntimeError.*size"):
-        made.run({"x": ONES, "z": torch.ones(3)}, {})
+        bound.run({"x": ONES, "z": torch.ones(3)}, {})
 
 
 @pytest.mark.parametrize("shape", [(1, None), (1 << 20, 1 << 20)])
 def test_states_without_a_sane_size_are_refused(shape):
     states = {"memory": Type("FLOAT16", shape, "state")}
-    made = Executable(program([], {}, [], states))
+    bound = Executable(program([], {}, [], states))
     with refused("state 'memory'.*known sizes"):
-        made.make_state()
+        bound.make_state()
 
 
 HUGE, IMAGE = 1 << 30, np.ones((1, 2, 2), np.float32)

@@ -14,7 +14,7 @@ SIZES = 2, 6, 4
 ALL = [True] * 4
 
 
-def attributes(draw, kind):
+def draw_attributes(draw, kind):
     """Arguments that a program may have beside x."""
     axis, axes = st.integers(-4, 3), st.permutations(range(-4, 0))
     if kind == "transpose":
@@ -42,10 +42,10 @@ KINDS = """transpose softmax concat split reduce_max reduce_mean reduce_sum resh
 slice_by_index mul conv silu""".split()
 
 
-def executable(kind, place, **given_arguments):
+def executable_of(kind, place, **attributes):
     shape = [*SIZES[:place], None, *SIZES[place:]]
     operand = {"values": [X, X]} if kind == "concat" else {"x": X}
-    arguments = {name: literal(value) for name, value in given_arguments.items()}
+    arguments = {name: literal(value) for name, value in attributes.items()}
     results = [
         (f"y{i}", Type("FLOAT32", (None,))) for i in range(1 + (kind == "split"))
     ]
@@ -54,9 +54,14 @@ def executable(kind, place, **given_arguments):
     return Executable(program([op], inputs, [name for name, _ in results]))
 
 
-def calls(place, counts):
+def inputs_of(place, counts):
+    """The inputs of a call for each of `counts`, its number of columns."""
     shapes = [[*SIZES[:place], count, *SIZES[place:]] for count in counts]
     return [{"x": tensor(numbers(*s, seed=i))} for i, s in enumerate(shapes)]
+
+
+def run_together(executable, calls):
+    return run_calls(executable, calls, [{}] * len(calls), [None] * len(calls))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,18 +71,17 @@ def test_calls_together_compute_what_each_computes_alone(kind):
     )
     def alike(data, place, counts):
         assume(kind not in ("mul", "conv") or place > 1)  # channels are axis 1
-        made = executable(kind, place, **attributes(data.draw, kind))
-        each = calls(place, counts)
-        together = run_calls(made, each, [{}] * len(each), [None] * len(each))
-        for own, found in zip(each, together, strict=True):
-            for name, expected in made.run(own, {}).items():
-                close(found[name].numpy(), expected.numpy(), 1e-6)
+        executable = executable_of(kind, place, **draw_attributes(data.draw, kind))
+        calls = inputs_of(place, counts)
+        for inputs, outputs in zip(calls, run_together(executable, calls), strict=True):
+            for name, expected in executable.run(inputs, {}).items():
+                close(outputs[name].numpy(), expected.numpy(), 1e-6)
 
     alike()
 
 
 @pytest.mark.parametrize(
-    "kind,given_arguments,place,times",
+    "kind, attributes, place, times",
     [
         ("silu", {}, 2, 1),
         ("mul", {"y": numbers(1, 6, 1, 1)}, 2, 1),
@@ -98,20 +102,25 @@ def test_calls_together_compute_what_each_computes_alone(kind):
     ],
 )
 def test_a_step_runs_once_for_all_calls_unless_it_mixes_columns(
-    kind, given_arguments, place, times
+    kind, attributes, place, times
 ):
-    made, ran = executable(kind, place, **given_arguments), []
-    (step,) = made.body.steps
+    executable, runs = executable_of(kind, place, **attributes), []
+    (step,) = executable.body.steps
     function = step.function
-    step.function = lambda **own: ran.append(own) or function(**own)
-    run_calls(made, calls(place, (6, 6)), [{}] * 2, [None] * 2)
-    assert len(ran) == times
+
+    def counted(**arguments):
+        runs.append(arguments)
+        return function(**arguments)
+
+    step.function = counted
+    run_together(executable, inputs_of(place, (6, 6)))
+    assert len(runs) == times
 
 
 def test_too_few_results_are_refused_for_several_calls_too():
-    made = executable("split", 2, axis=1, num_splits=1)
+    executable = executable_of("split", 2, axis=1, num_splits=1)
     with refused("1 results of 2"):
-        run_calls(made, calls(2, (2, 4)), [{}] * 2, [None] * 2)
+        run_together(executable, inputs_of(2, (2, 4)))
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])
@@ -119,20 +128,19 @@ def test_columns_along_different_axes_stay_apart(shape):
     op = Op("add", "add", {"x": X, "y": Ref("y")}, [("y0", Type("FLOAT32", (None,)))])
     shapes = {"x": (*SIZES[:2], None, 4), "y": (None,)}
     inputs = {name: Type("FLOAT32", shape) for name, shape in shapes.items()}
-    made = Executable(program([op], inputs, ["y0"]))
-    each = [own | {"y": tensor(numbers(4))} for own in calls(2, (2, 4))]
-    each[0]["y"] = tensor(numbers(*shape))
-    found = run_calls(made, each, [{}] * 2, [None] * 2)
-    for own, y in zip(each, found, strict=True):
-        assert np.array_equal(y["y0"], made.run(own, {})["y0"])
+    executable = Executable(program([op], inputs, ["y0"]))
+    calls = [call | {"y": tensor(numbers(4))} for call in inputs_of(2, (2, 4))]
+    calls[0]["y"] = tensor(numbers(*shape))
+    for inputs, outputs in zip(calls, run_together(executable, calls), strict=True):
+        assert np.array_equal(outputs["y0"], executable.run(inputs, {})["y0"])
 
 
 def test_a_hook_may_replace_the_columns_of_its_call():
-    made, each = executable("silu", 2), calls(2, (2, 4))
+    executable, calls = executable_of("silu", 2), inputs_of(2, (2, 4))
 
     def zeros(op, outputs):
         return [value * 0 for value in outputs]
 
-    first, second = run_calls(made, each, [{}] * 2, [None, zeros])
-    assert np.array_equal(first["y0"], made.run(each[0], {})["y0"])
+    first, second = run_calls(executable, calls, [{}] * 2, [None, zeros])
+    assert np.array_equal(first["y0"], executable.run(calls[0], {})["y0"])
     assert not second["y0"].any()

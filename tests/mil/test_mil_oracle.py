@@ -89,7 +89,7 @@ def along_axis(draw, **attributes):
 def sliced(draw):
     x, rows = draw(RANK2.flatmap(lambda shape: floats(*shape))), []
     for size in x.shape:
-        some_of = st.slices(size).filter(lambda each, n=size: range(n)[each])
+        some_of = st.slices(size).filter(lambda piece, n=size: range(n)[piece])
         span = range(size)[draw(some_of)]
         negative, opened, squeezed = draw(BOOL), draw(BOOL), draw(BOOL)
         first = span.start - size * negative
@@ -223,16 +223,16 @@ def test_operations_on_fp16_are_those_in_float32_rounded_once(
 ):
     drawn = data.draw(arguments)
     results = oracle(kind, **drawn)
-    dtypes = ["BOOL" if each.dtype == bool else "FLOAT16" for each in results]
+    dtypes = ["BOOL" if result.dtype == bool else "FLOAT16" for result in results]
     for name, value in drawn.items():
         values = value if isinstance(value, list) else [value]
         if getattr(values[0], "dtype", None) in (F16, F32):
-            halves = [F16(each * F32(scale)) for each in values]
+            halves = [F16(operand * F32(scale)) for operand in values]
             drawn[name] = halves if isinstance(value, list) else halves[0]
     modes = "declared", "exact"
     results = [run(kind, out=dtypes, precision=mode, **drawn) for mode in modes]
     with np.errstate(over="ignore"):
-        for once, wide in zip(*(map(F16, each) for each in results)):
+        for once, wide in zip(*(map(F16, outputs) for outputs in results)):
             ulps = 1 if kind in ULPS else 0
             np.testing.assert_array_max_ulp(once, wide, ulps)
 

@@ -92,9 +92,9 @@ def test_a_package_computes_what_its_module_does(packages, precision, tolerance)
     state, random = executable.make_state(), np.random.default_rng(1)
     for T in (1, 4, 3):
         x = torch.from_numpy(random.normal(size=(1, T, WIDTH))).half().float()
-        found = executable.run({"x": x}, state)["y"]
+        y = executable.run({"x": x}, state)["y"]
         with torch.no_grad():
-            np.testing.assert_allclose(found, module(x), **close)
+            np.testing.assert_allclose(y, module(x), **close)
     np.testing.assert_allclose(state["memory"].value, module.memory, **close)
 
 

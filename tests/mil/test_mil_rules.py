@@ -40,10 +40,10 @@ def test_conv(taps, strides, dilations, kind, groups, bias):
     pairs = [pads(*axis, kind) for axis in zip(sizes, taps, strides, dilations)]
     chosen = dict(pad_type=kind, pad=[1, 2, 1, 2], groups=groups)
     chosen |= dict(strides=[*strides], dilations=[*dilations])
-    found = run("conv", x=x, weight=weight, bias=b, **chosen)
+    y = run("conv", x=x, weight=weight, bias=b, **chosen)
     x = np.pad(x, [(0, 0), (0, 0), *pairs])
-    given_ = [v if v is None else torch.from_numpy(v) for v in (x, weight, b)]
-    close(found, F.conv2d(*given_, strides, 0, dilations, groups).numpy(), 1e-4)
+    tensors = [v if v is None else torch.from_numpy(v) for v in (x, weight, b)]
+    close(y, F.conv2d(*tensors, strides, 0, dilations, groups).numpy(), 1e-4)
 
 
 @pytest.mark.parametrize(
