@@ -14,7 +14,7 @@ from unittest import mock
 from cyclopts import CycloptsError
 
 from workbench import process
-from workbench.cli.app import app
+from workbench.cli.app import run_command
 from workbench.errors import CellError, InputError, is_full_disk, last_message
 
 
@@ -53,7 +53,7 @@ def cli(*arguments, columns: int = 80, raises: bool = False) -> Ended:
     size = mock.patch.dict(os.environ, COLUMNS=str(columns))
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told), size:
         try:
-            app(list(map(str, arguments)))
+            run_command(list(map(str, arguments)))
         except SystemExit as end:
             code = end.code or 0
         except (InputError, CycloptsError, CellError) as problem:

@@ -30,7 +30,7 @@ from cyclopts import run
 import workbench
 from workbench.ane.memory import peak_rss
 from workbench.bundle import PRESETS
-from workbench.cli.common import table
+from workbench.cli.common import format_table
 from workbench.exporter import make_options, shards, template, weights
 from workbench.models import checkpoint as checkpoints
 
@@ -363,7 +363,7 @@ def main(
             else:
                 rows = prompt_rows(bundles, path, rounds)
     medians = [{n: row[n] for n in row if n != "samples"} for row in rows]
-    print(json.dumps(rows) if json_ else "\n".join(table(medians)))
+    print(json.dumps(rows) if json_ else "\n".join(format_table(medians)))
 
 
 if __name__ == "__main__":

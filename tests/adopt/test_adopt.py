@@ -69,8 +69,8 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
 def test_a_fault_is_red_and_its_cause_named(adoptions, style):
     gates = gates_of(validate(adoptions, style))
     assert gates["program"]["verdict"] == "RED"
-    only = "--only", "variant"
-    cause = ask("explain", adoptions.folder(style), adoptions, style, *only)
+    folder, checkpoint = adoptions.folder(style), adoptions.checkpoint(style)
+    cause = invoke("explain", "variant", folder, "--checkpoint", checkpoint)
     assert cause["fits"] == CAUSES[style]
     if style == "future":
         assert "layer 1" in gates["program"]["reason"]
@@ -316,14 +316,14 @@ def test_a_mask_of_minus_infinity_is_no_fault(adoptions):
     folder = adoptions.folder("chunks")
     roles = json.loads((folder / "bundle.json").read_text())["shards"][0]["foreign"]
     assert roles["roles"]["causal_mask"] == "mask_inf"
-    result = invoke("explain", folder, "--only", "ranges")
+    result = invoke("explain", "ranges", folder)
     assert result["verdict"] == "GREEN" and result["ranges"]["first_inf"] is None
 
 
 def test_what_needs_hidden_states_or_a_checkpoint_says_so(adoptions):
-    options = "--checkpoint", adoptions.checkpoint("host"), "--only", "parts"
+    checkpoint = "--checkpoint", adoptions.checkpoint("host")
     with refused("caches and logits alone"):
-        invoke("explain", adoptions.folder("host"), *options)
+        invoke("explain", "parts", adoptions.folder("host"), *checkpoint)
     gates = gates_of(invoke("validate", adoptions.folder("chunks")))
     for name in ("write_address", "stale_rows"):
         assert gates[name]["verdict"] == "GREEN"

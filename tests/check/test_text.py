@@ -36,7 +36,7 @@ def test_a_model_of_english_reads_the_paragraphs(english):
     words = load_tokenizer(english.path).decode(ids).split()
     assert words == text.paragraphs().split()[:12]
     assert prompt_ids(english.path, 12) == ids
-    assert Prompt(tokens=12).of(english) == ids
+    assert Prompt(tokens=12).token_ids(english) == ids
 
 
 def test_a_small_trained_model_reads_tasks_that_it_was_not_trained_on(tiny_llama):
@@ -70,9 +70,9 @@ def test_commands_judge_a_bundle_on_as_much_text_as_its_cache_takes(
     tiny_llama, exports
 ):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=16)
-    assert Prompt().of(bundle) == text.default_ids(tiny_llama, 16)
-    assert Prompt(tokens=5).of(bundle) == text.default_ids(tiny_llama, 5)
-    assert Prompt().of(tiny_llama) == text.default_ids(tiny_llama)
+    assert Prompt().token_ids(bundle) == text.default_ids(tiny_llama, 16)
+    assert Prompt(tokens=5).token_ids(bundle) == text.default_ids(tiny_llama, 5)
+    assert Prompt().token_ids(tiny_llama) == text.default_ids(tiny_llama)
 
 
 def test_a_golden_is_of_the_default_text(tiny_llama, tmp_path):

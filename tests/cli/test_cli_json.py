@@ -16,7 +16,7 @@ from workbench.runtime.portable import PortableModel
 
 TINY = DATA / "tiny-llama"
 IDS = "--prompt-ids", "1,69,142,4,100,7,30,31"
-ALONE = "--runtime", "stand-in", "--alone"
+SINGLE_COPY = "--runtime", "stand-in", "--single-copy"
 KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
@@ -103,15 +103,15 @@ def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
     prompt = "--prompt-ids", "1,69,42,4,30,7"
     invoke("golden", checkpoint, "--out", alone, *prompt)
     written = invoke("golden", checkpoint, "--out", out, "--for", bundle.root)
-    assert Golden.load(out).ids.tolist() == Prompt().of(bundle)
+    assert Golden.load(out).ids.tolist() == Prompt().token_ids(bundle)
     assert written["verdict"] == "GREEN" and (bundle.root / "verdict.json").is_file()
     assert (tmp_path / Path(written["reference"]).name).is_file()
     request.getfixturevalue("no_portable")
-    for where in (ALONE, ALONE[:2]):
+    for where in (SINGLE_COPY, SINGLE_COPY[:2]):
         found = verdicts(invoke("validate", bundle.root, "--golden", out, *where))
         for name in ("device", "program", "weights", "host"):
             assert found[name] == "GREEN"
-    found = invoke("validate", bundle.root, "--golden", alone, *ALONE)
+    found = invoke("validate", bundle.root, "--golden", alone, *SINGLE_COPY)
     (device,) = [gate for gate in found["gates"] if gate["name"] == "device"]
     assert device["verdict"] == "not_run"
     assert "workbench golden CHECKPOINT --out G --for" in device["reason"]
@@ -122,8 +122,8 @@ def test_each_unit_asks_every_gate_and_the_limit_that_is_given(exports, calls_he
     checkpoint = exports.checkpoint("llama")
     bundle = exports.bundle(checkpoint, max_seq_len=20)
     (bundle.root / "verdict.json").unlink(missing_ok=True)
-    how = "--checkpoint", checkpoint, "--each-unit", "--max-kl", "1e-12"
-    found = invoke("validate", bundle.root, *how)
+    options = "--checkpoint", checkpoint, "--max-kl", "1e-12"
+    found = invoke("validate", "units", bundle.root, *options)
     assert (found["verdict"], found["device_measured"]) == ("RED", False)
     assert found["units"][0]["reason"].startswith("max_kl")
     stored = json.loads((bundle.root / "verdict.json").read_text())["gates"]
@@ -149,18 +149,19 @@ def test_explain_splits_every_layer_names_the_variant_and_the_ranges_on_one_page
 @pytest.mark.shim
 def test_explain_measures_the_runtime_s_part(small):
     checkpoint, bundle = small
-    only = "--checkpoint", checkpoint, "--prompt-ids", "1,2,3", "--only", "parts"
-    device = invoke("explain", bundle.root, *only, "--runtime", "stand-in")["parts"]
-    own = invoke("explain", bundle.root, *only)["parts"]
+    command = "explain", "parts", bundle.root, "--checkpoint", checkpoint
+    command += "--prompt-ids", "1,2,3"
+    device = invoke(*command, "--runtime", "stand-in")["parts"]
+    portable = invoke(*command)["parts"]
     assert all(row["runtime"] is not None for row in device)
-    assert all(row["quantization"] == 0 for row in own)  # it is not compressed
+    assert all(row["quantization"] == 0 for row in portable)  # it is not compressed
 
 
 def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypatch):
     _, bundle = small
     package = bundle.root / bundle.manifest.shards[0].path
     for source in (bundle.root, package):
-        found = invoke("explain", source, "--only", "ranges")["ranges"]
+        found = invoke("explain", "ranges", source)["ranges"]
         assert not lacks(found, "ranges") and found["first_inf"] is None
         assert found["worst"][0].keys() >= {"op", "module", "max_abs"}
     inputs = ranges.random_inputs

@@ -54,10 +54,10 @@ def test_the_table_is_sorted_filtered_and_at_most_a_hundred_columns_wide(root):
 
 
 def test_two_runs_side_by_side_name_gates_that_changed(root):
-    found = invoke("log", "a", "b", "--log", root)
+    found = invoke("log", "compare", "a", "b", "--log", root)
     assert found["changed_gates"] == [{"gate": "program", "a": "GREEN", "b": "RED"}]
     assert found.keys() > {"settings", "measures", "alike"}
-    text = run("log", "a", "b", "--log", root)
+    text = run("log", "compare", "a", "b", "--log", root)
     lines = [line.split() for line in text.splitlines()]
     assert ["compress", "fp16", "lut4"] in lines
     assert ["program", "GREEN", "RED"] in lines

@@ -22,6 +22,11 @@ COMMANDS = {  # what the message names → commands
         "golden wrong --out g",
         f"golden '{TINY}' --out g --text wrong",
         f"explain wrong --checkpoint '{TINY}'",
+        f"explain parts wrong --checkpoint '{TINY}'",
+        f"explain variant wrong --checkpoint '{TINY}'",
+        "explain ranges wrong",
+        "explain op wrong",
+        "validate units wrong --golden g",
         "plan wrong",
         "adopt wrong --checkpoint wrong --out g",
         "evaluate wrong --text wrong",
@@ -37,6 +42,8 @@ COMMANDS = {  # what the message names → commands
     "nowhere": [
         "validate whole --golden nowhere",
         "validate whole --checkpoint nowhere",
+        "explain parts whole --checkpoint nowhere",
+        "validate units whole --golden nowhere",
         "validate whole --tasks nowhere",
     ],
 }

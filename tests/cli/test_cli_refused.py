@@ -2,12 +2,14 @@
 Paths that lead elsewhere are in test_cli_paths.py."""
 
 import shlex
+from pathlib import Path
 
 import pytest
-from in_process import cli
+from in_process import cli, invoke
 from tiny import DATA
 
 from workbench.cli import main
+from workbench.cli.spellings import OLD_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -42,29 +44,44 @@ from workbench.cli import main
         ),
         ("validate BUNDLE --checkpoint TINY --max-kl -1", "--max-kl"),
         (
-            "validate BUNDLE --checkpoint TINY --each-unit --tasks TINY/../tasks/heldout.jsonl",
+            "validate units BUNDLE --checkpoint TINY --tasks TINY/../tasks/heldout.jsonl",
             "--tasks",
         ),
-        ("validate BUNDLE --alone", "leave --alone out"),
-        ("validate BUNDLE --each-unit", "--golden"),
+        ("validate BUNDLE --single-copy", "leave --single-copy out"),
+        ("validate units BUNDLE", "--golden"),
+        ("validate units BUNDLE --golden README --single-copy", "--single-copy"),
+        ("validate units BUNDLE --golden README --prompt-ids 1", "--prompt-ids"),
         ("validate BUNDLE --prompt-ids 1", "--golden"),
         ("validate BUNDLE --tokens 4", "--golden"),
         ("validate BUNDLE --golden README --prompt-ids 1", "--prompt-ids"),
-        ("validate BUNDLE --each-unit --precision exact", "--precision"),
+        ("validate units BUNDLE --precision exact", "--precision"),
+        ("validate units BUNDLE --compute-units CPU_ONLY", "--compute-units"),
         ("validate BUNDLE --compute-units NE", "--compute-units"),
-        ("explain BUNDLE", "--checkpoint"),
-        ("explain BUNDLE --only part", 'Choose from: "parts"'),
-        ("explain BUNDLE --only ranges --layer 0", "--layer"),
-        ("explain BUNDLE --op --only parts", "--only"),
+        ("explain BUNDLE", "explain ranges BUNDLE"),
+        ("explain parts BUNDLE", "--checkpoint"),
+        ("explain variant BUNDLE", "--checkpoint"),
+        ("explain part BUNDLE --checkpoint TINY", "parts, variant, ranges, op"),
+        ("explain BUNDLE --layer 0", "--layer"),
+        ("explain BUNDLE --position 0", "--position"),
+        ("explain BUNDLE --reduce out", "--reduce"),
+        ("explain ranges BUNDLE --layer 0", "--layer"),
+        ("explain ranges BUNDLE --checkpoint TINY", "--checkpoint"),
+        ("explain variant BUNDLE --checkpoint TINY --runtime coreml", "--runtime"),
+        ("explain op BUNDLE --checkpoint TINY", "--checkpoint"),
+        ("explain op parts BUNDLE", "Unused Tokens"),
         ("explain BUNDLE/head_00.mlpackage --checkpoint TINY", "--checkpoint"),
         ("explain BUNDLE/head_00.mlpackage --prompt-ids 1", "--prompt-ids"),
-        ("log a b --pack out.zip", "--pack"),
-        ("log --unpack README --pack out.zip", "--pack"),
-        ("log --pack out.zip --rows", "--rows"),
-        ("log --pack /proc/x/y.zip", "--pack"),
-        ("log --pack TINY", "a folder"),
+        ("explain ranges BUNDLE/head_00.mlpackage --prompt-ids 1", "--prompt-ids"),
+        ("log compare a b out.zip", "Unused Tokens"),
+        ("log compare a b --rows", "--rows"),
+        ("log compare a", "RUN_B"),
+        ("log a", "compare, pack, unpack"),
+        ("log unpack README --where 'T == 1'", "--where"),
+        ("log pack out.zip --rows", "--rows"),
+        ("log pack /proc/x/y.zip", "log pack"),
+        ("log pack TINY", "a folder"),
         ("log --sort speed", "--sort"),
-        ("log a b", "run a: found"),
+        ("log compare a b", "run a: found"),
         ("sweep first-light --T 4", "--T"),
         ("sweep TINY/../grid.yaml --runtime portable", "--runtime"),
         ("plan BUNDLE --max-seq-len 64", "--max-seq-len"),
@@ -88,6 +105,52 @@ def test_bad_input_is_refused_by_name(
     assert result.exit_code == 2 and result.stdout == ""
     assert words in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+OLD_SPELLINGS = {
+    "validate BUNDLE --checkpoint TINY --each-unit": "validate units BUNDLE",
+    "validate --each-unit BUNDLE": "validate units BUNDLE",
+    "validate BUNDLE --golden g --alone": "--single-copy",
+    "validate units BUNDLE --golden g --alone": "--single-copy",
+    "explain BUNDLE --only parts": "explain parts|variant|ranges BUNDLE",
+    "explain BUNDLE --only=ranges": "explain parts|variant|ranges BUNDLE",
+    "explain BUNDLE --op --layer 0": "explain op BUNDLE",
+    "log --pack out.zip": "log pack ZIP",
+    "log --unpack out.zip --log folder": "log unpack ZIP",
+    "log a b": "log compare RUN_A RUN_B",
+    "log --log folder a b --json": "log compare RUN_A RUN_B",
+}
+
+
+@pytest.mark.parametrize("command", OLD_SPELLINGS)
+def test_a_spelling_of_an_earlier_version_is_refused_with_the_present_one(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = cli(*shlex.split(command))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f" {OLD_SPELLINGS[command]}." in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_old_option_has_a_case():
+    cases = {tuple(case.replace("=", " ").split()) for case in OLD_SPELLINGS}
+    for command, options in OLD_OPTIONS.items():
+        for option in options:
+            assert any(case[0] == command and option in case for case in cases), option
+
+
+def test_a_word_is_the_subcommand_and_a_folder_of_its_name_has_its_path(
+    llama_bundle, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for word in ("parts", "units"):
+        Path(word).symlink_to(llama_bundle.root)
+    missing = cli("explain", "parts")
+    assert missing.exit_code == 2 and "BUNDLE" in missing.stderr
+    found = invoke("explain", "./parts", "--checkpoint", DATA / "tiny-llama")
+    assert found["parts"] and found["ranges"]
+    assert invoke("validate", "./units")["gates"]
 
 
 @pytest.mark.parametrize("value", ["abc", "1.5", "true"])

@@ -8,14 +8,19 @@ import pytest
 from in_process import cli
 
 from workbench import plugins
-from workbench.cli.app import app
-from workbench.cli.common import text
+from workbench.cli.app import SUBCOMMANDS, app
+from workbench.cli.common import format_result
 from workbench.experiment import typed
 from workbench.log import project
 
 COMMANDS = "export golden validate explain evaluate generate plan sweep log run report doctor adopt"
 NAMES = [name for name in app if not name.startswith("-")]
 FUNCTIONS = {name: app[name].default_command for name in NAMES}
+PAGES = FUNCTIONS | {
+    f"{name} {word}": function
+    for name, functions in SUBCOMMANDS.items()
+    for word, function in functions.items()
+}
 ARGUMENT = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)
 
 
@@ -24,10 +29,11 @@ def words(text: str) -> str:
     return re.sub(r"[\W_]+", "", text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PAGES)
 def test_help_is_whole_at_80_columns_and_explains_every_option(name):
-    narrow, wide = (cli(name, "--help", columns=n).stdout for n in (80, 200))
-    document = inspect.getdoc(FUNCTIONS[name])
+    names = name.split()
+    narrow, wide = (cli(*names, "--help", columns=n).stdout for n in (80, 200))
+    document = inspect.getdoc(PAGES[name])
     about, _, section = document.partition("\n\nArgs:\n")
     for told in about.split("\n\n"):
         assert words(told) in words(narrow)
@@ -35,9 +41,9 @@ def test_help_is_whole_at_80_columns_and_explains_every_option(name):
         # a sentence in a narrow column is broken by the names beside it: its words stay
         missing = [w for w in told.split() if words(w) not in words(narrow)]
         assert not missing, parameter
-    _, command, *arguments = shlex.split(re.search(r"Example: (.+)", document)[1])
-    assert command == name
-    app.parse_args([name, *arguments])  # raises for what it does not know
+    _, *arguments = shlex.split(re.search(r"Example: (.+)", document)[1])
+    assert arguments[: len(names)] == names
+    app.parse_args(arguments)  # raises for what it does not know
     # brackets are no markup
     assert all(part in wide for part in re.findall(r"\[[^\]]*\]", document))
     assert not re.search(r"--\w+_|--no-", wide)
@@ -51,6 +57,12 @@ def test_help_is_in_groups():
     lines = cli("--help", columns=120).stdout.splitlines()
     headings = [line.split("─ ")[1].split(" ─")[0] for line in lines if "╭─ " in line]
     assert len(headings) == len(set(headings)) > 4 and "Commands" not in headings
+
+
+def test_help_names_every_subcommand():
+    for name, functions in SUBCOMMANDS.items():
+        page = cli(name, "--help", columns=120).stdout.partition("Subcommands")[2]
+        assert all(re.search(rf"│ {word} +\w", page) for word in functions)
 
 
 def test_there_are_thirteen_commands():
@@ -95,7 +107,7 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
     ]
     result = {"verdict": "RED", "tokens": 9, "bytes": 3 << 20, "kl": kl, "gates": gates}
     result |= {"windows": None, "notes": ["It holds."], "units": units}
-    lines = [" ".join(line.split()) for line in text(result)]
+    lines = [" ".join(line.split()) for line in format_result(result)]
     assert lines == [
         *("RED", "tokens 9", "size 3.0 MiB", "kl mean 0.001234567, p99 -"),
         *("RED weights nan one is lost", "GREEN host 1 it agrees", "- It holds."),
@@ -105,7 +117,7 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
 
 def test_a_name_in_text_says_what_its_value_is():
     result = {"memory_bytes": 3 << 20, "peak_rss_bytes": 1 << 20}
-    lines = [" ".join(line.split()) for line in text(result | {"stamped": 31})]
+    lines = [" ".join(line.split()) for line in format_result(result | {"stamped": 31})]
     assert lines == ["memory 3.0 MiB", "peak memory 1.0 MiB", "programs reused 31"]
 
 

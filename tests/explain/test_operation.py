@@ -322,9 +322,10 @@ def test_the_command_names_the_operation_and_writes_its_package(
 ):
     bundle = exports.bundle("qwen2", layers_per_shard=2)
     _, fault = search(Plant("qwen2", 0, "silu -1"), bundle)
-    arguments = "--op", "--runtime", "stand-in", "--prompt-ids", "1,2,3,4"
+    arguments = "--runtime", "stand-in", "--prompt-ids", "1,2,3,4"
     out = tmp_path / "out"
-    result = in_process.invoke("explain", bundle.root, *arguments, "--reduce", out)
+    command = "explain", "op", bundle.root, *arguments, "--reduce", out
+    result = in_process.invoke(*command)
     assert result["verdict"] == "RED"
     where = result["operation"]["where"]
     assert (where["shard"], where["layers"], where["T"]) == ("layers_00_01", [0, 1], 1)

@@ -215,8 +215,7 @@ def test_a_fault_of_another_kind_has_no_variant(checkpoint_of, tmp_path, monkeyp
     monkeypatch.setattr(ATTENTION, "forward", half_of_attention)
     bundle = relabelled(source, source, tmp_path)
     assert best_variant(bundle, source) is None
-    where = bundle.root, "--checkpoint", source, "--only", "variant"
-    result = cli("explain", *where)
+    result = cli("explain", "variant", bundle.root, "--checkpoint", source)
     assert result.exit_code == 0
     assert "No variant explains" in result.stdout
 

@@ -7,23 +7,54 @@ import sys
 import warnings
 from contextlib import nullcontext
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, UnusedCliTokensError
 
 from workbench import plugins
-from workbench.cli import bundles, checks, experiments, planning
+from workbench.cli import (
+    bundles,
+    checks,
+    experiments,
+    explaining,
+    inference,
+    logs,
+    planning,
+)
 from workbench.cli.common import libraries_on_stderr
+from workbench.cli.spellings import check_spelling, refuse_words
 from workbench.errors import InputError, visible
 
 COMMANDS = {
     "Make": [bundles.export, bundles.golden, bundles.adopt],
-    "Check": [checks.validate, checks.explain],
-    "Run": [checks.generate, checks.evaluate],
+    "Check": [checks.validate, explaining.explain],
+    "Run": [inference.generate, inference.evaluate],
     "Experiments and their log": [
-        *(experiments.run, experiments.report, experiments.sweep, experiments.log)
+        experiments.run,
+        experiments.report,
+        experiments.sweep,
+        logs.log,
     ],
     "Machine": [planning.plan, bundles.doctor],
     "Plug-ins": [entry.load() for entry in plugins.find_plugins("commands").values()],
 }
+"""Heading of the help page → functions, each a command of its name."""
+
+SUBCOMMANDS = {
+    "validate": {"units": checks.validate_units},
+    "explain": {
+        "parts": explaining.explain_parts,
+        "variant": explaining.explain_variant,
+        "ranges": explaining.explain_ranges,
+        "op": explaining.explain_op,
+    },
+    "log": {
+        "compare": logs.log_compare,
+        "pack": logs.log_pack,
+        "unpack": logs.log_unpack,
+    },
+}
+"""Command → function of each subcommand. A word behind the command that names a
+subcommand always is one; a folder of that name is reached as ./NAME."""
+
 # a switch has no `--no` form, and a list is given by naming its option again
 app = App(
     "workbench",
@@ -36,10 +67,31 @@ app = App(
     suppress_keyboard_interrupt=False,
     print_error=False,
 )
-for name, functions in COMMANDS.items():
-    panel = Group.create_ordered(name)
+for heading, functions in COMMANDS.items():
+    panel = Group.create_ordered(heading)
     for function in functions:
         app.command(function, group=panel)
+for command, functions in SUBCOMMANDS.items():
+    for word, function in functions.items():
+        app[command].command(function, name=word, group="Subcommands")
+
+
+def run_command(arguments: list[str]) -> None:
+    """Runs the command that `arguments` name.
+
+    Raises:
+        InputError: bad input, such as a spelling of an earlier version.
+        CycloptsError: arguments that no command takes.
+    """
+    check_spelling(arguments)
+    try:
+        app(arguments)
+    except UnusedCliTokensError as problem:
+        command, *subcommand = problem.command_chain or [""]
+        if subcommand or command not in SUBCOMMANDS:
+            raise
+        words = problem.unused_tokens or []
+        raise refuse_words(command, words, SUBCOMMANDS[command]) from None
 
 
 def run() -> None:
@@ -48,16 +100,17 @@ def run() -> None:
     _check_settings()
     arguments = sys.argv[1:]
     if sys.flags.optimize == 2 and (not arguments or {"-h", "--help"} & {*arguments}):
-        # Python has removed the texts, which are docstrings
+        # the texts are docstrings, which Python has removed: once more, with them
         os.environ.pop("PYTHONOPTIMIZE", None)
         command = [sys.executable, "-m", "workbench.cli", *arguments]
         os.execv(sys.executable, command)
     with libraries_on_stderr() if "--json" in arguments else nullcontext():
-        app(arguments)
+        run_command(arguments)
 
 
 def _check_settings() -> None:
-    """Refuses settings of libraries that they themselves cannot read."""
+    """Refuses environment variables that tqdm cannot read, before it is imported in the
+    middle of a command."""
     names = ", ".join(name for name in os.environ if name.startswith("TQDM_"))
     if not names:
         return

@@ -1,6 +1,5 @@
 """`export` makes a bundle of a checkpoint, `adopt` one of other exporters' packages,
-`golden` the values that it is compared with; `doctor` says what a machine can do with
-it."""
+`golden` the values that it is compared with; `doctor` says what a machine can do."""
 
 import time
 from dataclasses import asdict, replace
@@ -8,7 +7,15 @@ from pathlib import Path
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Options, Prompt, judged, opened, show, text
+from workbench.cli.common import (
+    ExportOptions,
+    Json,
+    Prompt,
+    format_result,
+    gates_json,
+    load_checkpoint,
+    show,
+)
 from workbench.progress import stage
 
 
@@ -17,7 +24,7 @@ def export(
     bundle: Path,
     /,
     *,
-    options: Options = Options(),
+    options: ExportOptions = ExportOptions(),
     json: Json = False,
 ) -> None:
     """Exports a Hugging Face folder as a bundle of stateful shards.
@@ -32,22 +39,22 @@ def export(
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
-    made = workbench.export(checkpoint, bundle, **asdict(options))
-    shards = made.manifest.shards
+    exported = workbench.export(checkpoint, bundle, **asdict(options))
+    shards = exported.manifest.shards
     converted = len({shard.template for shard in shards})
     result = {
         "bundle": str(bundle),
-        "family": made.manifest.family,
+        "family": exported.manifest.family,
         "shards": len(shards),
-        "layers": made.manifest.dims.L,
-        "bytes": made.bytes,
+        "layers": exported.manifest.dims.L,
+        "bytes": exported.bytes,
         "converted": converted,
         "stamped": len(shards) - converted,
-        "tokenizer": made.tokenizer.is_dir(),
+        "tokenizer": exported.tokenizer.is_dir(),
         "seconds": time.perf_counter() - start,
         "peak_rss_bytes": peak_rss(),
     }
-    lines = text(result)
+    lines = format_result(result)
     if not result["tokenizer"]:
         lines.append(
             "The checkpoint has no tokenizer, so that prompts are token ids: --prompt-ids."
@@ -74,28 +81,30 @@ def golden(
         for_: Also writes what `validate` needs for this bundle on a machine without the
             checkpoint: its verdict, and the portable runtime's results.
     """
-    prompt.given()
+    prompt.check()
     target = workbench.Bundle.open(for_) if for_ else None
-    source = opened(checkpoint)
+    source = load_checkpoint(checkpoint)
     from workbench.check import gates, validate
     from workbench.check.golden import VERDICT_HASH
 
-    ids = prompt.of(target or source)
+    ids = prompt.token_ids(target or source)
     paths.prepare_output("--out", out)
-    # before the golden, since another checkpoint than the bundle's is refused here
-    checks = target and validate.bug_gates(target, source)
-    made = workbench.golden.make_golden(source, ids)
-    result = {"golden": str(out), "tokens": len(ids), "layers": made.layers}
-    result |= made.meta
     if target:
-        verdict = gates.save_verdict(target, checks)
-        made = replace(made, file=out, meta=made.meta | {VERDICT_HASH: verdict})
-    made.save(out)
+        # before the golden, since another checkpoint than the bundle's is refused here
+        results = validate.bug_gates(target, source)
+    reference = workbench.golden.make_golden(source, ids)
+    result = {"golden": str(out), "tokens": len(ids), "layers": reference.layers}
+    result |= reference.meta
+    if target:
+        verdict = gates.save_verdict(target, results)
+        meta = reference.meta | {VERDICT_HASH: verdict}
+        reference = replace(reference, file=out, meta=meta)
+    reference.save(out)
     result["bytes"] = out.stat().st_size
     if target:
-        validate.device_reference(target, made)
-        result["reference"] = str(validate.reference_path(target, made))
-        result |= judged(checks)
+        validate.device_reference(target, reference)
+        result["reference"] = str(validate.reference_path(target, reference))
+        result |= gates_json(results)
     show(result, json)
 
 
@@ -109,7 +118,7 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
         checkpoint: The checkpoint that was exported.
         out: Folder of the new bundle; the packages are linked into it.
     """
-    source = opened(checkpoint)
+    source = load_checkpoint(checkpoint)
     from workbench.adopt import propose
 
     bundle, assumed = propose(packages, source, out)

@@ -13,12 +13,12 @@ from cyclopts.types import PositiveInt
 
 import workbench
 from workbench import paths
-from workbench.check.gates import jsonable, verdict
+from workbench.check.gates import Gate, jsonable, verdict
 from workbench.cli import ending
 from workbench.errors import InputError, visible
 from workbench.progress import end_stage
 
-# where results are printed while `libraries_on_stderr` holds; None: on stdout
+# The stream for results while `libraries_on_stderr` is active; None: stdout.
 document_stream: TextIO | None = None
 
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
@@ -33,7 +33,7 @@ class Prompt:
         prompt: Text for the tokenizer.
         prompt_ids: Token ids, comma-separated: 2,42,100.
         text: File of text, UTF-8.
-        tokens: Only the first so many tokens of it.
+        tokens: Read only this many tokens from the beginning.
     """
 
     prompt: str | None = None
@@ -41,25 +41,34 @@ class Prompt:
     text: Path | None = None
     tokens: PositiveInt | None = None
 
-    def given(self, needed: bool = False) -> bool:
-        """Whether there is one; refuses several, none where one is `needed`, and a
-        missing file, before anything heavy is imported."""
-        sources = "prompt", "prompt_ids", "text"
-        given = [name for name in sources if getattr(self, name) is not None]
-        if not needed <= len(given) <= 1:
+    @property
+    def sources(self) -> list[str]:
+        """The options of a prompt that are given: at most one after `check`."""
+        names = "prompt", "prompt_ids", "text"
+        return [name for name in names if getattr(self, name) is not None]
+
+    def check(self, required: bool = False) -> None:
+        """Checks the options before anything heavy is imported.
+
+        Raises:
+            InputError: several prompts, none where one is `required`, an empty one, or
+                a file that cannot be read.
+        """
+        if len(self.sources) > 1 or required and not self.sources:
             one_of = "one of --prompt, --prompt-ids, --text"
-            found = ", ".join(given) or "none"
-            raise InputError("prompt", found, one_of, "give one of them")
+            actual = ", ".join(self.sources) or "none"
+            raise InputError("prompt", actual, one_of, "give one of them")
         text = paths.read_text(self.text) if self.text else self.prompt
         if text == "" or self.prompt_ids == "":
             subject = "prompt" if self.prompt_ids is None else "prompt ids"
             raise InputError(subject, "no text", "at least one token", "write a prompt")
-        return bool(given)
 
-    def of(self, source) -> list[int]:
-        """Token ids for a `Bundle` or a `Checkpoint`, all of them in its vocabulary;
-        without a prompt those of `default_ids`, as many as --tokens says and the bundle
-        takes."""
+    def token_ids(self, source) -> list[int]:
+        """Token ids for a `Bundle` or a `Checkpoint`, all of them in its vocabulary.
+
+        Without a prompt they are those of `default_ids`: as many as --tokens says, and
+        at most as many as the bundle's `max_seq_len`.
+        """
         from workbench.check.hf import check_ids
         from workbench.check.text import COUNT, default_ids
         from workbench.decode.transcript import encode_text
@@ -71,7 +80,7 @@ class Prompt:
             folder, V, longest = source.tokenizer, source.config.vocab_size, self.tokens
         if self.prompt_ids is not None:
             parts = self.prompt_ids.split(",")
-            # `check_ids` refuses what is no number by name
+            # what is no number stays a text, which `check_ids` refuses by name
             ids = [int(part) if part.strip().isdecimal() else part for part in parts]
         elif self.prompt is not None or self.text:
             text = paths.read_text(self.text) if self.text else self.prompt
@@ -82,7 +91,7 @@ class Prompt:
         return check_ids(ids, V)[: self.tokens].tolist()
 
 
-def known_units(_, name: str) -> None:
+def check_units(_, name: str) -> None:
     """Refuses compute units that Core ML lacks, on every runtime."""
     from workbench.runtime import check_compute_units
 
@@ -100,12 +109,12 @@ class Device:
     """
 
     runtime: str = "auto"
-    compute_units: Annotated[str, Parameter(validator=known_units)] = "CPU_AND_NE"
+    compute_units: Annotated[str, Parameter(validator=check_units)] = "CPU_AND_NE"
 
 
 @Parameter("*")
 @dataclass(frozen=True)
-class Where(Device):
+class Execution(Device):
     """What runs the shards, and in which arithmetic.
 
     Args:
@@ -117,18 +126,20 @@ class Where(Device):
     precision: str = "declared"
 
     def decoder(self, bundle, **options):
-        """A decoder of a bundle."""
+        """A decoder of a bundle; `options` are further keywords of `Decoder`."""
         from workbench.runtime import is_device, resolve
 
         if is_device(resolve(self.runtime, bundle.manifest.options.plugin)):
-            unread("the portable runtime", precision=self.precision != "declared")
+            # a device computes as its programs declare
+            is_other = self.precision != "declared"
+            reject_unused("the portable runtime", precision=is_other)
         options["compute_units"] = self.compute_units
         return workbench.Decoder(bundle, self.runtime, self.precision, **options)
 
 
 @Parameter("*")
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """Of an export; `workbench.bundle.Options` checks them.
 
     Args:
@@ -157,10 +168,21 @@ class Options:
     target: str = "coreml"
 
 
-def unread(needed: str, *groups, **options) -> None:
-    """Refuses options that are given (neither None nor False) and that only `needed`
-    reads, and those of groups that are not the defaults: one that is given with the
-    default's own value is not told from it."""
+def reject_unused(needed: str, *groups, **options) -> None:
+    """Refuses options that have no effect, because another value decides that they are
+    not read.
+
+    Args:
+        needed: what would give them an effect, as the message says it.
+        groups: groups of options such as `Prompt`; a field that differs from its
+            default counts as given. One that is given with the default's value cannot
+            be recognised.
+        options: by name, whether (or with which value) the option is given; None and
+            False: it is not.
+
+    Raises:
+        InputError: names the first such option.
+    """
     for group in groups:
         for field in fields(group):
             options[field.name] = getattr(group, field.name) != field.default
@@ -168,36 +190,43 @@ def unread(needed: str, *groups, **options) -> None:
         if value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"
             step = f"leave {option} out"
-            raise InputError(option, "an option that is not read here", needed, step)
+            actual = "an option that has no effect here"
+            raise InputError(option, actual, needed, step)
 
 
-def opened(checkpoint: Path | None):
-    """The `Checkpoint` at a path, None without one. Imports torch, but for a path that
-    is refused."""
-    if checkpoint:
-        paths.locate_checkpoint(checkpoint)
-        return workbench.Checkpoint(checkpoint)
+def load_checkpoint(path: Path | None):
+    """The `Checkpoint` at a path; None without a path. A wrong path is refused before
+    torch is imported."""
+    if path is None:
+        return None
+    paths.locate_checkpoint(path)
+    return workbench.Checkpoint(path)
 
 
-def judged(checks: list) -> dict:
+def gates_json(gates: list[Gate]) -> dict:
     """Gates as JSON, their verdict first."""
-    return {"verdict": verdict(checks), "gates": [gate.json() for gate in checks]}
+    return {"verdict": verdict(gates), "gates": [gate.json() for gate in gates]}
 
 
 def show(result: dict, json: bool, lines: list[str] | None = None) -> None:
-    """Prints the result as one JSON object, or `lines` (default: its text); exits
-    with the code of its verdict (see `ending`)."""
+    """Prints a command's result and exits with the code of its verdict (see `ending`).
+
+    Args:
+        result: what is printed as one JSON object.
+        json: whether it is; else `lines` are printed.
+        lines: default: those of `format_result`.
+    """
     if json:
         lines = [dumps(jsonable(result), default=str, allow_nan=False)]
-    print_result("\n".join(lines or text(result)))
+    print_document("\n".join(lines or format_result(result)))
     if code := ending.VERDICT_CODES.get(result.get("verdict")):
         sys.exit(code)
 
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Within the block, what a library prints on stdout goes to stderr, and stdout has
-    the command's own document alone (see `print_result`)."""
+    """Sends what libraries print on stdout to stderr while the block runs, so that
+    stdout has the command's own document alone (see `print_document`)."""
     global document_stream
     before, document_stream = document_stream, sys.stdout
     try:
@@ -207,7 +236,7 @@ def libraries_on_stderr() -> Iterator[None]:
         document_stream = before
 
 
-def print_result(text: str) -> None:
+def print_document(text: str) -> None:
     """Prints a command's result."""
     end_stage()
     print(visible(text), file=document_stream or sys.stdout)
@@ -219,17 +248,18 @@ LABELS = {
     "converted": "programs converted",
     "stamped": "programs reused",
 }
-"""Of names in JSON whose words alone would not say what the value is."""
+"""Labels of JSON keys that do not say by themselves what their value is."""
 
 
 def label(name: str) -> str:
-    """The name of a value as text says it: bytes are printed in MiB."""
+    """What text calls the value of a JSON key. Bytes lose the word, since text gives
+    them in MiB."""
     return LABELS.get(name, name.removesuffix("_bytes").replace("_", " "))
 
 
-def text(result: dict) -> list[str]:
-    """A result as lines: gates with their reasons, RED first, rows as a table, sentences
-    one below the other, and everything else as its name and value. What was not
+def format_result(result: dict) -> list[str]:
+    """A result as lines of text: gates with their reasons, RED first; rows as a table;
+    sentences as a list; every other value behind its name. A value that was not
     measured is left out."""
     lines = []
     for name, value in result.items():
@@ -240,43 +270,46 @@ def text(result: dict) -> list[str]:
             case str() if name == "verdict":
                 lines.append(value)
             case list() if name == "gates":
-                lines += map(
-                    gate_line, sorted(value, key=lambda g: g["verdict"] != "RED")
-                )
+                red_first = sorted(value, key=lambda gate: gate["verdict"] != "RED")
+                lines += map(format_gate, red_first)
             case [dict(), *_]:
-                lines += ["", title, *table(value)]
+                lines += ["", title, *format_table(value)]
             case [str(), *_]:
                 lines += [f"- {sentence}" for sentence in value]
             case dict() if any(isinstance(v, dict | list) for v in value.values()):
-                lines += ["", title, *text(value)]
+                lines += ["", title, *format_result(value)]
             case _:
-                lines.append(f"{title:20}{plain(value, name)}")
+                lines.append(f"{title:20}{format_value(value, name)}")
     return lines
 
 
-def gate_line(gate: dict) -> str:
-    value = plain(gate["value"])
+def format_gate(gate: dict) -> str:
+    """One line: verdict, name, value and reason of a gate."""
+    value = format_value(gate["value"])
     return f"{gate['verdict']:8}{gate['name']:20}{value:14}{gate['reason']}"
 
 
-def plain(value, name: str = "") -> str:
-    """A value in words: what has parts as `name value, …`, floats with seven digits,
-    bytes, as its name calls them, in MiB, null as -."""
+def format_value(value, name: str = "") -> str:
+    """A value in words: the parts of an object as `name value, …`, floats with seven
+    digits, null as -. Bytes, recognised by the value's `name`, are in MiB."""
     if value is None:
         return "-"
     if isinstance(value, dict):
-        return ", ".join(f"{part} {plain(own, name)}" for part, own in value.items())
+        parts = (f"{key} {format_value(part, name)}" for key, part in value.items())
+        return ", ".join(parts)
     if isinstance(value, list):
-        return " … ".join(map(plain, value))
+        return " … ".join(map(format_value, value))
     if "bytes" in name:
         return f"{value / 2**20:,.1f} MiB"
     return f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
-def table(rows: list[dict]) -> list[str]:
-    """Rows as text, without the columns in which none has a value."""
+def format_table(rows: list[dict]) -> list[str]:
+    """Rows as lines of text, without columns that have no value at all."""
     import pandas as pd
 
     frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
-    how = {"na_rep": "-", "float_format": "{:.4g}".format}
-    return frame.to_string(index=False, **how).splitlines()
+    text = frame.to_string(
+        index=False, na_rep="-", float_format=lambda number: f"{number:.4g}"
+    )
+    return text.splitlines()

@@ -10,7 +10,15 @@ from cyclopts.validators import Number
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Device, Json, Options, opened, show, text, unread
+from workbench.cli.common import (
+    Device,
+    ExportOptions,
+    Json,
+    format_result,
+    load_checkpoint,
+    reject_unused,
+    show,
+)
 from workbench.errors import InputError
 
 PLACED_ON = "M4 Max"
@@ -39,7 +47,7 @@ def plan(
     bundle_or_checkpoint: Path,
     /,
     *,
-    options: Options = Options(),
+    options: ExportOptions = ExportOptions(),
     device: Device = Device(),
     drafts: Drafts = Drafts(),
     memory: str | None = None,
@@ -64,9 +72,9 @@ def plan(
     path, bundle = bundle_or_checkpoint, None
     if (path / paths.BUNDLE).exists():
         bundle = workbench.Bundle.open(path)
-        unread("a checkpoint in place of a bundle", options)
+        reject_unused("a checkpoint in place of a bundle", options)
     else:
-        unread("a bundle", device)
+        reject_unused("a bundle", device)
         paths.check_family(paths.locate_checkpoint(path))
     _check_drafts(drafts)
     import psutil
@@ -83,13 +91,13 @@ def plan(
     if bundle:
         source, chosen = bundle, bundle.manifest.options
     else:
-        source = opened(path)
+        source = load_checkpoint(path)
         chosen = exporter.make_options(**asdict(options))
         exporter.read_plan(source, chosen)  # refuses what the export refuses
     sizes = budgets.budget(source, chosen) | {"machine": machine}
     result = budgets.fits(sizes["total"], machine) | {"bytes": sizes}
     lines, speed = _predicted_speed(source, chosen, drafts, chip)
-    lines = text(result) + lines
+    lines = format_result(result) + lines
     result |= speed
     placements, notes = [], []
     if bundle and not chosen.plugin:
@@ -112,7 +120,7 @@ def plan(
 def _check_drafts(drafts: Drafts) -> None:
     """Refuses half of what a gain needs."""
     if drafts.draft_acceptance is None:
-        unread(
+        reject_unused(
             "--draft-acceptance",
             verify=drafts.verify,
             draft_cost=drafts.draft_cost or None,
@@ -143,7 +151,7 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None):
     result["predicted_misfit"] = roofline.calibration().median_error
     result["assumes"] = roofline.describe_fit()
     table = speeds.drop(columns="extrapolates").to_dict("records")
-    lines = text({"chips": table, "assumes": result["assumes"]})
+    lines = format_result({"chips": table, "assumes": result["assumes"]})
     lines += ["", *roofline.describe_extrapolations(speeds)]
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]

@@ -47,8 +47,8 @@ class Sampling:
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
             step = (
-                "run workbench explain --only ranges: it names the first operation with "
-                "inf or NaN"
+                "run: workbench explain ranges BUNDLE, which names the first operation "
+                "with inf or NaN"
             )
             subject = f"logits for position {position}"
             raise InputError(subject, str(logits[best]), "finite values", step)

@@ -153,7 +153,7 @@ def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Run]:
     subject = f"updates of {bundle.root.name}"
     if not bundle.manifest.shows_hidden:
         actual = "packages of another exporter, which output caches and logits alone"
-        step = "run: workbench explain with --only variant, or --only ranges"
+        step = "run: workbench explain variant BUNDLE, or explain ranges BUNDLE"
         raise InputError(subject, actual, "a bundle of workbench export", step)
     # others give the output of a shard's last layer alone
     blind = [run.runtime for run in runs.values() if run.runtime != "portable"]

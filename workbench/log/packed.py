@@ -95,7 +95,7 @@ def unpack(path: Path, root: Root = None) -> list[str]:
     except Exception as problem:
         fault = getattr(problem, "actual", None) or str(problem)
         fault = " ".join(fault.split()) or type(problem).__name__
-        needed = "a file of `workbench log --pack`"
+        needed = "a file of `workbench log pack`"
         step = "ask for the file again; nothing was taken in"
         raise InputError(f"packed log {path.name}", fault, needed, step) from None
     runs_there = load("runs", root, {"run_id": tables["runs"]["run_id"].to_pylist()})

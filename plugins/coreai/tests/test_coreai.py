@@ -218,16 +218,20 @@ def test_commands_take_its_bundles(exports, tmp_path):
 
 
 def test_what_core_ai_cannot_answer_is_refused_with_the_next_step(exports, small):
-    half = exports.bundle(small, target="coreai")
+    half = exports.bundle(small, target="coreai").root
+    checkpoint = "--checkpoint", small
+    on_portable = "--runtime", "portable"
     for command, message in [
-        (("explain", "--only", "parts"), "fp16 programs.*coreai.*export it"),
-        (("explain", "--only", "variant"), "fp16 programs.*coreai.*export it for"),
-        (("explain", "--only", "ranges"), "portable.*run on coreai"),
-        (("validate", "--runtime", "portable"), "portable.*run on coreai"),
+        (("explain", "parts", half, *checkpoint), "fp16 programs.*coreai.*export it"),
+        (
+            ("explain", "variant", half, *checkpoint),
+            "fp16 programs.*coreai.*export it for",
+        ),
+        (("explain", "ranges", half), "portable.*run on coreai"),
+        (("validate", half, *checkpoint, *on_portable), "portable.*run on coreai"),
     ]:
-        name, *chosen = command
         with pytest.raises(InputError, match=message):
-            invoke(name, half.root, *chosen, "--checkpoint", small)
+            invoke(*command)
 
 
 def test_crosscheck_sets_three_witnesses_side_by_side(exports, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import Json, Prompt, judged, show
+from workbench.cli.common import Json, Prompt, gates_json, show
 
 
 def crosscheck(
@@ -32,10 +32,10 @@ def crosscheck(
     """
     opened = workbench.Bundle.open(bundle)
     paths.locate_checkpoint(checkpoint)
-    prompt.given()
+    prompt.check()
     from workbench.models.checkpoint import Checkpoint
     from workbench_coreai import crosscheck as twins
 
     source = Checkpoint(checkpoint)
-    result = twins.crosscheck(opened, source, prompt.of(opened), folder=folder)
-    show(judged(result.gates) | {"runtimes": gates.records(result.runtimes)}, json)
+    result = twins.crosscheck(opened, source, prompt.token_ids(opened), folder=folder)
+    show(gates_json(result.gates) | {"runtimes": gates.records(result.runtimes)}, json)

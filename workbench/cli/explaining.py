@@ -1,0 +1,228 @@
+"""`explain` says why the values of a bundle differ from Hugging Face's; its subcommands
+answer one question each."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import workbench
+from workbench import paths
+from workbench.check import gates
+from workbench.cli.common import (
+    Device,
+    Json,
+    Prompt,
+    gates_json,
+    load_checkpoint,
+    reject_unused,
+    show,
+)
+from workbench.errors import InputError
+from workbench.progress import bar, stage
+
+
+def explain(
+    bundle_or_package: Path,
+    /,
+    *,
+    prompt: Prompt = Prompt(),
+    checkpoint: Path | None = None,
+    device: Device = Device(),
+    json: Json = False,
+) -> None:
+    """Splits the error into its parts, names the variant of the model that the bundle
+    computes, and the operations nearest to overflow; of a package, these operations
+    alone.
+
+    The words `parts`, `variant`, `ranges` and `op` are subcommands, which answer one
+    question each; a folder of such a name is `./parts`.
+
+    Example: workbench explain build/llama --checkpoint data/tiny-llama
+
+    Args:
+        checkpoint: The checkpoint that the bundle was exported from.
+    """
+    prompt.check()
+    if paths.is_package(bundle_or_package):
+        needed = "a bundle in place of a package"
+        reject_unused(needed, prompt, device, checkpoint=checkpoint)
+        return show(_package_ranges(bundle_or_package), json)
+    bundle = workbench.Bundle.open(bundle_or_package)
+    if not checkpoint:
+        needed = "what was exported"
+        step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
+        raise InputError("explain", "no --checkpoint", needed, step)
+    stage("explain: reading the checkpoint")
+    source, ids = load_checkpoint(checkpoint), prompt.token_ids(bundle)
+    result, results = {}, []
+    if bundle.manifest.shows_hidden:
+        parts, part_gates = _error_parts(bundle, source, ids, device)
+        result |= parts
+        results += part_gates
+    result |= _variant(bundle, source, ids)
+    if not bundle.manifest.options.plugin:
+        ranges, range_gates = _bundle_ranges(bundle, ids)
+        result |= ranges
+        results += range_gates
+    judged = gates_json(results) if results else {}
+    show(judged | result, json)
+
+
+def explain_parts(
+    bundle: Path,
+    /,
+    *,
+    checkpoint: Path,
+    prompt: Prompt = Prompt(),
+    device: Device = Device(),
+    json: Json = False,
+) -> None:
+    """Splits the error by layer into storage, re-authoring, quantization, precision and,
+    on a device, runtime.
+
+    Example: workbench explain parts build/llama --checkpoint data/tiny-llama
+
+    Args:
+        checkpoint: The checkpoint that the bundle was exported from.
+    """
+    prompt.check()
+    exported = workbench.Bundle.open(bundle)
+    stage("explain: reading the checkpoint")
+    source, ids = load_checkpoint(checkpoint), prompt.token_ids(exported)
+    parts, results = _error_parts(exported, source, ids, device)
+    show(gates_json(results) | parts, json)
+
+
+def explain_variant(
+    bundle: Path, /, *, checkpoint: Path, prompt: Prompt = Prompt(), json: Json = False
+) -> None:
+    """Names the variant of Hugging Face's model, one thing changed, that the bundle
+    computes.
+
+    Only of adopted packages the prompt is read: it finds faults of calls of several
+    tokens.
+
+    Example: workbench explain variant build/llama --checkpoint data/tiny-llama
+
+    Args:
+        checkpoint: The checkpoint that the bundle was exported from.
+    """
+    prompt.check()
+    exported = workbench.Bundle.open(bundle)
+    stage("explain: reading the checkpoint")
+    source, ids = load_checkpoint(checkpoint), prompt.token_ids(exported)
+    show(_variant(exported, source, ids), json)
+
+
+def explain_ranges(
+    bundle_or_package: Path, /, *, prompt: Prompt = Prompt(), json: Json = False
+) -> None:
+    """Names the first operation with inf or NaN and those with the least headroom, in
+    bits. Needs no checkpoint.
+
+    Example: workbench explain ranges build/llama
+    """
+    prompt.check()
+    if paths.is_package(bundle_or_package):
+        reject_unused("a bundle in place of a package", prompt)
+        return show(_package_ranges(bundle_or_package), json)
+    bundle = workbench.Bundle.open(bundle_or_package)
+    ranges, results = _bundle_ranges(bundle, prompt.token_ids(bundle))
+    show(gates_json(results) | ranges, json)
+
+
+def explain_op(
+    bundle: Path,
+    /,
+    *,
+    prompt: Prompt = Prompt(),
+    device: Device = Device(),
+    layer: int | None = None,
+    position: int | None = None,
+    reduce: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Names the operation that the runtime computes wrongly. Needs no checkpoint.
+
+    Example: workbench explain op build/llama --layer 2
+
+    Args:
+        layer: Search this layer alone.
+        position: Search the calls of this position alone.
+        reduce: Write the smallest package that shows it into this folder.
+    """
+    prompt.check()
+    exported = workbench.Bundle.open(bundle)
+    ids = prompt.token_ids(exported)
+    from workbench.explain import operation
+
+    count, seconds = operation.estimate_cost(exported, layer)
+    cost = (
+        f"about {seconds:.0f} s, and {operation.EXTRA_PACKAGES} packages more for a "
+        "wrong one"
+    )
+    with bar(desc=cost, total=count, unit="package") as progress:
+        finding = operation.find(
+            exported,
+            ids,
+            layer=layer,
+            position=position,
+            out=reduce,
+            report=lambda count: progress.update(),
+            **asdict(device),
+        )
+    result = finding.json()
+    verdict = gates.GREEN if finding.verdict == "none" else gates.RED
+    reduced = result.pop("reduced")
+    show({"verdict": verdict, "reduced": reduced, "operation": result}, json)
+
+
+def _error_parts(
+    bundle, checkpoint, ids: list[int], device: Device
+) -> tuple[dict, list[gates.Gate]]:
+    """The parts of the error by layer, `parts` with each layer fed Hugging Face's input
+    and `chained` in a row, and the gates on them."""
+    from workbench.explain import error
+
+    stage("explain: parts of the error")
+    splits = error.split_error(checkpoint, bundle, ids, **asdict(device))
+    parts = {
+        "parts": gates.records(splits["isolated"].layers()),
+        "chained": gates.records(splits["chained"].layers()),
+    }
+    return parts, error.error_gates(splits)
+
+
+def _variant(bundle, checkpoint, ids: list[int]) -> dict:
+    """The variants of the model by their distance from the bundle, and the one that
+    fits."""
+    from workbench.explain import calls, variants
+
+    stage("explain: the variant of the model")
+    frame, fits = variants.explain_bundle(bundle, checkpoint)
+    result = {"fits": fits, "conclusion": variants.conclusion(fits)}
+    if not bundle.manifest.shows_hidden:
+        # variants are compared on calls of one token: those of several are run here
+        decoder = workbench.Decoder(bundle, "portable", "exact")
+        S = bundle.manifest.options.max_seq_len
+        reference = workbench.golden.make_golden(checkpoint, ids[:S], head=False)
+        result["faults"] = calls.find_call_faults(decoder, reference)
+    result["variants"] = gates.records(frame)
+    return result
+
+
+def _bundle_ranges(bundle, ids: list[int]) -> tuple[dict, list[gates.Gate]]:
+    """The range of every operation of a bundle, and the gates on them."""
+    from workbench.explain import ranges
+
+    stage("explain: ranges")
+    measured = ranges.measure_bundle(bundle, ids)
+    return {"ranges": ranges.summarize(measured)}, ranges.finite_gates(measured)
+
+
+def _package_ranges(package: Path) -> dict:
+    """The result for one package: its ranges on random inputs, and the gates on them."""
+    from workbench.explain import ranges
+
+    measured = ranges.measure_package(package)
+    result = gates_json(ranges.finite_gates(measured))
+    return result | {"ranges": ranges.summarize(measured)}

@@ -1,0 +1,152 @@
+"""Commands that run a bundle as a language model: `generate` prints tokens, `evaluate`
+measures how well a text is predicted."""
+
+import warnings
+from pathlib import Path
+
+import workbench
+from workbench.cli.common import (
+    Execution,
+    Json,
+    Prompt,
+    load_checkpoint,
+    reject_unused,
+    show,
+)
+from workbench.errors import InputError, visible
+
+# Share of tokens that the tokenizer does not know, above which `evaluate` warns.
+MAX_UNKNOWN = 0.1
+
+
+def generate(
+    bundle: Path,
+    /,
+    *,
+    prompt: Prompt = Prompt(),
+    execution: Execution = Execution(),
+    chat: bool = False,
+    max_new: int = 32,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    logits: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Prints the next tokens and tok/s, with --json ms per layer and head too: greedy,
+    or sampled with --temperature.
+
+    Example: workbench generate build/llama --prompt-ids 1,42,100 --max-new 64
+
+    Args:
+        chat: The prompt is a user's message, in the checkpoint's own chat template.
+        max_new: New tokens.
+        temperature: 0: always the most likely token.
+        top_k: Only the k most likely tokens; 0: all.
+        top_p: Only the most likely tokens up to this probability.
+        seed: Of the sampling.
+        logits: Write logits [max_new + 1, V] fp32 here (.npy).
+    """
+    exported = workbench.Bundle.open(bundle)
+    prompt.check(required=True)
+    if prompt.prompt is None:
+        reject_unused("--prompt, a message to answer", chat=chat)
+    if not temperature:
+        reject_unused(
+            "--temperature above 0", top_k=top_k > 0, top_p=top_p < 1, seed=seed > 0
+        )
+    from workbench.decode import Sampling
+    from workbench.decode.transcript import encode_chat, transcript
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if chat:
+        ids = encode_chat(exported.tokenizer, prompt.prompt)
+    else:
+        ids = prompt.token_ids(exported)
+    S = exported.manifest.options.max_seq_len
+    if len(ids) + max(max_new - 1, 0) > S:
+        raise InputError(
+            f"prompt of {len(ids)} tokens",
+            f"{max_new} new tokens asked for",
+            f"at most {S} tokens together, the bundle's max_seq_len",
+            "shorten the prompt (--tokens), lower --max-new, or export with a larger "
+            "--max-seq-len",
+        )
+    if prompt.prompt:
+        _warn_of_unknown_words(exported.tokenizer, prompt.prompt)
+    decoder = execution.decoder(exported, fast=True)
+    on_text = None if json else _print_piece
+    result = transcript(decoder, ids, max_new, logits, sampling, on_text=on_text)
+    times = result["decode"]
+    summary = f"{times['tokens']} tokens"
+    if times["tokens_per_s"] is not None:
+        summary += f", {times['tokens_per_s']:.1f} tok/s"
+    summary += f" ({result['runtime']}, {result['precision']})"
+    printed = ""  # the text was printed piece by piece
+    if result["text"] is None:
+        printed = ",".join(map(str, result["tokens"]))
+    show(result, json, [printed, summary])
+
+
+def _warn_of_unknown_words(tokenizer: Path, text: str) -> None:
+    """Warns of words that become the tokenizer's unknown token."""
+    from workbench.decode.transcript import load_tokenizer
+
+    reader = load_tokenizer(tokenizer)
+    unknown = [
+        word
+        for word in text.split()
+        if reader.unk_token_id in reader.encode(word, add_special_tokens=False)
+    ]
+    if unknown:
+        message = f"unknown to the tokenizer: {', '.join(unknown)}"
+        warnings.warn(message, stacklevel=1)
+
+
+def _print_piece(text: str) -> None:
+    """Prints a piece of a model's answer as soon as it is decoded."""
+    print(visible(text), end="", flush=True)
+
+
+def evaluate(
+    bundle: Path,
+    /,
+    *,
+    prompt: Prompt = Prompt(),
+    execution: Execution = Execution(),
+    checkpoint: Path | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    json: Json = False,
+) -> None:
+    """Perplexity of a text, KL and same top token against Hugging Face's model, 95%
+    intervals.
+
+    Token ids are the tokenizer's; each one but the first is scored once. Finished
+    windows are stored in data/evaluations, where an interrupted run resumes.
+
+    Example: workbench evaluate build/llama --text data/tasks/heldout.txt
+
+    Args:
+        checkpoint: The checkpoint that the bundle was exported from.
+        window: Tokens of a window; default: max_seq_len.
+        stride: Tokens between two windows' beginnings; default: half a window.
+    """
+    exported = workbench.Bundle.open(bundle)
+    prompt.check(required=True)
+    source = load_checkpoint(checkpoint)
+    from workbench.check.evaluate import evaluate
+    from workbench.decode.transcript import unknown_share
+
+    decoder, ids = execution.decoder(exported), prompt.token_ids(exported)
+    share = unknown_share(exported.tokenizer, ids)
+    if share > MAX_UNKNOWN:
+        message = (
+            f"{share:.0%} of the tokens are unknown to the tokenizer: the perplexity "
+            "says nothing of the text; give one in the checkpoint's own words"
+        )
+        warnings.warn(message, stacklevel=1)
+    folder = workbench.log.project() / "data/evaluations"
+    result = evaluate(decoder, ids, source, window=window, stride=stride, folder=folder)
+    show(result, json)

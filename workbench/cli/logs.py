@@ -1,0 +1,102 @@
+"""`log` prints what was measured; its subcommands compare two runs, and carry a log from
+one machine to another."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+import workbench
+from workbench import paths
+from workbench.cli.common import Json, print_document, show
+from workbench.errors import check_choice, visible
+
+
+def log(
+    *,
+    where: str | None = None,
+    sort: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    rows: bool = False,
+    log: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Prints the log as a table, the newest last: speed beside fidelity for each
+    setting.
+
+    A run is named by the id in the first column.
+
+    Example: workbench log --where "compress == 'fp16' and T == 1"
+
+    Args:
+        where: A condition on the columns of runs: "T == 4 and compress == 'fp16'".
+        sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest
+            first.
+        rows: Every run with all its columns.
+        log: Folder of the log.
+    """
+    from workbench.sweep import summary
+
+    if rows:
+        table = workbench.log.load("runs", log, where)
+    else:
+        table = summary.summary(log, where)
+    if sort:
+        column = sort.removeprefix("-")
+        check_choice("--sort", column, table)
+        table = table.sort_values(column, ascending=column == sort, kind="stable")
+    if json:
+        print_document(table.to_json(orient="records", date_format="iso"))
+    elif table.empty:
+        folder = log or workbench.log.default_root()
+        print(f"no run of the log at {folder} fits; --log names another log")
+    elif rows:
+        table = table.dropna(axis="columns", how="all")
+        print(visible(table.to_string(index=False, max_colwidth=32)))
+    else:
+        print(visible("\n".join(summary.table_lines(table))))
+
+
+def log_compare(
+    run_a: str, run_b: str, /, *, log: Path | None = None, json: Json = False
+) -> None:
+    """Compares two runs, each with all its repetitions: settings that differ, ratios of
+    medians with intervals, gates that changed.
+
+    Example: workbench log compare RUN_A RUN_B
+
+    Args:
+        run_a: A run, by the id in the first column of `workbench log`.
+        run_b: The other one.
+        log: Folder of the log.
+    """
+    from workbench.sweep import summary
+
+    show(summary.difference(run_a, run_b, log), json)
+
+
+def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> None:
+    """Writes the whole log into one zip, without names of users and hosts and without
+    paths.
+
+    Example: workbench log pack build/log.zip
+
+    Args:
+        file: The zip to write.
+        log: Folder of the log.
+    """
+    paths.prepare_output("log pack", file)
+    count = workbench.log.pack(file, log)
+    show({"runs": count, "bytes": file.stat().st_size}, json)
+
+
+def log_unpack(file: Path, /, *, log: Path | None = None, json: Json = False) -> None:
+    """Adds the runs of such a zip to the log.
+
+    Example: workbench log unpack build/log.zip
+
+    Args:
+        file: The zip to read.
+        log: Folder of the log.
+    """
+    run_ids = workbench.log.unpack(file, log)
+    show({"imported": len(run_ids), "runs": run_ids}, json)

@@ -1,0 +1,65 @@
+"""Words on the command line that no command takes: spellings of earlier versions, and
+words that are no subcommand. Each is refused with the spelling that is right."""
+
+from collections.abc import Collection
+
+from workbench.errors import InputError
+
+OLD_OPTIONS = {
+    "validate": {
+        "--each-unit": "run: workbench validate units BUNDLE",
+        "--alone": "write --single-copy",
+    },
+    "explain": {
+        "--only": "run: workbench explain parts|variant|ranges BUNDLE",
+        "--op": "run: workbench explain op BUNDLE",
+    },
+    "log": {
+        "--pack": "run: workbench log pack ZIP",
+        "--unpack": "run: workbench log unpack ZIP",
+    },
+}
+"""Command → option of an earlier version → next step."""
+
+COMPARE = "run: workbench log compare RUN_A RUN_B"
+
+
+def check_spelling(arguments: list[str]) -> None:
+    """Refuses an option of an earlier version.
+
+    Args:
+        arguments: those of the command line, without the program.
+
+    Raises:
+        InputError: names the present spelling.
+    """
+    if not arguments:
+        return
+    command, *rest = arguments
+    steps = OLD_OPTIONS.get(command, {})
+    for argument in rest:
+        option = argument.partition("=")[0]
+        if option in steps:
+            raise _old_spelling(f"{command} {option}", steps[option])
+
+
+def refuse_words(
+    command: str, words: list[str], subcommands: Collection[str]
+) -> InputError:
+    """The refusal of words that a command with subcommands does not take.
+
+    Args:
+        words: those behind the arguments that it takes.
+        subcommands: their names.
+    """
+    if command == "log" and len(words) == 2:
+        return _old_spelling(f"log {' '.join(words)}", COMPARE)
+    names = ", ".join(subcommands)
+    needed = f"at most a subcommand ({names}), and then its arguments"
+    step = f"see workbench {command} --help"
+    return InputError(command, f"also {' '.join(words)}", needed, step)
+
+
+def _old_spelling(spelling: str, step: str) -> InputError:
+    actual, needed = "a spelling of an earlier version", "the present one"
+    return InputError(spelling, actual, needed, step)
