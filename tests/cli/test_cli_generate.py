@@ -12,6 +12,7 @@ from tiny import DATA
 
 from workbench import Decoder, log
 from workbench.check.golden import Golden
+from workbench.decode import Sequences
 from workbench.decode.transcript import encode_chat, encode_text, transcript
 from workbench.exporter import export
 
@@ -40,13 +41,13 @@ def test_tokens_are_hugging_face_s_and_all_logits_are_written(
 
 
 def test_each_token_s_text_comes_when_it_is_decoded(llama_bundle, monkeypatch):
-    decoder, events, step = Decoder(llama_bundle), [], Decoder.step
+    decoder, events, step = Decoder(llama_bundle), [], Sequences.step
 
-    def recorded(*arguments, **how):
+    def record_step(*arguments, **options):
         events.append(None)
-        return step(*arguments, **how)
+        return step(*arguments, **options)
 
-    monkeypatch.setattr(Decoder, "step", recorded)
+    monkeypatch.setattr(Sequences, "step", record_step)
     result = transcript(decoder, encode_text(TINY, WORDS), 4, on_text=events.append)
     pieces = [event for event in events if event]
     assert "".join(pieces) == result["text"]
