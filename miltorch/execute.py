@@ -99,6 +99,7 @@ class Executable:
                     partial(self.run_nested, body, values, hook) for body in step.bodies
                 ]
             step.store(step.function(**arguments), values)
+        # it names the operation and the cause already
         except InputError:
             raise
         # torch and NumPy raise many kinds where operands do not fit
@@ -106,11 +107,13 @@ class Executable:
             raise operation_error(self.program, step.op, problem) from problem
         if hook:
             show(step, values, hook)
+        # the values of a whole prompt would not fit into memory together
         for name in step.dead:
             values.pop(name, None)
 
     def run_nested(self, body: Body, values: dict, hook: Hook | None, *inputs) -> list:
         """Runs a nested block: it reads the enclosing values, and its own stay inside."""
+        # a copy: a loop's body runs many times and starts from the same values
         values = values | body.constants
         values.update(zip(body.inputs, inputs, strict=True))
         return self.run_body(body, values, hook)
@@ -119,6 +122,7 @@ class Executable:
         """The values that exist before the first step: constants, inputs in their
         declared dtypes, and state cells, by name."""
         self._check_shapes(inputs, state)
+        # cells, not tensors: a write must reach the caller's state
         values = self.body.constants | state
         for name, declared in self.program.inputs.items():
             values[name] = inputs[name].to(held_dtype(declared, self.precision))
@@ -162,6 +166,7 @@ def make_state(program: Program, precision: str = "declared") -> dict[str, State
     """A fresh state: one cell of zeros per state tensor."""
     cells = {}
     for name, declared in program.states.items():
+        # a damaged description may declare any size, which would take all memory
         if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
             raise InputError(
                 f"state {name!r}",

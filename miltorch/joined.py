@@ -73,6 +73,7 @@ def run_calls(
 def _batches(calls: list[Call]) -> Iterator[list[Call]]:
     """The calls that run together, in order."""
     totals = accumulate(sum(x.numel() for x in call.inputs.values()) for call in calls)
+    # calls whose running total lies in the same block of MOST_ELEMENTS run together
     numbered = zip(totals, calls)
     for _, batch in groupby(numbered, lambda pair: pair[0] // MOST_ELEMENTS):
         yield [call for _, call in batch]
@@ -108,6 +109,7 @@ class JoinedCalls:
                 for step in steps:
                     self.run_step(step)
                 continue
+            # a call must read what the one before it wrote: all steps of one, then the next
             self.separate(chain.from_iterable(step.reads() for step in steps))
             for values, hook in zip(self.values, self.hooks):
                 for step in steps:
