@@ -1,7 +1,7 @@
 """What must hold of a program before it is bound or fused, whoever wrote it."""
 
 from miltorch.errors import InputError
-from miltorch.ops import OPERATIONS
+from miltorch.ops import FUSED, OPERATIONS
 from miltorch.program import Block, Program
 
 
@@ -10,7 +10,11 @@ def check_program(program: Program) -> None:
     state that holds no floats (iOS 26 has some), or values that nothing computes, or
     that are computed twice."""
     kinds = {op.kind for op in program.block.walk()}
-    missing = kinds - OPERATIONS.keys() - {"const"}
+    supported_kinds = OPERATIONS.keys() | {"const"}
+    # MIL has no such operations: only `fuse` makes them
+    if program.unfused is None:
+        supported_kinds -= FUSED.keys()
+    missing = kinds - supported_kinds
     if missing:
         raise InputError(
             str(program.package),

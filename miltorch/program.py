@@ -105,7 +105,7 @@ class Program:
     """One function of a package, with the interface that its description states.
 
     Attributes:
-        unfused: of a program that `miltorch.fuse` returned, the operations that resemble
+        unfused: None, unless `miltorch.fuse` returned the program: the operations that resemble
             the last one of a group and belong to none: name → reason.
     """
 
@@ -117,7 +117,7 @@ class Program:
     block: Block
     # the protobuf message FunctionDescription: dtypes at the package's boundary
     description: object
-    unfused: dict[str, str] = field(default_factory=dict)
+    unfused: dict[str, str] | None = None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from one_op import Op, Ref, Type, given, program, run, tensor
 from refusal import refused
 
 from miltorch import PRECISIONS, Executable, constants, fuse
+from miltorch.ops import FUSED
 from miltorch.program import Block
 
 F16, F32 = (Type(dtype, (None,)) for dtype in ("FLOAT16", "FLOAT32"))
@@ -92,7 +93,8 @@ def test_precision_modes_round_results_or_do_not():
         chain("bf16")
     copied = op("copy_state", {"input": Ref("s")}, "copy")
     with refused("fused steps: found 'exact'.*declared"):
-        Executable(program([copied], {}, [], {"s": F16}), "exact")
+        fused = replace(program([copied], {}, [], {"s": F16}), unfused={})
+        Executable(fused, "exact")
 
 
 def test_narrow_leaves_sums_alone_that_a_block_declares_float32():
@@ -119,6 +121,12 @@ def test_unsupported_ops_are_all_named_at_once():
     hidden = op("hidden_op", {}, "z")
     with refused("first_op, hidden_op"):
         executable(op("first_op", {}, "a"), branches(hidden, hidden))
+
+
+def test_operations_that_only_fusion_makes_are_no_operations_of_a_package():
+    for kind in sorted(FUSED):
+        with refused(f"operations without a rule: {kind}"):
+            executable(op(kind, {"x": X}, "y"))
 
 
 def test_a_loop_without_end_is_refused(monkeypatch):
