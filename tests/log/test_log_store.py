@@ -132,7 +132,7 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
     tmp_path, files_read, monkeypatch
 ):
     """Whatever happened to the file with the rows of the first one."""
-    monkeypatch.setattr(store, "_STORED_FROM", 3)
+    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
     row = {"status": "ok", "config": {"key": "value"}, "tokens_per_s": 1.5}
     for name in ("a", "b", "c"):
         log.append("runs", row, tmp_path, name)
@@ -142,7 +142,7 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
     for name in ("b", "d"):
         log.append("runs", row | {"T": 4}, tmp_path, name)
     files_read.clear()
-    store._blocks.clear()
+    store._caches.clear()
     second = log.load("runs", tmp_path)
     assert sorted(files_read) == ["b", "d"]
     assert log.plain(second)[["run_id", "T"]].values.tolist() == [
@@ -150,10 +150,10 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
         ["c", None],
         ["d", 4],
     ]
-    stored = tmp_path / "runs" / store._STORED
+    stored = tmp_path / "runs" / store._CACHE_FILE
     for damage in (stored.read_bytes()[:-9], b"", None):
         stored.unlink() if damage is None else stored.write_bytes(damage)
-        store._blocks.clear()
+        store._caches.clear()
         pd.testing.assert_frame_equal(log.load("runs", tmp_path), second)
     assert list(pd.read_parquet(tmp_path / "runs")) == list(first)
 
@@ -161,12 +161,12 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
 def test_runs_that_come_one_at_a_time_are_stored_for_the_next_process(
     tmp_path, files_read, monkeypatch
 ):
-    monkeypatch.setattr(store, "_STORED_FROM", 3)
+    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
     for name in ("a", "b", "c", "d"):
         log.append("runs", {"status": "ok"}, tmp_path, name)
         log.load("runs", tmp_path)
     files_read.clear()
-    store._blocks.clear()
+    store._caches.clear()
     assert log.load("runs", tmp_path)["run_id"].tolist() == ["a", "b", "c", "d"]
     assert files_read == ["d"]
 

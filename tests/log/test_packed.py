@@ -51,7 +51,7 @@ def test_runs_that_were_unpacked_are_not_read_from_their_files(
     filled, tmp_path, monkeypatch
 ):
     """And a run that the log has already is what its file says, whatever was unpacked."""
-    monkeypatch.setattr(store, "_STORED_FROM", 2)
+    monkeypatch.setattr(store, "_MIN_UNSAVED", 2)
     path = tmp_path / "log.zip"
     log.pack(path, filled)
     root = tmp_path / "b"
@@ -66,12 +66,12 @@ def test_runs_that_were_unpacked_are_not_read_from_their_files(
         return read_file(table, file)
 
     monkeypatch.setattr(store, "_read_file", reads)
-    store._blocks.clear()
+    store._caches.clear()
     unpacked = log.load("runs", root)
     assert unpacked["status"].tolist() == ["failed", "ok", "ok"]
     assert files == []
-    (root / "runs" / store._STORED).unlink()
-    store._blocks.clear()
+    (root / "runs" / store._CACHE_FILE).unlink()
+    store._caches.clear()
     pd.testing.assert_frame_equal(log.load("runs", root), unpacked)
 
 
@@ -148,9 +148,12 @@ def test_rows_of_a_run_that_is_there_are_left_out_whatever_table_they_are_of(
 @pytest.mark.parametrize(
     ("tables", "named"),
     [
-        ({"runs": [NEW], "samples": [SAMPLE | {"run_id": "8-y"}]}, "8-y.*no run in it"),
-        ({"runs": [NEW], "fidelity": [UPDATE]}, "1-a.*no run in it"),
-        ({"runs": [NEW, NEW]}, "a run that is there twice"),
+        (
+            {"runs": [NEW], "samples": [SAMPLE | {"run_id": "8-y"}]},
+            "8-y.*does not contain",
+        ),
+        ({"runs": [NEW], "fidelity": [UPDATE]}, "1-a.*does not contain"),
+        ({"runs": [NEW, NEW]}, "a run id occurs twice"),
         ({"runs": [NEW, NEW | {"run_id": None}]}, "run_id"),
         ({"runs": [NEW | {"run_id": "../x"}]}, "run id"),
         ({"runs": [NEW | {"run_id": ""}]}, "run id"),
@@ -186,7 +189,7 @@ def test_a_table_that_is_there_twice_is_refused(filled, tmp_path):
     path = write_zip(tmp_path / "log.zip", runs=[NEW])
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("runs/log.parquet", parquet("runs", [NEW | {"run_id": "8-y"}]))
-    with refused("there twice.*nothing was taken in"):
+    with refused("occurs twice.*nothing was taken in"):
         log.unpack(path, filled)
 
 

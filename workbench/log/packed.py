@@ -23,8 +23,8 @@ from workbench.log.schema import JSON_COLUMNS, SCHEMAS, VERSION
 from workbench.log.store import (
     RUN_ID,
     VERSION_KEY,
+    cache_written_rows,
     load,
-    note_written,
     to_arrow,
     to_frame,
     with_all_columns,
@@ -51,19 +51,15 @@ def pack(out: Path, root: Root = None) -> int:
     Raises:
         InputError: more rows than `unpack` takes in.
     """
-    names, root = identifiers(), Path(root or default_root())
+    hidden_words, root = identifiers(), Path(root or default_root())
     shipped = load("runs", shipped_root(root))["run_id"]
     out.parent.mkdir(parents=True, exist_ok=True)
-    packed, decoded_bytes = BytesIO(), 0
+    packed, decoded_bytes, run_count = BytesIO(), 0, 0
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for table in TABLES:
-            rows = load(table, root)
-            rows = rows[~rows["run_id"].isin(shipped)]
-            for name in rows.select_dtypes("str"):
-                read = json.loads if name in JSON_COLUMNS else str
-                texts = rows[name].dropna().unique()
-                clean = {text: anonymous(read(text), names) for text in texts}
-                rows[name] = rows[name].map(clean)
+            rows = _anonymous_rows(load(table, root), shipped, hidden_words)
+            if table == "runs":
+                run_count = len(rows)
             if len(rows):
                 data = to_arrow(table, rows)
                 decoded_bytes += data.nbytes
@@ -75,7 +71,20 @@ def pack(out: Path, root: Root = None) -> int:
                 with archive.open(_member(table), "w") as file:
                     pq.write_table(data, file, compression=CODEC)
     write_whole(out, packed.getvalue())
-    return len(rows)
+    return run_count
+
+
+def _anonymous_rows(
+    rows: pd.DataFrame, shipped: pd.Series, hidden_words: list[str]
+) -> pd.DataFrame:
+    """The rows without those of shipped runs, and with nothing that names a user."""
+    rows = rows[~rows["run_id"].isin(shipped)]
+    for column in rows.select_dtypes("str"):
+        parse = json.loads if column in JSON_COLUMNS else str
+        texts = rows[column].dropna().unique()
+        clean = {text: anonymous(parse(text), hidden_words) for text in texts}
+        rows[column] = rows[column].map(clean)
+    return rows
 
 
 def unpack(path: Path, root: Root = None) -> list[str]:
@@ -99,15 +108,15 @@ def unpack(path: Path, root: Root = None) -> list[str]:
         step = "ask for the file again; nothing was taken in"
         raise InputError(f"packed log {path.name}", fault, needed, step) from None
     runs_there = load("runs", root, {"run_id": tables["runs"]["run_id"].to_pylist()})
-    new = set(tables["runs"]["run_id"].to_pylist()) - set(runs_there["run_id"])
+    new_run_ids = set(tables["runs"]["run_id"].to_pylist()) - set(runs_there["run_id"])
     try:
-        _add(tables, new, root)
+        _add(tables, new_run_ids, root)
     except OSError as problem:
         fault = problem.strerror or str(problem)
         step = f"nothing of {path.name} was taken in; repeat the command then"
         needed = "a folder that can be written, with room"
         raise InputError(f"log {root}", fault, needed, step) from None
-    return sorted(new)
+    return sorted(new_run_ids)
 
 
 def _member(table: str) -> str:
@@ -133,7 +142,7 @@ def _read(path: Path) -> dict[str, pa.Table]:
         if foreign := [name for name in names if name not in members.values()]:
             raise ValueError(f"a foreign file {foreign[0]!r}")
         if len(set(names)) < len(names):
-            raise ValueError("a table that is there twice")
+            raise ValueError("a table occurs twice")
         for table, name in members.items():
             if name in names:
                 with archive.open(name) as file:
@@ -146,12 +155,15 @@ def _read(path: Path) -> dict[str, pa.Table]:
     if not run_ids:
         raise ValueError("no run in it")
     if len(set(run_ids)) < len(run_ids):
-        raise ValueError("a run that is there twice")
+        raise ValueError("a run id occurs twice")
     if wrong := [run_id for run_id in run_ids if not RUN_ID.fullmatch(run_id)]:
         raise ValueError(f"run id {wrong[0]!r}")
     for table, rows in tables.items():
         if foreign := set(rows["run_id"].unique().to_pylist()) - set(run_ids):
-            raise ValueError(f"{table} of {min(foreign)!r}, which is no run in it")
+            run_id = min(foreign)
+            raise ValueError(
+                f"{table} has rows of {run_id!r}, a run that the file does not contain"
+            )
     return tables
 
 
@@ -208,9 +220,9 @@ def _add(tables: dict[str, pa.Table], run_ids: set[str], root: Path) -> None:
         for table, rows in tables.items():
             (folder / table).mkdir()
             groups = pd.Series(np.arange(len(rows))).groupby(rows["run_id"].to_numpy())
-            for run_id, places in groups.indices.items():
+            for run_id, row_numbers in groups.indices.items():
                 if run_id in run_ids:
-                    of_run = rows.take(pa.array(places))
+                    of_run = rows.take(pa.array(row_numbers))
                     write_rows(folder / table / f"{run_id}.parquet", of_run)
         for table in tables:
             (root / table).mkdir(exist_ok=True)
@@ -220,7 +232,7 @@ def _add(tables: dict[str, pa.Table], run_ids: set[str], root: Path) -> None:
         is_new = pc.is_in(
             tables["runs"]["run_id"], pa.array(sorted(run_ids), pa.string())
         )
-        note_written(root / "runs", tables["runs"].filter(is_new))
+        cache_written_rows(root / "runs", tables["runs"].filter(is_new))
     except BaseException:
         for file in added:
             file.unlink(missing_ok=True)

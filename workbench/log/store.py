@@ -2,7 +2,10 @@
 
 ``<root>/shipped`` is the log of the runs that came with the project. Loading a log
 includes them; only publishing writes there. Every value is checked against the table's
-schema before anything is written."""
+schema before anything is written.
+
+Opening thousands of files takes half a minute, so rows of the table `runs` are cached in
+memory and in one file, `.rows.arrow`. Deleting that file loses nothing."""
 
 import json
 import os
@@ -29,11 +32,11 @@ VERSION_KEY = b"workbench.log.version"
 Rows = pd.DataFrame | Mapping | Sequence[Mapping]
 _MAX_CHUNKS = 64
 """Chunks of a table in memory; with more, every selection takes longer."""
-_STORED = ".rows.arrow"
+_CACHE_FILE = ".rows.arrow"
 """The file, beside those of the table `runs`, with the rows of many of them."""
-_STORED_FILES = b"workbench.log.files"
-_STORED_FROM = 256
-"""So many files whose rows are not stored yet are worth a new `_STORED`."""
+_CACHED_FILES_KEY = b"workbench.log.files"
+_MIN_UNSAVED = 256
+"""The cache file is written again once it lacks this many files."""
 RUN_ID = re.compile(r"\w[\w-]*", re.ASCII)
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
@@ -159,16 +162,16 @@ class _File:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _CachedRows:
     """The rows of files of a folder of the table `runs`."""
 
     files: dict[str, _File]
     rows: pa.Table
-    unstored: int = 0
-    """How many of the files `_STORED` lacks."""
+    unsaved: int = 0
+    """How many of the files `_CACHE_FILE` lacks."""
 
 
-_blocks: dict[Path, _Block] = {}
+_caches: dict[Path, _CachedRows] = {}
 """What this process has read of each folder. A file never changes, so that only new
 files are read."""
 
@@ -193,92 +196,96 @@ def _files(folder: Path) -> dict[str, _File]:
 def _run_rows(folder: Path, files: dict[str, _File]) -> pa.Table:
     """The rows of `files` of a folder of the table `runs`. Those that were read before
     are taken from memory."""
-    block = _block(folder, files)
-    unread = files.keys() - block.files.keys()
+    cached = _valid_cache(folder, files)
+    unread = files.keys() - cached.files.keys()
     if unread:
         new = [_read_file("runs", files[name]) for name in unread]
-        block = _extend(block, {name: files[name] for name in unread}, new)
-    _blocks[folder] = block
-    _store_if_large(folder)
-    return block.rows
+        cached = _with_files(cached, {name: files[name] for name in unread}, new)
+    _caches[folder] = cached
+    _save_cache_if_behind(folder)
+    return cached.rows
 
 
-def note_written(folder: Path, rows: pa.Table) -> None:
-    """Takes rows of the table `runs` whose files were just written to `folder` as read,
-    since reading thousands of files takes long."""
+def cache_written_rows(folder: Path, rows: pa.Table) -> None:
+    """Adds the rows of `runs` files that were just written to `folder` to the cache, since
+    reading thousands of files takes long."""
     files = _files(folder)
-    block = _block(folder, files)
-    names = set(rows["run_id"].to_pylist()) & (files.keys() - block.files.keys())
+    cached = _valid_cache(folder, files)
+    names = set(rows["run_id"].to_pylist()) & (files.keys() - cached.files.keys())
     rows = rows.filter(pc.is_in(rows["run_id"], pa.array(sorted(names), pa.string())))
     new = rows.replace_schema_metadata(None)
-    _blocks[folder] = _extend(block, {name: files[name] for name in names}, [new])
-    _store_if_large(folder)
+    _caches[folder] = _with_files(cached, {name: files[name] for name in names}, [new])
+    _save_cache_if_behind(folder)
 
 
-def _block(folder: Path, files: dict[str, _File]) -> _Block:
+def _valid_cache(folder: Path, files: dict[str, _File]) -> _CachedRows:
     """What is known of a folder, without the rows of files that were removed or
     replaced since."""
-    block = _blocks.get(folder) or _stored_block(folder)
-    stale = [name for name, file in block.files.items() if files.get(name) != file]
+    cached = _caches.get(folder) or _load_cache(folder)
+    stale = [name for name, file in cached.files.items() if files.get(name) != file]
     if not stale:
-        return block
-    rows = block.rows.filter(pc.invert(pc.is_in(block.rows["run_id"], pa.array(stale))))
-    files = {name: block.files[name] for name in block.files.keys() - stale}
-    return _Block(files, rows, block.unstored)
+        return cached
+    rows = cached.rows.filter(
+        pc.invert(pc.is_in(cached.rows["run_id"], pa.array(stale)))
+    )
+    files = {name: cached.files[name] for name in cached.files.keys() - stale}
+    return _CachedRows(files, rows, cached.unsaved)
 
 
-def _extend(block: _Block, files: dict[str, _File], rows: list[pa.Table]) -> _Block:
-    table = pa.concat_tables([block.rows, *rows])
+def _with_files(
+    cached: _CachedRows, files: dict[str, _File], rows: list[pa.Table]
+) -> _CachedRows:
+    table = pa.concat_tables([cached.rows, *rows])
     if table["run_id"].num_chunks > _MAX_CHUNKS:
         table = table.combine_chunks()
-    return _Block(block.files | files, table, block.unstored + len(files))
+    return _CachedRows(cached.files | files, table, cached.unsaved + len(files))
 
 
-def _store_if_large(folder: Path) -> None:
-    """Stores what was read of a folder once `_STORED` lacks many files."""
-    if _blocks[folder].unstored >= _STORED_FROM:
+def _save_cache_if_behind(folder: Path) -> None:
+    """Saves what was read of a folder once `_CACHE_FILE` lacks many files."""
+    if _caches[folder].unsaved >= _MIN_UNSAVED:
         with suppress(OSError):  # a log that cannot be written is read all the same
-            _store_block(folder)
-        block = _blocks[folder]
-        _blocks[folder] = _Block(block.files, block.rows)
+            _save_cache(folder)
+        cached = _caches[folder]
+        _caches[folder] = _CachedRows(cached.files, cached.rows)
 
 
-def _stored_block(folder: Path) -> _Block:
-    """What a process stored of the folder (see `_store_block`); nothing where it is
+def _load_cache(folder: Path) -> _CachedRows:
+    """What a process saved of the folder (see `_save_cache`); nothing where it is
     absent, damaged or of other columns."""
     try:
-        with pa.ipc.open_file((folder / _STORED).read_bytes()) as reader:
+        with pa.ipc.open_file((folder / _CACHE_FILE).read_bytes()) as reader:
             rows = reader.read_all()
-        stored = json.loads(rows.schema.metadata[_STORED_FILES])
+        saved = json.loads(rows.schema.metadata[_CACHED_FILES_KEY])
         files = {
             name: _File(str(folder / f"{name}.parquet"), *status)
-            for name, *status in stored
+            for name, *status in saved
         }
         rows = rows.replace_schema_metadata(None)
         if rows.schema.equals(SCHEMAS["runs"]):
-            return _Block(files, rows)
+            return _CachedRows(files, rows)
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
         pass
-    return _Block({}, SCHEMAS["runs"].empty_table())
+    return _CachedRows({}, SCHEMAS["runs"].empty_table())
 
 
-def _store_block(folder: Path) -> None:
-    """Stores the rows of a folder in one file beside theirs, since opening thousands of
-    files takes half a minute. The file is no part of the log: another one, or none,
-    changes no row that is loaded."""
-    block = _blocks[folder]
-    stored = [
+def _save_cache(folder: Path) -> None:
+    """Saves the rows of a folder in one file beside theirs, since opening thousands of
+    files takes half a minute. The file is no part of the log: deleting or
+    replacing it changes no row that is loaded."""
+    cached = _caches[folder]
+    saved = [
         (name, file.modified_ns, file.size, file.inode)
-        for name, file in block.files.items()
+        for name, file in cached.files.items()
     ]
-    rows = block.rows.replace_schema_metadata({_STORED_FILES: json.dumps(stored)})
+    rows = cached.rows.replace_schema_metadata({_CACHED_FILES_KEY: json.dumps(saved)})
     options = pa.ipc.IpcWriteOptions(compression="lz4")
 
     def write(file) -> None:
         with pa.ipc.new_file(file, rows.schema, options=options) as writer:
             writer.write_table(rows)
 
-    write_whole(folder / _STORED, write)
+    write_whole(folder / _CACHE_FILE, write)
 
 
 def _sorted_by_run(rows: pa.Table) -> pa.Table:
