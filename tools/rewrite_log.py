@@ -93,13 +93,13 @@ def renamed(row: dict) -> dict:
     new, counts = chosen(row), {name: row.get(name) for name in COUNTS}
     if row["setting"]:
         for contents in (row["checkpoint_hash"], row["bundle_hash"]):
-            if identity.setting(contents, old, row, counts) == row["setting"]:
-                row["setting"] = identity.setting(contents, new, row, counts)
+            if identity.setting_hash(contents, old, row, counts) == row["setting"]:
+                row["setting"] = identity.setting_hash(contents, new, row, counts)
                 break
         else:
             raise ValueError(f"run {row['run_id']}: a setting of no known options")
     if row["values"]:
-        row["values"] = identity.values(row["checkpoint_hash"], new, row)
+        row["values"] = identity.values_hash(row["checkpoint_hash"], new, row)
     return row
 
 
@@ -125,7 +125,7 @@ def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     row["software"] = software_name(row.get("os_build"), versions)
     row |= scalars(**tables) | {"kl_mean": kl_mean(config)}
     if row["checkpoint_hash"] and row["runtime"]:
-        row["values"] = identity.values(row["checkpoint_hash"], chosen(row), row)
+        row["values"] = identity.values_hash(row["checkpoint_hash"], chosen(row), row)
         row["setting"] = row.get("setting") and setting(row, config)
     if prompt := (config.get("cell") or "").split("-")[2:]:
         row["prompt"] = prompt[0]
@@ -144,7 +144,7 @@ def fitted(row: dict) -> dict:
 
 
 def chosen(row: dict, defaults: dict = DEFAULTS) -> dict:
-    """`identity.chosen` of the options in a row's columns."""
+    """`identity.non_default_options` of the options in a row's columns."""
     options = {}
     for name, default in defaults.items():
         value = row.get(name)
@@ -163,7 +163,7 @@ def setting(row: dict, config: dict) -> str:
     if hashlib.sha256(text.encode()).hexdigest()[:16] != row["setting"]:
         contents = row["bundle_hash"]
     counts = {name: row.get(name) for name in COUNTS}
-    return identity.setting(contents, chosen(row), row, counts)
+    return identity.setting_hash(contents, chosen(row), row, counts)
 
 
 def kl_mean(config: dict) -> float | None:

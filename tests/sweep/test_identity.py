@@ -30,9 +30,9 @@ def test_the_default_preset_has_a_scale_for_each_channel():
 def test_hashes_leave_out_fp16_and_no_other_preset(preset, expected):
     """The digests were written down while fp16 was the default."""
     digests = {"fp16": "a612f6ccad360d24", "int8-channel": "2b3ff6cb17750c78"}
-    chosen = identity.chosen(Options(compress=preset))
+    chosen = identity.non_default_options(Options(compress=preset))
     assert chosen == expected
-    computed = identity.setting("0" * 64, chosen, RUN, {"T": 1, "depth": 0})
+    computed = identity.setting_hash("0" * 64, chosen, RUN, {"T": 1, "depth": 0})
     assert computed == digests[preset]
 
 
@@ -43,5 +43,7 @@ def test_every_shipped_run_has_the_hash_that_its_columns_give():
     assert {"fp16", "int8-tensor"} <= {run["compress"] for run in runs}
     for run in runs:
         columns = {name: run[name] for name in Options.model_fields if run[name]}
-        chosen = identity.chosen(Options(**columns))
-        assert identity.values(run["checkpoint_hash"], chosen, run) == run["values"]
+        chosen = identity.non_default_options(Options(**columns))
+        assert (
+            identity.values_hash(run["checkpoint_hash"], chosen, run) == run["values"]
+        )

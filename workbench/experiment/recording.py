@@ -213,10 +213,10 @@ class Experiment:
         row |= {"verdict": result, "config": config}
         options = {}
         if decoder:
-            described = identity.describe(decoder)
+            described = identity.run_columns(decoder)
             row |= described
             manifest = decoder.bundle.manifest
-            options = identity.exported(manifest.options)
+            options = identity.export_columns(manifest.options)
             options |= {name: described[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **rows)
         parts = folders.read_parts(self.unfinished)

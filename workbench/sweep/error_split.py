@@ -52,11 +52,11 @@ def log_split(path: Path, options: Options, grid: Grid, root: Path) -> None:
     checkpoint, folder = Checkpoint(path), log.project(root) / "data" / "bundles"
     bundle = bundle_for(checkpoint, options, folder)
     split = error.split_error(checkpoint, bundle, grid.validate_ids)["isolated"]
-    row = identity.describe(bundle) | {
+    row = identity.run_columns(bundle) | {
         "experiment": grid.experiment,
         "command": "error",
         "runtime": "portable",
-        "prompt": identity.prompt(grid.validate_ids),
+        "prompt": identity.prompt_hash(grid.validate_ids),
         "config": {"parts": {"isolated": records(split.layers())}},
     }
     log.record(row, root)
@@ -68,10 +68,10 @@ def stored_split(
     """The parts of the error of every layer's isolated update over the prompt of a grid
     (see `explain.error.Split.layers`) from the newest logged split, with its run_id;
     None if the log has none."""
-    where = identity.exported(options) | {
+    where = identity.export_columns(options) | {
         "checkpoint_hash": checkpoint.sha256,
         "command": "error",
-        "prompt": identity.prompt(grid.validate_ids),
+        "prompt": identity.prompt_hash(grid.validate_ids),
         "status": "ok",
     }
     runs = log.load("runs", root, where)

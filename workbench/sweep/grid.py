@@ -157,17 +157,19 @@ class Cell:
 
     def columns(self) -> dict:
         """The columns of `runs` that the cell decides, both hashes among them."""
-        executed = identity.executed(**self.run)
+        executed = identity.decoder_columns(**self.run)
         counts = {name: self.run.get(name) for name in identity.COUNTS}
-        options = identity.chosen(self.options)
+        options = identity.non_default_options(self.options)
         source = self.source
-        return identity.exported(self.options) | {
+        return identity.export_columns(self.options) | {
             **executed,
             **counts,
-            "values": identity.values(source.checkpoint_hash, options, executed),
-            "setting": identity.setting(source.contents, options, executed, counts),
+            "values": identity.values_hash(source.checkpoint_hash, options, executed),
+            "setting": identity.setting_hash(
+                source.contents, options, executed, counts
+            ),
             "round": self.round,
-            "prompt": identity.prompt(self.validate_ids),
+            "prompt": identity.prompt_hash(self.validate_ids),
         }
 
     def measurement(self) -> Measurement:
@@ -358,7 +360,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
 
 
 def _stamp(file: Path) -> tuple:
-    """What tells a file from another one at its path. A copying program may give both
+    """Changes whenever the file at this path is replaced. A copying program may give both
     the same modification time; no program can set the time of the last status change
     (`st_ctime_ns`)."""
     status = file.stat()

@@ -26,17 +26,17 @@ def digest(*parts) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def prompt(ids: Sequence[int]) -> str | None:
+def prompt_hash(ids: Sequence[int]) -> str | None:
     """The column `prompt` for a validation on these token ids; None for no ids."""
     return digest(*ids)[:6] if ids else None
 
 
-def describe(subject: Bundle | Decoder) -> dict:
+def run_columns(subject: Bundle | Decoder) -> dict:
     """The columns of `runs` for a bundle and, given a decoder, for the way it runs; the
     placement stays null."""
     bundle = subject if isinstance(subject, Bundle) else subject.bundle
     manifest = bundle.manifest
-    row = exported(manifest.options) | {
+    row = export_columns(manifest.options) | {
         "checkpoint": manifest.checkpoint["name"],
         "checkpoint_hash": manifest.checkpoint["sha256"],
         "bundle": bundle.root.name,
@@ -46,7 +46,7 @@ def describe(subject: Bundle | Decoder) -> dict:
     }
     if subject is not bundle:
         decoder = subject
-        row |= executed(
+        row |= decoder_columns(
             runtime=decoder.runtime,
             precision=decoder.precision,
             fast=decoder.fast,
@@ -54,25 +54,25 @@ def describe(subject: Bundle | Decoder) -> dict:
             compute_units=decoder.compute_units,
             hints=decoder.hints,
         )
-        options = chosen(manifest.options)
-        row["values"] = values(row["checkpoint_hash"], options, row)
+        options = non_default_options(manifest.options)
+        row["values"] = values_hash(row["checkpoint_hash"], options, row)
     return row
 
 
-def exported(options: Options) -> dict:
+def export_columns(options: Options) -> dict:
     """The columns of `runs` for export options. An option that the manifest does not
     store, since it has its default, is null."""
     return dict.fromkeys(Options.model_fields) | options.model_dump()
 
 
-def chosen(options: Options) -> dict:
+def non_default_options(options: Options) -> dict:
     """The options that differ from `HASH_BASE`. Hashes contain these alone, so that
     new options leave other hashes unchanged."""
     settings = options.model_dump(mode="json")
     return {name: value for name, value in settings.items() if value != HASH_BASE[name]}
 
 
-def executed(
+def decoder_columns(
     runtime: str,
     precision: str,
     fast: bool,
@@ -98,32 +98,31 @@ def executed(
     return columns
 
 
-def values(checkpoint_hash: str, options: Mapping, execution: Mapping) -> str:
+def values_hash(checkpoint_hash: str, options: Mapping, execution: Mapping) -> str:
     """The hash of everything that decides what a run computes, on any machine. Finished
     bundles are told apart by `bundle_hash`.
 
     Args:
-        options: of the export (see `chosen`).
+        options: of the export (see `non_default_options`).
         execution: at least the columns runtime, precision, compute_units and hints.
     """
     names = ("runtime", "precision", "compute_units", "hints")
     return digest(checkpoint_hash, options, [execution[name] for name in names])
 
 
-def setting(
+def setting_hash(
     contents: str, options: Mapping, execution: Mapping, counts: Mapping
 ) -> str:
     """The hash of everything that decides the times of a run on one machine.
 
     Args:
         contents: the checkpoint's hash, or the identity of a finished bundle.
-        options: of the export (see `chosen`).
-        execution: as in `values`, and the columns fast and reads.
+        options: of the export (see `non_default_options`).
+        execution: as in `values_hash`, and the columns fast and reads.
         counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    fused = execution["fast"]
-    if fused and execution["reads"] == "all":
-        # `reads` is newer than `fast`: the hash of `used` is that of older rows
-        fused = "all rows"
-    return digest(values(contents, options, execution), fused, counts)
+    # `reads` is newer than `fast`: "used" hashes as older rows did, with `fast` alone
+    reads_all = execution["fast"] and execution["reads"] == "all"
+    decode_path = "all rows" if reads_all else execution["fast"]
+    return digest(values_hash(contents, options, execution), decode_path, counts)

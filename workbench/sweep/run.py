@@ -319,7 +319,7 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     config = {"startup_s": round(startup_s, 3), "energy": None}
     if used.reason:
         config["energy"] = f"not measured: {used.reason}"
-    row = identity.describe(decoder) | disturbance
+    row = identity.run_columns(decoder) | disturbance
     row |= {"ane_joules": used.ane_joules, "config": config}
     if cell.validate_ids:
         result = _validation(cell, grid, decoder, path)
