@@ -38,33 +38,35 @@ def connect(address: str):
         InputError: no Dask, no scheduler there, no worker with the resource, or a
             worker with another version of the workbench.
     """
-    needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
+    subject = f"scheduler {address}"
     try:
         from distributed import Client
         from distributed.comm.addressing import resolve_address
-
+    except ImportError:
+        step = "run: pip install 'workbench[cluster]'; or split the grid with --part"
+        raise InputError(subject, "no Dask here", "Dask", step) from None
+    try:
         # a client of an invalid address would not close by itself
         resolve_address(address)
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
         count, measuring = _workers(client)
         outdated = _workers_with_other_code(client, measuring)
-        if measuring and not outdated:
-            return client
-        client.close()
-        if outdated:
-            actual = f"another version of the workbench on {', '.join(outdated)}"
-            needed = "the code of this checkout on every worker"
-            step = "update the workbench there and start the worker again"
-        else:
-            actual, needed = f"{count} workers, none with {RESOURCE}", "at least one"
-            step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
-    except ImportError:
-        actual, needed = "no Dask here", "Dask"
-        step = "run: pip install 'workbench[cluster]'; or split the grid with --part"
     # TypeError: tls without a certificate
     except (OSError, TypeError, ValueError) as problem:
         actual = str(problem) or type(problem).__name__
-    raise InputError(f"scheduler {address}", actual, needed, step)
+        needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
+        raise InputError(subject, actual, needed, step) from None
+    if measuring and not outdated:
+        return client
+    client.close()
+    if outdated:
+        actual = f"another version of the workbench on {', '.join(outdated)}"
+        needed = "the code of this checkout on every worker"
+        step = "update the workbench there and start the worker again"
+    else:
+        actual, needed = f"{count} workers, none with {RESOURCE}", "at least one"
+        step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
+    raise InputError(subject, actual, needed, step)
 
 
 def runtimes(client, named: Sequence[str]) -> list[str]:
