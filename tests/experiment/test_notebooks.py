@@ -269,7 +269,7 @@ def test_an_answer_tells_a_fault_of_the_export_from_a_limit_of_the_user(number):
     sentences = answer(number, names).splitlines()
     assert "No fault of the export is found: 2 gates on it are GREEN." in sentences
     (cost,) = (line for line in sentences if "0.0942" in line)
-    assert "more than your limit of 0.05: RED stands for this limit alone" in cost
+    assert "more than your limit of 0.05; this limit is the only reason for RED" in cost
     (step,) = (line for line in sentences if line.startswith("Next step"))
     assert "int8-channel" in step and "0.0102" in step
 
@@ -438,7 +438,7 @@ def names_of_34(of_T: float = 2.0) -> dict:
 def test_the_answer_of_34_turns_with_its_tables():
     names = names_of_34()
     says("34", names, " 4 has more than 1,", "1024 has fewer than 128", "\n4 of 4")
-    says("34", names, "The fastest is int8_mask: the others have fewer in all 3 rounds")
+    says("34", names, "The fastest is int8_mask, in every round. The closest is")
     says("34", names, "slice has more tokens per second than mask in 0 of 2 pairs")
     says(
         "34", names, "fewer in 2, and 0 are not decided", "int8_mask: 0.0002 and 0.003"

@@ -34,9 +34,9 @@ def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
     assert none["compress"].tolist() == ["int8-channel", "fp16"]
     assert not none["passes"].any() and none["kl_mean"].is_monotonic_decreasing
     words = recommend.describe_verdict(results(0.2, 0.0), none)
-    assert "No preset that was tried keeps the limit" in words[-1]
+    assert "None of the presets tried keeps the limit" in words[-1]
     words = recommend.describe_verdict(red, presets)
-    assert "RED stands for this limit alone" in " ".join(words)
+    assert "this limit is the only reason for RED" in " ".join(words)
     assert words[-1].startswith("Next step: export with compress = int8-channel")
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_exported_for_a_kept_limit_or_a_faulty_export(source, monkeyp
         assert list(presets) == recommend.COLUMNS and presets.empty
     words = recommend.describe_verdict(results(0.2, 0.05, fault), presets)
     assert "1 of 2 gates on it are RED (host)" in words[0]
-    assert "this limit alone" not in " ".join(words)
+    assert "only reason" not in " ".join(words)
 
 
 def test_the_cost_of_a_preset_is_that_of_a_validation(llama_bundle, llama_golden):

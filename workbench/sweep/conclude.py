@@ -36,13 +36,13 @@ class Comparison:
 def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
     """How a time depends on an axis: the median over processes at each of its values,
     and the differences of neighbouring values and of the last from the first."""
-    settings = _by(processes, axis)
+    settings = _group_processes(processes, axis)
     keys = list(settings)
     pairs = list(pairwise(keys))
     # neighbours may be too close to tell apart where the ends are not
     if len(keys) > 2:
         pairs.append((keys[0], keys[-1]))
-    medians = ", ".join(f"{key}: {_figures(settings[key])}" for key in keys)
+    medians = ", ".join(f"{key}: {_describe_median(settings[key])}" for key in keys)
     sentences = [f"{axis} {medians} {unit}."]
     if not pairs:
         return f"{sentences[0]} One value of {axis} was measured."
@@ -54,7 +54,9 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
         if comparison.is_decided:
             change = comparison.difference
             more = "more" if change.ratio > 1 else "fewer"
-            decided.append(f"{second} has {more} than {first}, {_times(change)}")
+            decided.append(
+                f"{second} has {more} than {first}, {_describe_ratio(change)}"
+            )
         else:
             undecided.append((f"{second} against {first}", comparison.objections))
     if decided:
@@ -65,12 +67,14 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
 def describe_fastest(processes: pd.DataFrame, command: str) -> str:
     """Which setting (column `name`) has the most tokens per second, by how much it is
     ahead of each other setting, and which settings are not told apart from it."""
-    settings = _by(processes, "name")
+    settings = _group_processes(processes, "name")
     medians = {name: _values(rows).median() for name, rows in settings.items()}
     order = sorted(settings, key=medians.get, reverse=True)
-    speeds = "; ".join(f"{name}: {_figures(settings[name])} tok/s" for name in order)
+    speeds = "; ".join(
+        f"{name}: {_describe_median(settings[name])} tok/s" for name in order
+    )
     if len(order) < 2:
-        return f"{speeds}. There is no other one."
+        return f"{speeds}. No other setting was measured."
     first, *others = order
     slower, undecided = [], []
     for name in others:
@@ -80,13 +84,13 @@ def describe_fastest(processes: pd.DataFrame, command: str) -> str:
             slower.append((name, change))
         else:
             # a decided ratio above 1 contradicts the medians: nothing is concluded
-            undecided.append((name, comparison.objections or [_why(change)]))
+            undecided.append((name, comparison.objections or [_why_undecided(change)]))
     sentences = [f"{speeds}."]
     if not undecided:
         nearest, change = max(slower, key=lambda item: item[1].ratio)
         sentences.append(
-            f"The fastest is {first}: the others have fewer in all {change.rounds} "
-            f"rounds, {nearest} the least so, {_times(change)}."
+            f"The fastest is {first}, in every round. The closest is {nearest}, with "
+            f"{_describe_ratio(change)} its speed."
         )
         return " ".join(sentences)
     if slower:
@@ -113,7 +117,7 @@ def describe_choice(
     for first, second in pairwise(values):
         counts, objections = {"more": 0, "fewer": 0, "open": 0}, []
         for _, rows in processes.groupby(others, dropna=False, sort=False):
-            settings = _by(rows, option)
+            settings = _group_processes(rows, option)
             if not {first, second} <= settings.keys():
                 continue
             comparison = _compare({first: settings[first], second: settings[second]})
@@ -139,7 +143,7 @@ def describe_choice(
     return " ".join(sentences)
 
 
-def _by(processes: pd.DataFrame, column: str) -> Series:
+def _group_processes(processes: pd.DataFrame, column: str) -> Series:
     """The processes of each value of a column. A null is a value, `NOT_SET`."""
     groups = processes.groupby(column, dropna=False)
     return {NOT_SET if pd.isna(key) else key: rows for key, rows in groups}
@@ -151,7 +155,7 @@ def _compare(settings: Series) -> Comparison:
     difference = log.difference(first, second)
     objections = _objections(settings)
     if not objections and not difference.is_decided:
-        objections = [_why(difference)]
+        objections = [_why_undecided(difference)]
     return Comparison(difference, objections)
 
 
@@ -159,7 +163,7 @@ def _values(rows: pd.DataFrame) -> pd.Series:
     return rows.set_index("run_id")["value"]
 
 
-def _figures(rows: pd.DataFrame) -> str:
+def _describe_median(rows: pd.DataFrame) -> str:
     """The median over processes, the least, the most and their number."""
     (summary,) = log.summarize(rows.assign(all=0), "all").itertuples()
     if summary.n == 1:
@@ -168,7 +172,7 @@ def _figures(rows: pd.DataFrame) -> str:
     return f"{summary.median:.4g} ({extent}, {summary.n} processes)"
 
 
-def _times(change: Difference) -> str:
+def _describe_ratio(change: Difference) -> str:
     return (
         f"{change.ratio:.3g} times ({change.low:.3g} to {change.high:.3g}, paired over "
         f"{change.rounds} rounds)"
@@ -189,7 +193,7 @@ def _objections(settings: Series) -> list[str]:
     return reasons
 
 
-def _why(change: Difference) -> str:
+def _why_undecided(change: Difference) -> str:
     """Why a difference is not decided."""
     if change.rounds < MIN_ROUNDS:
         plural = "" if change.rounds == 1 else "s"

@@ -87,7 +87,7 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
             continue
         words.append(
             f"It costs {cost}, more than your limit of {limit.threshold:g}"
-            + (": RED stands for this limit alone." if not faults else ".")
+            + ("; this limit is the only reason for RED." if not faults else ".")
         )
     for row in presets.to_dict("records"):
         verb = "keeps" if row["passes"] else "exceeds it too"
@@ -100,5 +100,7 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
         else:
             words.append(f"Stored as {row['compress']} it {verb} ({measured}).")
     if limits and not faults and len(presets) and not presets["passes"].any():
-        words.append("No preset that was tried keeps the limit: raise it, MAX_KL.")
+        words.append(
+            "None of the presets tried keeps the limit. Next step: raise MAX_KL."
+        )
     return words

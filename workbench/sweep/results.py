@@ -85,7 +85,7 @@ def configurations(
     )
     validated["faulty"] = [bool(_red_gates(run)) for run in runs]
     faulty = validated[[*BUNDLE, "faulty"]]
-    # by status, too: the times of invalid runs are no repetitions of valid ones
+    # grouped by status too: invalid runs must not count as rounds of valid ones
     rows = repeated(timed, ["setting", "status"], validated, root)
     rows["verdict"] = rows["verdict"].fillna("not_run")
     rows = rows.merge(faulty, "left", BUNDLE)
