@@ -89,7 +89,7 @@ class Server:
     process: subprocess.Popen
 
     def end(self) -> None:
-        """Waits for a server that is told by the end of its stdin to end."""
+        """Closes the server's stdin, at which it ends, and waits for it."""
         self.process.communicate()
 
     def kill(self) -> None:

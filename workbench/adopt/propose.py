@@ -70,7 +70,7 @@ ANEMLL_FILE = "meta.yaml"
 
 @dataclass(frozen=True)
 class Assumption:
-    """A statement of the manifest that no interface gives: `value` of `subject`, because
+    """Something in the manifest that had to be guessed: that `subject` is `value`, because
     of `reason`."""
 
     subject: str

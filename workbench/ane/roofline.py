@@ -37,12 +37,12 @@ from workbench.ane.work import Work, stored_bits
 ROUTE = "Core ML"
 """The way to the Neural Engine whose rows are fitted; other ways have other costs."""
 HALF = 0.5
-"""Of the published peak, that products reach (two rows: M1 Max at T = 64, M5 Pro at T =
-128)."""
+"""The share of the published peak that products reach (two rows: M1 Max at T = 64, M5 Pro
+at T = 128)."""
 LEVEL = 0.9
-"""Of an interval: the share of measurements that it is meant to contain."""
+"""The share of measurements that an interval should contain."""
 SPREAD = 0.15
-"""Of the logarithm of a row: beyond it a misfit counts by its size, not its square. The
+"""The log error beyond which a misfit counts by its size, not its square. The
 same package was published with times that differ by 2 to 26%."""
 FEATURES = """chip T format table calls weights_g head_g streamed_gb rows cache_mb
 spread_mb recurrent_mb""".split()
@@ -64,7 +64,8 @@ class Constants:
 PRIORS = Constants(call=1.0, unpack=100.0, attend=22.0, recur=5.0)
 """Medians of the constants before any row is seen."""
 PRIOR_SPREAD = 3.0
-"""Of their logarithms: so wide that they decide only where no row left has the term."""
+"""The standard deviation of their logarithms, so wide that they decide only where no row
+left has the term."""
 NAMES = ("call", "unpack", "attend", "recur")
 
 

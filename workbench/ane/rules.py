@@ -130,8 +130,8 @@ def lint(graph: LintGraph) -> list[dict]:
 
 
 def _subjects(g: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
-    """What each word of the column `of` names, with its own name; of a weight the name
-    of its reader."""
+    """For each word of the column `of`: the (name, object) pairs that it stands for. A
+    weight has the name of the operation that reads it."""
     inputs, states = g.program.inputs.items(), g.program.states.items()
     outputs = [(n, g.types[n]) for n in g.program.outputs if n in g.types]
     results = [(op.name, type) for op in g.ops for _, type in op.outputs]

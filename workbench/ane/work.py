@@ -62,7 +62,7 @@ class ShardWork:
 @dataclass(frozen=True)
 class Work:
     """The work of one call of `T` tokens for each of `batch` sequences through all
-    shards. `ranged`: experts in one program that takes a range of T."""
+    shards. `ranged_experts`: experts in one program that takes a range of T."""
 
     shards: tuple[ShardWork, ...]
     T: int = 1

@@ -1,9 +1,9 @@
 """The version of what the columns of `fidelity` mean, and the selection of older rows
 that still mean the same.
 
-Null: rows older than this column. A chained update was the layer's output less the
-golden's input, which counts the error of all earlier layers again.
-2: a chained update is the layer's output less the input that the layer was given.
+Null (older rows): a chained update was the layer's output minus the golden's
+input, which counts the error of all earlier layers again.
+2: a chained update is the layer's output minus the input that the layer was given.
 """
 
 import pandas as pd
@@ -17,12 +17,12 @@ def select_current(rows: pd.DataFrame) -> tuple[pd.DataFrame, str | None]:
     number of others (None without others). Those cannot be computed from the log."""
     version = rows["definition"].fillna(1)
     is_chained_update = rows["tensor"].eq("update") & rows["mode"].eq("chained")
-    is_other = (version < 2) & is_chained_update | (version > DEFINITION)
-    if not is_other.any():
+    has_other_definition = (version < 2) & is_chained_update | (version > DEFINITION)
+    if not has_other_definition.any():
         return rows, None
-    runs = rows.loc[is_other, "run_id"].nunique()
+    runs = rows.loc[has_other_definition, "run_id"].nunique()
     sentence = (
-        f"{is_other.sum()} rows of {runs} runs were left out: chained updates of another "
-        "definition. Measure them again: validate the bundles with this version"
+        f"{has_other_definition.sum()} rows of {runs} runs were left out: chained "
+        "updates of another definition. Measure them again: validate the bundles with this version"
     )
-    return rows[~is_other].reset_index(drop=True), sentence
+    return rows[~has_other_definition].reset_index(drop=True), sentence

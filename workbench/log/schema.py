@@ -33,9 +33,9 @@ def _schema(lines: str) -> pa.Schema:
 SCHEMAS: dict[str, pa.Schema] = {
     # One row per run. `values` names everything that decides what the run computes on
     # any machine, `setting` everything that decides its times on one; runs of a setting
-    # are its repetitions, each in a process of its own, numbered by `round`. `prompt`
-    # names the token ids of a validation. The machine's state is that when the row was
-    # written. Of a run that measured times, `load_start` and `load_end` are the
+    # are its rounds, each in a process of its own, numbered by `round`. `prompt`
+    # names the token ids of a validation. The machine's state is as of the moment
+    # the row was written. Of a run that measured times, `load_start` and `load_end` are the
     # processes that ran or waited to run, averaged over the minute before the first
     # and after the last call, and `steal` is the share of processor time between them
     # that a hypervisor gave to other machines (null: not on Linux). `cold_s` and

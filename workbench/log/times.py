@@ -24,9 +24,9 @@ down meanwhile."""
 FAR_APART = 1.25
 """No conclusion is drawn from a setting whose processes differ by this ratio."""
 TRIMMED_FROM = 5
-"""With so many processes, one odd process at either end disturbs nothing."""
+"""From this many processes on, the smallest and the largest are ignored."""
 LOAD_MARGIN = 0.5
-"""A measurement itself may cause so much load beyond the number of cores."""
+"""Load above the number of cores that the measurement itself may cause."""
 MAX_STEAL = 0.02
 """The share of processor time that other machines may take."""
 

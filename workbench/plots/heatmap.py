@@ -33,7 +33,7 @@ alone causes in Hugging Face's model, together with `HALF_ULP`."""
 TOLERANCE_FACTOR = 6.0
 """The tolerance of an error over its rounding budget, as in the gate `budget`."""
 LEAST_VALUE = 1e-8
-"""The value at which smaller ones are drawn: 1 − cosine of equal float32 vectors may
+"""Smaller values are drawn as this one: 1 − cosine of equal float32 vectors may
 differ from 0 by as much."""
 LABELS = {"cosine": "1 − cosine", "error": "error ÷ its tolerance"}
 BIT_FOR_BIT = "equal bit for bit"

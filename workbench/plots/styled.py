@@ -72,9 +72,9 @@ class StyledFigure(Figure):
 
 
 def returns_figure(draw: Callable) -> Callable:
-    """Makes a function that draws into a figure one that returns the figure: a new one,
-    or the given one after its contents were removed, in the look of every figure and
-    with its title."""
+    """Turns `draw(data, figure, …)` into a function that returns the figure: a new one,
+    or the argument `figure`, cleared first. The figure gets the common style and the
+    title."""
 
     @wraps(draw)
     def drawn(

@@ -9,7 +9,7 @@ from workbench.plots.styled import DASHED, MARKERS, PALETTE, add_legend, returns
 from workbench.plots.text import describe_unplaced, group_by, label_log, label_of, wrap
 
 LEAST_KL = 1e-8
-"""The KL at which smaller ones are drawn; a logarithmic axis has no 0."""
+"""Smaller values are drawn as this one; a logarithmic axis has no 0."""
 FASTER = 1.02
 """A numbered setting is this many times as fast as all of a lower KL: smaller
 differences are noise."""

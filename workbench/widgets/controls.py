@@ -42,8 +42,8 @@ def canvas():
 
 
 def call_on_kernel_thread(action: Callable[[], None]) -> None:
-    """Calls `action` on the thread that draws the canvases: a drawing on another thread
-    may reach the page in part. Without a kernel it is called here."""
+    """Calls `action` on the thread that draws the canvases: a figure drawn on another
+    thread may reach the page incomplete. Without a kernel it is called here."""
     kernel = getattr(get_ipython(), "kernel", None)
     if kernel:
         kernel.io_loop.add_callback(action)

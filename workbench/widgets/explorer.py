@@ -143,8 +143,8 @@ class Explorer(ui.VBox):
         super().close()
 
     def guarded(self, action: Callable[[], None]) -> bool:
-        """Runs a callback, whose error would be lost: it is shown, and the queue loses
-        its jobs. Returns whether there was none."""
+        """Runs a callback. Jupyter would swallow its error, so the error is shown here
+        and the queued jobs are dropped. Returns whether it succeeded."""
         if self.closed:
             return False
         try:
@@ -226,7 +226,7 @@ class Explorer(ui.VBox):
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options["metric"] = self.metric.value
         # the rows may be of a validation on another prompt
-        prompt = identity.prompt(self.grid.validate_ids)
+        prompt = identity.prompt_hash(self.grid.validate_ids)
         if self.shown["prompt"].eq(prompt).all():
             options["tokens"] = self.tokens
         title = f"{tensor} against Hugging Face, T = {T}"
