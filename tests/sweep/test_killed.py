@@ -52,7 +52,10 @@ def start(tmp_path, monkeypatch):
     started = []
 
     def run(*arguments: str) -> psutil.Popen:
+        # a process inherits ignored signals: nohup ignores SIGHUP
+        previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         started.append(psutil.Popen([sys.executable, *arguments]))
+        signal.signal(signal.SIGHUP, previous)
         return started[-1]
 
     yield run
