@@ -220,7 +220,7 @@ def logits_of_hugging_face(path, ids) -> torch.Tensor:
 
 
 def reference_logits(path, ids) -> torch.Tensor:
-    return torch.from_numpy(hf.Reference(Checkpoint(path)).run(ids)["logits"])
+    return torch.from_numpy(hf.Reference(Checkpoint(path)).run(ids).logits)
 
 
 def test_names_without_the_base_model_s_prefix_are_loaded_as_transformers_loads_them(
