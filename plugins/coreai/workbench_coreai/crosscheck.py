@@ -56,7 +56,7 @@ def crosscheck(
     budget = measure_budget(bundle, checkpoint, golden)
     bundle_options = bundle.manifest.options
     chosen = bundle_options.model_dump()
-    if bundle_options.functions:
+    if bundle_options.tiling.functions:
         chosen["tokens"] = f"1-{bundle_options.t_max}"
     errors, runtimes, checks = [], [], []
     for precision, (target, limit) in ARITHMETICS.items():
