@@ -40,6 +40,9 @@ class GridResults:
         """The axes with a control, and their values: `FIRST_AXES` and those that
         vary."""
         names = [*(self.grid.export or ["bundle"]), *sweep.RUN_AXES]
+        if self.grid.run.runtime == ["auto"]:
+            # it follows from the target: no control combines one with another's runtime
+            names.remove("runtime")
         names.sort(key=lambda name: [*FIRST_AXES, name].index(name))
         values = {name: self.cells[name].unique().tolist() for name in names}
         return {
