@@ -11,20 +11,7 @@ pytestmark = pytest.mark.slow("converts the packages of a style, up to eight pro
 
 
 @pytest.mark.matrix(2, wide=4)
-@pytest.mark.parametrize(
-    "style",
-    [
-        pytest.param(
-            style,
-            marks=pytest.mark.xfail(
-                style == "recipe",
-                reason="counts a sixteenth of the bytes that this style stores",
-                strict=True,
-            ),
-        )
-        for style in sorted(SOUND)
-    ],
-)
+@pytest.mark.parametrize("style", sorted(SOUND))
 def test_an_adopted_bundle_has_its_matrices_and_reads_its_caches(adoptions, style):
     bundle = Bundle.open(adoptions.folder(style))
     work, d = call_work(bundle), bundle.manifest.dims

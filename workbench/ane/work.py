@@ -244,6 +244,9 @@ def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWo
     graph = Graph(program)
     weights, counted = Counter(), set()
     carried, operands = set(cache), 0
+    # a call may read the cache up to its own end: counted is the longest read
+    rows = [program.states[name].shape[-2] for name in cache & program.states.keys()]
+    longest = max(rows, default=1)
     for op in graph.ops:
         for source in _constant_operands(graph, op):
             if source.name not in counted and is_matrix(graph.shape_of(source)):
@@ -254,7 +257,7 @@ def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWo
             carried.update(name for name, _ in op.outputs)
         elif op.kind in ("matmul", "scaled_dot_product_attention"):
             for name in carried.intersection(op.reads()):
-                operands += _bytes(graph.types[name])
+                operands += _bytes(graph.types[name], longest)
     recurrent = sum(
         _bytes(program.states[name]) for name in matrix if name in program.states
     )
@@ -271,9 +274,9 @@ def _constant_operands(graph: Graph, op: Op) -> list[Ref]:
     return [s for s, op in zip(sources, producers) if op and op.constant]
 
 
-def _bytes(type: miltorch.Type) -> int:
-    """The bytes of a value; a size that varies counts as 1."""
-    return prod(n or 1 for n in type.shape) * (4 if "32" in type.dtype else 2)
+def _bytes(type: miltorch.Type, varying: int = 1) -> int:
+    """The bytes of a value; a size that varies counts as `varying`."""
+    return prod(n or varying for n in type.shape) * (4 if "32" in type.dtype else 2)
 
 
 def is_matrix(shape: tuple) -> bool:
