@@ -1,12 +1,12 @@
 """What the Explorer says beside its pictures, as HTML or as text without HTML."""
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from workbench import escape, plots
+from workbench.sweep.summary import with_tail
 
 SPEED, LAYER = "tokens per second", "ms per layer"
 RATIO = f"error ÷ {plots.BUDGET}"
@@ -66,8 +66,8 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
     validated runs, the lowest mean first; "" where nothing tells the runs apart."""
     if runs.empty:
         return ""
-    runs = runs.assign(**{"99% KL": runs["config"].fillna("{}").map(_kl_p99)})
-    runs = runs.rename(columns={"kl_mean": "mean KL"}).dropna(subset=["mean KL"])
+    names = {"kl_mean": "mean KL", "kl_p99": "99% KL"}
+    runs = with_tail(runs).rename(columns=names).dropna(subset=["mean KL"])
     runs = runs.sort_values("mean KL", kind="stable")
     varied = [
         name for name in axes if name in runs and runs[name].nunique(dropna=False) > 1
@@ -78,11 +78,6 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
     table = table.map(lambda x: f"{x:.3g}" if isinstance(x, float) else x)
     html = table.to_html(index=False, na_rep="–")
     return f"KL from Hugging Face's model in nats, by setting:{html}"
-
-
-def _kl_p99(config: str) -> float:
-    price = json.loads(config).get("price") or {}
-    return (price.get("kl") or {}).get("p99", np.nan)
 
 
 def split_table(parts: pd.DataFrame, layer: int | None) -> str:
