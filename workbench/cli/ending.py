@@ -105,8 +105,8 @@ def as_refusal(problem: BaseException) -> Exception | None:
         subject = str(problem.filename or "file or output")
         if len(subject) > 200:
             subject = f"{subject[:80]}…{subject[-20:]}"
-        found = problem.strerror or text or type(problem).__name__
-        return InputError(subject, found, *REMEDIES.get(problem.errno, OTHER_REMEDY))
+        actual = problem.strerror or text or type(problem).__name__
+        return InputError(subject, actual, *REMEDIES.get(problem.errno, OTHER_REMEDY))
     return None
 
 

@@ -70,8 +70,8 @@ def parameter_names(source: str) -> list[str]:
     try:
         symbols = symtable.symtable(code, "parameters", "exec").get_symbols()
     except SyntaxError as problem:
-        found = f"{problem.msg} in line {problem.lineno}"
-        raise InputError("cell parameters", found, "Python", "correct it") from None
+        actual = f"{problem.msg} in line {problem.lineno}"
+        raise InputError("cell parameters", actual, "Python", "correct it") from None
     return [
         symbol.get_name()
         for symbol in symbols
@@ -87,8 +87,8 @@ def settable(values: Mapping, names: list[str]) -> Parameters:
     them."""
     values = {name: values[name] for name in names if name in values}
     texts = {name: repr(value) for name, value in values.items() if not _is_json(value)}
-    kept = {name: value for name, value in values.items() if name not in texts}
-    return Parameters(kept, texts)
+    json_values = {name: value for name, value in values.items() if name not in texts}
+    return Parameters(json_values, texts)
 
 
 def _is_json(value: object) -> bool:

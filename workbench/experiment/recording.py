@@ -194,9 +194,9 @@ class Experiment:
             place = self._entries.index(execution[-1]) + 1
         else:
             place = len(self._entries)
-        kept = [e for e in self._entries[:place] if e not in earlier]
-        rest = [e for e in self._entries[place:] if e not in earlier]
-        self._entries = kept + entries + rest
+        before = [e for e in self._entries[:place] if e not in earlier]
+        after = [e for e in self._entries[place:] if e not in earlier]
+        self._entries = before + entries + after
 
     def conclude(self, words: str, decoder: Decoder | None = None, **rows) -> None:
         """Logs the run as one row with its tables `rows` (`fidelity`, `samples`,
@@ -231,8 +231,8 @@ class Experiment:
         self._finish(self.unfinished, run, self._order())
         self.run_id = run_id
         path = self.finished / folders.REPORT
-        shown = path.relative_to(log.project()).as_posix()
-        text = "\n\n".join([result or "no gates", words, f"report: {shown}"])
+        relative_path = path.relative_to(log.project()).as_posix()
+        text = "\n\n".join([result or "no gates", words, f"report: {relative_path}"])
         self._announce(text)
 
     def _order(self) -> list[tuple[str, str]]:
@@ -261,10 +261,10 @@ class Experiment:
         if (self.finished / folders.RUN).is_file():
             run = folders.read_run(self.finished)
         if run.get("run_id") != self.run_id:
-            found = f"run {run['run_id']}" if run else "no run"
+            actual = f"run {run['run_id']}" if run else "no run"
             step = "run all cells of the notebook again"
             needed = f"run {self.run_id} of this notebook"
-            raise InputError(str(self.finished), found, needed, step)
+            raise InputError(str(self.finished), actual, needed, step)
         whole = folders.make_unfinished(self.name)
         try:
             for entry in folders.KINDS:

@@ -59,9 +59,9 @@ def write_report(folder: Path) -> Path:
             blocks.append(f"![{_alt(part)}]({_link(stem)}.svg)")
             continue
         data = pd.read_parquet(folders.beside(folder / stem, ".parquet"))
-        shown = data.drop(columns=["run_id", "run_ids"], errors="ignore")
-        shown = shown.head(SHOWN_ROWS)
-        blocks += [escape.markdown_sentence(part["alt"]), markdown_table(shown)]
+        printed = data.drop(columns=["run_id", "run_ids"], errors="ignore")
+        printed = printed.head(SHOWN_ROWS)
+        blocks += [escape.markdown_sentence(part["alt"]), markdown_table(printed)]
         if (rest := len(data) - SHOWN_ROWS) > 0:
             link = f"[{escape.markdown(stem)}.parquet]({_link(stem)}.parquet)"
             blocks.append(f"{rest} more rows: {link}.")
@@ -146,11 +146,11 @@ def run_command(name: str, parameters: Mapping) -> str:
 def run_of_notebook(path: Path) -> dict | None:
     """The run that an executed notebook concluded last: its `run_id` and `folder`,
     relative to the checkout; None of a notebook that concluded none."""
-    found = None
+    concluded = None
     for cell in nbformat.read(path, as_version=4).cells:
         for output in cell.get("outputs", []):
-            found = output.get("metadata", {}).get(OUTPUT, found)
-    return found
+            concluded = output.get("metadata", {}).get(OUTPUT, concluded)
+    return concluded
 
 
 def executed_copy(folder: Path, run: Mapping) -> Path:
@@ -167,10 +167,10 @@ def executed_copy(folder: Path, run: Mapping) -> Path:
     saved = folders.executed_folder() / f"{name}.ipynb"
     for path in (folder / folders.NOTEBOOK, saved):
         if path.is_file():
-            found = run_of_notebook(path)
-            if found and found["run_id"] == run["run_id"]:
+            concluded = run_of_notebook(path)
+            if concluded and concluded["run_id"] == run["run_id"]:
                 return path
-            run_id = found["run_id"] if found else "that did not conclude"
+            run_id = concluded["run_id"] if concluded else "that did not conclude"
             others.append(f"{path} of a run {run_id}")
     actual = ", ".join(others) or "no executed copy of its notebook"
     raise InputError(subject, actual, "the executed copy of that run", step)
@@ -190,8 +190,8 @@ def write_html(folder: Path) -> Path:
     notebook = nbformat.read(executed_copy(folder, run), as_version=4)
     for cell in notebook.cells:
         if "outputs" in cell:
-            shown = (_page_output(output) for output in cell.outputs)
-            cell.outputs = [output for output in shown if output]
+            page_outputs = (_page_output(output) for output in cell.outputs)
+            cell.outputs = [output for output in page_outputs if output]
     notebook.cells.insert(1, new_markdown_cell(_about_run(run), id="about-run"))
     notebook.metadata.pop("widgets", None)
     resources = {"metadata": {"name": name}}

@@ -78,16 +78,16 @@ def check_parameters(number: str, parameters: Mapping) -> None:
     overridden."""
     if not parameters:
         return
-    known = notebook_parameters(number)
+    accepted = notebook_parameters(number)
     subject = f"notebook {find_notebook(number).stem}, parameters"
-    needed = f"some of {', '.join(sorted(known.values))}"
-    if unknown := parameters.keys() - known.values.keys() - known.fixed.keys():
-        found = ", ".join(sorted(unknown))
-        raise InputError(subject, found, needed, "correct the name")
-    if fixed := parameters.keys() & known.fixed.keys():
-        words = (f"{name} = {known.fixed[name]}" for name in sorted(fixed))
-        found = f"{', '.join(words)}, whose type --set cannot write"
-        raise InputError(subject, found, needed, "change it in the notebook")
+    needed = f"some of {', '.join(sorted(accepted.values))}"
+    if unknown := parameters.keys() - accepted.values.keys() - accepted.fixed.keys():
+        actual = ", ".join(sorted(unknown))
+        raise InputError(subject, actual, needed, "correct the name")
+    if fixed := parameters.keys() & accepted.fixed.keys():
+        words = (f"{name} = {accepted.fixed[name]}" for name in sorted(fixed))
+        actual = f"{', '.join(words)}, whose type --set cannot write"
+        raise InputError(subject, actual, needed, "change it in the notebook")
 
 
 def _concluded(source: Path, copy: Path) -> Path:
