@@ -159,21 +159,42 @@ def multiply_int4(codes, scale, x, bias, out):
 
 
 @njit
-def _look_up(codes, table, row):
-    """row [K]: the table's value of every code, one or two codes a byte."""
-    values = row.view(table.dtype)
-    for k in range(len(codes)):
-        values[k] = table[codes[k]]
+def _expand(table, pairs):
+    """pairs [256]: for every byte of two codes, the values of both, the low code's first."""
+    for high in range(16):
+        upper = np.uint64(table[high]) << np.uint64(32)
+        for low in range(16):
+            pairs[16 * high + low] = upper | np.uint64(table[low])
+
+
+@njit
+def _look_up(codes, table, pairs, row):
+    """row [K]: the table's value of every code. With a table of 16 a byte has two codes,
+    which one lookup in `pairs` decodes."""
+    if len(table) == 16:
+        both = row.view(np.uint64)
+        for k in range(len(codes)):
+            both[k] = pairs[codes[k]]
+    else:
+        values = row.view(np.uint32)
+        for k in range(len(codes)):
+            values[k] = table[codes[k]]
 
 
 @compiled(fastmath=FLAGS, parallel=True)
 def multiply_table(codes, which, tables, x, bias, out):
-    """The weight of `dense`."""
+    """The weight of `dense`. A group's pairs are made where its first row is read: stored
+    for each group, they would take as many bytes as the codes of 8 rows."""
     for part in prange((len(codes) + ROWS - 1) // ROWS):
         row = np.empty(x.shape[1], np.float32)
+        pairs = np.empty(256, np.uint64)
+        expanded = -1
         for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
             prefetch_row_after(r, codes)
-            _look_up(codes[r], tables[which[r]], row)
+            if tables.shape[1] == 16 and which[r] != expanded:
+                _expand(tables[which[r]], pairs)
+                expanded = which[r]
+            _look_up(codes[r], tables[which[r]], pairs, row)
             for n in range(len(x)):
                 total = np.float32(0)
                 for k in range(x.shape[1]):
@@ -187,7 +208,14 @@ def dense(codes, which, tables, out):
 
     Args:
         which: [R] the table of every row.
-        tables: [P, 256] the bits of one float32 (uint32) or of two (uint64) a byte.
+        tables: [P, entries] the bits of float32 values (uint32): 16 of them where a byte
+            has two codes, more where it has one.
     """
-    for r in prange(len(codes)):
-        _look_up(codes[r], tables[which[r]], out[r])
+    for part in prange((len(codes) + ROWS - 1) // ROWS):
+        pairs = np.empty(256, np.uint64)
+        expanded = -1
+        for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
+            if tables.shape[1] == 16 and which[r] != expanded:
+                _expand(tables[which[r]], pairs)
+                expanded = which[r]
+            _look_up(codes[r], tables[which[r]], pairs, out[r])

@@ -19,6 +19,7 @@ from miltorch.ops.sums import panel_product
 # rows of activations for which a compiled kernel reads stored weights; more rows meet
 # panels of float32, which torch multiplies faster
 FEW_ROWS = 8
+PACKED = 16  # entries of a table whose codes are stored two a byte
 
 
 @cache
@@ -143,12 +144,12 @@ class Int4Weight(StoredWeight):
 
 @dataclass(frozen=True, eq=False)
 class TableWeight(StoredWeight):
-    """Codes of 4 bits, two a byte, or of up to 8, one a byte, into lookup tables; see
-    `kernels.dense`."""
+    """Codes of 4 bits, two a byte, or of up to 8, one a byte, into lookup tables of
+    groups of rows; see `kernels.dense`."""
 
     codes: np.ndarray  # uint8 [R, bytes]
     which: np.ndarray  # int32 [R], the table of every row
-    tables: np.ndarray  # [P, 256], for each byte the bits of one or two float32 values
+    tables: np.ndarray  # uint32 [P, entries], the bits of float32 values
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -156,7 +157,7 @@ class TableWeight(StoredWeight):
 
     @property
     def columns(self) -> int:
-        codes_in_byte = self.tables.dtype.itemsize // 4
+        codes_in_byte = 2 if self.tables.shape[1] == PACKED else 1
         return self.codes.shape[1] * codes_in_byte
 
     @classmethod
@@ -237,17 +238,15 @@ def table_weight(indices: np.ndarray, lut: np.ndarray, **others) -> TableWeight 
     # the operation refuses such indices, the kernels would read past a table
     if indices.max(initial=0) >= entries:
         return None
-    values = np.zeros((parts, 256), np.float32)
-    values[:, :entries] = lut.reshape(parts, entries)
     which = np.repeat(np.arange(parts, dtype=np.int32), R // parts)
     codes = indices.reshape(R, -1).astype(np.uint8)
-    if entries > 16 or codes.shape[1] % 2:
-        return TableWeight(codes, which, values.view(np.uint32))
-    # two codes a byte: one lookup gives the values of both
-    byte = np.arange(256)
-    pairs = np.stack([values[:, byte & 15], values[:, byte >> 4]], -1)
-    codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return TableWeight(codes, which, pairs.view(np.uint64)[..., 0])
+    is_packed = entries <= PACKED and codes.shape[1] % 2 == 0
+    # a table of more entries than PACKED says that a byte has one code
+    values = np.zeros((parts, PACKED if is_packed else max(entries, PACKED + 1)))
+    values[:, :entries] = lut.reshape(parts, entries)
+    if is_packed:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    return TableWeight(codes, which, np.float32(values).view(np.uint32))
 
 
 # operations that decompress a weight → what reads it as it is stored
