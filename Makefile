@@ -53,18 +53,9 @@ real: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/api.py
 
-# with every core, as a user has it
-BENCH = env -u OMP_NUM_THREADS $(BIN)/python tools/bench.py
-
+# with every core, as a user has it; # about ten minutes: everything in the README's table, which it writes, and experiments/benchmarks
 bench: .venv/ready
-	$(BENCH) decode
-	$(BENCH) prompt
-	$(BENCH) log
-	$(BENCH) export
-	$(BENCH) export --compress fp16
-	$(BENCH) export --family zaya --layers 4
-	$(BENCH) validate
-	$(BENCH) cell
+	env -u OMP_NUM_THREADS $(BIN)/python tools/bench.py all
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready

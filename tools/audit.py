@@ -7,7 +7,8 @@ It uses none of the package's statistics: it reads files with pandas and has the
 For every report below `experiments/` it checks the tables against the stored ones, figures and
 tables of times against the samples of their runs, the labels of axes, and the numbers of the
 Answers. For the shipped log it checks units, rates, the ratio of every row of `fidelity`, and
-that no row has an older definition. The exit code is 1 if a number differs, and 2 if PROJECT has
+that no row has an older definition. The README's table of benchmarks is computed from the samples
+in `experiments/benchmarks`. The exit code is 1 if a number differs, and 2 if PROJECT has
 no shipped log."""
 
 import json
@@ -24,6 +25,7 @@ from workbench.errors import InputError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from audit_answers import check_sentences  # beside this script
+from audit_benchmarks import check_benchmarks
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
@@ -77,6 +79,7 @@ def audit(project: Path) -> list[Finding]:
     findings = check_log(log, {path.parent.name[:2] for path in reports})
     for path in reports:
         findings += check_report(path.parent, log)
+    findings += [Finding(*texts) for texts in check_benchmarks(project)]
     return findings
 
 

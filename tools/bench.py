@@ -1,12 +1,17 @@
-"""Measures the portable runtime, exports, validations and the log, each beside its peers in the
-same run:
+"""Measures the portable runtime, exports, validations, evaluations and the log, each beside its
+peers in the same run:
 
-    python tools/bench.py decode | prompt | export | validate | log | cell
+    python tools/bench.py decode | prompt | export | validate | evaluate | log | cell
+    python tools/bench.py all      # all of them, in a process each, for the README's table
+    python tools/bench.py table    # writes the README's table from experiments/benchmarks
 
-Contestants take turns, round by round. It prints medians, or every sample with --json. The models
-have real dimensions and random weights; checkpoints and bundles stay in --folder."""
+Contestants take turns, round by round. A measurement prints its ratios and medians, and writes
+every sample, with the machine, its load, versions and commit, to COMMAND.json in --out. The models
+have real dimensions and random weights; --real takes SmolLM2-135M-Instruct. Checkpoints and bundles
+stay in --folder."""
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -28,11 +33,26 @@ import torch
 from cyclopts import run
 
 import workbench
+from workbench import log, sweep
 from workbench.ane.memory import peak_rss
-from workbench.bundle import PRESETS
-from workbench.cli.common import format_table
+from workbench.check import evaluate
+from workbench.check.text import default_ids
+from workbench.errors import InputError
 from workbench.exporter import make_options, shards, template, weights
+from workbench.log import machine
 from workbench.models import checkpoint as checkpoints
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_record import (
+    Comparison,
+    Measurement,
+    Series,
+    write_table,
+)  # beside this script
+
+ROOT = Path(__file__).resolve().parents[1]
+REAL = ROOT / "data" / "smollm2-135m-instruct"
+PUBLISHED = ROOT / "experiments" / "benchmarks"
 
 QWEN2 = {
     "hidden_size": 896,
@@ -45,10 +65,32 @@ QWEN2 = {
 }  # Qwen2.5-0.5B
 DIMS = {"qwen2": QWEN2, "zaya": {}}
 DEPTHS = (64, 448)  # tokens in the cache
-PROMPT_CALLS = (1, 4, 64)  # tokens of a call of a prompt
+PROMPT_TOKENS = 448
+CALLS = (1, 4, 64)  # tokens of a call of a prompt
+RUN_PRESETS = ("int8-channel", "int8-tensor", "int4-block32", "fp16")
+TEXT_TOKENS = 1024
 STEPS = 8  # timed steps of one sample, which is their tokens over their time
 # preset → llama.cpp's type of weights of about as many bytes
-ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int4-block32": "Q4_0"}
+ALIKE = {
+    "fp16": "F16",
+    "int8-channel": "Q8_0",
+    "int8-tensor": "Q8_0",
+    "int4-block32": "Q4_0",
+}
+# preset → Hugging Face's dtype beside it: that of the checkpoint, or of the stored weights
+DTYPES = {"int8-channel": "bfloat16", "fp16": "float16"}
+NO_LLAMA_CPP = "llama_cpp cannot be imported"
+# the measurements behind the README's table: command → its options
+PUBLISHED_RUNS = {
+    "decode": ["--depths", "64", "--presets", "int8-channel", "--presets", "fp16"]
+    + ["--presets", "int4-block32"],
+    "prompt": ["--calls", "64", "--presets", "int8-channel", "--presets", "fp16"],
+    "export": [],
+    "validate": ["--real"],
+    "evaluate": ["--real"],
+    "log": ["--runs", "2000"],
+    "cell": [],
+}
 TOKEN = 7
 Step = Callable[[], object]
 # starts a sequence; continues it by token ids, up to the logits of the last one
@@ -61,17 +103,12 @@ def seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def compare(samplers: dict[str, Callable], rounds: int, unit: str) -> list[dict]:
-    """Calls every sampler once in each round. Returns a row for each."""
+def take_turns(samplers: dict[str, Callable], rounds: int, unit: str) -> list[Series]:
+    """Calls every sampler once in each round. Returns a series for each."""
     samples = {name: [] for name in samplers}
     for name in list(samplers) * rounds:
         samples[name].append(samplers[name]())
-    return [row(name, values, unit) for name, values in samples.items()]
-
-
-def row(name: str, samples: list[float], unit: str) -> dict:
-    median = statistics.median(samples)
-    return {"name": name, "median": median, "unit": unit, "samples": samples}
+    return [Series(name, unit, values) for name, values in samples.items()]
 
 
 def run_in_process(function: Callable, *arguments):
@@ -161,10 +198,10 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
 
 def contestants(
     bundles: dict, source: Path, calls: tuple = (None,)
-) -> dict[str, Contestant]:
+) -> dict[str, Contestant | None]:
     """The contestants by name: every bundle, once for each number of tokens a call in `calls`;
-    Hugging Face's model in three dtypes; and llama.cpp, where it can be imported. The last two
-    read a prompt in one call."""
+    Hugging Face's model in three dtypes; and llama.cpp, None where it cannot be imported. The last
+    two read a prompt in one call."""
     peers = {}
     for name, bundle in bundles.items():
         decoder = workbench.Decoder(bundle, "portable", fast=True)
@@ -174,9 +211,10 @@ def contestants(
     S = bundle.manifest.options.max_seq_len
     for dtype in ("float32", "float16", "bfloat16"):
         peers[f"HF {dtype}"] = hugging_face(source, dtype, S)
-    if find_spec("llama_cpp") and find_spec("gguf"):
-        for kind in {ALIKE[name] for name in bundles if name in ALIKE}:
-            peers[f"llama.cpp {kind}"] = llama_cpp(source, kind, S)
+    is_installed = find_spec("llama_cpp") and find_spec("gguf")
+    for kind in sorted({ALIKE[name] for name in bundles if name in ALIKE}):
+        peer = llama_cpp(source, kind, S) if is_installed else None
+        peers[f"llama.cpp {kind}"] = peer
     return peers
 
 
@@ -194,45 +232,85 @@ def prompt_rate(contestant: Contestant) -> float:
     """tok/s of a prompt."""
     begin, extend = contestant
     begin()
-    ids = [TOKEN] * DEPTHS[-1]
+    ids = [TOKEN] * PROMPT_TOKENS
     return len(ids) / seconds(partial(extend, ids))
 
 
-def decode_rows(bundles: dict, source: Path, rounds: int) -> list[dict]:
-    peers, rows = contestants(bundles, source), []
-    for depth in DEPTHS:
-        samplers = {
-            f"{name} at {depth}": partial(decode_rate, depth, contestant)
-            for name, contestant in peers.items()
-        }
-        rows += compare(samplers, rounds, "tok/s")
-    return rows
-
-
-def prompt_rows(bundles: dict, source: Path, rounds: int) -> list[dict]:
-    peers = contestants(bundles, source, PROMPT_CALLS)
+def measure_rates(
+    peers: dict[str, Contestant | None], rate: Callable, rounds: int, suffix: str = ""
+) -> list[Series]:
+    """tok/s of every contestant, whose names get the suffix."""
     samplers = {
-        name: partial(prompt_rate, contestant) for name, contestant in peers.items()
+        f"{name}{suffix}": partial(rate, contestant)
+        for name, contestant in peers.items()
+        if contestant
     }
     for sample in samplers.values():
         sample()  # compiles kernels and fills caches
-    return compare(samplers, rounds, "tok/s")
+    missing = [
+        Series(f"{name}{suffix}", "tok/s", None, NO_LLAMA_CPP)
+        for name, contestant in peers.items()
+        if not contestant
+    ]
+    return take_turns(samplers, rounds, "tok/s") + missing
 
 
-def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[dict]:
+def preset_comparisons(what: str, names: list[str], suffix: str) -> list[Comparison]:
+    """Each preset beside llama.cpp's type of as many bytes, and beside Hugging Face's model."""
+    comparisons = []
+    for name in names:
+        peers = []
+        if name in ALIKE:
+            peers.append(f"llama.cpp {ALIKE[name]}")
+        if name in DTYPES:
+            peers.append(f"HF {DTYPES[name]}")
+        for peer in peers:
+            comparisons.append(Comparison(what.format(name), name + suffix, peer))
+    return comparisons
+
+
+def measure_decode(
+    bundles: dict, source: Path, rounds: int, depths: tuple = DEPTHS
+) -> Measurement:
+    """tok/s of calls of one token, beside llama.cpp and Hugging Face."""
+    peers = contestants(bundles, source)
+    series, comparisons = [], []
+    for depth in depths:
+        suffix = f" at {depth}"
+        series += measure_rates(peers, partial(decode_rate, depth), rounds, suffix)
+        what = f"decode, {{}}, {depth} tokens in the cache"
+        for compared in preset_comparisons(what, list(bundles), suffix):
+            comparisons.append(replace(compared, peer=compared.peer + suffix))
+    return Measurement(series, comparisons)
+
+
+def measure_prompt(
+    bundles: dict, source: Path, rounds: int, calls: tuple = CALLS
+) -> Measurement:
+    """tok/s of a prompt. The peers read it in one call."""
+    series = measure_rates(contestants(bundles, source, calls), prompt_rate, rounds)
+    T = max(calls)
+    what = f"prompt of {PROMPT_TOKENS} tokens, {{}}, T = {T}"
+    return Measurement(series, preset_comparisons(what, list(bundles), f", T = {T}"))
+
+
+def measure_export(
+    source: Path, folder: Path, compress: str, rounds: int
+) -> Measurement:
     """Whole exports, each in a process of its own, beside coremltools' conversion of the same
     shards, and their peak of resident memory."""
-    plain = [run_in_process(plain_seconds, source, compress) for _ in range(rounds)]
-    exports = [
-        run_in_process(export_twice, source, folder, compress) for _ in range(rounds)
+    plain, exports = [], []
+    for _ in range(rounds):
+        plain.append(run_in_process(plain_seconds, source, compress))
+        exports.append(run_in_process(export_once, source, folder, compress))
+    export, resident = map(list, zip(*exports))
+    peer = "coremltools, one shard of each kind × their number"
+    series = [
+        Series("export", "s", export),
+        Series(peer, "s", plain),
+        Series("peak of resident memory", "bytes", resident),
     ]
-    first, second, resident = map(list, zip(*exports))
-    return [
-        row(f"export {compress}, the first of a process", first, "s"),
-        row(f"export {compress}, the second", second, "s"),
-        row("coremltools, one shard of each kind × their number", plain, "s"),
-        row("peak of resident memory", resident, "bytes"),
-    ]
+    return Measurement(series, [Comparison(f"export, {compress}", "export", peer)])
 
 
 def plain_seconds(source: Path, compress: str) -> float:
@@ -260,110 +338,295 @@ def plain_seconds(source: Path, compress: str) -> float:
     return total
 
 
-def export_twice(source: Path, target: Path, compress: str) -> tuple[float, float, int]:
-    """Seconds of the first and the second export, and the peak of resident bytes."""
+def export_once(source: Path, target: Path, compress: str) -> tuple[float, int]:
+    """Seconds of a process's first export, and the peak of resident bytes."""
     export = partial(workbench.exporter.export, source, target, compress=compress)
-    first = seconds(export)
-    shutil.rmtree(target)
-    second = seconds(export)
-    shutil.rmtree(target)
-    return first, second, peak_rss()
+    try:
+        return seconds(export), peak_rss()
+    finally:
+        shutil.rmtree(target)
 
 
-def validate_rows(bundle, path: Path, positions: int, rounds: int) -> list[dict]:
-    """A validation with the checkpoint, which runs and stores the bug gates, and a validation
-    against a golden, which reads them, beside a forward pass of Hugging Face's model over as many
-    tokens."""
+def forward_seconds(path: Path, ids: list[int]) -> Callable[[], float]:
+    """A sampler of a *pass*: the seconds of Hugging Face's eager forward in fp32 over the tokens,
+    the median of five."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    ).eval()
+
+    @torch.inference_mode()
+    def forward() -> None:
+        model(torch.tensor([ids]))
+
+    forward()  # allocates
+    return lambda: statistics.median(seconds(forward) for _ in range(5))
+
+
+def measure_validate(
+    bundle, path: Path, ids: list[int], rounds: int, label: str
+) -> Measurement:
+    """A first validation with the checkpoint, which makes the golden and runs and stores the bug
+    gates, and a validation against a golden, which reads them, beside a pass of Hugging Face's
+    model over as many tokens."""
     source = checkpoints.Checkpoint(path)
-    ids = list(range(positions))
     golden = workbench.golden.make_golden(source, ids)
     decoder = workbench.Decoder(bundle)
-    with_checkpoint = replace(golden, source=source)
-    begin, extend = hugging_face(path, "float32", positions)
 
-    def forward() -> None:
-        begin()
-        extend(ids)
+    def validate_first() -> None:
+        fresh = workbench.golden.make_golden(source, ids)
+        # again: the gates run in every round, although their results are stored
+        workbench.validate(decoder, replace(fresh, source=source), again=True)
 
-    # again: the gates run in every round, although their results are stored
-    run_gates = partial(workbench.validate, decoder, with_checkpoint, again=True)
     read_gates = partial(workbench.validate, decoder, golden)
+    validate_first()  # compiles kernels; the gates are stored behind it
+    peer = "HF fp32, one pass"
     samplers = {
-        "validate with checkpoint": partial(seconds, run_gates),
-        "validate with golden": partial(seconds, read_gates),
-        "HF fp32": partial(seconds, forward),
+        "first validation with checkpoint": partial(seconds, validate_first),
+        "validation against a golden": partial(seconds, read_gates),
+        peer: forward_seconds(path, ids),
     }
-    return compare(samplers, rounds, "s")
+    what = f"{{}}, {label}, {len(ids)} tokens"
+    names = list(samplers)[:2]
+    compared = [Comparison(what.format(name), name, peer) for name in names]
+    return Measurement(take_turns(samplers, rounds, "s"), compared)
 
 
-def log_rows(root: Path, rounds: int, runs: int = 10_000) -> list[dict]:
-    """The time to load all runs of a log, beside pandas reading the same files. The first sample is
-    that of the first load in this process."""
+def documented_loop(model, ids: list[int], window: int, stride: int) -> float:
+    """The mean negative log likelihood by transformers' documented loop: windows of `window`
+    tokens, one every `stride`, every token scored once, in fp32.
+
+    Source: https://huggingface.co/docs/transformers/perplexity"""
+    total, scored, previous_end = 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        inputs = torch.tensor([ids[begin:end]])
+        labels = inputs.clone()
+        labels[:, : -(end - previous_end)] = -100
+        count = int((labels[:, 1:] != -100).sum())
+        total += float(model(inputs, labels=labels).loss) * count
+        scored, previous_end = scored + count, end
+        if end == len(ids):
+            break
+    return total / scored
+
+
+def measure_evaluate(
+    bundle, path: Path, ids: list[int], rounds: int, label: str
+) -> Measurement:
+    """tok/s of `evaluate`, with and without the checkpoint, beside Hugging Face's own loop over the
+    same windows."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    decoder = workbench.Decoder(bundle)
+    window = bundle.manifest.options.max_seq_len
+    loop = torch.inference_mode()(documented_loop)
+
+    def rate(reference: checkpoints.Checkpoint | None) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            score = partial(
+                evaluate.evaluate,
+                decoder,
+                ids,
+                reference,
+                window=window,
+                stride=window // 2,
+                folder=Path(folder),
+            )
+            return len(ids) / seconds(score)
+
+    def loop_rate() -> float:
+        return len(ids) / seconds(partial(loop, model, ids, window, window // 2))
+
+    peer = "HF fp32, documented loop"
+    samplers = {
+        "evaluate": partial(rate, None),
+        "evaluate with checkpoint": partial(rate, checkpoints.Checkpoint(path)),
+        peer: loop_rate,
+    }
+    for sample in samplers.values():
+        sample()
+    what = f"{{}}, {label}, {len(ids)} tokens, T ≤ {bundle.t_max}"
+    names = list(samplers)[:2]
+    compared = [Comparison(what.format(name), name, peer) for name in names]
+    return Measurement(take_turns(samplers, rounds, "tok/s"), compared)
+
+
+def measure_log(root: Path, rounds: int, runs: int = 10_000) -> Measurement:
+    """The time to load all runs of a log, beside pandas reading the same files: once from a copy of
+    the folder that no process has read, and later loads of one process."""
     import pandas as pd
 
     for i in range(runs):
         written = {"status": "ok", "command": "bench"}
-        workbench.log.append("runs", written, root, f"run{i:06}")
-    load = partial(workbench.log.load, "runs", root)
-    peer = partial(pd.read_parquet, root / "runs")
-    samplers = {"load": partial(seconds, load), "pandas": partial(seconds, peer)}
-    return compare(samplers, rounds, "s")
+        log.append("runs", written, root, f"run{i:06}")
+
+    def load_copy() -> float:
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            copy = Path(folder) / "copy"
+            shutil.copytree(root / "runs", copy / "runs")
+            return seconds(partial(log.load, "runs", copy))
+
+    load = partial(log.load, "runs", root)
+    load()
+    peer = "pandas"
+    samplers = {
+        "first load of a copy": load_copy,
+        "later load": partial(seconds, load),
+        peer: partial(seconds, partial(pd.read_parquet, root / "runs")),
+    }
+    names = list(samplers)[:2]
+    compared = [Comparison(f"{name}, {runs} runs", name, peer) for name in names]
+    return Measurement(take_turns(samplers, rounds, "s"), compared)
 
 
-def cell_rows(root: Path, rounds: int) -> list[dict]:
+def measure_cell(root: Path, rounds: int) -> Measurement:
     """Seconds from the start of a cell's process to its first call, for a bundle that exists,
     beside an interpreter that imports torch."""
-    path = Path(__file__).parents[1] / "data" / "tiny-llama"
+    path = ROOT / "data" / "tiny-llama"
     cell = {"rounds": rounds, "n_gen": 1, "repetitions": 1}
     grid = {"checkpoint": str(path), "export": {"max_seq_len": [64]}, "run": cell}
-    workbench.sweep.sweep(
-        workbench.sweep.make_grid(grid), root=root, bundles=root.parent, progress=False
-    )
-    configs = workbench.log.load("runs", root)["config"].map(json.loads)
+    sweep.sweep(sweep.make_grid(grid), root=root, bundles=root.parent, progress=False)
+    configs = log.load("runs", root)["config"].map(json.loads)
     starts = [config["startup_s"] for config in configs]
-    peer = partial(subprocess.run, [sys.executable, "-c", "import torch"])
-    peers = compare({"import torch": partial(seconds, peer)}, rounds, "s")
-    return [row("overhead of a cell", starts, "s"), *peers]
+    peer = "import torch"
+    import_torch = partial(subprocess.run, [sys.executable, "-c", peer], check=True)
+    series = take_turns({peer: partial(seconds, import_torch)}, rounds, "s")
+    series.insert(0, Series("start of a cell", "s", starts))
+    return Measurement(series, [Comparison("start of a cell", "start of a cell", peer)])
+
+
+def text_ids(source: checkpoints.Checkpoint, count: int) -> list[int]:
+    """The first tokens of the prose that comes with the package, repeated as often as needed;
+    random ids for a checkpoint without a tokenizer."""
+    ids = default_ids(source, count)
+    return (ids * math.ceil(count / len(ids)))[:count]
+
+
+def measure(
+    what: str,
+    *,
+    real: bool,
+    family: str,
+    layers: int,
+    rounds: int,
+    compress: str,
+    presets: tuple,
+    depths: tuple,
+    calls: tuple,
+    runs: int,
+    folder: Path,
+) -> Measurement:
+    """Runs a measurement with the options of the command line."""
+    if what in ("log", "cell"):
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            root = Path(name)
+            if what == "log":
+                return measure_log(root, rounds, runs)
+            return measure_cell(root, rounds)
+    path = REAL if real else checkpoint(folder, family, layers)
+    if real and not (path / "config.json").exists():
+        step = f"run: {sys.executable} data/real.py smollm2"
+        raise InputError(path, "no such folder", "the real model", step)
+    source = checkpoints.Checkpoint(path)
+    export = partial(workbench.exporter.bundle_for, source, folder=folder)
+    torch.set_num_threads(os.cpu_count())
+    label = "SmolLM2 135M" if real else f"{family}, {layers} random layers"
+    if what == "export":
+        return measure_export(path, folder / "export", compress, rounds)
+    if what == "validate":
+        bundle = export(make_options(max_seq_len=128, compress=compress))
+        return measure_validate(bundle, path, default_ids(source), rounds, label)
+    if what == "evaluate":
+        bundle = export(make_options(max_seq_len=512, compress=compress))
+        ids = text_ids(source, TEXT_TOKENS)
+        return measure_evaluate(bundle, path, ids, rounds, label)
+    bundles = {
+        name: export(make_options(compress=name, max_seq_len=512, tokens="1-64"))
+        for name in presets
+    }
+    if what == "decode":
+        return measure_decode(bundles, path, rounds, depths)
+    return measure_prompt(bundles, path, rounds, calls)
+
+
+def run_all(out: Path, folder: Path) -> None:
+    """Runs every measurement of the README's table, each in a process of its own, and writes the
+    table. A measurement that fails leaves its earlier file as it is."""
+    failed, start = [], time.monotonic()
+    for what, options in PUBLISHED_RUNS.items():
+        if "--real" in options and not (REAL / "config.json").exists():
+            options = [option for option in options if option != "--real"]
+        print(f"{what}:", flush=True)
+        command = [sys.executable, __file__, what, *options, "--rounds", "3"]
+        command += ["--out", str(out), "--folder", str(folder)]
+        if subprocess.run(command).returncode:
+            failed.append(what)
+    print(f"{time.monotonic() - start:.0f} s in all")
+    if failed:
+        sys.exit(f"these failed, and the table was not written: {', '.join(failed)}")
+    write_table(ROOT / "README.md", out)
 
 
 def main(
-    what: Literal["decode", "prompt", "export", "validate", "log", "cell"],
+    what: Literal[
+        "decode",
+        "prompt",
+        "export",
+        "validate",
+        "evaluate",
+        "log",
+        "cell",
+        "all",
+        "table",
+    ],
     *,
+    real: bool = False,
     family: Literal["qwen2", "zaya"] = "qwen2",
     layers: int = 24,
     rounds: int = 5,
-    compress: str = "int8-tensor",
+    compress: str = "int8-channel",
+    presets: tuple[str, ...] = RUN_PRESETS,
+    depths: tuple[int, ...] = DEPTHS,
+    calls: tuple[int, ...] = CALLS,
+    runs: int = 10_000,
     folder: Path = Path("build/bench"),
+    out: Path | None = None,
     json_: bool = False,
 ) -> None:
-    """Prints the rows of a measurement."""
+    """Measures, prints ratios and medians, and writes every sample to a file.
+
+    Args:
+        real: validate and evaluate SmolLM2-135M-Instruct in place of a random model.
+        out: the folder of COMMAND.json; default: `folder`, and for `all` and `table`
+            experiments/benchmarks.
+        json_: print the file in place of ratios and medians.
+    """
+    if what == "table":
+        return write_table(ROOT / "README.md", out or PUBLISHED)
     folder.mkdir(parents=True, exist_ok=True)
-    if what in ("log", "cell"):
-        with tempfile.TemporaryDirectory(dir=folder) as root:
-            rows = {"log": log_rows, "cell": cell_rows}[what](Path(root), rounds)
-    else:
-        path = checkpoint(folder, family, layers)
-        source = checkpoints.Checkpoint(path)
-        export = partial(workbench.exporter.bundle_for, source, folder=folder)
-        if what == "export":
-            rows = export_rows(path, folder / "export", compress, rounds)
-        elif what == "validate":
-            bundle = export(make_options(max_seq_len=128, compress=compress))
-            rows = validate_rows(bundle, path, 64, rounds)
-        else:
-            torch.set_num_threads(os.cpu_count())
-            bundles = {
-                name: export(
-                    make_options(compress=name, max_seq_len=512, tokens="1-64")
-                )
-                for name in PRESETS
-            }
-            if what == "decode":
-                rows = decode_rows(bundles, path, rounds)
-            else:
-                rows = prompt_rows(bundles, path, rounds)
-    medians = [{n: row[n] for n in row if n != "samples"} for row in rows]
-    print(json.dumps(rows) if json_ else "\n".join(format_table(medians)))
+    if what == "all":
+        return run_all(out or PUBLISHED, folder)
+    options = {
+        "real": real,
+        "family": family,
+        "layers": layers,
+        "rounds": rounds,
+        "compress": compress,
+        "presets": presets,
+        "depths": depths,
+        "calls": calls,
+        "runs": runs,
+    }
+    columns = machine.environment()
+    with machine.disturbance() as disturbance:
+        measurement = measure(what, folder=folder, **options)
+    path = measurement.save(out or folder, what, options, columns | disturbance)
+    print(path.read_text() if json_ else "\n".join(measurement.lines()))
 
 
 if __name__ == "__main__":

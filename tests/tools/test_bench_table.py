@@ -1,0 +1,114 @@
+"""The README's table of benchmarks is what their samples say, and the audit names what is not."""
+
+import json
+
+import pytest
+from audit_benchmarks import check_benchmarks
+from bench_record import Comparison, Measurement, Series, table, write_table
+from tiny import ROOT
+
+CONDITIONS = {
+    "machine": "chip, 2 cores",
+    "software": "build",
+    "versions": {"torch": "2"},
+    "commit": "0123456789ab",
+    "load_start": 0.1,
+    "load_end": 1.9,
+    "steal": 0.004,
+}
+DECODE = Measurement(
+    [
+        Series("fp16 at 64", "tok/s", [10.0, 12.0, 30.0]),
+        Series("HF at 64", "tok/s", [20.0, 20.0, 20.0]),
+        Series("llama.cpp F16 at 64", "tok/s", None, "llama_cpp cannot be imported"),
+    ],
+    [
+        Comparison("decode, fp16", "fp16 at 64", "HF at 64"),
+        Comparison("decode, fp16, beside C", "fp16 at 64", "llama.cpp F16 at 64"),
+    ],
+)
+EXPORT = Measurement(
+    [
+        Series("export", "s", [8.0, 10.0, 9.0]),
+        Series("coremltools", "s", [80.0, 120.0, 90.0]),
+        Series("peak", "bytes", [1e9, 1e9, 1e9]),
+    ],
+    [Comparison("export, fp16", "export", "coremltools")],
+)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project with two benchmarks and the README's table of them."""
+    folder = tmp_path / "experiments" / "benchmarks"
+    for command, measurement in {"decode": DECODE, "export": EXPORT}.items():
+        measurement.save(folder, command, {"rounds": 3}, CONDITIONS)
+    readme = tmp_path / "README.md"
+    readme.write_text("Before\n<!-- benchmarks -->\n<!-- /benchmarks -->\nAfter\n")
+    write_table(readme, folder)
+    return tmp_path
+
+
+def test_a_ratio_is_the_median_of_paired_rounds_and_above_one_where_it_is_faster():
+    assert DECODE.ratio(DECODE.comparisons[0]) == "0.6 (0.5 to 1.5)"
+    assert EXPORT.ratio(EXPORT.comparisons[0]) == "10 (10 to 12)"
+    assert DECODE.lines()[0].startswith("decode, fp16: 0.6 (0.5 to 1.5) times as fast")
+
+
+def test_a_file_has_every_sample_and_null_for_a_missing_peer(project):
+    text = (project / "experiments/benchmarks/decode.json").read_text()
+    document = json.loads(text)
+    assert list(document).index("comparisons") < list(document).index("series")
+    by_name = {series["name"]: series for series in document["series"]}
+    assert by_name["fp16 at 64"]["samples"] == [10.0, 12.0, 30.0]
+    assert by_name["llama.cpp F16 at 64"]["samples"] is None
+    assert document.items() >= CONDITIONS.items()
+
+
+def test_the_table_replaces_itself_and_the_audit_finds_nothing(project):
+    readme = project / "README.md"
+    text = readme.read_text()
+    assert text.startswith("Before\n") and text.endswith("\nAfter\n")
+    assert "| decode, fp16 | 0.6 (0.5 to 1.5) | 12 tok/s | HF at 64: 20 tok/s |" in text
+    write_table(readme, project / "experiments/benchmarks")
+    assert readme.read_text() == text
+    assert check_benchmarks(project) == []
+
+
+@pytest.mark.parametrize(
+    "printed, planted, label",
+    [
+        ("12 tok/s", "13 tok/s", "value of decode, fp16"),
+        ("12 tok/s", "12 ms", "unit of the value of decode, fp16"),
+        ("0.6 (0.5 to 1.5)", "1.67 (0.667 to 2)", "ratio of decode, fp16"),
+        ("10 (10 to 12)", "0.1 (0.0833 to 0.1)", "ratio of export, fp16"),
+        ("HF at 64: 20", "HF at 64: 21", "peer's value of decode, fp16"),
+        ("HF at 64: 20", "HF fp32 at 64: 20", "peer of decode, fp16"),
+        ("llama.cpp F16 at 64: not measured", "llama.cpp F16 at 64: 21.7 tok/s", "C"),
+        ("| export, fp16 |", "| export, int8 |", "export, fp16"),
+        ("chip, 2 cores", "chip, 64 cores", "machine"),
+    ],
+)
+def test_a_planted_fault_of_the_table_is_named(project, printed, planted, label):
+    readme = project / "README.md"
+    assert printed in readme.read_text()
+    readme.write_text(readme.read_text().replace(printed, planted, 1))
+    findings = check_benchmarks(project)
+    assert findings and any(finding[1].endswith(label) for finding in findings)
+
+
+@pytest.mark.parametrize(
+    "name, planted", [("unit", "ms"), ("samples", [10.0, -12.0, 30.0])]
+)
+def test_a_planted_fault_of_the_samples_is_named(project, name, planted):
+    path = project / "experiments/benchmarks/decode.json"
+    document = json.loads(path.read_text())
+    document["series"][0][name] = planted
+    path.write_text(json.dumps(document))
+    assert any(label == "fp16 at 64" for _, label, *_ in check_benchmarks(project))
+
+
+def test_the_shipped_table_is_what_the_shipped_samples_say():
+    assert check_benchmarks(ROOT) == []
+    folder = ROOT / "experiments" / "benchmarks"
+    assert "\n".join(table(folder)) in (ROOT / "README.md").read_text()

@@ -1,0 +1,171 @@
+"""What a benchmark records, and the README's table that is made of it.
+
+A file COMMAND.json has the comparisons, every sample of every series, and the machine, its load,
+versions and commit. `tools/audit.py` computes the table again from these files by formulas of its
+own."""
+
+import json
+import re
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+FASTER_IS_MORE = {"tok/s": True, "s": False}
+"""Unit → whether the larger number is the faster one. Series of other units are not compared."""
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Series:
+    """The samples of one contestant, one for each round.
+
+    Args:
+        unit: `tok/s`, `s` or `bytes`.
+        samples: None where the contestant cannot run here.
+        missing: why it cannot.
+    """
+
+    name: str
+    unit: str
+    samples: list[float] | None
+    missing: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    @property
+    def value(self) -> str:
+        """The median with its unit."""
+        if self.median is None:
+            return NOT_MEASURED
+        return f"{format_number(self.median)} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A series and its peer, both named; `what` says what was measured."""
+
+    what: str
+    series: str
+    peer: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The series and comparisons of one run of a benchmark."""
+
+    series: list[Series]
+    comparisons: list[Comparison]
+
+    def named(self, name: str) -> Series:
+        (series,) = [series for series in self.series if series.name == name]
+        return series
+
+    def ratio(self, comparison: Comparison) -> str:
+        """How many times as fast as its peer a series is: the median over rounds, and the least and
+        the largest. The samples of a round are paired."""
+        series, peer = self.named(comparison.series), self.named(comparison.peer)
+        if series.samples is None or peer.samples is None:
+            return NOT_MEASURED
+        pairs = zip(series.samples, peer.samples, strict=True)
+        if FASTER_IS_MORE[series.unit]:
+            ratios = [value / beside for value, beside in pairs]
+        else:
+            ratios = [beside / value for value, beside in pairs]
+        figures = map(
+            format_number, (statistics.median(ratios), min(ratios), max(ratios))
+        )
+        return "{} ({} to {})".format(*figures)
+
+    def lines(self) -> list[str]:
+        """The ratios, then the medians, for a reader."""
+        lines = []
+        for comparison in self.comparisons:
+            ratio = self.ratio(comparison)
+            lines.append(
+                f"{comparison.what}: {ratio} times as fast as {comparison.peer}"
+            )
+        lines += [f"{series.name}: {series.value}" for series in self.series]
+        return lines
+
+    def save(self, folder: Path, command: str, options: dict, columns: dict) -> Path:
+        """Writes COMMAND.json with the options and the columns of the machine."""
+        kept = "machine software versions commit load_start load_end steal"
+        document = {
+            "command": command,
+            "options": options,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            **{name: columns[name] for name in kept.split()},
+            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+            "series": [asdict(series) for series in self.series],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{command}.json"
+        path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        return path
+
+
+def format_number(value: float) -> str:
+    """Three digits, without an exponent."""
+    text = f"{value:.3g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
+
+
+def read_measurement(document: dict) -> Measurement:
+    """The measurement of a file's document."""
+    return Measurement(
+        [Series(**row) for row in document["series"]],
+        [Comparison(**row) for row in document["comparisons"]],
+    )
+
+
+def table(folder: Path) -> list[str]:
+    """The lines of the README's table, and the machines and commits behind it."""
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not documents:
+        return ["No benchmark is published: `make bench` measures them."]
+    lines = [
+        "| what | times as fast as the peer | value | peer | command |",
+        "|---|---|---|---|---|",
+    ]
+    for document in documents:
+        measurement = read_measurement(document)
+        for comparison in measurement.comparisons:
+            series = measurement.named(comparison.series)
+            peer = measurement.named(comparison.peer)
+            cells = [
+                comparison.what,
+                measurement.ratio(comparison),
+                series.value,
+                f"{peer.name}: {peer.value}",
+                f"`{document['command']}`",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *map(conditions, documents)]
+
+
+def conditions(document: dict) -> str:
+    """One line on the machine and the load of a benchmark."""
+    steal = document["steal"]
+    parts = [
+        document["machine"],
+        f"commit {(document['commit'] or 'unknown')[:8]}",
+        document["time"][:10],
+        f"load average {document['load_start']:.1f} before and {document['load_end']:.1f} after",
+        "steal not measured" if steal is None else f"steal {steal:.1%}",
+    ]
+    return f"- `{document['command']}`: {'; '.join(parts)}"
+
+
+def write_table(readme: Path, folder: Path) -> None:
+    """Replaces what stands between the two marks of the README."""
+    text = readme.read_text()
+    block = "\n".join([BEGIN, "", *table(folder), "", END])
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    if not re.search(pattern, text, re.DOTALL):
+        sys.exit(f"{readme} has no line {BEGIN} with a line {END} behind it")
+    readme.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
