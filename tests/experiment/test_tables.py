@@ -1,12 +1,17 @@
 """Tables show text and values as they are, to readers of HTML, Markdown and LaTeX."""
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pandas as pd
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
+from tiny import ROOT
 
 from workbench.check import gates
 from workbench.experiment.tables import (
@@ -95,6 +100,60 @@ def test_a_latex_table_is_ascii_and_long_text_wraps():
     share = re.fullmatch(r"lrp\{(0\.\d+)\\linewidth\}", kinds)[1]
     assert 0.3 < float(share) < 1
     assert r"\ensuremath{\times} RED & 1.5 & relative" in text
+
+
+def compile_latex(folder: Path, tables: list[str]) -> str:
+    """What pdflatex prints for a document with these tables, which it must end."""
+    lines = [r"\documentclass{article}", r"\usepackage{booktabs}", r"\begin{document}"]
+    for table in tables:
+        lines += [table, r"\clearpage"]
+    (folder / "tables.tex").write_text("\n".join([*lines, r"\end{document}"]))
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "tables.tex"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+    printed = ended.stdout.decode(errors="replace")
+    assert ended.returncode == 0 and (folder / "tables.pdf").exists(), printed[-1500:]
+    return printed
+
+
+def has_booktabs() -> bool:
+    if not shutil.which("pdflatex"):
+        return False
+    return (
+        subprocess.run(["kpsewhich", "booktabs.sty"], capture_output=True).stdout != b""
+    )
+
+
+needs_latex = pytest.mark.skipif(
+    not has_booktabs(), reason="pdflatex with booktabs is not installed"
+)
+
+
+@needs_latex
+def test_pdflatex_compiles_cells_of_odd_text(tmp_path):
+    """Behind the end of a row, `[42` would be a length, and `*` would vanish."""
+    texts = [
+        *ODD,
+        "[42, 100]",
+        "* a",
+        "[",
+        "#1 %",
+        "a\\b",
+        "x^2_3",
+        "{",
+        "~",
+        "中 é 3 × 10⁻²",
+    ]
+    table = pd.DataFrame(
+        {"[ids]": texts, "*": [1.5] * len(texts), "long": ["word " * 60] * len(texts)}
+    )
+    compile_latex(tmp_path, [latex_table(table, "Of `[a_b]` & −", "tab:07-a")])
+
+
+@needs_latex
+def test_pdflatex_compiles_every_shipped_table(tmp_path):
+    paths = sorted((ROOT / "experiments").glob("*/tables/*.tex"))
+    assert paths
+    compile_latex(tmp_path, [path.read_text() for path in paths])
 
 
 def test_gates_that_compare_no_figures_show_none():

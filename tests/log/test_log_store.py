@@ -171,6 +171,40 @@ def test_runs_that_come_one_at_a_time_are_stored_for_the_next_process(
     assert files_read == ["d"]
 
 
+def test_a_copy_of_the_folder_keeps_the_rows_of_unchanged_files(
+    tmp_path, files_read, monkeypatch
+):
+    """The times and inodes of a copy are others."""
+    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
+    for name in ("a", "b", "c"):
+        log.append("runs", {"status": "ok", "T": 1}, tmp_path / "one", name)
+    first = log.load("runs", tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copyfile)
+    files_read.clear()
+    store._caches.clear()
+    pd.testing.assert_frame_equal(log.load("runs", tmp_path / "two"), first)
+    assert files_read == []
+    # the statuses of the copy's files were stored: the next process need not hash them
+    store._caches.clear()
+    monkeypatch.setattr(store, "_is_copy", pytest.fail)
+    pd.testing.assert_frame_equal(log.load("runs", tmp_path / "two"), first)
+
+
+def test_a_replaced_file_of_the_same_size_is_read(tmp_path, files_read, monkeypatch):
+    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
+    for name in ("a", "b", "c"):
+        path = log.append("runs", {"status": "ok", "T": 1}, tmp_path, name)
+    log.load("runs", tmp_path)
+    size = path.stat().st_size
+    path.unlink()
+    path = log.append("runs", {"status": "ok", "T": 4}, tmp_path, "c")
+    assert path.stat().st_size == size
+    files_read.clear()
+    store._caches.clear()
+    assert log.load("runs", tmp_path)["T"].tolist() == [1, 1, 4]
+    assert files_read == ["c"]
+
+
 def test_a_file_under_another_run_s_name_is_refused(tmp_path):
     path = log.append("runs", {"status": "ok"}, tmp_path, "a")
     shutil.copy(path, path.with_name("copy.parquet"))

@@ -1,5 +1,5 @@
-"""Whoever is killed while it measures leaves no process: a call, a sweep, and a run of pytest on two
-workers. The signal reaches one process alone, as a user or a scheduler would send it."""
+"""Whoever is killed while it measures leaves no process: a call, a sweep, a validation of units, and a
+run of pytest on two workers. The signal reaches one process alone, as a user or a scheduler would send it."""
 
 import os
 import signal
@@ -28,6 +28,12 @@ process.call(called.hangs, pathlib.Path("started"))
 SWEEP = """
 from workbench import sweep
 sweep.sweep(sweep.make_grid({grid!r}), root="log", bundles={bundles!r}, progress=False)
+"""
+UNITS = """
+import sys
+from workbench.cli import main
+sys.argv = ["workbench", "validate", "units", {bundle!r}, "--checkpoint", {checkpoint!r}]
+main()
 """
 TESTS = """
 import pathlib, subprocess
@@ -104,6 +110,18 @@ def test_a_sweep_leaves_no_process(start, swept, grid, number):
     changed = grid | {"run": run, "validate_ids": []}
     running = start("-c", SWEEP.format(grid=changed, bundles=bundles))
     # a server and the child that measures
+    wait_for(lambda: len(running.children(recursive=True)) > 1, running)
+    assert survivors(running, number) == []
+
+
+@pytest.mark.slow("a command imports what validations need, and so does its child")
+@pytest.mark.wide
+@SIGNALS
+def test_a_validation_of_units_leaves_no_process(start, swept, grid, number):
+    manifest = next((swept[0] / "bundles").glob("*/bundle.json"))
+    names = {"bundle": str(manifest.parent), "checkpoint": str(grid["checkpoint"])}
+    running = start("-c", UNITS.format(**names))
+    # a server and the child that validates on the first unit
     wait_for(lambda: len(running.children(recursive=True)) > 1, running)
     assert survivors(running, number) == []
 

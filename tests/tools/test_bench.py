@@ -92,7 +92,7 @@ def test_validation_evaluation_and_log_have_their_peers(exports, tmp_path, short
 def test_the_documented_loop_scores_every_token_but_the_first_once(exports):
     """In one window its mean is the model's own loss."""
     path = exports.checkpoint("qwen2")
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = list(range(1, 21))
     whole = torch.tensor([ids])
     with torch.inference_mode():

@@ -78,8 +78,8 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
     """A table of a paper, for pdflatex with the package booktabs. A column of long text
     is a paragraph, whose width is what the other columns leave."""
     texts = set(text_columns(table))
-    written = table.map(lambda value: escape.latex(words_of(value)).replace(NULL, "--"))
-    written.columns = [escape.latex(name) for name in table.columns]
+    written = table.map(_latex_cell)
+    written.columns = [_latex_cell(name) for name in table.columns]
     lengths = {
         name: max([len(str(name)), *(len(words_of(value)) for value in table[name])])
         for name in table.columns
@@ -100,6 +100,12 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
         caption=escape.latex_sentence(caption),
         label=label,
     )
+
+
+def _latex_cell(value: object) -> str:
+    text = escape.latex(words_of(value)).replace(NULL, "--")
+    # behind the end of a row, [ begins a length and * forbids a page break
+    return f"{{}}{text}" if text.startswith(("[", "*")) else text
 
 
 def gate_table(results: Iterable[gates.Gate]) -> pd.DataFrame:
