@@ -29,6 +29,31 @@ def test_a_verdict_is_red_if_a_gate_is_and_a_value_that_is_no_number_is():
         assert gates.verdict([green, red]) == red.verdict == "RED"
 
 
+def test_an_export_is_green_only_where_every_required_gate_ran():
+    ran = [gates.holds(name, True, "") for name in gates.REQUIRED]
+    assert set(BUG_GATES) == set(gates.REQUIRED)
+    assert gates.verdict(ran) == "GREEN"
+    for place, name in enumerate(gates.REQUIRED):
+        idle = [*ran[:place], gates.not_run(name, ""), *ran[place + 1 :]]
+        assert (gates.verdict(idle), gates.missing(idle)) == ("not_run", [name])
+        absent = [*ran[:place], gates.not_run(name, "", applies=False)]
+        assert gates.verdict(absent + ran[place + 1 :]) == "GREEN"
+
+
+def test_quality_is_the_user_s_limits_and_a_red_export_withholds_it():
+    green, red = gates.holds("program", True, ""), gates.holds("program", False, "")
+    kept, over = (gates.within("max_kl", x, 0.05, "") for x in (0.01, 0.06))
+    few = gates.reached("answers", 0.5, 0.7, "")
+    assert gates.within("max_kl", np.nan, 0.05, "").verdict == "OVER"
+    assert gates.quality([green]) == "not_run"
+    assert gates.quality([green, kept]) == "WITHIN"
+    assert gates.quality([green, kept, few]) == gates.quality([over]) == "OVER"
+    assert gates.verdict([green, over]) == "GREEN"
+    withheld = [red, over]
+    assert gates.quality(withheld) == "not_run"
+    assert gates.describe_quality(withheld) == "not judged"
+
+
 def test_a_verdict_is_read_again_for_the_bundle_and_by_the_gates_that_gave_it(bundle):
     assert gates.stored_verdict(bundle) is None
     gates.save_verdict(bundle, GATES)

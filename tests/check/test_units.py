@@ -2,6 +2,7 @@
 portable modes say."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench import process
@@ -18,9 +19,10 @@ def table(llama_bundle, llama_golden, monkeypatch):
             outcome = outcomes.get(unit, "GREEN")
             if outcome not in ("GREEN", "RED", "LIMIT"):
                 return process.Outcome(failure=outcome)
-            verdict = "GREEN" if outcome == "GREEN" else "RED"
-            row = {"verdict": verdict, "min_cosine": 0.9, "kl_max": 0.1}
-            row["faulty"] = outcome == "RED"
+            verdict = "RED" if outcome == "RED" else "GREEN"
+            quality = {"RED": "not_run", "GREEN": "WITHIN", "LIMIT": "OVER"}[outcome]
+            row = {"verdict": verdict, "quality": quality}
+            row |= {"min_cosine": 0.9, "kl_max": 0.1}
             row["reason"] = f"{unit} is {outcome}"
             return process.Outcome(row | {"logits": dict(logits).get(unit)})
 
@@ -75,16 +77,16 @@ def test_a_unit_is_held_against_portable_too(table):
 
 
 def test_a_cost_above_the_user_s_limit_is_blamed_on_nothing(table):
-    """A sound export in every arithmetic, whose `max_kl` alone is RED."""
+    """A sound export in every arithmetic, whose cost is above the limit."""
     names = ("declared", "exact", "narrow")
     found = table(dict.fromkeys(names, "LIMIT"), runtime="portable")
-    assert set(found["verdict"]) == {"RED"} == {units.units_verdict(found)}
-    assert set(found["blame"]) == {units.LIMIT_EXCEEDED}
+    assert set(found["verdict"]) == {"GREEN"} == {units.units_verdict(found)}
+    assert set(found["quality"]) == {"OVER"} == {units.units_quality(found)}
+    assert found["blame"].isna().all()
     faulty = table(dict.fromkeys(names, "LIMIT") | {"CPU_ONLY": "RED"})
     rows = faulty.set_index("unit")["blame"]
-    assert (
-        rows["CPU_ONLY"] == "runtime" and rows["portable exact"] == units.LIMIT_EXCEEDED
-    )
+    assert rows["CPU_ONLY"] == "runtime" and pd.isna(rows["portable exact"])
+    assert units.units_quality(faulty) == "not_run"
 
 
 def test_a_unit_s_first_reason_is_a_fault_before_a_limit(
@@ -95,6 +97,7 @@ def test_a_unit_s_first_reason_is_a_fault_before_a_limit(
     row = units.validate_unit(
         llama_bundle.root, path, None, "portable", "declared", options
     )
-    assert (row["verdict"], row["faulty"]) == ("RED", False)
+    # without a checkpoint three required gates do not run
+    assert (row["verdict"], row["quality"]) == ("not_run", "OVER")
     assert row["reason"].startswith("max_kl: ") and "--" not in row["reason"]
     assert row["kl_mean"] > 0 and row["over_rounding"] > 0

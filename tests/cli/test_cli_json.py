@@ -2,6 +2,7 @@
 for RED."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
     "export": "bundle family shards layers bytes converted stamped seconds peak_rss_bytes",
-    "validate": "verdict gates worst min_cosine mean_cosine rows logits",
+    "validate": "verdict quality gates worst min_cosine mean_cosine rows logits",
     "gate": "name verdict value threshold reason",
     "worst": "layer position T tensor mode cosine psnr_db max_abs",
     "logits": "top1_agreement kl_mean kl_max cosine_min",
@@ -80,18 +81,48 @@ def test_export_reports_what_it_made(tmp_path, exports):
 
 def test_validate_is_complete_with_and_without_a_golden(llama_bundle, golden):
     checked = invoke("validate", llama_bundle.root)
-    assert checked["verdict"] == "GREEN" and not lacks(checked["gates"][0], "gate")
+    assert not lacks(checked["gates"][0], "gate")
+    assert (checked["verdict"], checked["quality"]) == ("not_run", "not_run")
     found = invoke("validate", llama_bundle.root, "--golden", golden)
-    assert found["verdict"] == "GREEN" and not lacks(found, "validate")
+    assert not lacks(found, "validate")
+    # without the checkpoint weights, host and program are not compared
+    assert (found["verdict"], found["quality"]) == ("not_run", "WITHIN")
     assert not lacks(found["worst"], "worst") and not lacks(found["logits"], "logits")
     # (T × layer × tensor isolated, those chained, logits) × position
     assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
 
 
-def test_red_exits_1_with_its_gates_first(llama_bundle, golden):
-    result = cli("validate", llama_bundle.root, "--golden", golden, "--max-kl", "1e-12")
-    first, second, *_ = result.stdout.splitlines()
-    assert result.exit_code == 1 and first == "RED" and second.startswith("RED")
+def test_a_cost_above_the_limit_exits_4_and_names_the_gates_that_did_not_run(
+    llama_bundle, golden
+):
+    limit = "--max-kl", "1e-12"
+    result = cli("validate", llama_bundle.root, "--golden", golden, *limit)
+    export, quality, gate, *_ = result.stdout.splitlines()
+    assert result.exit_code == 4
+    assert export.split(maxsplit=1) == ["export", "not run: weights, host, program"]
+    assert quality.split() == ["quality", "OVER"]
+    assert gate.split()[:2] == ["OVER", "max_kl"]
+
+
+def test_red_exits_1_with_its_gates_first_and_withholds_the_quality(
+    llama_bundle, golden, tmp_path
+):
+    """Planted: the bundle's own rope base, which no gate but those of values sees."""
+    folder = shutil.copytree(llama_bundle.root, tmp_path / "rope")
+    manifest = json.loads((folder / "bundle.json").read_text())
+    manifest["rope"][0]["inv_freq"] = [
+        1.02 * f for f in manifest["rope"][0]["inv_freq"]
+    ]
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    command = "validate", folder, "--checkpoint", TINY, IDS[0], IDS[1]
+    result = cli(*command)
+    export, quality, gate, *_ = result.stdout.splitlines()
+    assert result.exit_code == 1 and export.split() == ["export", "RED"]
+    assert quality.split() == ["quality", "not", "judged"]
+    assert gate.split()[0] == "RED"
+    found = json.loads(cli(*command, "--json").stdout)
+    assert (found["verdict"], found["quality"]) == ("RED", "not_run")
+    assert found["cost"]["kl"]["mean"] > 0
 
 
 @pytest.mark.shim
@@ -124,7 +155,8 @@ def test_each_unit_asks_every_gate_and_the_limit_that_is_given(exports, calls_he
     (bundle.root / "verdict.json").unlink(missing_ok=True)
     options = "--checkpoint", checkpoint, "--max-kl", "1e-12"
     found = invoke("validate", "units", bundle.root, *options)
-    assert (found["verdict"], found["device_measured"]) == ("RED", False)
+    words = found["verdict"], found["quality"], found["device_measured"]
+    assert words == ("GREEN", "OVER", False)
     assert found["units"][0]["reason"].startswith("max_kl")
     stored = json.loads((bundle.root / "verdict.json").read_text())["gates"]
     assert {gate["verdict"] for gate in stored} == {"GREEN"}

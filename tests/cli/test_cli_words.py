@@ -75,19 +75,41 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
         print(number, "starts")
         found = {"experiment": number, "report": "", "executed": ""}
         found["verdict"] = "GREEN" if number == "05" else "not_run"
+        found["quality"] = "WITHIN" if number == "05" else "not_run"
         found["conclusion"] = f"{number} holds.\nIt is small."
         figures = [{"path": f"{number}/a.png", "alt": f"picture of {number}"}]
         return found | {"figures": figures}
 
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
     result = cli("run", "5", "34")
-    assert result.output.endswith("verdict  GREEN\ngo on    make lab\n")
+    assert [line.split() for line in result.output.splitlines()[-3:]] == [
+        ["export", "GREEN"],
+        ["quality", "WITHIN"],
+        ["go", "on", "make", "lab"],
+    ]
     first, _, second = result.output.partition("34 starts")
-    assert first.startswith("05 starts\nGREEN  experiment 05\n")
+    assert first.startswith("05 starts\nexperiment 05\n  export")
     for line in ("05 holds.", "It is small.", "05/a.png: picture of 05"):
         assert f"  {line}" in first
     assert "  34/a.png: picture of 34" in second
-    assert "\nverdict  not_run\n" in cli("run", "34").output
+    lines = [line.split() for line in cli("run", "34").output.splitlines()]
+    assert ["export", "not", "run"] in lines
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict", "code"),
+    [("05", "GREEN", 4), ("05", "RED", 1), ("31", "GREEN", 0), ("31", "RED", 1)],
+)
+def test_a_notebook_that_asks_for_the_cost_ends_well_when_it_is_over(
+    monkeypatch, number, verdict, code
+):
+    def run_notebook(number, parameters, **_):
+        words = {"verdict": verdict, "quality": "OVER", "conclusion": ""}
+        names = {"experiment": f"{number}_name", "report": "", "executed": ""}
+        return words | names | {"figures": []}
+
+    monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
+    assert cli("run", number).exit_code == code
 
 
 def test_a_parameter_has_the_type_of_its_default():

@@ -173,16 +173,23 @@ def test_help_has_its_texts_where_python_removes_docstrings():
 
 
 @pytest.mark.parametrize(
-    ("verdict", "failed", "code"), [("RED", 1, 1), (None, 1, 3), ("GREEN", 0, 0)]
+    ("verdict", "quality", "failed", "code"),
+    [
+        ("RED", "not_run", 1, 1),
+        (None, None, 1, 3),
+        ("GREEN", "OVER", 1, 3),
+        ("GREEN", "OVER", 0, 4),
+        ("GREEN", "WITHIN", 0, 0),
+    ],
 )
-def test_a_sweep_is_1_for_red_cells_and_3_for_failed_ones(
-    tmp_path, monkeypatch, verdict, failed, code
+def test_a_sweep_is_1_for_red_cells_3_for_failed_ones_and_4_for_cost(
+    tmp_path, monkeypatch, verdict, quality, failed, code
 ):
     counts = dict.fromkeys(["cells", "done", "resumed", "invalid"], 1)
     counts |= {"failed": failed, "log": "", "reasons": [], "settings": {"s"}}
     monkeypatch.setattr(sweep, "sweep", lambda *_, **__: counts)
     monkeypatch.setattr(sweep, "load_grid", lambda path: path)
-    rows = pd.DataFrame({"verdict": [verdict]})
+    rows = pd.DataFrame({"verdict": [verdict], "quality": [quality]})
     monkeypatch.setattr("workbench.sweep.summary.summary", lambda *_: rows)
     monkeypatch.setattr("workbench.sweep.summary.table_lines", lambda rows: [])
     assert cli("sweep", "grid.yaml").exit_code == code

@@ -193,15 +193,17 @@ def test_equal_data_give_equal_bytes(name, tmp_path):
 
 def test_the_front_of_a_tradeoff_passes_and_is_numbered_by_its_cost():
     rows = [
-        ("cheap", "GREEN", 0.001, 10.0),
-        ("slower", "GREEN", 0.002, 5.0),
-        ("faster", "GREEN", 0.01, 20.0),
-        ("red", "RED", 0.06, 90.0),
+        ("cheap", "GREEN", "WITHIN", 0.001, 10.0),
+        ("slower", "GREEN", "WITHIN", 0.002, 5.0),
+        ("faster", "GREEN", "WITHIN", 0.01, 20.0),
+        ("red", "RED", "not_run", 0.02, 80.0),
+        ("over", "GREEN", "OVER", 0.06, 90.0),
     ]
-    names = ["name", "verdict", "kl_mean", "tokens_per_s"]
+    names = ["name", "verdict", "quality", "kl_mean", "tokens_per_s"]
     words = texts(plots.tradeoff(pd.DataFrame(rows, columns=names)))
     assert "1: cheap" in words and "2: faster" in words
-    assert "slower" not in words and ": red" not in words
+    assert not any(name in words for name in ("slower", ": red", ": over"))
+    assert "GREEN, WITHIN" in words and "GREEN, OVER" in words
 
 
 def test_each_of_twenty_names_is_drawn_and_lines_have_looks_of_their_own():

@@ -38,8 +38,12 @@ def test_a_run_is_a_folder_of_files_with_one_id(project, capsys):
     (row,) = log.load("runs").to_dict("records")
     assert (row["run_id"], row["experiment"]) == (run["run_id"], "07")
     assert row["verdict"] == run["verdict"] == "RED"
+    assert row["quality"] == run["quality"] == "not_run"
     printed = capsys.readouterr().out
-    assert printed.startswith("RED\n\nIt holds.") and str(project) not in printed
+    assert (
+        printed.startswith("export RED, quality not judged\n\nIt holds.")
+        and str(project) not in printed
+    )
 
 
 def test_two_checkpoints_of_one_name_have_two_runs(project):

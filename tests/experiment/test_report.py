@@ -21,12 +21,12 @@ def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project)
     experiment.conclude("It holds: 2 * 3 | <b> *x*.\nReally.")
     text = (experiment.folder / "report.md").read_text()
     assert text.startswith(
-        "# Experiment 07 · How fast?\n\nIt holds: 2 \\* 3 \\| \\<b\\>"
+        "# Experiment 07 · How fast?\n\n**Export RED, quality not judged**\n\nIt holds: 2 \\* 3 \\| \\<b\\>"
     )
     assert "\n\nReally.\n\n" in text
     assert "![bars of ms](figures/times-1.5.svg)" in text
     lines = text.splitlines()
-    gates = [line for line in lines if "max_kl" in line or "needs a Mac" in line]
+    gates = [line for line in lines if "| budget" in line or "needs a Mac" in line]
     verdicts = [line.split("|")[2].strip() for line in gates]
     assert verdicts == ["✗ RED", "– not run"]  # RED first
     assert "Checkpoint 01_my model" in text and "/models" not in text

@@ -1,6 +1,13 @@
-"""The result of a gate: a figure, a threshold, a verdict and the reason in words;
-thresholds that several gates use; and BUNDLE/verdict.json, the results of the gates
-that need the checkpoint, for machines without it.
+"""The result of a gate: a figure, a threshold, a verdict and the reason in words; the
+two verdicts that follow from gates; thresholds that several gates use; and
+BUNDLE/verdict.json, the results of the gates that need the checkpoint, for machines
+without it.
+
+The *export* verdict (GREEN, RED, not_run) says whether the exported program computes
+what Hugging Face's model computes with the stored weights. The *quality* verdict
+(WITHIN, OVER, not_run) says whether the cost of compression stays within the limits
+that the user sets. A RED export withholds the quality: the cost of a faulty program
+says nothing about its compression.
 
 Anybody can write that file. It counts only if this checkout noted the hashes of the
 bundle and of the file when it wrote the file, or if the golden that the user gives
@@ -20,6 +27,10 @@ from workbench.files import is_noted, note, read_bytes, write_whole
 GREEN = "GREEN"
 RED = "RED"
 NOT_RUN = "not_run"
+WITHIN = "WITHIN"
+OVER = "OVER"
+EXPORT_WORDS = {GREEN, RED, NOT_RUN}
+QUALITY_WORDS = {WITHIN, OVER, NOT_RUN}
 VERDICT = "verdict.json"
 NOTES = "verdicts"  # the folder of this checkout's notes on verdict.json files
 SOURCE = Path(__file__).parent  # the folder of the gates' source
@@ -27,17 +38,30 @@ SOURCE = Path(__file__).parent  # the folder of the gates' source
 
 @dataclass(frozen=True)
 class Gate:
-    """The result of one gate. `value` is None if the gate could not run; `reason` says
-    what was compared, or why nothing was compared."""
+    """The result of one gate.
+
+    Attributes:
+        verdict: GREEN, RED or not_run; WITHIN, OVER or not_run for a check of quality,
+            whose limit the user sets.
+        value: None if the gate could not run.
+        reason: what was compared, or why nothing was compared.
+        applies: False for a gate that the bundle's target cannot have: it is named, and
+            the export is GREEN without it.
+    """
 
     name: str
     verdict: str
     value: float | None
     threshold: float | None
     reason: str
+    applies: bool = True
 
     def json(self) -> dict:
-        return jsonable(asdict(self))
+        """The fields; `applies` only where it is False."""
+        fields = jsonable(asdict(self))
+        if self.applies:
+            del fields["applies"]
+        return fields
 
 
 def jsonable(value):
@@ -81,23 +105,79 @@ def none(
     return holds(name, not faults, heading + sep.join(faults) if faults else fine)
 
 
-def not_run(name: str, reason: str) -> Gate:
-    return Gate(name, NOT_RUN, None, None, reason)
+def within(name: str, value: float, limit: float, reason: str) -> Gate:
+    """A check of quality: WITHIN if value <= limit, otherwise, and for nan, OVER."""
+    return Gate(name, WITHIN if value <= limit else OVER, value, limit, reason)
+
+
+def reached(name: str, value: float, limit: float, reason: str) -> Gate:
+    """A check of quality: WITHIN if value >= limit, otherwise, and for nan, OVER."""
+    return Gate(name, WITHIN if value >= limit else OVER, value, limit, reason)
+
+
+def not_run(name: str, reason: str, applies: bool = True) -> Gate:
+    return Gate(name, NOT_RUN, None, None, reason, applies)
+
+
+# The gates without which an export is not GREEN.
+REQUIRED = (
+    "interface",
+    "weights",
+    "host",
+    "program",
+    "state_life",
+    "write_address",
+    "stale_rows",
+    "undo",
+)
+
+
+def missing(gates: Iterable[Gate]) -> list[str]:
+    """The required gates that did not run although the bundle can have them."""
+    return [
+        gate.name
+        for gate in gates
+        if gate.name in REQUIRED and gate.verdict == NOT_RUN and gate.applies
+    ]
 
 
 def verdict(gates: Iterable[Gate]) -> str:
-    """RED if any gate is RED, not_run if no gate ran, otherwise GREEN."""
-    verdicts = {g.verdict for g in gates}
-    return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
+    """The verdict on the export: RED if any gate is RED; not_run if a required gate
+    among them did not run, or none did; otherwise GREEN. Checks of quality do not
+    count."""
+    gates = list(gates)
+    verdicts = {gate.verdict for gate in gates}
+    if RED in verdicts:
+        return RED
+    if missing(gates) or GREEN not in verdicts:
+        return NOT_RUN
+    return GREEN
 
 
-USER_LIMIT = "max_kl"  # the user chooses the limit of this gate: RED is not a fault
+def quality(gates: Iterable[Gate]) -> str:
+    """The verdict on the cost: OVER if any check of quality is OVER, WITHIN if one is
+    WITHIN and none OVER. not_run if none ran, or if a gate on the export is RED."""
+    verdicts = {gate.verdict for gate in gates}
+    if RED in verdicts:
+        return NOT_RUN
+    return next((word for word in (OVER, WITHIN) if word in verdicts), NOT_RUN)
+
+
+def describe_quality(gates: Sequence[Gate]) -> str:
+    """The quality in words: WITHIN, OVER, `not run`, or `not judged` where a RED export
+    withholds it."""
+    word = quality(gates)
+    if word != NOT_RUN:
+        return word
+    return "not judged" if verdict(gates) == RED else "not run"
+
+
+MAX_KL_GATE = "max_kl"
 
 
 def faults(gates: Iterable[Gate]) -> list[Gate]:
-    """The RED gates that show a fault of the export: all but the user's limit on the
-    cost."""
-    return [gate for gate in gates if gate.verdict == RED and gate.name != USER_LIMIT]
+    """The RED gates: each shows a fault of the export."""
+    return [gate for gate in gates if gate.verdict == RED]
 
 
 # relative RMS of an isolated update in exact arithmetic, on the same weights
@@ -173,7 +253,7 @@ def stored_verdict(bundle, named: str | None = None) -> StoredVerdict | None:
         results = TypeAdapter(list[Gate]).validate_python(fields["gates"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not {gate.verdict for gate in results} <= {GREEN, RED, NOT_RUN}:
+    if not {gate.verdict for gate in results} <= EXPORT_WORDS:
         return None
     digest = hashlib.sha256(contents).hexdigest()
     facts = {"bundle": bundle.identity, "verdict": digest}

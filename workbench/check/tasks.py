@@ -152,9 +152,9 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
 def answers_gate(
     decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
 ) -> gates.Gate:
-    """Gate `answers`: the bundle, with the tokenizer in its folder, answers at least as
-    many prompts as Hugging Face's model. Prompts that do not fit max_seq_len are left
-    out."""
+    """The check of quality `answers`: the bundle, with the tokenizer in its folder,
+    answers at least as many prompts as Hugging Face's model. Prompts that do not fit
+    max_seq_len are left out."""
     encode = load_tokenizer(checkpoint.tokenizer).encode
     S = decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
@@ -175,4 +175,4 @@ def answers_gate(
 
     right = sum(right_answers(decoder.bundle.root / "tokenizer", tasks, generate))
     reason = f"{right} of {count} known answers, the golden {golden}"
-    return gates.at_least("answers", right / count, golden / count, reason)
+    return gates.reached("answers", right / count, golden / count, reason)

@@ -24,11 +24,11 @@ from workbench.runtime import COMPUTE_UNITS, resolve
 
 SECONDS = 3600
 DIED = "DIED"  # the verdict of a unit whose process ended without a result
-LIMIT_EXCEEDED = "no fault: the cost exceeds your limit"
 COLUMNS = [
     "unit",
     "runtime",
     "verdict",
+    "quality",
     "over_rounding",
     "min_cosine",
     "kl_mean",
@@ -62,12 +62,13 @@ def validate_units(
         Ts, max_kl: see `validate`.
 
     Returns:
-        One row per unit: `verdict` GREEN, RED or DIED, the largest error over what
+        One row per unit: `verdict` on the export, GREEN, RED, not_run or DIED, its
+        `quality`, the largest error over what
         rounding alone causes and the worst update cosine, the mean and the largest KL
         of chained logits in nats against Hugging Face's golden, `kl_portable` against
-        the portable runtime's `declared` arithmetic, `blame` (null where GREEN), and the
-        first `reason`, a fault's before the user's limit. `kl_portable` is null with
-        `alone`, and so is `blame`, but where the user's limit alone is exceeded.
+        the portable runtime's `declared` arithmetic, `blame` (null where the export is not
+        RED), and the first `reason`, a fault's before the user's limit. `kl_portable`
+        and `blame` are null with `alone`.
 
     Raises:
         InputError: see `check_fits`.
@@ -88,12 +89,12 @@ def validate_units(
             row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
             refused = process.invalidating(outcome)
             if refused and not outcome.failure:  # it ran, and not on this unit
-                row |= {"verdict": gates.RED, "faulty": True, "reason": refused}
+                row |= {"verdict": gates.RED, "quality": gates.NOT_RUN}
+                row["reason"] = refused
             name = f"portable {unit}" if runs_on == "portable" else unit
             rows[name] = {"unit": name, "runtime": runs_on} | row
-    sound = {
-        name for name, row in rows.items() if not row.get("faulty", True)
-    }  # a process that died is not
+    faulty = {gates.RED, DIED}
+    sound = {name for name, row in rows.items() if row["verdict"] not in faulty}
     declared = rows.get("portable declared", {}).get("logits")
     for row in rows.values():
         logits = row.get("logits")
@@ -101,8 +102,6 @@ def validate_units(
             row["kl_portable"] = float(kl(declared, logits).max())
         if row["unit"] not in sound and not alone:
             row["blame"] = diagnose(row["runtime"], sound)
-        elif row["unit"] in sound and row["verdict"] == gates.RED:
-            row["blame"] = LIMIT_EXCEEDED
     return pd.DataFrame(list(rows.values()), columns=COLUMNS)
 
 
@@ -121,12 +120,12 @@ def validate_unit(
         device_reference(bundle, golden, options["alone"])
     result = validate(Decoder(bundle, runtime, **option), golden, **options)
     figures = result.json()
-    faults = gates.faults(result.gates)
-    red = [gate for gate in result.gates if gate.verdict == gates.RED]
-    reasons = [f"{gate.name}: {gate.reason}" for gate in [*faults, *red]]
+    over = [gate for gate in result.gates if gate.verdict == gates.OVER]
+    worst = [*gates.faults(result.gates), *over]
+    reasons = [f"{gate.name}: {gate.reason}" for gate in worst]
     return {
         "verdict": result.verdict,
-        "faulty": bool(faults),
+        "quality": result.quality,
         "over_rounding": figures["worst"]["over_rounding"],
         "min_cosine": figures["min_cosine"],
         "kl_mean": figures["cost"]["kl"]["mean"],
@@ -150,8 +149,18 @@ def diagnose(runtime: str, sound: Collection[str]) -> str:
 
 
 def units_verdict(table: pd.DataFrame) -> str:
-    """RED where a unit is RED, else DIED where one died. `portable narrow` is a bound,
+    """RED where a unit is RED, else DIED where one died, else not_run where a required
+    gate did not run. `portable narrow` is a bound,
     not a unit: only `diagnose` reads it."""
     verdicts = set(table.loc[table["unit"] != "portable narrow", "verdict"])
-    order = gates.RED, DIED, gates.GREEN
+    order = gates.RED, DIED, gates.NOT_RUN, gates.GREEN
     return next(verdict for verdict in order if verdict in verdicts)
+
+
+def units_quality(table: pd.DataFrame) -> str:
+    """OVER where a unit is OVER, else WITHIN where one is WITHIN; not_run where the
+    verdict on the export is RED or a unit died, and for units without limits."""
+    if units_verdict(table) in (gates.RED, DIED):
+        return gates.NOT_RUN
+    words = set(table.loc[table["unit"] != "portable narrow", "quality"])
+    return next((w for w in (gates.OVER, gates.WITHIN) if w in words), gates.NOT_RUN)

@@ -105,12 +105,13 @@ class Cost:
         return {"kl": kl, "same_top": self.same_top, "budget": budget}
 
     def gates(self, max_kl: float = gates.MAX_KL) -> list[Gate]:
-        """Gates `max_kl`, the user's limit on the mean KL, and `budget`: no error is
+        """The check of quality `max_kl`, the user's limit on the mean KL, and the gate
+        `budget`: no error is
         more than `BUDGET_FACTOR` times the one that rounding alone causes."""
         reason = "mean KL from Hugging Face's logits in nats; the limit is the user's"
         if self.budget_kl is not None:
             reason += f"; rounding alone causes {np.mean(self.budget_kl):.2g}"
-        limit = gates.at_most("max_kl", float(np.mean(self.kl)), max_kl, reason)
+        limit = gates.within("max_kl", float(np.mean(self.kl)), max_kl, reason)
         if self.logits is None:
             reason = "the packages contain the argmax and output no logits"
             limit = gates.not_run("max_kl", reason)
@@ -139,7 +140,12 @@ class Validation:
 
     @property
     def verdict(self) -> str:
+        """Of the export."""
         return gates.verdict(self.gates)
+
+    @property
+    def quality(self) -> str:
+        return gates.quality(self.gates)
 
     @property
     def worst(self) -> dict:
@@ -161,6 +167,7 @@ class Validation:
             updates = cosines
         return {
             "verdict": self.verdict,
+            "quality": self.quality,
             "gates": [g.json() for g in self.gates],
             "worst": self.worst,
             "min_cosine": float(updates.min()),
@@ -262,7 +269,7 @@ def program_gate(subject: Subject) -> Gate:
         return program.program_gate(subject.exact, subject.checkpoint, subject.whole)
     target = subject.bundle.manifest.options.target
     reason = f"needs fp32 arithmetic, which target {target} lacks"
-    return gates.not_run("program", reason)
+    return gates.not_run("program", reason, applies=False)
 
 
 def state_gate(name: str, subject: Subject) -> Gate:

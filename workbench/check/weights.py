@@ -128,6 +128,7 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         "how another exporter compresses is not known; "
         f"{count} of {len(matrices)} matrices were recognised by their values, which the "
         "other gates use (in place of the rest the checkpoint's)",
+        applies=False,
     )
 
 

@@ -104,7 +104,7 @@ def golden(
     if target:
         validate.device_reference(target, reference)
         result["reference"] = str(validate.reference_path(target, reference))
-        result |= gates_json(results)
+        result |= gates_json(results)  # bug gates alone: nothing is said of quality
     show(result, json)
 
 

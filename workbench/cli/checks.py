@@ -12,10 +12,10 @@ from workbench.cli.common import (
     Execution,
     Json,
     Prompt,
-    gates_json,
     load_checkpoint,
     reject_unused,
     show,
+    validation_json,
 )
 from workbench.errors import InputError
 from workbench.progress import stage
@@ -34,7 +34,8 @@ def validate(
     max_kl: NonNegativeFloat = gates.MAX_KL,
     json: Json = False,
 ) -> None:
-    """Tests a bundle for faults and measures what compression and fp16 cost.
+    """Tests a bundle for faults (export: GREEN or RED) and measures what compression
+    and fp16 cost (quality: WITHIN or OVER your limits).
 
     With a checkpoint every gate runs, and the verdict is stored in the bundle. With a
     golden alone the stored verdict is shown and the runtime is compared. Without both
@@ -114,7 +115,7 @@ def validate_units(
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
     stage("validate: reading the checkpoint")
     source = load_checkpoint(checkpoint)
-    from workbench.check.units import units_verdict
+    from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units
 
     _check_single_copy(exported, runtime, single_copy)
@@ -125,6 +126,7 @@ def validate_units(
     )
     result = {
         "verdict": units_verdict(units),
+        "quality": units_quality(units),
         "device_measured": bool((units["runtime"] == "coreml").any()),
         "units": gates.records(workbench.log.plain(units)),
     }
@@ -181,12 +183,7 @@ def _stored_result(bundle, decoder) -> dict:
     bundle alone."""
     from workbench.check import validate as checks
 
-    result = gates_json(checks.stored_gates(decoder))
-    stored = gates.stored_verdict(bundle)
-    if stored and not stored.counts and result["verdict"] == gates.GREEN:
-        # anybody can write such a verdict into a bundle: it does not count as passing
-        result["verdict"] = gates.NOT_RUN
-    return result
+    return validation_json(checks.stored_gates(decoder))
 
 
 def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:
@@ -208,4 +205,4 @@ def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:
         results = [interface]
         results += checks.unopened_gates(problem, list(checks.BUG_GATES)[1:])
     not_measured = "worst", "min_cosine", "mean_cosine", "logits", "cost"
-    return gates_json(results) | dict.fromkeys(not_measured) | {"rows": 0}
+    return validation_json(results) | dict.fromkeys(not_measured) | {"rows": 0}

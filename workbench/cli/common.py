@@ -13,7 +13,7 @@ from cyclopts.types import PositiveInt
 
 import workbench
 from workbench import paths
-from workbench.check.gates import Gate, jsonable, verdict
+from workbench.check.gates import REQUIRED, Gate, jsonable, quality, verdict
 from workbench.cli import ending
 from workbench.errors import InputError, visible
 from workbench.progress import end_stage
@@ -208,18 +208,29 @@ def gates_json(gates: list[Gate]) -> dict:
     return {"verdict": verdict(gates), "gates": [gate.json() for gate in gates]}
 
 
-def show(result: dict, json: bool, lines: list[str] | None = None) -> None:
-    """Prints a command's result and exits with the code of its verdict (see `ending`).
+def validation_json(gates: list[Gate]) -> dict:
+    """Gates of a bundle as JSON, the verdicts on its export and its quality first."""
+    words = {"verdict": verdict(gates), "quality": quality(gates)}
+    return words | gates_json(gates)
+
+
+def show(
+    result: dict, json: bool, lines: list[str] | None = None, code: int | None = None
+) -> None:
+    """Prints a command's result and exits with the code of its verdicts (see `ending`).
 
     Args:
         result: what is printed as one JSON object.
         json: whether it is; else `lines` are printed.
         lines: default: those of `format_result`.
+        code: default: the exit code of the result's verdicts.
     """
     if json:
         lines = [dumps(jsonable(result), default=str, allow_nan=False)]
     print_document("\n".join(lines or format_result(result)))
-    if code := ending.VERDICT_CODES.get(result.get("verdict")):
+    if code is None:
+        code = ending.verdict_code(result.get("verdict"), result.get("quality"))
+    if code:
         sys.exit(code)
 
 
@@ -258,7 +269,7 @@ def label(name: str) -> str:
 
 
 def format_result(result: dict) -> list[str]:
-    """A result as lines of text: gates with their reasons, RED first; rows as a table;
+    """A result as lines of text: gates with their reasons, RED and OVER first; rows as a table;
     sentences as a list; every other value behind its name. A value that was not
     measured is left out."""
     lines = []
@@ -267,11 +278,15 @@ def format_result(result: dict) -> list[str]:
         match value:
             case None | "" | []:
                 pass
+            case str() if name == "verdict" and "quality" in result:
+                lines += format_verdicts(result)
             case str() if name == "verdict":
                 lines.append(value)
+            case str() if name == "quality":
+                pass  # behind the verdict
             case list() if name == "gates":
-                red_first = sorted(value, key=lambda gate: gate["verdict"] != "RED")
-                lines += map(format_gate, red_first)
+                worst_first = sorted(value, key=lambda gate: _RANKS[gate["verdict"]])
+                lines += map(format_gate, worst_first)
             case [dict(), *_]:
                 lines += ["", title, *format_table(value)]
             case [str(), *_]:
@@ -281,6 +296,27 @@ def format_result(result: dict) -> list[str]:
             case _:
                 lines.append(f"{title:20}{format_value(value, name)}")
     return lines
+
+
+_RANKS = {"RED": 0, "OVER": 1, "GREEN": 2, "WITHIN": 2, "not_run": 2}
+
+
+def format_verdicts(result: dict) -> list[str]:
+    """Two lines: the verdict on the export, with the required gates that did not run,
+    and the quality."""
+    export, quality = result["verdict"], result["quality"]
+    idle = [
+        gate["name"]
+        for gate in result.get("gates", [])
+        if gate["verdict"] == "not_run"
+        and gate["name"] in REQUIRED
+        and gate.get("applies", True)
+    ]
+    if export == "not_run":
+        export = "not run" + (f": {', '.join(idle)}" if idle else "")
+    if quality == "not_run":
+        quality = "not judged" if export == "RED" else "not run"
+    return [f"{'export':20}{export}", f"{'quality':20}{quality}"]
 
 
 def format_gate(gate: dict) -> str:

@@ -2,8 +2,9 @@
 
 0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
 (a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
-unit's process, a fault of the workbench); 130: interrupted; 141: the reader of stdout
-has closed it."""
+unit's process, a fault of the workbench); 4: a sound export whose cost is above the
+user's limit (GREEN and OVER); 130: interrupted; 141: the reader of stdout has closed
+it."""
 
 import errno
 import os
@@ -18,8 +19,7 @@ from contextlib import suppress
 from workbench.errors import RUST_ERROR, CellError, InputError, one_line, visible
 from workbench.progress import end_stage
 
-RED, REFUSED, UNFINISHED = 1, 2, 3
-VERDICT_CODES = {"RED": RED, "DIED": UNFINISHED}
+RED, REFUSED, UNFINISHED, OVER = 1, 2, 3, 4
 INTERRUPTED = 128 + signal.SIGINT
 CLOSED_PIPE = 128 + signal.SIGPIPE
 
@@ -70,6 +70,15 @@ def end(command: Callable[[], None]) -> None:
                 )
         _discard(sys.stderr)
         sys.exit(code)
+
+
+def verdict_code(verdict: str | None, quality: str | None) -> int:
+    """The exit code of a result with these words."""
+    if verdict == "RED":
+        return RED
+    if verdict == "DIED":
+        return UNFINISHED
+    return OVER if quality == "OVER" else 0
 
 
 def describe(problem: BaseException) -> tuple[int, str]:

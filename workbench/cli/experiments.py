@@ -2,7 +2,6 @@
 the cells of a grid."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,17 @@ from cyclopts import Parameter
 import workbench
 from workbench import paths
 from workbench.cli import ending
-from workbench.cli.common import Json, format_result, reject_unused, show
+from workbench.cli.common import (
+    Json,
+    format_result,
+    format_verdicts,
+    reject_unused,
+    show,
+)
 from workbench.errors import InputError, visible
+
+# The notebooks that ask what presets cost: OVER is their answer, and no failure.
+ASK_THE_COST = ("30", "31", "34", "35")
 
 
 def run(
@@ -23,9 +31,10 @@ def run(
     publish: bool = False,
     json: Json = False,
 ) -> None:
-    """Runs experiment notebooks headless: verdict, figures, log rows, report.
+    """Runs experiment notebooks headless: verdicts, figures, log rows, report.
 
-    The exit code is 3 if a cell raises. Git ignores what a run writes.
+    The exit code is 1 if an export is RED, 3 if a cell raises, and 4 if a notebook
+    whose question is not the cost ends OVER. Git ignores what a run writes.
 
     Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
 
@@ -57,11 +66,21 @@ def run(
             _print_run(result)
     verdicts = {result["verdict"] for result in results}
     verdict = next((v for v in ("RED", "GREEN") if v in verdicts), "not_run")
+    quality = _common_quality(results)
     step = "make lab"
     if extracts := [n for n in numbers if settings[n].get("EXTRACT")]:
         step = f"workbench run {' '.join(extracts)}  (all cells and rounds)"
-    lines = [f"verdict  {verdict}", f"go on    {step}"]
-    show({"verdict": verdict, "experiments": results}, json, lines)
+    words = {"verdict": verdict, "quality": quality}
+    lines = [*format_verdicts(words), f"{'go on':20}{step}"]
+    judged = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
+    code = ending.verdict_code(verdict, _common_quality(judged))
+    show(words | {"experiments": results}, json, lines, code)
+
+
+def _common_quality(results: list[dict]) -> str:
+    """The quality of several runs: OVER if one is."""
+    words = {result["quality"] for result in results}
+    return next((word for word in ("OVER", "WITHIN") if word in words), "not_run")
 
 
 def _notebook_settings(
@@ -90,7 +109,8 @@ def _print_run(result: dict) -> None:
     lines = result["conclusion"].splitlines()
     lines += [f"{figure['path']}: {figure['alt']}" for figure in result["figures"]]
     lines += [f"report    {result['report']}", f"notebook  {result['executed']}"]
-    print(f"{result['verdict']}  experiment {result['experiment']}")
+    print(f"experiment {result['experiment']}")
+    print("\n".join(f"  {line}" for line in format_verdicts(result)))
     print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
 
 
@@ -178,10 +198,18 @@ def sweep(
     totals["reasons"] = [reason for result in results for reason in result["reasons"]]
     settings = [setting for result in results for setting in result["settings"]]
     rows = summary(log, {"setting": settings})
-    totals["verdict"] = "RED" if (rows["verdict"] == "RED").any() else None
-    show(totals, json, [*table_lines(rows), "", *format_result(totals)])
-    if totals["failed"]:
-        sys.exit(ending.UNFINISHED)
+    is_red = (rows["verdict"] == "RED").any()
+    is_over = (rows["quality"] == "OVER").any() and not is_red
+    # null where no cell was validated, or none stands out
+    totals |= {"verdict": None, "quality": None}
+    if is_red or is_over:
+        totals["verdict"] = "RED" if is_red else "GREEN"
+        totals["quality"] = "OVER" if is_over else "not_run"
+    code = ending.verdict_code(totals["verdict"], totals["quality"])
+    if totals["failed"] and code != ending.RED:
+        code = ending.UNFINISHED
+    lines = [*table_lines(rows), "", *format_result(totals)]
+    show(totals, json, lines, code)
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from IPython.display import SVG, publish_display_data
 from pandas.io.formats.style import Styler
 
 from workbench import log, plots
-from workbench.check.gates import Gate, verdict
+from workbench.check.gates import NOT_RUN, Gate, describe_quality, quality, verdict
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.experiment import folders, report, tables
@@ -201,8 +201,10 @@ class Experiment:
     def conclude(self, words: str, decoder: Decoder | None = None, **rows) -> None:
         """Logs the run as one row with its tables `rows` (`fidelity`, `samples`,
         `layers`), writes the report, puts the run in the place of the finished one, and
-        prints verdict, `words` and the report's path."""
-        result = verdict(self.gates) if self.gates else None
+        prints both verdicts, `words` and the report's path."""
+        result = judged = None
+        if self.gates:
+            result, judged = verdict(self.gates), quality(self.gates)
         config = {
             "parameters": self.portable_parameters,
             "conclusion": words,
@@ -210,7 +212,7 @@ class Experiment:
         }
         number = self.name[:2]
         row = {"command": f"notebook {number}", "experiment": number}
-        row |= {"verdict": result, "config": config}
+        row |= {"verdict": result, "quality": judged, "config": config}
         options = {}
         if decoder:
             described = identity.run_columns(decoder)
@@ -221,7 +223,8 @@ class Experiment:
         run_id = log.record(row, **rows)
         parts = folders.read_parts(self.unfinished)
         run_ids = {run_id}.union(*(part["run_ids"] for part in parts))
-        run = {"run_id": run_id, "experiment": self.name, "verdict": result}
+        run = {"run_id": run_id, "experiment": self.name}
+        run |= {"verdict": result, "quality": judged}
         run |= {"run_ids": sorted(run_ids)} | config
         run["fixed_parameters"] = self.fixed_parameters
         checkpoint = {"name": self.source.name, "sha256": self.source.sha256}
@@ -232,7 +235,11 @@ class Experiment:
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
-        text = "\n\n".join([result or "no gates", words, f"report: {relative_path}"])
+        verdicts = "no gates"
+        if self.gates:
+            word = "not run" if result == NOT_RUN else result
+            verdicts = f"export {word}, quality {describe_quality(self.gates)}"
+        text = "\n\n".join([verdicts, words, f"report: {relative_path}"])
         self._announce(text)
 
     def _order(self) -> list[tuple[str, str]]:

@@ -52,6 +52,8 @@ def write_report(folder: Path) -> Path:
     name = folders.experiment_name(folder, run)
     paragraphs = re.split(r"\n+", run["conclusion"])  # one for each line
     blocks = [f"# Experiment {escape.markdown(title_of(name))}"]
+    if run["gates"]:
+        blocks.append(_verdicts(run))
     blocks += map(escape.markdown_sentence, filter(None, paragraphs))
     for part in folders.read_parts(folder):
         stem = f"{part['kind']}/{part['name']}"
@@ -73,6 +75,13 @@ def write_report(folder: Path) -> Path:
     path = folder / folders.REPORT
     write_whole(path, ("\n\n".join(blocks) + "\n").encode())
     return path
+
+
+def _verdicts(run: Mapping) -> str:
+    """Both verdicts of a run in bold."""
+    results = [gates.Gate(**gate) for gate in run["gates"]]
+    export = gates.verdict(results).replace("_", " ")
+    return f"**Export {export}, quality {gates.describe_quality(results)}**"
 
 
 def _alt(part: Mapping) -> str:

@@ -31,7 +31,7 @@ def run_notebook(
         publish: makes the run the shipped one (see `publish_run`).
 
     Returns:
-        {experiment, verdict, conclusion, executed, figures, runs, report}; `figures`
+        {experiment, verdict, quality, conclusion, executed, figures, runs, report}; `figures`
         are {path, alt} in the order of the notebook.
 
     Raises:
@@ -65,6 +65,7 @@ def run_notebook(
     return {
         "experiment": source.stem,
         "verdict": run["verdict"] or gates.NOT_RUN,
+        "quality": run.get("quality") or gates.NOT_RUN,
         "conclusion": run["conclusion"],
         "executed": str(executed),
         "figures": figures,

@@ -10,7 +10,13 @@ from pandas.io.formats.style import Styler
 from workbench import escape
 from workbench.check import gates
 
-SIGNS = {"RED": "✗ RED", "GREEN": "✓ GREEN", "not_run": "– not run"}
+SIGNS = {
+    "RED": "✗ RED",
+    "OVER": "✗ OVER",
+    "GREEN": "✓ GREEN",
+    "WITHIN": "✓ WITHIN",
+    "not_run": "– not run",
+}
 NULL = "–"
 # of the longest text of a column that LaTeX breaks into lines
 LONG_TEXT = 32
@@ -109,7 +115,7 @@ def _latex_cell(value: object) -> str:
 
 
 def gate_table(results: Iterable[gates.Gate]) -> pd.DataFrame:
-    """Gates, RED first: gate, verdict with a sign, value, limit, reason; value and limit
+    """Gates, RED and OVER first: gate, verdict with a sign, value, limit, reason; value and limit
     are null for a gate that holds or does not, and compares no figures."""
     rows = [gate.json() for gate in results]
     rows.sort(key=lambda row: [*SIGNS].index(row["verdict"]))

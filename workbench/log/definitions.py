@@ -1,15 +1,61 @@
 """The version of what the columns of `fidelity` mean, and the selection of older rows
-that still mean the same.
+that still mean the same; the two verdicts of older runs.
 
 Null (older rows): a chained update was the layer's output minus the golden's
 input, which counts the error of all earlier layers again.
 2: a chained update is the layer's output minus the input that the layer was given.
 """
 
+import json
+
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 DEFINITION = 2
 """The version of rows that are written now."""
+
+LIMITS = ("max_kl", "answers")
+"""The checks whose RED older runs counted as RED of the whole."""
+
+UNDECIDED = "export or limit"
+"""The quality of an older RED run that does not say which of its gates was RED."""
+
+
+def with_both_verdicts(runs: pa.Table) -> pa.Table:
+    """Rows of `runs` in which those of before the column `quality` have both verdicts:
+    that on the export counts the gates that their `config` keeps without `LIMITS`, and
+    the quality counts `LIMITS` alone."""
+    is_older = pc.and_(pc.is_null(runs["quality"]), pc.is_valid(runs["verdict"]))
+    if not pc.any(is_older).as_py():
+        return runs
+    columns = {name: runs[name].to_pylist() for name in ("verdict", "quality")}
+    configs = runs["config"]
+    for row in pc.indices_nonzero(is_older).to_pylist():
+        verdict = columns["verdict"][row]
+        both = split_verdict(verdict, configs[row].as_py())
+        columns["verdict"][row], columns["quality"][row] = both
+    for name, values in columns.items():
+        place = runs.schema.get_field_index(name)
+        array = pa.array(values, runs.schema.field(name).type)
+        runs = runs.set_column(place, runs.schema.field(name), array)
+    return runs
+
+
+def split_verdict(verdict: str, config: str | None) -> tuple[str, str]:
+    """The export's verdict and the quality of an older run with one verdict, from the
+    gates in its `config`."""
+    gates = json.loads(config).get("gates", []) if config else []
+    if not gates:
+        return verdict, UNDECIDED if verdict == "RED" else "not_run"
+    export = {gate["verdict"] for gate in gates if gate["name"] not in LIMITS}
+    limits = {gate["verdict"] for gate in gates if gate["name"] in LIMITS}
+    verdict = next((word for word in ("RED", "GREEN") if word in export), "not_run")
+    if verdict == "RED":
+        return verdict, "not_run"
+    words = {"RED": "OVER", "GREEN": "WITHIN"}
+    quality = next((words[word] for word in words if word in limits), "not_run")
+    return verdict, quality
 
 
 def select_current(rows: pd.DataFrame) -> tuple[pd.DataFrame, str | None]:

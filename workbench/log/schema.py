@@ -39,11 +39,12 @@ SCHEMAS: dict[str, pa.Schema] = {
     # processes that ran or waited to run, averaged over the minute before the first
     # and after the last call, and `steal` is the share of processor time between them
     # that a hypervisor gave to other machines (null: not on Linux). `cold_s` and
-    # `warm_s` are of older rows.
+    # `warm_s` are of older rows. `verdict` is on the export, `quality` on its cost (see
+    # `definitions` for older rows).
     "runs": _schema("""
         text:  run_id!
         time:  time
-        text:  experiment command status! reason verdict config
+        text:  experiment command status! reason verdict quality config
         text:  checkpoint checkpoint_hash bundle bundle_hash family prompt
         text:  commit versions platform machine software
         text:  power_source thermal_pressure
@@ -111,6 +112,7 @@ JSON_COLUMNS = {"config", "versions", "hints", "placement"}
 ALLOWED = {
     "status": {"ok", "invalid", "failed", "skipped"},
     "verdict": {"GREEN", "RED", "not_run"},
+    "quality": {"WITHIN", "OVER", "not_run", "export or limit"},
     "placement_source": {"measured", "predicted", "simulated"},
     "tensor": {"hidden", "update", "k", "v", "logits"},
     "mode": {"isolated", "chained"},

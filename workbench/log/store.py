@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from workbench.errors import InputError, check_choice
 from workbench.files import write_whole
+from workbench.log import definitions
 from workbench.log.condition import rows_that_fit
 from workbench.log.places import Root, default_root, new_run_id, shipped_root
 from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
@@ -134,6 +135,7 @@ def load(
     if table == "runs":
         parts = [_run_rows(shipped_folder, shipped), _run_rows(folder, files)]
         rows = _sorted_by_run(pa.concat_tables(parts))
+        rows = definitions.with_both_verdicts(rows)
     else:
         files |= shipped
         # a file is named after its run

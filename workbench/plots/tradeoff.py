@@ -1,6 +1,7 @@
 """Speed against fidelity."""
 
 from itertools import cycle, product
+from math import inf
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -23,14 +24,19 @@ def tradeoff(
     hue: str | None = None,
     max_kl: float | None = None,
 ) -> None:
-    """Tokens per second over mean KL. The best settings that pass are numbered, and the
-    legend names them.
+    """Tokens per second over mean KL. The best settings that pass both verdicts are
+    numbered, and the legend names them.
 
     Args:
-        configurations: name, kl_mean (nats), tokens_per_s, verdict, and the column
-            `hue`, which gives the colours.
+        configurations: name, kl_mean (nats), tokens_per_s, verdict, quality (absent
+            from older data: judged by `max_kl`), and the column `hue`, which gives the
+            colours.
         max_kl: the user's limit on the mean KL, drawn as a dashed line.
     """
+    if "quality" not in configurations:
+        is_over = configurations["kl_mean"] > (max_kl or inf)
+        words = is_over.map({True: "OVER", False: "WITHIN"})
+        configurations = configurations.assign(quality=words)
     measured = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
     low = (measured["kl_mean"] < LEAST_KL).sum()
     measured = measured.assign(kl_mean=measured["kl_mean"].clip(lower=LEAST_KL))
@@ -38,10 +44,16 @@ def tradeoff(
     ax = figure.subplots()
     styles = cycle(product(MARKERS, PALETTE))
     for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
-        for verdict, points in group.groupby("verdict", dropna=False):
+        for words, points in group.groupby(["verdict", "quality"], dropna=False):
+            verdict, quality = words
             look = {"color": colour, "marker": "X" if verdict == "RED" else marker}
-            verdict = label_of("verdict", verdict)
-            look["label"] = f"{name}, {verdict}" if hue else verdict
+            if quality == "OVER":
+                look |= {"facecolors": "none", "edgecolors": colour}
+                del look["color"]
+            label = label_of("verdict", verdict)
+            if verdict == "GREEN":
+                label += f", {label_of('quality', quality)}"
+            look["label"] = f"{name}, {label}" if hue else label
             ax.scatter("kl_mean", "tokens_per_s", data=points, **look)
     best = _front(measured)
     for number, row in enumerate(best.itertuples(), 1):
@@ -61,7 +73,7 @@ def tradeoff(
     if len(best) > 1:
         share = f"{FASTER - 1:.0%}"
         notes.append(
-            f"numbered: GREEN, and more than {share} faster than all of a lower KL"
+            f"numbered: GREEN and WITHIN, and more than {share} faster than all of a lower KL"
         )
     if low:
         notes.append(f"{low} with a KL below {LEAST_KL:g} are drawn at {LEAST_KL:g}")
@@ -70,8 +82,11 @@ def tradeoff(
 
 
 def _front(configurations: pd.DataFrame) -> pd.DataFrame:
-    """The GREEN rows that are faster than all of a lower KL, by their KL."""
-    green = configurations[configurations["verdict"] == "GREEN"].sort_values(
+    """The rows that are GREEN and WITHIN, and faster than all of a lower KL, by their
+    KL."""
+    passes = configurations["verdict"].eq("GREEN")
+    passes &= configurations["quality"].eq("WITHIN")
+    green = configurations[passes].sort_values(
         ["kl_mean", "tokens_per_s"], ascending=[True, False]
     )
     fastest = green["tokens_per_s"].cummax().shift(fill_value=0)

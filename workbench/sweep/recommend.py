@@ -1,5 +1,5 @@
-"""What to do about a verdict: whether the export is faulty or its cost exceeds the
-user's limit, and which preset keeps that limit."""
+"""What to do about the verdicts: whether the export is faulty, whether its cost exceeds
+the user's limit, and which preset keeps that limit."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def measure_presets(
 ) -> pd.DataFrame:
     """Measures other presets, one after the other, until one keeps the user's limit on
     the mean KL. Nothing is measured, and there are no rows, where the bundle keeps the
-    limit or is RED for another reason.
+    limit or its export is RED.
 
     Args:
         golden: with its checkpoint; the mean KL is that on its tokens.
@@ -42,9 +42,9 @@ def measure_presets(
         Columns compress, MiB (of the bundle), kl_mean (nats), passes.
     """
     rows = []
-    limit = next(gate for gate in results if gate.name == gates.USER_LIMIT)
+    limit = next(gate for gate in results if gate.name == gates.MAX_KL_GATE)
     presets = [preset for preset in PRESETS if preset != compress]
-    if gates.faults(results) or limit.verdict != gates.RED:
+    if gates.faults(results) or limit.verdict != gates.OVER:
         presets = []
     for preset in presets:
         bundle = export(golden.source.path, compress=preset, **options)
@@ -64,31 +64,41 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
         results: the gates of a bundle.
         presets: see `measure_presets`.
     """
-    ran = [gate for gate in results if gate.verdict != gates.NOT_RUN]
-    limits = [gate for gate in ran if gate.name == gates.USER_LIMIT]
-    faults = gates.faults(ran)
-    count = len(ran) - len(limits)
+    of_export = [gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)]
+    limits = [
+        gate
+        for gate in results
+        if gate.name == gates.MAX_KL_GATE and gate.verdict != gates.NOT_RUN
+    ]
+    faults = gates.faults(of_export)
+    count = len(of_export)
     if faults:
         names = ", ".join(gate.name for gate in faults)
         words = [
-            f"The export is faulty: {len(faults)} of {count} gates on it are RED "
-            f"({names}). Next step: workbench explain names the cause."
+            f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
+            "Next step: workbench explain names the cause."
         ]
     else:
         idle = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
         unasked = f"; not run: {', '.join(idle)}" if idle else ""
-        words = [
-            f"No fault of the export is found: {count} gates on it are GREEN{unasked}."
-        ]
+        word = "not run" if gates.missing(results) else "GREEN"
+        words = [f"Export {word}: {count} gates on it are GREEN{unasked}."]
     for limit in limits:
         cost = f"a mean KL of {limit.value:.3g} nats from Hugging Face's model"
-        if limit.verdict == gates.GREEN:
-            words.append(f"It costs {cost}, within your limit of {limit.threshold:g}.")
-            continue
-        words.append(
-            f"It costs {cost}, more than your limit of {limit.threshold:g}"
-            + ("; this limit is the only reason for RED." if not faults else ".")
-        )
+        if faults:
+            words.append(
+                f"Quality not judged: {cost} is measured, and the fault has a part in it."
+            )
+        elif limit.verdict == gates.WITHIN:
+            words.append(
+                f"Quality WITHIN: it costs {cost}, at most your limit of "
+                f"{limit.threshold:g}."
+            )
+        else:
+            words.append(
+                f"Quality OVER: it costs {cost}, more than your limit of "
+                f"{limit.threshold:g}. This is the cost of compression and no fault."
+            )
     for row in presets.to_dict("records"):
         verb = "keeps" if row["passes"] else "exceeds it too"
         measured = f"{row['kl_mean']:.3g} nats, measured on the same tokens"

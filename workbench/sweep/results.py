@@ -1,13 +1,14 @@
 """The log's tables of a grid: times of one machine, fidelity of any, one row per
 configuration."""
 
-import json
 import sys
 from functools import cache
 
+import numpy as np
 import pandas as pd
 
 from workbench import log
+from workbench.check import gates
 from workbench.errors import check_choice
 from workbench.sweep.grid import Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
@@ -72,24 +73,18 @@ def configurations(
             `summary.repeated`.
         worst_cosine, kl_mean, kl_p99 (nats): of the bundle's validation (see
             `stored_tables`).
-        verdict: RED if a gate other than the user's limit is RED, or if the mean KL is
-            above the grid's `max_kl`.
-        faulty: whether a gate other than the user's limit is RED.
+        verdict: on the export.
+        quality: OVER if the mean KL is above the grid's `max_kl`; not_run where none
+            was measured, or where the export is RED.
         ane_ops_share: the Neural Engine's share of operations (null: no plan).
         invalid: the reason why no run is valid, otherwise null.
     """
     timed, validated = _runs(grid, root, machine)
-    runs = validated.to_dict("records")
-    validated["verdict"] = pd.Series(
-        [_verdict(run, grid.max_kl) for run in runs], validated.index, object
-    )
-    validated["faulty"] = [bool(_red_gates(run)) for run in runs]
-    faulty = validated[[*BUNDLE, "faulty"]]
+    validated["quality"] = _qualities(validated, grid.max_kl)
     # grouped by status too: invalid runs must not count as rounds of valid ones
     rows = repeated(timed, ["setting", "status"], validated, root)
-    rows["verdict"] = rows["verdict"].fillna("not_run")
-    rows = rows.merge(faulty, "left", BUNDLE)
-    rows["faulty"] = rows["faulty"].eq(True)
+    for name in ("verdict", "quality"):
+        rows[name] = rows[name].fillna("not_run")
     rows["name"] = _names(grid, rows)
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
@@ -202,16 +197,9 @@ def _machine(timed: pd.DataFrame, machine: str | None) -> str:
     return machine
 
 
-def _verdict(run: dict, max_kl: float) -> str:
-    """A run's verdict under another limit on the mean KL; the logged verdict where no
-    KL was measured."""
-    if pd.isna(run["kl_mean"]):
-        return run["verdict"]
-    return "RED" if _red_gates(run) or run["kl_mean"] > max_kl else "GREEN"
-
-
-def _red_gates(run: dict) -> set[str]:
-    """The gates of a run that are RED, except for the user's limit on the mean KL."""
-    config = run["config"] if isinstance(run["config"], str) else "{}"
-    gates = json.loads(config).get("gates", [])
-    return {gate["name"] for gate in gates if gate["verdict"] == "RED"} - {"max_kl"}
+def _qualities(validated: pd.DataFrame, max_kl: float) -> pd.Series:
+    """The quality of each validation under a grid's limit on the mean KL, which may
+    differ from the limit that the validation was run with."""
+    over = np.where(validated["kl_mean"] > max_kl, gates.OVER, gates.WITHIN)
+    judged = validated["kl_mean"].notna() & validated["verdict"].ne(gates.RED)
+    return pd.Series(over, validated.index, object).where(judged, gates.NOT_RUN)

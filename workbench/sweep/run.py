@@ -323,7 +323,8 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     row |= {"ane_joules": used.ane_joules, "config": config}
     if cell.validate_ids:
         result = _validation(cell, grid, decoder, path)
-        tables["fidelity"], row["verdict"] = result.rows, result.verdict
+        tables["fidelity"] = result.rows
+        row |= {"verdict": result.verdict, "quality": result.quality}
         config["gates"] = [gate.json() for gate in result.gates]
         config["price"] = jsonable(result.cost.json())
         row["kl_mean"] = config["price"]["kl"]["mean"]

@@ -18,19 +18,20 @@ MAX_CELL = 18
 """Characters of a cell of the table; longer texts are cut."""
 FIRST_SETTINGS = 4
 """The number of varied settings that a narrow terminal shows before figures."""
-FIRST_FIGURES = ("verdict", "n", "tokens_per_s", "kl_mean")
+FIRST_FIGURES = ("verdict", "quality", "n", "tokens_per_s", "kl_mean")
 """Figures that a narrow terminal shows before others."""
 LETTERED = ("machine", "software")
 """Settings whose values are too long for a cell; the table has letters for them."""
 BUNDLE = ["values", "bundle_hash"]
 """Columns that are equal for runs that compute the same."""
 SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms"]
-JUDGED = ["verdict", "worst_update", "worst_cosine", "kl_mean", "kl_p99"]
+JUDGED = ["verdict", "quality", "worst_update", "worst_cosine", "kl_mean", "kl_p99"]
 """What a validation says; `kl_p99` is part of its `config`. Settings are compared by
 mean and 99% KL: in a model with an attention sink, whose residual is huge beside its
 updates, the worst cosine says nothing about a setting."""
 FIGURES = {
-    "verdict": "verdict",
+    "verdict": "export",
+    "quality": "quality",
     "n": "n",
     "tokens_per_s": "tok/s",
     "slowest": "slowest",
@@ -61,8 +62,8 @@ def repeated(
         disturbed: the number of processes that were left out, since other work
             disturbed them. Where every process was disturbed, all are used, and `n`
             and `disturbed` count the same ones.
-        verdict, worst_update, worst_cosine, kl_mean, kl_p99: of the newest validation
-            of the same bundle.
+        verdict, quality, worst_update, worst_cosine, kl_mean, kl_p99: of the newest
+            validation of the same bundle.
     """
     runs = with_speeds(runs, root)
     keys = [runs[name] for name in by]
@@ -133,7 +134,8 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     rows = rows.reset_index()
     # a verdict on a run that failed, or ran elsewhere, would be another run's
     ok = rows["status"] == "ok"
-    rows["verdict"] = rows["verdict"].astype(object).where(ok)
+    for name in ("verdict", "quality"):
+        rows[name] = rows[name].astype(object).where(ok)
     has_result = rows[["verdict", "tokens_per_s"]].notna().any(axis=1)
     return rows[has_result | ~ok].sort_values("run_id", ignore_index=True)
 
