@@ -153,7 +153,8 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Measures a grid's cells, each in a fresh process, and prints their table. Cells
-    that the log has are not measured again. The exit code is 3 if a cell failed.
+    that the log has are not measured again. The exit code is 1 if an export is RED, 3
+    if a cell failed, and 4 if a cost is above the limit.
 
     Give a grid, which is a YAML file; or a finished bundle with the options below; or
     the word first-light for the checks that need a Mac, which take about ten minutes
