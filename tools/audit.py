@@ -8,8 +8,9 @@ For every report below `experiments/` it checks the tables against the stored on
 tables of times against the samples of their runs, the labels of axes, and the numbers of the
 Answers. For the shipped log it checks units, rates, the ratio of every row of `fidelity`, and
 that no row has an older definition. The README's table of benchmarks is computed from the samples
-in `experiments/benchmarks`. The exit code is 1 if a number differs, and 2 if PROJECT has
-no shipped log."""
+in `experiments/benchmarks`, and every number in the prose of README.md and docs needs a test, a
+constant or a source (`audit_prose.py`). The exit code is 1 if a number differs, and 2 if PROJECT
+has no shipped log."""
 
 import json
 import re
@@ -26,6 +27,7 @@ from workbench.errors import InputError
 sys.path.insert(0, str(Path(__file__).parent))
 from audit_answers import check_sentences  # beside this script
 from audit_benchmarks import check_benchmarks
+from audit_prose import check_prose
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
@@ -79,7 +81,8 @@ def audit(project: Path) -> list[Finding]:
     findings = check_log(log, {path.parent.name[:2] for path in reports})
     for path in reports:
         findings += check_report(path.parent, log)
-    findings += [Finding(*texts) for texts in check_benchmarks(project)]
+    texts = check_benchmarks(project) + check_prose(project)
+    findings += [Finding(*cells) for cells in texts]
     return findings
 
 
