@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # .venv is complete: what the caller's settings would add or install elsewhere stays out
 unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PIP_USER PIP_PREFIX PIP_TARGET PIP_ROOT
 
-.PHONY: always run test test-all lab real docs bench judge prove fuzz clean
+.PHONY: always run test waiting test-all lab real docs bench judge prove fuzz clean
 
 # the main job, on a real language model; where that cannot be had, on a small one that lies here
 REAL = data/smollm2-135m-instruct
@@ -31,6 +31,10 @@ PYTEST = $(BIN)/pytest -n 3 --dist worksteal --max-worker-restart 0 $(ORDER)
 # every property once, on the smallest thing that shows it
 test: .venv/ready
 	$(PYTEST)
+
+# the tests that start kernels, processes, pools or sockets, and so could wait for ever
+waiting: .venv/ready
+	$(PYTEST) @tests/waiting.txt
 
 # Core AI's packages exist for these machines
 PLUGIN = $(if $(filter Linux-x86_64 Darwin-arm64,$(shell uname -sm | tr " " -)),./plugins/coreai)

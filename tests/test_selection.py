@@ -2,6 +2,7 @@
 one case that fits `-k`."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,21 @@ def test_without_a_selection_each_circle_runs_its_own(project):
     assert len(passed) == 3 and "test_matrix_else" in passed and not counted
     assert len(run(project, "-m", "wide")[0]) == 4
     assert len(run(project, "-m", "exhaustive")[0]) == 16
+
+
+def test_files_that_start_processes_kernels_pools_or_sockets_are_in_the_list_of_those():
+    """`pytest @tests/waiting.txt` runs the tests that could wait for ever."""
+    starts = re.compile(
+        r"subprocess\.(?:run|Popen|check_)|\bprocess\.call\(|\bsweep\.sweep\(|Popen\("
+        r"|socket\.socket\(|run_notebook\(|ProcessPool|KernelManager"
+        r"|def \w+\([^)]*\b(?:forks|swept)\b"
+    )
+    folder = CONFTEST.parent
+    listed = (folder / "waiting.txt").read_text().split()
+    assert len(set(listed)) == len(listed)
+    assert all((folder.parent / name).exists() for name in listed)
+    paths = [
+        path for path in folder.rglob("test_*.py") if starts.search(path.read_text())
+    ]
+    names = {path.relative_to(folder.parent).as_posix() for path in paths}
+    assert names <= set(listed)
