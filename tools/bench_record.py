@@ -86,9 +86,9 @@ class Measurement:
         lines = []
         for comparison in self.comparisons:
             ratio = self.ratio(comparison)
-            lines.append(
-                f"{comparison.what}: {ratio} times as fast as {comparison.peer}"
-            )
+            if ratio != NOT_MEASURED:
+                ratio += " times as fast"
+            lines.append(f"{comparison.what}, beside {comparison.peer}: {ratio}")
         lines += [f"{series.name}: {series.value}" for series in self.series]
         return lines
 

@@ -52,7 +52,9 @@ def project(tmp_path):
 def test_a_ratio_is_the_median_of_paired_rounds_and_above_one_where_it_is_faster():
     assert DECODE.ratio(DECODE.comparisons[0]) == "0.6 (0.5 to 1.5)"
     assert EXPORT.ratio(EXPORT.comparisons[0]) == "10 (10 to 12)"
-    assert DECODE.lines()[0].startswith("decode, fp16: 0.6 (0.5 to 1.5) times as fast")
+    first, second, *_ = DECODE.lines()
+    assert first == "decode, fp16, beside HF at 64: 0.6 (0.5 to 1.5) times as fast"
+    assert second.endswith("beside llama.cpp F16 at 64: not measured")
 
 
 def test_a_file_has_every_sample_and_null_for_a_missing_peer(project):
