@@ -297,8 +297,8 @@ class Subject:
         return weights.weights_gate(self.bundle, self.checkpoint)
 
     @cached_property
-    def whole(self) -> set[str] | None:
-        """The shards that `bug_gates` would test whole."""
+    def representatives(self) -> set[str] | None:
+        """The shards that `bug_gates` would test in full."""
         if self.weights.verdict != GREEN:
             return None
         return distinct.representatives(self.bundle, self.checkpoint)
@@ -359,11 +359,11 @@ def host_gates(subject: Subject) -> list[Gate]:
 
 def program_gates(subject: Subject) -> list[Gate]:
     decoder = subject.decoder("exact")
-    return [program.program_gate(decoder, subject.checkpoint, subject.whole)]
+    return [program.program_gate(decoder, subject.checkpoint, subject.representatives)]
 
 
 def state_gates(subject: Subject) -> list[Gate]:
-    return states.state_gates(subject.decoder(), subject.whole)
+    return states.state_gates(subject.decoder(), subject.representatives)
 
 
 def budget_gates(subject: Subject) -> list[Gate]:

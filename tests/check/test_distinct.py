@@ -176,7 +176,7 @@ def test_a_bound_in_one_function_that_one_shard_s_weights_reach_is_red(broken, b
 
     folder, checkpoint = broken(clip, base="functions")
     bundle = Bundle.open(folder)
-    whole = representatives(bundle, checkpoint)
-    assert whole == {"layers_00_00"}
+    names = representatives(bundle, checkpoint)
+    assert names == {"layers_00_00"}
     exact = Decoder(bundle, "portable", "exact")
-    assert program_gate(exact, checkpoint, whole).verdict == "RED"
+    assert program_gate(exact, checkpoint, names).verdict == "RED"

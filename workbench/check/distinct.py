@@ -1,16 +1,16 @@
 """Which shards of a bundle have the same program, so that a property of the program is
 tested on one of them.
 
-Two shards have the same program where everything is equal by value but the numbers of
-the weights, which gate `weights` compares one by one with the checkpoint. A weight is
+Two shards have the same program if everything in them is equal by value except the
+numbers of the weights, which gate `weights` compares one by one with the checkpoint. A weight is
 equal where its tensor has the same name, relative to the first layer of the shard, and
 the arrays that store it have the same dtypes and shapes. Hugging Face's module of the
 layer, without its parameters, must be equal too: both sides of gate `program` are then
 the same function of weights, inputs and states.
 
-All of this is read from the packages. Of the manifest only `weights` is believed, and
-only as far as gate `weights` tests it: a constant that it calls a weight and that is
-none is not the checkpoint's."""
+All of this is read from the packages. Only `weights` is taken from the manifest, and
+gate `weights` tests it: a constant wrongly listed as a weight does not match the
+checkpoint."""
 
 import hashlib
 
@@ -26,14 +26,14 @@ from workbench.models.checkpoint import Checkpoint
 
 # The operands of a stored weight that gate `weights` reads; others count by value.
 COMPARED = {"val", "data", "scale", "offset", "indices", "lut"}
-# Where a layer is in its model, which is no property of what it computes.
+# The place of a layer in its model, which does not change what it computes.
 PLACES = {"layer_idx", "layer_index", "layer_number", "training"}
 
 
 def representatives(bundle: Bundle, checkpoint: Checkpoint) -> set[str]:
     """The name of the first shard of every distinct program among the shards of layers.
-    All of them where the constants of packages are not compared with the checkpoint's:
-    those of another exporter and of a plug-in's target."""
+    All of them if the packages' constants are not compared with the checkpoint: packages
+    of another exporter and of a plug-in's target."""
     manifest = bundle.manifest
     blocks = [s for s in manifest.shards if s.kind in ("layers", "router")]
     if manifest.foreign or manifest.options.plugin:

@@ -97,12 +97,18 @@ def holds(name: str, true: bool, reason: str) -> Gate:
     return at_least(name, float(true), 1.0, reason)
 
 
-def none(
-    name: str, faults: Sequence[str], fine: str, heading: str = "", sep: str = ", "
+def no_faults(
+    name: str,
+    faults: Sequence[str],
+    pass_reason: str,
+    heading: str = "",
+    sep: str = ", ",
 ) -> Gate:
-    """GREEN with the reason `fine` if there are no faults; otherwise RED, with `heading`
+    """GREEN with `pass_reason` if there are no faults; otherwise RED, with `heading`
     and the faults as the reason."""
-    return holds(name, not faults, heading + sep.join(faults) if faults else fine)
+    return holds(
+        name, not faults, heading + sep.join(faults) if faults else pass_reason
+    )
 
 
 def within(name: str, value: float, limit: float, reason: str) -> Gate:
@@ -232,12 +238,12 @@ class StoredVerdict:
     counts: bool
 
 
-def stored_verdict(bundle, named: str | None = None) -> StoredVerdict | None:
+def stored_verdict(bundle, trusted_hash: str | None = None) -> StoredVerdict | None:
     """The verdict in the bundle's verdict.json; None if there is no such file, if it is
     of another bundle, or if it was written by gates with another source.
 
     Args:
-        named: the hash of a verdict.json that counts without a note of this checkout,
+        trusted_hash: of a verdict.json that counts without a note of this checkout,
             from the golden that the user gives.
     """
     from pydantic import TypeAdapter
@@ -257,4 +263,4 @@ def stored_verdict(bundle, named: str | None = None) -> StoredVerdict | None:
         return None
     digest = hashlib.sha256(contents).hexdigest()
     facts = {"bundle": bundle.identity, "verdict": digest}
-    return StoredVerdict(results, digest == named or is_noted(NOTES, facts))
+    return StoredVerdict(results, digest == trusted_hash or is_noted(NOTES, facts))

@@ -1,9 +1,9 @@
 """Gate `interface`: `bundle.json`, the packages' descriptions and their programs agree.
 
 Core ML reads the description and runs the program, and the host fills the buffers that
-the manifest names. The gate reads each of the three from its file as facts by name,
-runs none of them, and names the facts that differ. A package that no runtime would load
-is RED."""
+the manifest names. The gate reads each of the three from its file as facts by name and
+reports the facts that differ; nothing is run. A package that no runtime would load is
+RED."""
 
 from collections.abc import Iterator
 
@@ -34,8 +34,10 @@ from workbench.runtime import load_shard
 
 MAIN = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
-OUTSIDE = ".gate."  # matrices of routers stay fp16 under every preset
-SHOWN = 8  # the most differences in the reason
+ROUTER_MATRIX = (
+    ".gate."  # in the name of a router's matrix, which every preset leaves in fp16
+)
+MAX_LISTED = 8  # differences in the reason
 SIZES = {
     "hidden_size": "C",
     "num_attention_heads": "H",
@@ -47,13 +49,15 @@ Facts = dict[str, object]  # "input x" → "FLOAT16 [1, 64, 1..4, 1]"
 
 
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
-    """Compares the manifest with every package and, where there is one, the
-    checkpoint's tokens and sizes with it."""
+    """Compares the manifest with every package and, if a checkpoint is given, with the
+    checkpoint's tokens and sizes."""
     manifest = bundle.manifest
-    faults = list(differences(*_lists(manifest), "options", "list of shards"))
+    faults = list(
+        differences(*compare_shard_list(manifest), "options", "list of shards")
+    )
     for shard in manifest.shards:
         try:
-            for fault in _package(bundle, shard):
+            for fault in package_differences(bundle, shard):
                 faults.append(f"{shard.name}: {fault}")
         except (IndexError, KeyError, ValueError) as problem:
             # an InputError, or a protobuf message that lacks parts
@@ -61,26 +65,28 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     origins = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
         origins = "tokens, tokenizer and sizes are the checkpoint's"
-        faults += differences(*_origins(manifest, checkpoint), "manifest", "checkpoint")
+        faults += differences(
+            *checkpoint_facts(manifest, checkpoint), "manifest", "checkpoint"
+        )
     reason = "manifest, description and program agree in "
     reason += f"{len(manifest.shards)} packages; {origins}"
     if faults:
-        reason = "; ".join(faults[:SHOWN])
-    if len(faults) > SHOWN:
-        reason += f"; and {len(faults) - SHOWN} more"
+        reason = "; ".join(faults[:MAX_LISTED])
+    if len(faults) > MAX_LISTED:
+        reason += f"; and {len(faults) - MAX_LISTED} more"
     return gates.at_most("interface", float(len(faults)), 0.0, reason)
 
 
 def differences(a: Facts, b: Facts, in_a: str, in_b: str) -> Iterator[str]:
     for name in sorted(a.keys() | b.keys()):
-        one, other = (facts.get(name, "missing") for facts in (a, b))
-        if one != other:
-            yield f"{name}: {one} in the {in_a}, {other} in the {in_b}"
+        in_first, in_second = a.get(name, "missing"), b.get(name, "missing")
+        if in_first != in_second:
+            yield f"{name}: {in_first} in the {in_a}, {in_second} in the {in_b}"
 
 
-def _lists(m: Manifest) -> tuple[Facts, Facts]:
-    """Facts about the shards that follow from options and dimensions, and the facts of
-    the listed shards."""
+def compare_shard_list(m: Manifest) -> tuple[Facts, Facts]:
+    """Facts about the shards as options and dimensions require them, and the same facts
+    of the shards that the manifest lists."""
     L, step = m.dims.L, m.options.layers_per_shard
     kind = "router" if m.options.moe == "routed" else "layers"
     blocks = [s for s in m.shards if s.kind in ("layers", "router")]
@@ -105,7 +111,7 @@ def _lists(m: Manifest) -> tuple[Facts, Facts]:
         for name, state in shard.states.items():
             actual |= {name: state.shape, f"ring of {name}": state.ring}
         names = expected.keys() & actual.keys()
-        if shard in blocks:  # a cache that is missing or unexpected is a difference
+        if shard in blocks:  # a missing or an unexpected cache is a difference too
             names |= set(filter(_is_cached, expected | actual))
         for facts, shapes in ((promised, expected), (listed, actual)):
             facts |= {f"{shard.name} {n}": shapes[n] for n in names & shapes.keys()}
@@ -119,8 +125,8 @@ def _is_cached(name: str) -> bool:
 
 
 def _shapes(m: Manifest, shard: Shard) -> Facts:
-    """Shapes of a shard's inputs, outputs and caches that follow from dimensions and
-    options."""
+    """Shapes of a shard's inputs, outputs and caches as dimensions and options require
+    them."""
     o, d = m.options, m.dims
     widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), d.C)
     widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
@@ -141,7 +147,7 @@ def _shapes(m: Manifest, shard: Shard) -> Facts:
     return shapes
 
 
-def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
+def package_differences(bundle: Bundle, shard: Shard) -> Iterator[str]:
     """Differences between a shard of the manifest, the description of its package and
     the program in it."""
     options = bundle.manifest.options
@@ -163,16 +169,20 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
         yield f"functions: {expected} in the manifest, {sorted(functions[place])} in the {place}"
     for name in () if wrong else expected:
         T = shard.functions.get(name, options.t_max)
-        described = _described(shard, descriptions[name], T if options.shapes else 1, T)
+        described = facts_of_description(
+            shard, descriptions[name], T if options.shapes else 1, T
+        )
         faults = list(differences(*described, "manifest", "description"))
         free = T if options.shapes else "T"
-        program = _programmed(shard, functions["program"][name], free, options.preset)
+        program = facts_of_program(
+            shard, functions["program"][name], free, options.preset
+        )
         faults += differences(*program, "manifest", "program")
         for fault in faults:
             yield f"function {name}: {fault}" if shard.functions else fault
 
 
-def _declared(shard: Shard, low: int | str, high: int | str) -> Facts:
+def manifest_facts(shard: Shard, low: int | str, high: int | str) -> Facts:
     """Facts of a shard in the manifest: inputs of `low` to `high` tokens, outputs of
     `high` tokens, and states."""
     facts = {}
@@ -191,9 +201,11 @@ def _fact(dtype: str, low: list, high: list | None = None) -> str:
     return f"{dtype} [{', '.join(axes)}]"
 
 
-def _described(shard: Shard, description, low: int, high: int) -> tuple[Facts, Facts]:
-    """Facts of the manifest, and facts of a description, in which an output may lack a
-    shape."""
+def facts_of_description(
+    shard: Shard, description, low: int, high: int
+) -> tuple[Facts, Facts]:
+    """Facts of the manifest, and the same facts of a package's description. An output
+    without a shape in the description takes the manifest's."""
     facts = {}
     dtype_name = messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name
     for kind in ("input", "output", "state"):
@@ -217,17 +229,28 @@ def _described(shard: Shard, description, low: int, high: int) -> tuple[Facts, F
                 fact += f" by default {default}"
             name = f"{kind} {value.name}"
             facts[name] = f"{facts[name]} and {fact}" if name in facts else fact
-    return _declared(shard, low, high), facts
+    return manifest_facts(shard, low, high), facts
 
 
-def _programmed(
+def facts_of_program(
     shard: Shard, function, T: int | str, preset: Preset
 ) -> tuple[Facts, Facts]:
-    """Facts of the manifest, and those of a program of `T` tokens ("T": of any number):
-    its interface, the values that hold the layers' hidden outputs, and how matrices of
-    convolutions (as the preset says) and other weights (fp16) are stored."""
+    """Facts of the manifest, and the same facts of a program of `T` tokens ("T": of any
+    number): its interface, the values that hold the layers' hidden outputs, and how
+    weights are stored."""
     block = function.block_specializations[function.opset]
-    declared, facts, types, read = _declared(shard, T, T), {}, {}, set()
+    declared = manifest_facts(shard, T, T)
+    facts, types = _interface_facts(function, block)
+    declared_taps, taps = _tap_facts(shard, types)
+    declared_storage, storage = _storage_facts(shard, block, preset)
+    return declared | declared_taps | declared_storage, facts | taps | storage
+
+
+def _interface_facts(function, block) -> tuple[Facts, dict[str, object]]:
+    """Facts about a program's inputs, states and outputs, and the types of all its
+    values by name."""
+    facts: Facts = {}
+    types = {}
     for operand in function.inputs:
         kind, message = "input", operand.type
         if message.WhichOneof("type") == "stateType":
@@ -236,29 +259,51 @@ def _programmed(
         facts[f"{kind} {operand.name}"] = _type(message)
     for op in block.operations:
         types |= {out.name: out.type for out in op.outputs}
-        if op.type == "conv":
-            read.update(bound.name for bound in op.inputs["weight"].arguments)
     facts |= {f"output {name}": _type(types[name]) for name in block.outputs}
-    if shard.kind == "layers":
-        *inner, last = range(*shard.layers)
-        declared |= {f"tap of layer {i}": _type(types[HIDDEN]) for i in inner}
-        declared[f"tap of layer {last}"] = HIDDEN
-        for i, name in shard.taps.items():
-            is_inner = name in types and i != last
-            facts[f"tap of layer {i}"] = _type(types[name]) if is_inner else name
-    weights = {constant: tensor for tensor, constant in shard.weights.items()}
+    return facts, types
+
+
+def _tap_facts(shard: Shard, types: dict[str, object]) -> tuple[Facts, Facts]:
+    """For each layer of a shard, the type of the value that the manifest names as its
+    hidden output: as it should be, and as the program has it. The last layer's value is
+    the shard's output."""
+    declared: Facts = {}
+    facts: Facts = {}
+    if shard.kind != "layers":
+        return declared, facts
+    *inner, last = range(*shard.layers)
+    for layer in inner:
+        declared[f"tap of layer {layer}"] = _type(types[HIDDEN])
+    declared[f"tap of layer {last}"] = HIDDEN
+    for layer, name in shard.taps.items():
+        is_inner = name in types and layer != last
+        facts[f"tap of layer {layer}"] = _type(types[name]) if is_inner else name
+    return declared, facts
+
+
+def _storage_facts(shard: Shard, block, preset: Preset) -> tuple[Facts, Facts]:
+    """How a program's weights are stored: matrices of convolutions as the preset says,
+    other weights in fp16."""
+    conv_weights = set()
+    for op in block.operations:
+        if op.type == "conv":
+            conv_weights.update(bound.name for bound in op.inputs["weight"].arguments)
+    tensors = {constant: tensor for tensor, constant in shard.weights.items()}
+    declared: Facts = {}
+    facts: Facts = {}
     for op in block.operations:
         if op.type != "const" and not op.type.startswith("constexpr_"):
             continue
         name, shape = op.outputs[0].name, _sizes(op.outputs[0].type)
         fact = f"storage of {name}"
-        matrix = shape[2:] == [1, 1] and min(shape[:2]) > 1
-        if name in read and matrix and OUTSIDE not in weights.get(name, ""):
-            declared[fact] = _expected(preset, shape)
-        elif op.type != "const" or name in weights:
+        is_matrix = shape[2:] == [1, 1] and min(shape[:2]) > 1
+        is_router = ROUTER_MATRIX in tensors.get(name, "")
+        if name in conv_weights and is_matrix and not is_router:
+            declared[fact] = expected_storage(preset, shape)
+        elif op.type != "const" or name in tensors:
             declared[fact] = ("const", "FLOAT16")
         if fact in declared:
-            facts[fact] = _stored_as(op)
+            facts[fact] = storage_of(op)
     return declared, facts
 
 
@@ -278,7 +323,7 @@ def _dtype(message) -> str:
     return messages("MIL_pb2").DataType.Name(message.tensorType.dataType)
 
 
-def _stored_as(op) -> tuple:
+def storage_of(op) -> tuple:
     """How a constant is stored: its operation, then the dtype of each operand and, for
     scales and tables, its shape."""
     if op.type == "const":
@@ -291,8 +336,8 @@ def _stored_as(op) -> tuple:
     return op.type, *operands
 
 
-def _expected(preset: Preset, shape: list[int]) -> tuple:
-    """`_stored_as` of a matrix [outputs, inputs, 1, 1] under a preset."""
+def expected_storage(preset: Preset, shape: list[int]) -> tuple:
+    """`storage_of` of a matrix [outputs, inputs, 1, 1] under a preset."""
     if preset == FP16:
         return "const", "FLOAT16"
     if not preset.is_integer:
@@ -304,8 +349,9 @@ def _expected(preset: Preset, shape: list[int]) -> tuple:
     return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
 
 
-def _origins(m: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
-    """Tokens, tokenizer, family and sizes of the manifest and of the checkpoint."""
+def checkpoint_facts(m: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
+    """Facts of the manifest, and the same facts of the checkpoint: tokens, tokenizer,
+    family and sizes."""
     config = checkpoint.config
     ours = {"family": m.family, "bos": m.tokens.bos, "eos": m.tokens.eos}
     theirs = {"family": config.model_type, "bos": config.bos_token_id}
@@ -320,5 +366,5 @@ def _origins(m: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
 
 
 def sizes(shape: list, T: int | str) -> list:
-    """A shape of the manifest with its T."""
-    return [{"T": T}.get(n, n) for n in shape]
+    """A shape of the manifest with a number, or "T", in place of its T."""
+    return [T if n == "T" else n for n in shape]

@@ -2,21 +2,22 @@
 weights that the bundle stores. Both run in float32 and differ only in the order of
 sums, so that one limit holds for every compression and family.
 
-What depends on the program alone is tested on the shards `whole`, one of each distinct
-program (see `distinct`). On every shard is tested what weights can show: the head and
-the tail in every function, the small inputs, and the head of all layers in a row.
+Behaviour that depends only on the program is tested on `representatives`, one shard per
+distinct program (see `distinct`). Every shard is tested for what its weights can change:
+start and end in every function, the small inputs, and the start through all layers in a
+row.
 
-Each sequence computes a head of positions from 0 on. Then the caches of both sides are
-extended by the same rows, drawn from the head's, and it computes a tail that ends at
-max_seq_len. Every row of the cache is written or read once, windows and rings are
-passed, and the number of computed positions does not grow with the cache. Rows without
-a token hold garbage, which must neither be read nor change.
+Each sequence first runs its start: some positions from 0 on. Then both caches are
+extended by the same rows, drawn from the start's, and it runs its end, whose last
+position is the last of the cache. So every row of the cache is written or read once,
+windows and rings are passed, and the number of computed positions does not grow with the
+cache. Rows without a token hold garbage, which must neither be read nor change.
 
 A norm's epsilon shows only where its input is as small as the epsilon's root. So every
-layer and the final norm are also fed inputs whose RMS runs from 2^-44 to 1, each 16
-times the last at most where there is room for `SCALES` positions: what a layer's inner
-norms read lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the
-way. The smallest come first, so that no larger value of an earlier position hides a
+layer and the final norm are also fed inputs whose RMS grows from 2^-44 to 1 in steps of
+at most 16 times, if the cache has `SCALES` positions. What a layer's inner norms read
+lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the way. The
+smallest inputs come first, so that no larger value of an earlier position hides a
 smaller one."""
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle, Manifest
+from workbench.bundle import Bundle, Manifest, Options
 from workbench.bundle.names import is_cache, split_layer
 from workbench.check import gates
 from workbench.check.compare import (
@@ -41,7 +42,7 @@ from workbench.check.compare import (
 from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
 from workbench.check.hf import Reference, Row, nudge, recording_cache
-from workbench.check.run import Pass, plan_calls, program_inputs, run_passes
+from workbench.check.run import PromptRun, plan_calls, program_inputs, run_passes
 from workbench.check.states import LARGE, SUBNORMAL, Shards, default_ts
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
@@ -64,7 +65,8 @@ LIMIT = 1e-5
 # as that large.
 STEP = 2.0**-23
 STEPS = 2
-HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
+START_POSITIONS, END_POSITIONS = 20, 8
+STAGGER = 3  # positions between the ends of two sequences
 SCALES, SMALLEST = 12, -44  # scaled positions, exponent of the smallest RMS
 GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
 
@@ -76,12 +78,12 @@ class Stretch:
     Attributes:
         start: the first position.
         ids: [n].
-        trace: of Hugging Face's model, with the recurrent states behind the last
+        trace: of Hugging Face's model, with the recurrent states after the last
             position.
-        before: the states in front of the first position; `k` and `v` [start, W] are
-            all rows of the caches.
-        perturbed: by mode (`isolated`, `chained`), the trace where the last bit of
-            every layer's input was changed; chained where layers in a row are compared.
+        before: the states before the first position; `k` and `v` [start, W] hold all
+            rows of the caches.
+        perturbed: the trace when the last bit of every layer's input is changed, by mode:
+            `isolated`, and `chained` if layers in a row are compared.
         final_input: [n, C], what the final norm reads.
     """
 
@@ -98,8 +100,8 @@ class Stretch:
 
 
 def tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """What an error is divided by: its size and, so that rounding of the stream is no
-    error, `STEPS` times the effect of a step, over the limit."""
+    """What an error is divided by: the size of the value, plus `STEPS` times the effect
+    of a step over the limit, so that rounding of the stream does not count as an error."""
     return size + STEPS / LIMIT * np.maximum(distance, STEP * size)
 
 
@@ -107,7 +109,7 @@ def exact_runtime(bundle: Bundle) -> str:
     """The runtime that runs a bundle's programs in `exact` arithmetic.
 
     Raises:
-        InputError: fp16 programs of a plug-in's target, which none runs in fp32.
+        InputError: fp16 programs of a plug-in's target, which no runtime runs in fp32.
     """
     options = bundle.manifest.options
     if options.plugin and options.program_dtype == "fp16":
@@ -121,11 +123,11 @@ def exact_runtime(bundle: Bundle) -> str:
 
 
 def program_gate(
-    decoder: Decoder, checkpoint: Checkpoint, whole: Shards = None
+    decoder: Decoder, checkpoint: Checkpoint, representatives: Shards = None
 ) -> Gate:
     """The gate on a portable decoder in `exact` arithmetic. The constants of another
     exporter's programs have their own limit."""
-    table = program_errors(decoder, checkpoint, whole)
+    table = program_errors(decoder, checkpoint, representatives)
     worst = table.loc[table["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if pd.notna(worst["layer"]):
@@ -139,77 +141,109 @@ def program_gate(
 
 
 def program_errors(
-    decoder: Decoder, checkpoint: Checkpoint, whole: Shards = None
+    decoder: Decoder, checkpoint: Checkpoint, representatives: Shards = None
 ) -> pd.DataFrame:
     """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
     tensor: updates (chained: hidden states), states, router states, logits, and choices
-    of experts, which may differ where the last bit of the input changes Hugging Face's.
-
-    Isolated, every layer is fed Hugging Face's input: head and tail in calls of the
-    longest T of every function; scaled inputs in calls of the largest T. Shards of
-    `whole` also run head and tail in calls of the smallest T and of the others in turn,
-    and half of t_max tokens in t_max columns. Chained, each layer reads the output of
-    the one before: the head, in calls of every T in turn. Where layers show no hidden
-    state, or inner ones cannot be fed, all of this is chained. Where T alternates,
-    sequences of a batch take different ones if the bundle allows it.
+    of experts. A choice may differ where the last bit of the input changes Hugging
+    Face's. `plan_stretches` says which calls run.
 
     Args:
-        whole: see `states`; None: all shards.
+        representatives: see `states`; None: all shards.
     """
-    options = decoder.options
-    Ts = default_ts(options)
-    # the input of an inner layer is replaced where it shows
-    fed = decoder.shows_inner_layers or options.layers_per_shard == 1
-    isolated = decoder.manifest.shows_hidden and fed
-    *places, scaled = reference_stretches(decoder.bundle, checkpoint, not isolated)
-    several = sorted({tuple(sizes) for sizes in (Ts[:1], Ts[-1:], Ts[1:-1]) if sizes})
-    # the longest calls of every function, which run on every shard
-    longest = [(T,) for T in options.shapes] or [(options.t_max,)]
-    plan = []
-    if isolated:
-        plan.append(StretchPlan(scaled, Ts[-1:], True))
-    for stretches in places:
-        if isolated:
-            plan += [StretchPlan(stretches, sizes, True) for sizes in longest]
-            others = [sizes for sizes in several if sizes not in longest]
-            plan += [StretchPlan(stretches, s, True, shards=whole) for s in others]
-        else:
-            plan += [StretchPlan(stretches, sizes, False) for sizes in several]
-        if stretches is places[0] or not isolated:
-            plan.append(StretchPlan(stretches, Ts, False))
-    if options.kv_write == "mask":  # which takes dummy columns
-        half = [max(1, options.t_max // 2)]
-        shards = whole if isolated else None
-        plan.append(StretchPlan(places[-1], half, isolated, options.t_max, shards))
-    stretches_by_id = {id(item.stretches): item.stretches for item in plan}
-    references = {
-        key: stack([program_inputs(decoder, stretch.trace) for stretch in stretches])
-        for key, stretches in stretches_by_id.items()
-    }
-    passes = [item.plan(decoder, references[id(item.stretches)]) for item in plan]
-    tables: list[list[pd.DataFrame]] = [[] for _ in plan]
+    isolated = can_feed_layers(decoder)
+    stretches = reference_stretches(
+        decoder.bundle, checkpoint, chained_end=not isolated
+    )
+    plans = plan_stretches(decoder.options, stretches, isolated, representatives)
+    references = {}
+    for plan in plans:
+        if plan.name not in references:
+            traces = [program_inputs(decoder, s.trace) for s in plan.stretches]
+            references[plan.name] = stack(traces)
+    passes = [plan.make_run(decoder, references[plan.name]) for plan in plans]
+    tables: list[list[pd.DataFrame]] = [[] for _ in plans]
 
     def compare_states(number: int, model: Model, state: State) -> None:
-        tables[number] += state_errors(plan[number], passes[number], model, state)
+        tables[number] += state_errors(plans[number], passes[number], model, state)
 
     traces = run_passes(decoder, passes, "program", compare_states)
-    for item, sequences, table in zip(plan, traces, tables):
-        table += trace_errors(decoder, item, sequences)
+    for plan, sequences, table in zip(plans, traces, tables):
+        table += trace_errors(decoder, plan, sequences)
     return pd.concat([part for table in tables for part in table], ignore_index=True)
+
+
+def can_feed_layers(decoder: Decoder) -> bool:
+    """Whether every layer can be given an input of its own and shows its output."""
+    # the input of an inner layer is replaced where it shows
+    inner = decoder.shows_inner_layers or decoder.options.layers_per_shard == 1
+    return decoder.manifest.shows_hidden and inner
+
+
+def plan_stretches(
+    options: Options,
+    stretches: dict[str, tuple[Stretch, ...]],
+    isolated: bool,
+    representatives: Shards,
+) -> list["StretchPlan"]:
+    """The passes of gate `program`.
+
+    Isolated, every layer is fed Hugging Face's input: start and end in calls of the
+    longest T of every function, scaled inputs in calls of the largest T. Shards of
+    `representatives` also run start and end in calls of the smallest T and of the others
+    in turn, and half of t_max tokens in t_max columns. Chained, each layer reads the
+    output of the one before: the start, in calls of every T in turn. If not `isolated`,
+    all of this is chained. Where T alternates, sequences of a batch take different ones
+    if the bundle allows it.
+
+    Args:
+        stretches: see `reference_stretches`.
+    """
+    Ts = default_ts(options)
+    call_sizes = sorted({tuple(Ts[:1]), tuple(Ts[-1:]), tuple(Ts[1:-1])} - {()})
+    # the longest calls of every function, which run on every shard
+    longest = [(T,) for T in options.shapes] or [(options.t_max,)]
+    other_sizes = [sizes for sizes in call_sizes if sizes not in longest]
+    places = [name for name in ("start", "end") if name in stretches]
+    plans = []
+    if isolated:
+        plans.append(StretchPlan("scaled", stretches["scaled"], Ts[-1:], True))
+    for name in places:
+        plan = partial(StretchPlan, name, stretches[name])
+        if isolated:
+            plans += [plan(sizes, True) for sizes in longest]
+            plans += [
+                plan(sizes, True, shards=representatives) for sizes in other_sizes
+            ]
+        else:
+            plans += [plan(sizes, False) for sizes in call_sizes]
+        if name == "start" or not isolated:
+            plans.append(plan(Ts, False))
+    if options.kv_write == "mask":  # which takes dummy columns
+        last = places[-1]
+        half_of_t_max = [max(1, options.t_max // 2)]
+        shards = representatives if isolated else None
+        plans.append(
+            StretchPlan(
+                last, stretches[last], half_of_t_max, isolated, options.t_max, shards
+            )
+        )
+    return plans
 
 
 @dataclass(frozen=True)
 class StretchPlan:
-    """A pass over one stretch of each sequence, from states that hold the tokens before
+    """A run over one stretch of each sequence, from states that hold the tokens before
     it.
 
     Attributes:
-        sizes: tokens a call, one after another.
-        isolated: see `Pass`.
-        columns: of a call at least.
-        shards: see `Pass`.
+        name: of the stretches: `start`, `end` or `scaled`.
+        sizes: tokens per call; several sizes take turns.
+        isolated, shards: see `PromptRun`.
+        columns: the least that a call has.
     """
 
+    name: str
     stretches: Sequence[Stretch]
     sizes: Sequence[int]
     isolated: bool
@@ -220,8 +254,8 @@ class StretchPlan:
     def mode(self) -> str:
         return "isolated" if self.isolated else "chained"
 
-    def plan(self, decoder: Decoder, reference: Trace) -> Pass:
-        """The pass, with the stacked trace of its stretches."""
+    def make_run(self, decoder: Decoder, reference: Trace) -> PromptRun:
+        """The run. `reference`: the stacked traces of its stretches."""
         ids = np.stack([stretch.ids for stretch in self.stretches])
         calls = plan_calls(
             decoder.options,
@@ -230,7 +264,7 @@ class StretchPlan:
             ragged=decoder.options.kv_write == "mask",
             columns=self.columns,
         )
-        return Pass(
+        return PromptRun(
             ids,
             calls,
             reference,
@@ -242,7 +276,7 @@ class StretchPlan:
 
 
 def state_before(stretches: Sequence[Stretch], model: Model) -> State:
-    """The state of a shard in front of the first positions of stretches."""
+    """The state of a shard before the first positions of `stretches`."""
     state = model.make_state()
     for name, entry in model.shard.states.items():
         shape = entry.shape[1:]
@@ -252,10 +286,10 @@ def state_before(stretches: Sequence[Stretch], model: Model) -> State:
 
 
 def state_errors(
-    plan: StretchPlan, one: Pass, model: Model, state: State
+    plan: StretchPlan, prompt_run: PromptRun, model: Model, state: State
 ) -> list[pd.DataFrame]:
-    """Errors of every row of every state behind a pass. Rows without a token, which
-    must be as they were, have negative positions."""
+    """Errors of every row of every state after a run. Rows without a token, which must
+    not change, have negative positions."""
     tables = []
     for name, entry in model.shard.states.items():
         layer, leaf = split_layer(name)
@@ -275,7 +309,7 @@ def state_errors(
             last = stretch.end - 1
             columns = {"tensor": leaf.removesuffix("_state")}
             columns["position"] = last - (last - np.arange(count)) % count
-            calls = [call for call in one.calls if call.counts[seq]]
+            calls = [call for call in prompt_run.calls if call.counts[seq]]
             columns["T"] = max(call.counts.max() for call in calls)
             columns |= vector_errors(expected, actual)
             columns["budget"], columns["ratio"] = budget_and_ratio(
@@ -286,15 +320,15 @@ def state_errors(
             )
             table = pd.DataFrame(columns)
             table.insert(1, "layer", pd.array([layer] * count, "Int64"))
-            tables.append(_finish(table, plan, seq, len(stretch.trace.layers)))
+            tables.append(_add_run_columns(table, plan, seq, len(stretch.trace.layers)))
     return tables
 
 
 def trace_errors(
     decoder: Decoder, plan: StretchPlan, traces: Sequence[Trace]
 ) -> list[pd.DataFrame]:
-    """Errors of the traces of a pass, and isolated of the head, which is fed the last
-    tokens of each stretch in calls of every size."""
+    """Errors of a run's traces. If it is isolated, also errors of the vocabulary head on
+    the last tokens of each stretch, in calls of every size."""
     update = "update" if plan.isolated else "hidden"
     tensors = [update, "router", "expert", "logits"]
     tables = []
@@ -314,81 +348,86 @@ def _sequence_errors(
     plan: StretchPlan, seq: int, trace: Trace, tensors: Sequence[str]
 ) -> list[pd.DataFrame]:
     """Errors of one sequence's trace against its stretch; none where programs of
-    another exporter show states alone."""
+    another exporter show nothing but their states."""
     stretch = plan.stretches[seq]
     reference = stretch.trace
-    least = [STEP / LIMIT * rms(layer.hidden) for layer in reference.layers]
-    rows = errors(reference, trace, tensors, update_sizes=least)
+    update_sizes = [STEP / LIMIT * rms(layer.hidden) for layer in reference.layers]
+    rows = errors(reference, trace, tensors, update_sizes=update_sizes)
     if rows.empty:
         return []
     rows = with_tolerance(rows, reference, stretch.perturbed[plan.mode], tolerance)
     rows["position"] += stretch.start
-    return [_finish(rows, plan, seq, len(reference.layers))]
+    return [_add_run_columns(rows, plan, seq, len(reference.layers))]
 
 
-def _finish(rows: pd.DataFrame, plan: StretchPlan, seq: int, L: int) -> pd.DataFrame:
-    """Rows with their sequence and mode; a chained ratio is one per layer that errors
-    come from."""
+def _add_run_columns(
+    rows: pd.DataFrame, plan: StretchPlan, seq: int, L: int
+) -> pd.DataFrame:
+    """Adds sequence and mode. A chained ratio is divided by the number of layers whose
+    errors have added up."""
     if not plan.isolated:
-        # errors of the layers before, and of the layer itself, add up
         rows["ratio"] /= rows["layer"].fillna(L).astype(int) + 1
     return rows.assign(seq=seq, mode=plan.mode)
 
 
 def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
-    """How many positions head, tail and scaled inputs have, and where each sequence's
-    tail begins: at a position of its own, unless a slice writes the cache, which takes
-    no dummy columns either."""
+    """How many positions start, end and scaled inputs have, and where each sequence's end
+    begins. The ends begin at different positions, unless a slice writes the cache: it
+    writes every sequence at one position and takes no dummy columns."""
     options = manifest.options
     sliced = options.kv_write == "slice"
     unit = options.t_max if sliced and options.shapes else 1
     S = options.max_seq_len
     t_max = options.t_max
-    # a call of t_max tokens fits the head where it does not fit the tail
-    tail = min(max(TAIL, t_max), S // 2, S - t_max) // unit * unit
-    stagger = 0 if sliced else min(STAGGER, (S - tail - t_max) // options.batch)
-    starts = [S - tail - seq * stagger for seq in range(options.batch)]
-    head = min(max(HEAD, t_max + 1), starts[-1]) // unit * unit
-    scaled = min(SCALES, head) // unit * unit
-    return max(head, unit), tail, max(scaled, unit), starts
+    # a cache too small for a call of t_max tokens in the end has room for it in the start
+    end_count = min(max(END_POSITIONS, t_max), S // 2, S - t_max) // unit * unit
+    stagger = 0 if sliced else min(STAGGER, (S - end_count - t_max) // options.batch)
+    end_starts = [S - end_count - seq * stagger for seq in range(options.batch)]
+    start_count = min(max(START_POSITIONS, t_max + 1), end_starts[-1]) // unit * unit
+    scaled_count = min(SCALES, start_count) // unit * unit
+    return max(start_count, unit), end_count, max(scaled_count, unit), end_starts
 
 
 def reference_stretches(
-    bundle: Bundle, checkpoint: Checkpoint, chained_tail: bool
-) -> list[tuple[Stretch, ...]]:
-    """The heads of all sequences, their tails if there are any, and their scaled
-    inputs, as Hugging Face's model with the weights that `bundle` stores computes
-    them. Token ids are random ones, other ones for every sequence, behind the
-    checkpoint's BOS where it has one.
+    bundle: Bundle, checkpoint: Checkpoint, chained_end: bool
+) -> dict[str, tuple[Stretch, ...]]:
+    """The stretches `start`, `end` (if the cache has room for one) and `scaled` of all
+    sequences, computed by Hugging Face's model with the weights that `bundle` stores.
+    Token ids are random, different for each sequence, and begin with the checkpoint's
+    BOS if it has one.
 
     Args:
-        chained_tail: whether tails of layers in a row are compared, as heads are.
+        chained_end: whether the end is compared through layers in a row, as the start
+            always is.
     """
     manifest = bundle.manifest
-    head, tail, count, starts = plan_positions(manifest)
-    shape = len(starts), head + tail
+    start_count, end_count, scaled_count, end_starts = plan_positions(manifest)
+    shape = len(end_starts), start_count + end_count
     prompts = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
     if manifest.tokens.bos is not None:
         prompts[:, 0] = manifest.tokens.bos
     weights = stored_weights(checkpoint, bundle, half=True)
     reference = Reference(checkpoint, weights)
-    rows = []
-    for ids, start in zip(prompts, starts, strict=True):
+    starts, ends, scaled = [], [], []
+    for ids, end_start in zip(prompts, end_starts, strict=True):
         cache = recording_cache(reference.model.config)
-        first = run_stretch(reference, ids[:head], cache, chained=True)
-        row = [first]
-        if tail:
-            before = extend(cache, first.trace, start)
-            row.append(
+        start = run_stretch(reference, ids[:start_count], cache, chained=True)
+        starts.append(start)
+        if end_count:
+            before = extend(cache, start.trace, end_start)
+            end_ids = ids[start_count:]
+            ends.append(
                 run_stretch(
-                    reference, ids[head:], cache, start, before, chained=chained_tail
+                    reference, end_ids, cache, end_start, before, chained=chained_end
                 )
             )
         cache = recording_cache(reference.model.config)
-        feed = scaled_inputs(first, count)
-        row.append(run_stretch(reference, ids[:count], cache, feed=feed))
-        rows.append(row)
-    return list(zip(*rows, strict=True))
+        feed = scaled_inputs(start, scaled_count)
+        scaled.append(run_stretch(reference, ids[:scaled_count], cache, feed=feed))
+    stretches = {"start": tuple(starts), "scaled": tuple(scaled)}
+    if ends:
+        stretches["end"] = tuple(ends)
+    return stretches
 
 
 def run_stretch(
@@ -405,8 +444,8 @@ def run_stretch(
 
     Args:
         feed: inputs of layers; None: each reads the output of the one before.
-        chained: whether layers in a row are compared, for which the last bit of their
-            inputs is changed too.
+        chained: whether layers in a row are compared. A third row with nudged inputs
+            then gives their tolerance.
     """
     rows = [Row(feed), Row(feed, follows=True, perturb=nudge(start))]
     if chained:
@@ -442,14 +481,14 @@ def scaled_inputs(stretch: Stretch, count: int) -> Trace:
 
     feed = Trace.empty(len(stretch.trace.layers))
     feed.final_input = scale(stretch.final_input)
-    for layer, given in zip(feed.layers, stretch.trace.layers):
-        layer.x = scale(given.x)
+    for layer, unscaled in zip(feed.layers, stretch.trace.layers):
+        layer.x = scale(unscaled.x)
     return feed
 
 
 def extend(cache, trace: Trace, start: int) -> Trace:
-    """The states behind a head of this trace, with rows of the head in random order up
-    to `start` tokens; `cache` likewise."""
+    """Extends `cache`, which holds the tokens of `trace`, to `start` tokens with rows
+    drawn from its own in random order. Returns all states as a trace."""
     before = Trace.empty(len(trace.layers))
     for layer, states in zip(before.layers, recurrent_states(cache), strict=True):
         layer.states = states
@@ -457,24 +496,24 @@ def extend(cache, trace: Trace, start: int) -> Trace:
     for i, layer in enumerate(cache.layers):
         if trace.layers[i].k is None:
             continue
-        head = len(trace.layers[i].k)
+        count = len(trace.layers[i].k)
         # row 0 is left out: many copies of an attention sink would hide every other row
-        drawn = rng.integers(min(1, head - 1), head, start - head)
-        added = []
+        drawn = rng.integers(min(1, count - 1), count, start - count)
+        planes = []
         for field in ("k", "v"):
             written = getattr(trace.layers[i], field)
             rows = written[drawn]
             setattr(before.layers[i], field, np.concatenate([written, rows]))
-            planes = torch.from_numpy(rows).unflatten(1, (layer.keys.shape[1], -1))
-            added.append(planes.transpose(0, 1)[None])
-        if start > head:
-            layer.update(*added)
+            plane = torch.from_numpy(rows).unflatten(1, (layer.keys.shape[1], -1))
+            planes.append(plane.transpose(0, 1)[None])
+        if start > count:
+            layer.update(*planes)
     return before
 
 
 def recurrent_states(cache, row: int = 0) -> list[dict[str, np.ndarray]]:
     """By layer, the convolutions, delayed values and matrices of one sequence of
-    Hugging Face's cache, as the bundle's states are (see `LayerTrace.states`)."""
+    Hugging Face's cache, in the layout of the bundle's states (see `LayerTrace.states`)."""
     layers = []
     for i, layer in enumerate(cache.layers):
         states = {}
@@ -492,8 +531,8 @@ def recurrent_states(cache, row: int = 0) -> list[dict[str, np.ndarray]]:
 
 
 def state_rows(trace: Trace, name: str) -> np.ndarray | None:
-    """What a trace has of a logical state, such as `layers.3.k_state`: rows of a cache
-    [n, W], or a recurrent state behind the last position."""
+    """The values in a trace of a logical state such as `layers.3.k_state`: rows of a
+    cache [n, W], or a recurrent state after the last position; None if it has none."""
     layer, leaf = split_layer(name)
     kind = leaf.removesuffix("_state")
     if is_cache(name):
@@ -506,12 +545,12 @@ def expected_state(
 ) -> np.ndarray:
     """One sequence's logical state after several traces wrote to it.
 
-    A ring holds the last rows, and so does the tail of a convolution, of which
-    transformers keeps one more. The other rows of a cache are garbage.
+    A ring holds the last rows. So does a convolution's state, for which transformers
+    keeps one row more. The other rows of a cache are garbage.
 
     Args:
         shape: of the state without the batch.
-        parts: each a trace and the number of tokens at its end.
+        parts: pairs of a trace and the number of tokens at its end.
     """
     value = np.zeros(shape, np.float32)
     if is_cache(name):
@@ -520,7 +559,7 @@ def expected_state(
         value[:] = rng.choice(GARBAGE, (shape[-2], 1)) * signs
     for trace, end in parts:
         rows = state_rows(trace, name)
-        if rows is None:  # nothing is before the first token
+        if rows is None:  # no state precedes the first token
             continue
         if is_cache(name):
             planes = rows.reshape(len(rows), shape[0], -1).transpose(1, 0, 2)

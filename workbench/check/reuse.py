@@ -109,7 +109,7 @@ def reuse_gate(cells: list[ReuseCell], name: str = "reuse") -> gates.Gate:
         for cell in wrong[:1]
     ]
     same = "every sequence continues as it does alone"
-    return gates.none(name, faults, f"{same}: {count_cells(cells)}")
+    return gates.no_faults(name, faults, f"{same}: {count_cells(cells)}")
 
 
 class Session:

@@ -1,10 +1,10 @@
 """Traces of a bundle over a prompt, to be compared with a golden's.
 
-Isolated: each layer is fed the golden's input, so its error is its own; one pass for
-each T. Chained: each layer is fed the one before, so errors add up as they do in use;
-the calls of one pass take every T in turn. Inner layers of a multi-layer shard are fed
-and read through the portable runtime's hook; Core ML exposes only their K/V rows, so
-their other values are absent.
+Isolated: each layer is fed the golden's input, so that no error of an earlier layer
+reaches it; there is one pass for each T. Chained: each layer is fed the output of the
+layer before, so errors add up as they do in use; the calls of one pass take every T in
+turn. Inner layers of a multi-layer shard are fed and read through the portable runtime's
+hook. Core ML exposes only their K/V rows, so their other values are absent.
 
 The choice of an expert is discontinuous: rounding that changes the order of two scores
 changes the layer's whole update. The portable runtime therefore records each choice and
@@ -40,8 +40,8 @@ def trace_bundle(
     be shorter), from an empty cache, once for each of `runs`.
 
     Args:
-        runs: T, tokens a call (of a list, one T after another), and `isolated` or
-            `chained`.
+        runs: pairs of T, the tokens per call (those of a list take turns), and
+            `isolated` or `chained`.
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
 
@@ -57,13 +57,13 @@ def trace_bundle(
     for T, mode in runs:
         calls = plan_calls(decoder.options, ids.shape, T)
         isolated = mode == "isolated"
-        passes.append(Pass(ids, calls, reference, isolated, forced))
+        passes.append(PromptRun(ids, calls, reference, isolated, forced))
     return [traces[0] for traces in run_passes(decoder, passes, "validate")]
 
 
 def program_inputs(decoder: Decoder, trace: Trace) -> Trace:
-    """A trace with the inputs of its layers as a program reads them: rounded to fp16
-    but in `exact` arithmetic."""
+    """A trace whose layers have the inputs that a program reads: rounded to fp16, unless
+    the arithmetic is `exact`."""
     if decoder.precision == "exact":
         return trace
     rounded = half(decoder.manifest.stream_scale)
@@ -91,13 +91,13 @@ class Call:
     position: np.ndarray
 
     def rows(self, plane: np.ndarray) -> np.ndarray:
-        """The columns [tokens, W] of a plane [B, W, …] that hold tokens."""
+        """The columns of a plane [B, W, …] that hold tokens, as rows [tokens, W]."""
         flat = plane.reshape(*plane.shape[:2], -1)
         return flat[self.seq, :, self.column]
 
     def columns(self, rows: np.ndarray) -> np.ndarray:
-        """The rows of this call's tokens, of rows [B, n, W] of all positions, as
-        columns [B, W, width]; zeros where there is no token."""
+        """From rows [B, n, W] of all positions, those of this call's tokens as columns
+        [B, W, width]. Columns without a token are zeros."""
         columns = np.zeros((len(rows), rows.shape[2], self.width), np.float32)
         columns[self.seq, :, self.column] = rows[self.seq, self.position]
         return columns
@@ -111,12 +111,12 @@ def plan_calls(
     ragged: bool = False,
     columns: int = 0,
 ) -> list[Call]:
-    """The calls that prompts of `shape`, B sequences of n tokens, take.
+    """The calls that run B prompts of n tokens; `shape` is (B, n).
 
     Args:
-        T: tokens a call; of a list, one after another.
+        T: tokens per call; those of a list take turns.
         ragged: whether every sequence begins with another T of the list.
-        columns: columns of a call at least.
+        columns: the least that a call has.
     """
     sizes = [T] if isinstance(T, int) else list(T)
     B, n = shape
@@ -143,7 +143,7 @@ def call_inputs(
     calls: Sequence[Call],
     starts: np.ndarray | None = None,
 ) -> list[Inputs]:
-    """What the first shard reads in each call over prompts `ids` [B, n], which follow
+    """The inputs of the first shard in each call over prompts `ids` [B, n], which follow
     `starts` [B] tokens (default: none)."""
     ends = np.zeros(len(ids), int)
     if starts is None:
@@ -162,19 +162,20 @@ def empty_state(model: Model) -> State:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PromptRun:
     """One pass over the prompts of a batch.
 
     Attributes:
         ids: [B, n] token ids.
         calls: see `plan_calls`.
-        reference: a stacked trace. Isolated, its inputs and router states are fed to
-            the layers.
-        isolated: whether layers are fed, or each reads the output of the one before.
+        reference: a stacked trace. If `isolated`, its inputs and router states are fed
+            to the layers.
+        isolated: whether layers are fed; otherwise each reads the output of the layer
+            before.
         forced: whether the reference's choice of experts replaces the program's own.
-        starts: [B], tokens that ran before; None: none did.
-        make_state: the state of a shard before the first call.
-        shards: names of the shards that run, of a pass that is isolated; None: all.
+        starts: [B], the number of tokens before the first; None: zeros.
+        make_state: gives the state of a shard before the first call.
+        shards: names of the shards to run, for an isolated pass; None: all.
     """
 
     ids: np.ndarray
@@ -190,75 +191,77 @@ class Pass:
         return self.shards is None or shard.name in self.shards
 
 
-# called after the calls of a pass have run on a shard: number of the pass, model,
-# state behind the last call
+# called when a pass has run its calls on a shard: number of the pass, model, state after
+# the last call
 StateReader = Callable[[int, Model, State], None]
 
 
 def run_passes(
     decoder: Decoder,
-    passes: Sequence[Pass],
+    passes: Sequence[PromptRun],
     title: str,
     read_state: StateReader | None = None,
 ) -> list[list[Trace]]:
-    """Runs the calls of all passes, with a bar. All pass a shard before the next one
-    begins, so that the portable runtime reads each weight once for all.
+    """Runs the calls of all passes, with a bar. Every pass runs a shard before any moves
+    on to the next, so the portable runtime reads each weight once.
 
     Returns:
-        For each pass the trace of every sequence. `x`: isolated the reference's;
-        chained the output of the layer before. `hidden` and `expert` (the program's own
-        choice) where they are visible; `k` and `v`: of a ring the last rows; `router`:
-        of the last layer of a shard; `output`; chained, the `logits`.
+        For each pass the trace of every sequence. `x` is the reference's if isolated, and
+        the output of the layer before if chained. `hidden` and `expert` (the program's
+        own choice) are present where they are visible, `router` for the last layer of a
+        shard, `logits` if chained. `k` and `v` of a ring are its last rows.
     """
-    recorders = [_begin(decoder, one) for one in passes]
+    recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
     for model in bar(decoder.layers, title, unit="shard"):
         inputs, counts, hooks, states = [], [], [], []
         own_states: dict[int, State] = {}
-        for number, (one, recorder) in enumerate(zip(passes, recorders)):
-            if not one.runs(model.shard):
+        for number, (prompt_run, recorder) in enumerate(zip(passes, recorders)):
+            if not prompt_run.runs(model.shard):
                 continue
-            state = one.make_state(model)
+            state = prompt_run.make_state(model)
             own_states[number] = state
             hooks += recorder.hooks(model.shard)
             inputs += recorder.fed_inputs(model.shard)
-            counts += [call.counts for call in one.calls]
-            states += [state] * len(one.calls)
+            counts += [call.counts for call in prompt_run.calls]
+            states += [state] * len(prompt_run.calls)
         results = iter(decoder.run_calls(model, inputs, counts, states, hooks))
         for number, state in own_states.items():
             recorder = recorders[number]
-            recorder.inputs = list(islice(results, len(recorder.inputs)))
-            recorder.record_outputs(model.shard)
+            outputs = list(islice(results, len(recorder.inputs)))
+            recorder.record_outputs(model.shard, outputs)
             recorder.record_caches(model.shard, state)
+            recorder.inputs = outputs  # what the next shard reads
             if read_state:
                 read_state(number, model, state)
     return [recorder.finished_traces() for recorder in recorders]
 
 
-def _begin(decoder: Decoder, one: Pass) -> "_Recorder":
+def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
     """The recorder of a pass before the first shard."""
     trace = Trace.empty(len(decoder.manifest.layers))
-    trace.T = np.zeros(one.ids.shape, int)
-    inputs = call_inputs(decoder, one.ids, one.calls, one.starts)
-    recorder = _Recorder(decoder, one, trace, inputs)
-    for call in one.calls:
+    trace.T = np.zeros(prompt_run.ids.shape, int)
+    inputs = call_inputs(decoder, prompt_run.ids, prompt_run.calls, prompt_run.starts)
+    recorder = _Recorder(decoder, prompt_run, trace, inputs)
+    for call in prompt_run.calls:
         trace.T[call.seq, call.position] = call.counts.max()
-    if one.isolated:
-        for layer, fed in zip(trace.layers, one.reference.layers):
+    if prompt_run.isolated:
+        for layer, fed in zip(trace.layers, prompt_run.reference.layers):
             layer.x = fed.x
     else:
-        for call, first in zip(one.calls, inputs):
+        for call, first in zip(prompt_run.calls, inputs):
             recorder.record(trace.layers[0], "x", call, first[X] * recorder.scale)
     return recorder
 
 
 @dataclass
 class _Recorder:
-    """The stacked trace that a pass makes while it runs.
+    """Records the stacked trace of a pass while it runs.
 
-    `inputs`: of each call, what the next shard reads."""
+    Attributes:
+        inputs: what the next shard reads, one per call."""
 
     decoder: Decoder
-    one: Pass
+    prompt_run: PromptRun
     trace: Trace
     inputs: list[Inputs]
 
@@ -274,25 +277,25 @@ class _Recorder:
         field."""
         rows = call.rows(plane)
         if getattr(record, name) is None:
-            shape = *self.one.ids.shape, rows.shape[1]
+            shape = *self.prompt_run.ids.shape, rows.shape[1]
             setattr(record, name, np.zeros(shape, rows.dtype))
         getattr(record, name)[call.seq, call.position] = rows
 
     def fed_inputs(self, shard: Shard) -> list[Inputs]:
-        """What a shard reads in each call: isolated, the reference's values for its
-        first layer."""
-        if not self.one.isolated:
+        """The inputs of a shard in each call. If isolated, those of its first layer are
+        the reference's."""
+        if not self.prompt_run.isolated:
             return self.inputs
         first = shard.layers[0]
-        reference = self.one.reference.layers
+        reference = self.prompt_run.reference.layers
         x = reference[first].x / self.scale
         router = reference[first - 1].router if first else None
         inputs = []
-        for call, before in zip(self.one.calls, self.inputs):
+        for call, outputs in zip(self.prompt_run.calls, self.inputs):
             fed = {X: self.plane(call, x)}
             if router is not None:
                 fed[ROUTER_STATE] = self.plane(call, router)
-            inputs.append(before | fed)
+            inputs.append(outputs | fed)
         return inputs
 
     def plane(self, call: Call, rows: np.ndarray) -> np.ndarray:
@@ -300,26 +303,27 @@ class _Recorder:
         return self.decoder.plane(call.columns(rows))
 
     def hooks(self, shard: Shard) -> list[Callable | None]:
-        """The hook of every call of a shard; None where nothing inside is read or
+        """The hook of every call of a shard; None if no value inside it is read or
         replaced."""
         last = shard.layers[1] - 1
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
-        routed = self.one.reference.layers[0].expert is not None
+        routed = self.prompt_run.reference.layers[0].expert is not None
         needs_hook = (inner or routed) and self.decoder.shows_inner_layers
         if not needs_hook:
-            return [None] * len(self.one.calls)
+            return [None] * len(self.prompt_run.calls)
         return [
-            partial(self.read_operation, shard, inner, call) for call in self.one.calls
+            partial(self.read_operation, shard, inner, call)
+            for call in self.prompt_run.calls
         ]
 
     def read_operation(
         self, shard: Shard, inner: dict[str, int], call: Call, running, op, outputs
     ) -> list[torch.Tensor] | None:
-        """Hook: records the hidden output of a shard's `inner` layers and its choices of
-        experts. Replaces the first, isolated, by the input of the next layer, the
-        second by the reference's choice.
+        """Hook: records the hidden outputs of the `inner` layers and the choices of
+        experts. If isolated, it replaces a hidden output by the reference's input of the
+        next layer; if forced, a choice by the reference's.
 
-        `running` is the shard whose operation it is."""
+        `running` is the shard that the operation belongs to."""
         name = op.outputs[0][0] if op.outputs else ""
         if running is not shard:  # an expert of this layer
             return None
@@ -327,8 +331,8 @@ class _Recorder:
             layer = inner[name]
             hidden = outputs[0].numpy() * self.scale
             self.record(self.trace.layers[layer], "hidden", call, hidden)
-            if self.one.isolated:
-                x = self.one.reference.layers[layer + 1].x / self.scale
+            if self.prompt_run.isolated:
+                x = self.prompt_run.reference.layers[layer + 1].x / self.scale
                 return [torch.from_numpy(self.plane(call, x))]
         elif op.kind == "reduce_argmax" or name == ROUTER_SCORES:
             layer = int(shard.modules[name].split(".")[1])
@@ -339,13 +343,13 @@ class _Recorder:
         self, layer: int, call: Call, scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from
-        scores; forced, gives what picks the reference's."""
+        scores. If forced, returns values that pick the reference's expert instead."""
         count = scores.shape[1]
         picked = scores.argmax(1, keepdim=True) if count > 1 else scores
         self.record(self.trace.layers[layer], "expert", call, picked.numpy())
-        if not self.one.forced:
+        if not self.prompt_run.forced:
             return None
-        expert = self.one.reference.layers[layer].expert
+        expert = self.prompt_run.reference.layers[layer].expert
         chosen = torch.from_numpy(expert[call.seq, call.position]).long()
         if count > 1:
             chosen = chosen == torch.arange(count)
@@ -353,23 +357,27 @@ class _Recorder:
         replaced[call.seq, :, call.column] = chosen.to(replaced.dtype)
         return [replaced.reshape(scores.shape)]
 
-    def record_outputs(self, shard: Shard) -> None:
-        """Records what a shard returned in each call."""
+    def record_outputs(self, shard: Shard, outputs: Sequence[Inputs]) -> None:
+        """Records the outputs of each call of a shard."""
         last = self.trace.layers[shard.layers[1] - 1]
         is_last_shard = shard.layers[1] == len(self.trace.layers)
-        for call, outputs in zip(self.one.calls, self.inputs, strict=True):
-            stream = outputs[X] * self.scale
+        for call, values in zip(self.prompt_run.calls, outputs, strict=True):
+            stream = values[X] * self.scale
             if self.decoder.manifest.shows_hidden:
                 self.record(last, "hidden", call, stream)
             if is_last_shard:
                 self.record(self.trace, "output", call, stream)
-            if ROUTER_STATE in outputs:
-                self.record(last, "router", call, outputs[ROUTER_STATE])
+            if ROUTER_STATE in values:
+                self.record(last, "router", call, values[ROUTER_STATE])
 
     def record_caches(self, shard: Shard, state: State) -> None:
-        """Records the cache rows that the pass wrote; of a ring buffer the last ones."""
-        B, n = self.one.ids.shape
-        starts = np.zeros(B, int) if self.one.starts is None else self.one.starts
+        """Records the cache rows that the pass wrote; a ring buffer has only the last."""
+        B, n = self.prompt_run.ids.shape
+        starts = (
+            np.zeros(B, int)
+            if self.prompt_run.starts is None
+            else self.prompt_run.starts
+        )
         for layer in range(*shard.layers):
             if not self.decoder.manifest.layers[layer].attends:
                 continue
@@ -385,10 +393,10 @@ class _Recorder:
     def finished_traces(self) -> list[Trace]:
         """The trace of every sequence after the last shard."""
         layers = self.trace.layers
-        if not self.one.isolated:
+        if not self.prompt_run.isolated:
             for before, layer in zip(layers, layers[1:]):
                 layer.x = before.hidden
             if self.decoder.manifest.gives_logits:
                 hidden = self.trace.output.swapaxes(1, 2) / self.scale
                 self.trace.logits = self.decoder.logits(hidden)
-        return unstack(self.trace, len(self.one.ids))
+        return unstack(self.trace, len(self.prompt_run.ids))

@@ -1,10 +1,10 @@
 """Gates on the states of a bundle, which need neither a checkpoint nor a golden and run
 on any runtime: `state_life`, `write_address`, `stale_rows` and `undo`.
 
-What depends on a program alone is tested on the shards `whole`, one of each distinct
-program (see `distinct`); None: on all shards. Every other shard still writes at three
-points of its caches, and reads rows without a token: whether a mask hides them depends
-on the weights too."""
+Behaviour that depends only on the program is tested on `representatives`, one shard per
+distinct program (see `distinct`), or on every shard if it is None. Every other shard
+still gets three write tests and the stale-row test, because whether a mask hides stale
+rows depends on the weights too."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -33,53 +33,54 @@ from workbench.errors import InputError
 from workbench.runtime import Model, State
 
 RESULTS = HIDDEN, BASE, LOGITS  # a shard of layers outputs exactly one of these
-SMALL = 32  # rows up to which every position of a cache is tried
+SMALL = 32  # a cache of at most so many rows is tested at every position
 # magnitudes in rows without a token: large, and subnormal in fp16, of which a device
 # may make zeros
 LARGE = 16.0
 SUBNORMAL = 2.0**-20
-# calls that run together, for which each weight is read once; their states are in memory
-TOGETHER = 16
+# calls that run together, so that each weight is read once for them, and the memory that
+# their states may take
+MAX_CALLS = 16
 STATE_BYTES = 1 << 28
 
 
-# names of shards; None: all of them
+# names of the shards to test in full; None: every shard
 Shards = Collection[str] | None
 
 
-def state_gates(decoder: Decoder, whole: Shards = None) -> list[Gate]:
+def state_gates(decoder: Decoder, representatives: Shards = None) -> list[Gate]:
     """Runs `STATE_GATES` on a decoder; its own sequences stay as they are."""
     decoder = decoder.plain
-    return [gate(decoder, whole) for gate in STATE_GATES.values()]
+    return [gate(decoder, representatives) for gate in STATE_GATES.values()]
 
 
 def with_shards(decoder: Decoder, names: Shards) -> Decoder:
-    """A decoder that runs some shards of layers alone, one after another. A device
-    compiles each shard for itself, and runs all of them."""
+    """A copy of the decoder that has only the named layer shards. On a device all shards
+    are kept, because each is compiled separately."""
     if names is None or decoder.is_device:
         return decoder
-    part = copy.copy(decoder)
-    part.layers = [model for model in decoder.layers if model.shard.name in names]
-    return part
+    restricted = copy.copy(decoder)
+    restricted.layers = [model for model in decoder.layers if model.shard.name in names]
+    return restricted
 
 
-def state_life_gate(decoder: Decoder, whole: Shards = None) -> Gate:
-    return gates.none(
+def state_life_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+    return gates.no_faults(
         "state_life",
-        list(_lifetime_faults(with_shards(decoder, whole))),
+        list(_lifetime_faults(with_shards(decoder, representatives))),
         "states start as zeros, stay apart, and refuse a token past max_seq_len",
     )
 
 
-def write_address_gate(decoder: Decoder, whole: Shards = None) -> Gate:
-    records = write_probe(decoder, whole=whole)
+def write_address_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+    records = write_probe(decoder, representatives=representatives)
     wrong = [
         "layer {layer} {state}, T = {T}, pos = {pos}: rows {changed} changed, "
         "expected {expected}".format(**record)
         for record in records
         if not record["right"]
     ]
-    return gates.none(
+    return gates.no_faults(
         "write_address",
         wrong[:1],
         f"{len(records)} calls changed the rows of their own tokens and no others",
@@ -87,9 +88,9 @@ def write_address_gate(decoder: Decoder, whole: Shards = None) -> Gate:
     )
 
 
-def stale_rows_gate(decoder: Decoder, whole: Shards = None) -> Gate:
-    """Runs every shard."""
-    return gates.none(
+def stale_rows_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+    """Tests every shard: whether a mask hides stale rows depends on the weights."""
+    return gates.no_faults(
         "stale_rows",
         list(_reading_faults(decoder)),
         "rows without a token change no bit of the output; an earlier token's NaN reaches it",
@@ -107,15 +108,15 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
     def is_written(seqs: Sequences) -> bool:
         return any(np.any(state.read(name)) for state, name in seqs.named_states)
 
-    alone, mixed, other = (decoder.new_sequences() for _ in range(3))
-    if is_written(other):
+    reference, interleaved, second = (decoder.new_sequences() for _ in range(3))
+    if is_written(second):
         yield "a new state is not zeros"
     if 2 * T <= S:  # otherwise no second call fits
-        run(alone, 0)
-        expected = run(alone, 0)
-        run(mixed, 0)
-        run(other, 1)
-        if not np.array_equal(run(mixed, 0), expected):
+        run(reference, 0)
+        expected = run(reference, 0)
+        run(interleaved, 0)
+        run(second, 1)
+        if not np.array_equal(run(interleaved, 0), expected):
             yield "two states of one shard are mixed"
     seqs = decoder.new_sequences()
     seqs.ids = [[0] * S for _ in range(B)]
@@ -129,9 +130,9 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
 
 def _reading_faults(decoder: Decoder) -> Iterator[str]:
     """Shards whose output changes with the garbage in rows without a token, and shards
-    whose output is finite although a value of the token before is NaN: an operation
-    that hides a NaN hides other faults too. Devices may drop NaN and are not tested for
-    it."""
+    whose output is finite although the cached value of the previous token is NaN: an
+    operation that hides a NaN hides other faults too. Devices may drop NaN, so they are
+    not tested for it."""
     T = callable_ts(decoder.options)[0]
     pos = min(1, decoder.options.max_seq_len - T)
     for model in decoder.layers:
@@ -155,8 +156,8 @@ def _reading_faults(decoder: Decoder) -> Iterator[str]:
 
 
 def callable_ts(options: Options) -> list[int]:
-    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function;
-    of fixed shapes whose slice write takes no dummy columns, those alone."""
+    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and the T of every function.
+    Fixed shapes with a slice write take no dummy columns, so only their own T run."""
     shapes = options.shapes
     t_max = options.t_max
     if shapes and options.kv_write == "slice":
@@ -171,24 +172,24 @@ def default_ts(options: Options) -> list[int]:
 
 
 def probe_points(options: Options) -> list[tuple[int, int]]:
-    """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two
-    ± 1."""
+    """(T, pos) pairs: every position of a small cache; of a larger one the ends, the
+    middle and the powers of two, each ± 1."""
     S = options.max_seq_len
-    places = {*range(S)}
+    positions = {*range(S)}
     if S > SMALL:
         marks = np.array([0, S // 2, *(2 ** np.arange(3, S.bit_length()))])
-        places = {*np.add.outer(marks, (-1, 0, 1)).ravel().tolist()}
+        positions = {*np.add.outer(marks, (-1, 0, 1)).ravel().tolist()}
     points = []
     for T in callable_ts(options):
         last = S - T
-        near = (places | {last - 1, last}) & {*range(last + 1)}
-        points += [(T, pos) for pos in sorted(near)]
+        fitting = (positions | {last - 1, last}) & {*range(last + 1)}
+        points += [(T, pos) for pos in sorted(fitting)]
     return points
 
 
-def few_points(options: Options) -> list[tuple[int, int]]:
-    """The (T, pos) pairs at which a shard writes whose program is probed on another
-    one: the longest call at both ends of the cache, the shortest in the middle."""
+def reduced_points(options: Options) -> list[tuple[int, int]]:
+    """The (T, pos) pairs for shards whose program is already probed on another shard:
+    the longest call at both ends of the cache, the shortest in the middle."""
     S = options.max_seq_len
     Ts = callable_ts(options)
     middle = min(S // 2, S - Ts[0])
@@ -198,39 +199,41 @@ def few_points(options: Options) -> list[tuple[int, int]]:
 def write_probe(
     decoder: Decoder,
     points: Iterable[tuple[int, int]] | None = None,
-    whole: Shards = None,
+    representatives: Shards = None,
 ) -> list[dict]:
-    """Which cache rows each call of T tokens at `pos` changed, on caches that hold
-    random rows, and garbage in rows without a token.
+    """Finds the cache rows that a call of T tokens at `pos` changes. The caches hold
+    random rows before `pos` and garbage from there on.
 
     Args:
-        points: (T, pos) pairs (default: `probe_points`, and `few_points` of shards that
-            are not in `whole`).
+        points: (T, pos) pairs (default: `probe_points`, and `reduced_points` for
+            shards that are not in `representatives`).
 
     Returns:
         One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of
-        rows, and `right`: they are equal in every head and sequence.
+        rows, and `right`: whether they are equal in every head and sequence.
     """
     records = []
     garbage = LARGE if decoder.is_device else SUBNORMAL
     all_points = list(points or probe_points(decoder.options))
-    few = few_points(decoder.options)
+    reduced = reduced_points(decoder.options)
     for model in decoder.plain.layers:
         points = all_points
-        if whole is not None and not decoder.is_device:
-            points = all_points if model.shard.name in whole else few
+        is_reduced = representatives is not None and not decoder.is_device
+        if is_reduced and model.shard.name not in representatives:
+            points = reduced
         random = _random_states(model, garbage)
         size = sum(value.nbytes for value, _ in random.values())
-        count = max(1, min(TOGETHER, STATE_BYTES // max(size, 1)))
+        count = max(1, min(MAX_CALLS, STATE_BYTES // max(size, 1)))
         for first in range(0, len(points), count):
-            some = points[first : first + count]
-            states = [model.make_state() for _ in some]
+            batch_points = points[first : first + count]
+            states = [model.make_state() for _ in batch_points]
             filled = [
-                _fill(state, random, pos) for state, (_, pos) in zip(states, some)
+                _fill(state, random, pos)
+                for state, (_, pos) in zip(states, batch_points)
             ]
-            calls = [_inputs(decoder, model, pos, T) for T, pos in some]
-            model.predict_calls(calls, states, [None] * len(some))
-            for (T, pos), before, state in zip(some, filled, states):
+            calls = [_inputs(decoder, model, pos, T) for T, pos in batch_points]
+            model.predict_calls(calls, states, [None] * len(batch_points))
+            for (T, pos), before, state in zip(batch_points, filled, states):
                 for row in _changed_rows(before, state, T, pos):
                     records.append({"T": T, "pos": pos} | row)
     return records
@@ -240,18 +243,21 @@ def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[di
     for name in filter(is_cache, before):
         differs = before[name] != state.read(name)
         changed = np.flatnonzero(differs.any((0, 1, 3))).tolist()
-        whole = np.flatnonzero(differs.any(3).all((0, 1))).tolist()
+        changed_everywhere = np.flatnonzero(differs.any(3).all((0, 1))).tolist()
         ring = state.shard.states[name].ring or pos + T
         expected = np.unique(np.arange(pos, pos + T) % ring).tolist()
         layer, leaf = split_layer(name)
         record = {"layer": layer, "state": leaf, "changed": changed}
-        record |= {"expected": expected, "right": changed == expected == whole}
+        record |= {
+            "expected": expected,
+            "right": changed == expected == changed_everywhere,
+        }
         yield record
 
 
 def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
-    """Of every state a float16 value with elements of magnitude 1 to 2, and one whose
-    elements are these times `garbage`."""
+    """For each state two float16 arrays: random values of magnitude 1 to 2, and the same
+    values times `garbage`."""
     rng = np.random.default_rng(0)
     values = {}
     for name, entry in model.shard.states.items():
@@ -261,8 +267,8 @@ def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
 
 
 def _fill(state: State, random: dict[str, tuple], tokens: int) -> Arrays:
-    """Writes `_random_states`, and in cache rows behind those of `tokens` tokens the
-    garbage; returns what is written."""
+    """Fills every state with its random values, and cache rows past the first `tokens`
+    with garbage. Returns what it wrote."""
     filled = {}
     for name, (value, garbage) in random.items():
         filled[name] = value.copy()
@@ -273,8 +279,8 @@ def _fill(state: State, random: dict[str, tuple], tokens: int) -> Arrays:
 
 
 def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Arrays:
-    """The inputs of one call of T tokens at `pos` in every sequence: real masks and
-    tables and random activations, the same for the same pos."""
+    """The inputs of one call of T tokens at `pos` in every sequence: the host's masks
+    and tables, and random activations whose seed is `pos`."""
     B = decoder.options.batch
     width = decoder.options.tiling.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
@@ -291,23 +297,24 @@ def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Arrays:
 
 
 def _call(decoder: Decoder, model: Model, state: State, pos: int, T: int) -> np.ndarray:
-    """The output of a shard of layers in a call of T tokens at `pos`."""
+    """The output of a layer shard in a call of T tokens at `pos`."""
     outputs = model.predict(_inputs(decoder, model, pos, T), state)
     return next(outputs[name] for name in RESULTS if name in outputs)
 
 
-def undo_gate(decoder: Decoder, whole: Shards = None) -> Gate:
-    """Undoes tokens of a call of every T and all that the decoder allows of two calls,
-    near both ends of the cache: the next call's hidden states and all states behind it
-    are bit for bit those of a run of what is left alone, in calls of the same T."""
-    decoder = with_shards(decoder, whole)
+def undo_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+    """Undoes tokens after calls of every T, and as many as the decoder allows after two
+    calls, near both ends of the cache. The next hidden states and all states must then
+    equal, bit for bit, those of a run over the remaining tokens only, in calls of the
+    same T."""
+    decoder = with_shards(decoder, representatives)
     options = decoder.options
-    most = options.t_max
-    near_end = max(0, options.max_seq_len - 3 * most)
+    t_max = options.t_max
+    near_end = max(0, options.max_seq_len - 3 * t_max)
     plans = [
-        (0, [most, most]),
+        (0, [t_max, t_max]),
         *((near_end, [T]) for T in default_ts(options)),
-        (near_end, [most, most]),
+        (near_end, [t_max, t_max]),
     ]
     faults = []
     # the shapes of experts' calls must not depend on tokens that are undone
@@ -316,55 +323,54 @@ def undo_gate(decoder: Decoder, whole: Shards = None) -> Gate:
             for difference in _undo_faults(decoder, start, Ts):
                 faults.append(f"{difference} from position {start} on, T = {Ts}")
     reason = "what follows undone tokens is bit-identical to a run without them"
-    return gates.none("undo", faults[:4], reason, f"{len(faults)} differ: ", "; ")
+    return gates.no_faults("undo", faults[:4], reason, f"{len(faults)} differ: ", "; ")
 
 
 def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[str]:
-    """Names what differs after calls of these T at `start`, of which every sequence
-    undoes a different number of tokens. Slice writes, which take no dummy columns, undo
+    """Yields what differs after calls of these sizes from `start` on, when each sequence
+    undoes a different number of tokens. Slice writes take no dummy columns, so they undo
     whole calls."""
     options = decoder.options
     rng = np.random.default_rng([start, *Ts])
-    B, S, most = options.batch, options.max_seq_len, options.t_max
+    B, S, t_max = options.batch, options.max_seq_len, options.t_max
     ends = [end for end in accumulate([0, *Ts]) if start + end <= S]
     total = ends[-1]
     before = [_random_snapshot(decoder, start, rng) for _ in range(B)]
-    tokens = rng.integers(0, decoder.manifest.dims.V, (B, total + most)).tolist()
-    mixed, alone = (decoder.new_sequences(before) for _ in range(2))
+    tokens = rng.integers(0, decoder.manifest.dims.V, (B, total + t_max)).tolist()
+    undone, reference = (decoder.new_sequences(before) for _ in range(2))
     for a, b in pairwise(ends):
-        mixed.advance([row[a:b] for row in tokens], keep=True)
-    left = []
+        undone.advance([row[a:b] for row in tokens], keep=True)
+    remaining_counts = []
     for seq in range(B):
         count = total
         if len(ends) == 2 and options.kv_write == "mask":
             count = ((total + 1) // 2 + seq) % (total + 1)
-        count = min(count, len(mixed.ids[seq]) - mixed.floors[seq])
+        count = min(count, len(undone.ids[seq]) - undone.floors[seq])
         if options.kv_write == "slice":
             count = max(total - end for end in ends if total - end <= count)
-        mixed.trim(count, seq)
-        left.append(total - count)
+        undone.trim(count, seq)
+        remaining_counts.append(total - count)
     for a, b in pairwise(ends):
-        chunk = [row[a : min(b, n)] for row, n in zip(tokens, left)]
+        chunk = [row[a : min(b, n)] for row, n in zip(tokens, remaining_counts)]
         if any(chunk):
-            alone.advance(chunk, T=b - a)
-    if start + total + most <= S:
-        chunk = [row[-most:] for row in tokens]
-        hidden = [seqs.advance(chunk)[0] for seqs in (mixed, alone)]
+            reference.advance(chunk, T=b - a)
+    if start + total + t_max <= S:
+        chunk = [row[-t_max:] for row in tokens]
+        hidden = [seqs.advance(chunk)[0] for seqs in (undone, reference)]
         if not np.array_equal(*hidden, equal_nan=True):
             yield "hidden states"
     for seq in range(B):
-        undone, expected = mixed.snapshot(seq), alone.snapshot(seq)
-        if undone.ids != expected.ids:
+        actual, expected = undone.snapshot(seq), reference.snapshot(seq)
+        if actual.ids != expected.ids:
             yield "the tokens"
             continue
         for name, value in expected.states.items():
-            if not np.array_equal(value, undone.states[name], equal_nan=True):
+            if not np.array_equal(value, actual.states[name], equal_nan=True):
                 yield name
 
 
 def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
-    """A snapshot of this many tokens with random values; its tokens cannot be
-    undone."""
+    """A snapshot of `tokens` tokens with random states. Its tokens cannot be undone."""
     seqs = decoder.new_sequences()
     seqs.append([[0] * tokens] * decoder.options.batch)
     snapshot = seqs.snapshot()

@@ -68,11 +68,11 @@ class Cost:
 
     Attributes:
         rows: see `measure`.
-        logits: [n, V] of layers in a row; None if the bundle outputs none.
+        logits: [n, V], of layers in a row; None if the bundle outputs none.
         kl: [n], nats from the golden's logits to these; nan without logits.
         same_top: the share of positions with the same top token; nan without logits.
-        over_rounding: of each row, its error over the error that rounding alone causes,
-            which ranks the cells of one bundle; null for chained rows.
+        over_rounding: by row, the error over the error that rounding alone causes, which
+            ranks the cells of one bundle; null for chained rows.
         budget_kl: [n], nats from the golden's logits to the budget's; None if no budget
             was measured.
     """
@@ -195,14 +195,15 @@ def validate(
 
     Args:
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
-        again: run all bug gates, on this decoder if its runtime can.
-        alone: do not load a second copy of the bundle as portable: gate `device` is
+        again: run all bug gates even if verdict.json has them, on this decoder if its
+            runtime can.
+        alone: do not load a second copy of the bundle as portable. Gate `device` is then
             not_run if `device_reference` has no file.
     """
     bundle = decoder.bundle
     source = golden.source
     check_exported_from(golden, bundle)
-    bugs = stored_gates(decoder, source, again, named=golden.verdict)
+    bugs = stored_gates(decoder, source, again, trusted_hash=golden.verdict)
     inner = decoder.shows_inner_layers
     stage("validate: rounding of Hugging Face's model")
     budget = source and measure_budget(bundle, source, golden, inner)
@@ -216,8 +217,8 @@ class Subject:
     """A bundle whose bug gates run, and the decoders that they share.
 
     Attributes:
-        decoder: runs the gates where it can; None: decoders are opened.
-        results: of the gates that have run.
+        decoder: runs the gates that it can; None: decoders are opened.
+        results: of the gates that have run so far.
     """
 
     bundle: Bundle
@@ -226,9 +227,9 @@ class Subject:
     results: list[Gate] = field(default_factory=list)
 
     @cached_property
-    def whole(self) -> Shards:
-        """One shard of every distinct program; all of them where no gate has compared
-        their weights with the checkpoint's."""
+    def representatives(self) -> Shards:
+        """Names of one shard per distinct program; None, for every shard, if gate
+        `weights` is not GREEN."""
         verdicts = {gate.name: gate.verdict for gate in self.results}
         if verdicts.get("weights") != gates.GREEN:
             return None
@@ -236,17 +237,17 @@ class Subject:
 
     @cached_property
     def exact(self) -> Decoder:
-        """The decoder whose program is compared: in `exact` arithmetic where the
-        bundle's interpreter has it."""
+        """The decoder whose program is compared: in `exact` arithmetic if the bundle's
+        interpreter has it."""
         decoder = self.decoder
         if decoder and not decoder.is_device and decoder.precision == "exact":
             return decoder
         return Decoder(self.bundle, self.bundle.manifest.options.interpreter, "exact")
 
     @cached_property
-    def tried(self) -> Decoder:
-        """The decoder whose host and states are checked. Those of a device are its own
-        gates (see `stored_gates`)."""
+    def host_decoder(self) -> Decoder:
+        """The decoder whose host and states are checked. The states of a device have
+        gates of their own (see `stored_gates`)."""
         if self.decoder and not self.decoder.is_device:
             return self.decoder
         return self.exact
@@ -261,12 +262,14 @@ def weights_gate(subject: Subject) -> Gate:
 
 
 def host_gate(subject: Subject) -> Gate:
-    return host.host_gate(subject.tried, subject.checkpoint)
+    return host.host_gate(subject.host_decoder, subject.checkpoint)
 
 
 def program_gate(subject: Subject) -> Gate:
     if subject.exact.precision == "exact":
-        return program.program_gate(subject.exact, subject.checkpoint, subject.whole)
+        return program.program_gate(
+            subject.exact, subject.checkpoint, subject.representatives
+        )
     target = subject.bundle.manifest.options.target
     reason = f"needs fp32 arithmetic, which target {target} lacks"
     return gates.not_run("program", reason, applies=False)
@@ -274,7 +277,7 @@ def program_gate(subject: Subject) -> Gate:
 
 def state_gate(name: str, subject: Subject) -> Gate:
     """One of `STATE_GATES`."""
-    return STATE_GATES[name](subject.tried.plain, subject.whole)
+    return STATE_GATES[name](subject.host_decoder.plain, subject.representatives)
 
 
 # The gates that need no tuning, in the order in which they run.
@@ -291,13 +294,13 @@ def bug_gates(
 ) -> list[Gate]:
     """Runs `BUG_GATES`, which are the same for every compression.
 
-    Where the bundle's interface is RED and no decoder opens or runs it, the gates that
-    need one are not_run. A program that stops with an error is RED.
+    If gate `interface` is RED and no decoder can open or run the bundle, the gates that
+    need a decoder are not_run. A program that stops with an error is RED.
 
     Args:
-        decoder: its host and states are checked, and its program where its arithmetic
-            is `exact`. In place of a device, and of other arithmetic, a decoder of the
-            bundle's interpreter is opened.
+        decoder: its host and states are checked, and its program if its arithmetic is
+            `exact`. Instead of a device or of other arithmetic, a decoder of the bundle's
+            interpreter is opened.
 
     Raises:
         InputError: a file whose SHA-256 is not the manifest's.
@@ -334,35 +337,37 @@ def stored_gates(
     decoder: Decoder,
     source: Checkpoint | None = None,
     again: bool = False,
-    named: str | None = None,
+    trusted_hash: str | None = None,
 ) -> list[Gate]:
-    """The bug gates of verdict.json, if it counts. If it does not, or `again`, they are
-    run with the checkpoint `source` and stored; without a checkpoint the gates run that
-    need the bundle alone. Gates on the states of a device run on the device.
+    """The bug gates of verdict.json, if it counts. If it does not, or if `again` is set,
+    they are run with the checkpoint `source` and stored. Without a checkpoint only the
+    gates run that need nothing but the bundle. Gates on the states of a device run on the
+    device.
 
     Args:
-        named: the hash of the verdict.json that the user's golden names.
+        trusted_hash: of the verdict.json that the user's golden names.
 
     Raises:
         InputError: see `bug_gates` and `save_verdict`.
     """
     bundle = decoder.bundle
-    stored = gates.stored_verdict(bundle, named)
+    stored = gates.stored_verdict(bundle, trusted_hash)
     results = stored.gates if stored and stored.counts else None
     if source and (again or results is None):
-        # a stored verdict is of the files, and this decoder may be changed in memory
-        tried = decoder if again else None
-        results = bug_gates(bundle, source, decoder=tried)
+        # a verdict that is stored for the files must not come from a decoder that may
+        # have been changed in memory
+        used = decoder if again else None
+        results = bug_gates(bundle, source, decoder=used)
         gates.save_verdict(bundle, results)
-        live = states.state_gates(decoder) if decoder.is_device else []
+        fresh_gates = states.state_gates(decoder) if decoder.is_device else []
     elif results is None:
         bundle.verify()
         results = _unknown_gates(bundle, stored)
-        live = [interface.interface_gate(bundle), *states.state_gates(decoder)]
+        fresh_gates = [interface.interface_gate(bundle), *states.state_gates(decoder)]
     else:
         bundle.verify()
-        live = states.state_gates(decoder) if decoder.is_device else []
-    by_name = {gate.name: gate for gate in live}
+        fresh_gates = states.state_gates(decoder) if decoder.is_device else []
+    by_name = {gate.name: gate for gate in fresh_gates}
     return [g if g.verdict == gates.RED else by_name.get(g.name, g) for g in results]
 
 
@@ -390,10 +395,13 @@ def measure_budget(
     bundle: Bundle, checkpoint: Checkpoint, golden: Golden, inner: bool = True
 ) -> Trace:
     """Runs Hugging Face's model over the golden's tokens with the weights that `bundle`
-    stores and a rounded stream: the trace of layers that are fed the golden's
-    inputs, with the `logits` of layers in a row. `inner`: layers inside a shard are fed
-    too, as on runtimes that show them; otherwise each reads the output of the one
-    before."""
+    stores and a rounded stream. Returns the trace of layers that are fed the golden's
+    inputs, with the `logits` of layers in a row.
+
+    Args:
+        inner: whether layers inside a shard are fed too, as on runtimes that show them;
+            otherwise each reads the output of the layer before.
+    """
     reference = Reference(checkpoint, stored_weights(checkpoint, bundle, half=True))
     rounded = half(bundle.manifest.stream_scale)
     feed = golden.trace
@@ -411,14 +419,14 @@ def measure_budget(
 
 
 def stored_stream(trace: Trace, inputs: Trace, stream_scale: float) -> Trace:
-    """A trace as a bundle stores it: the outputs of its layers, and the inputs that
-    `inputs` has, rounded to fp16, the rows of its caches rounded once. No layer
-    computes with the rounded values."""
+    """A trace with its values rounded as a bundle stores them: the outputs of its layers,
+    the inputs of the layers in `inputs`, and the rows of its caches. No layer computes
+    with the rounded values."""
     rounded = half(stream_scale)
     layers = []
-    for layer, given in zip(trace.layers, inputs.layers, strict=True):
+    for layer, input_layer in zip(trace.layers, inputs.layers, strict=True):
         stored = replace(layer)
-        stored.x = rounded(torch.from_numpy(given.x)).numpy()
+        stored.x = rounded(torch.from_numpy(input_layer.x)).numpy()
         stored.hidden = rounded(torch.from_numpy(layer.hidden)).numpy()
         if layer.k is not None:
             stored.k, stored.v = np.float16(layer.k), np.float16(layer.v)
@@ -433,17 +441,17 @@ def measure(
     budget: Trace | None = None,
 ) -> Cost:
     """Runs every T isolated and all of them chained, and compares with the golden and,
-    isolated, with the `budget` of `measure_budget`. Without it the cells are ranked by
-    what rounding the stream alone causes.
+    isolated, with the `budget` of `measure_budget`. Without a budget the cells are ranked
+    by the error that rounding of the stream alone causes.
 
     The rows of the cost are those of the log's table `fidelity`: `errors` with
-    similarity and routing ties, the layer of logits `HEAD_LAYER`, and mode, runtime,
+    similarity and routing ties, `HEAD_LAYER` as the layer of logits, and mode, runtime,
     precision and shard. Chained rows have no budget."""
     t_max = decoder.options.t_max
     Ts = list(Ts or default_ts(decoder.options))
-    if over := [t for t in Ts if not 1 <= t <= t_max]:
+    if outside := [t for t in Ts if not 1 <= t <= t_max]:
         step = "export with more --tokens"
-        raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
+        raise InputError("T", f"{outside}", f"1 to t_max = {t_max}", step)
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
     *isolated, chained = trace_bundle(decoder, golden, *runs)
     reference = golden.trace
@@ -471,12 +479,12 @@ def measure(
     rows["shard"] = rows["layer"].map(names).fillna("head")
     rows["layer"] = rows["layer"].fillna(HEAD_LAYER).astype(int)
     expected, logits = golden["logits"], chained.logits
-    nats, same = np.full(len(expected), np.nan), np.nan
+    kl_nats, top1_agreement = np.full(len(expected), np.nan), np.nan
     if logits is not None:
-        nats = kl(expected, logits)
-        same = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
+        kl_nats = kl(expected, logits)
+        top1_agreement = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
     budget_kl = budget and kl(expected, budget.logits)
-    return Cost(rows, logits, nats, same, over_rounding, budget_kl)
+    return Cost(rows, logits, kl_nats, top1_agreement, over_rounding, budget_kl)
 
 
 def _fidelity(
@@ -514,7 +522,7 @@ def summarize_kl(nats: Sequence[float]) -> dict[str, float]:
 
 
 def reference_path(bundle: Bundle, golden: Golden) -> Path:
-    """Where `device_reference` has its file: beside the golden's."""
+    """Path of the file of `device_reference`, next to the golden's."""
     name = f"{golden.file.stem}-{bundle.identity[:10]}.reference.safetensors"
     return golden.file.with_name(name)
 
@@ -570,11 +578,12 @@ class DeviceReference:
 def device_reference(
     bundle: Bundle, golden: Golden, alone: bool = False
 ) -> DeviceReference | None:
-    """The reference of gate `device`. It is computed once where the golden has a file
-    in a folder that can be written; one decoder at a time is in memory.
+    """The reference of gate `device`. It is stored next to the golden's file, if the
+    golden has one in a writable folder, and computed only if it is not there. One decoder
+    at a time is in memory.
 
     Args:
-        alone: nothing is computed; None where no file is of this bundle and golden.
+        alone: compute nothing; return None if no file matches this bundle and golden.
     """
     path = golden.file and reference_path(bundle, golden)
     key = path and f"{REFERENCE_FORMAT} {bundle.identity} {sha256(golden.file)}"
@@ -585,8 +594,8 @@ def device_reference(
                 return DeviceReference.from_arrays(arrays, golden)
     if alone:
         return None
-    declared = trace_device(_blind(bundle, "declared"), golden)
-    narrow = trace_device(_blind(bundle, "narrow"), golden)
+    declared = trace_device(_device_like(bundle, "declared"), golden)
+    narrow = trace_device(_device_like(bundle, "narrow"), golden)
     reference = DeviceReference(declared, narrow)
     if path:
         with suppress(OSError, SafetensorError):
@@ -594,19 +603,19 @@ def device_reference(
     return reference
 
 
-def _blind(bundle: Bundle, precision: str) -> Decoder:
-    """A portable decoder that shows what a device does: inner layers read what the
-    shard computed."""
+def _device_like(bundle: Bundle, precision: str) -> Decoder:
+    """A portable decoder that shows no more than a device does: inner layers are neither
+    fed nor read."""
     decoder = Decoder(bundle, "portable", precision)
     decoder.shows_inner_layers = False
     return decoder
 
 
 def trace_device(decoder: Decoder, golden: Golden) -> Trace:
-    """What a runtime shows of a pass over the golden's tokens: `hidden`, `k`, `v` and
-    `T` of calls of every T in turn, each shard fed the golden's input, and the logits
-    of a head that is fed the golden's last hidden state. Packages that contain the head
-    show the logits of that pass."""
+    """The values of a run over the golden's tokens that a device shows too: `hidden`,
+    `k`, `v` and `T` of calls of every T in turn, each shard fed the golden's input, and
+    the logits that the head computes from the golden's last hidden states. Packages that
+    contain the head show the logits of the run itself."""
     Ts = default_ts(decoder.options)
     (trace,) = trace_bundle(decoder, golden, (Ts, "isolated"))
     layers = [LayerTrace(hidden=at.hidden, k=at.k, v=at.v) for at in trace.layers]
@@ -649,19 +658,22 @@ def device_gate(decoder: Decoder, golden: Golden, reference: DeviceReference) ->
 
 
 def _tied(decoder: Decoder, golden: Golden, rows: pd.DataFrame) -> pd.Series:
-    """Rows that a near-tied choice of an expert, in their own shard, can have
+    """True for rows that a close choice of an expert in the same shard may have
     changed."""
     tied = pd.Series(False, rows.index)
     caches = rows["tensor"].isin(["k", "v"])
     for model in decoder.layers:
-        near = np.zeros(len(golden.ids), bool)
+        tied_so_far = np.zeros(len(golden.ids), bool)
         for layer in range(*model.shard.layers):
-            before = near
+            tied_before_layer = tied_so_far
             margin = golden.trace.layers[layer].margin
             if margin is not None:
-                near = near | (margin[:, 0] < NEAR_TIE)
-            places = rows["position"]
-            changed = np.where(caches, before[places], near[places])
+                tied_so_far = tied_so_far | (margin[:, 0] < NEAR_TIE)
+            positions = rows["position"]
+            # a layer writes its cache rows before it chooses an expert
+            changed = np.where(
+                caches, tied_before_layer[positions], tied_so_far[positions]
+            )
             tied |= changed & rows["layer"].eq(layer).fillna(False).astype(bool)
     return tied
 

@@ -108,7 +108,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     )
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = ["…"]
-    gate = gates.none("weights", problems, fine, sep="; ")
+    gate = gates.no_faults("weights", problems, fine, sep="; ")
     return replace(gate, value=worst.value, threshold=worst.threshold)
 
 
