@@ -380,7 +380,7 @@ def test_the_answer_of_32_says_which_order_overflows():
 
 
 def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
-    cells = {"batch": [1, 2], "wrong": [0.0, 0.0], "apart": [0.0, 3e-7]}
+    cells = {"batch": [1, 2], "wrong": [0.0, 0.0], "logits_error": [0.0, 3e-7]}
     cells["cache"] = ["warm", "cold"]
     reported = {"cache": ["warm", "cold"], "context": [1024, 1024], "tokens": [0, 64]}
     offsets = {"modulo cache step (8)": [1, 1, None], "result": ["FAIL", "OK", "OK"]}

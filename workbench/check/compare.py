@@ -1,6 +1,6 @@
-"""Distances between arrays, whose last axis is the vector that is compared, and the
-one table in which every comparison of two traces stands: `errors`, to which
-`with_tolerance` and `with_similarity` add columns."""
+"""Distances between vectors, the last axis of arrays, and the table `errors`, which every
+comparison of two traces uses. `with_tolerance`, `with_similarity` and `with_ties` add
+columns to it."""
 
 import hashlib
 import math
@@ -15,8 +15,8 @@ from workbench.check.trace import Trace
 BLOCK = 1 << 18  # numbers that are compared at a time
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
-SHOWN = ("hidden", "update", "k", "v", "logits")
-OF_LAYERS = ("expert", "hidden", "router", "k", "v")
+DEFAULT_TENSORS = ("hidden", "update", "k", "v", "logits")
+LAYER_TENSORS = ("expert", "hidden", "router", "k", "v")
 # (RMS distance of the perturbed reference from the reference, RMS of the reference) →
 # the RMS distance that an actual value may have
 Tolerance = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -33,17 +33,17 @@ def rms(reference: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
         return np.sqrt(squares / difference.shape[-1])
 
 
-def over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """error / scale; 0 where both are zero, inf where `scale` alone is."""
+def safe_ratio(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """error / scale; 0 where both are zero, inf where only `scale` is."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((scale == 0) & (error == 0), 0.0, np.divide(error, scale))
 
 
 def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
     """RMS of the difference over the RMS of the reference, both over all elements; a
-    zero reference as in `over`."""
+    zero reference as in `safe_ratio`."""
     reference = np.ravel(reference)
-    return float(over(rms(reference, np.ravel(actual)), rms(reference)))
+    return float(safe_ratio(rms(reference, np.ravel(actual)), rms(reference)))
 
 
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         products = np.einsum("...i,...i->...", a, b) / a.shape[-1]
         sizes = rms(a), rms(b)
-        return np.where(sum(sizes) == 0, 1.0, over(products, math.prod(sizes)))
+        return np.where(sum(sizes) == 0, 1.0, safe_ratio(products, math.prod(sizes)))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -75,8 +75,9 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def blocks(array: np.ndarray | torch.Tensor) -> Iterator[slice]:
     """Slices that cut an array into groups of rows of about `BLOCK` numbers, or into
     single rows."""
-    n, few = len(array), max(1, BLOCK // max(1, math.prod(array.shape[1:])))
-    return (slice(i, min(i + few, n)) for i in range(0, n, few))
+    n = len(array)
+    rows_per_block = max(1, BLOCK // max(1, math.prod(array.shape[1:])))
+    return (slice(i, min(i + rows_per_block, n)) for i in range(0, n, rows_per_block))
 
 
 def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarray]:
@@ -112,7 +113,7 @@ def rounding_tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
 def errors(
     reference: Trace,
     actual: Trace,
-    tensors: Sequence[str] = SHOWN,
+    tensors: Sequence[str] = DEFAULT_TENSORS,
     *,
     update_sizes: Sequence[np.ndarray] | None = None,
 ) -> pd.DataFrame:
@@ -149,7 +150,7 @@ def errors(
         part = pd.DataFrame(columns)
         part.insert(1, "layer", pd.array([layer] * len(value), "Int64"))
         parts.append(part)
-    if not parts:  # programs of another exporter may show states alone
+    if not parts:  # programs of another exporter may show nothing but states
         return pd.DataFrame()
     return pd.concat(parts, ignore_index=True)
 
@@ -157,7 +158,7 @@ def errors(
 def _fields(tensors: Sequence[str], L: int) -> Iterator[tuple[str, int | None]]:
     """The (tensor, layer) of each array in the order of the rows of `errors`."""
     for layer in range(L):
-        yield from ((tensor, layer) for tensor in OF_LAYERS if tensor in tensors)
+        yield from ((tensor, layer) for tensor in LAYER_TENSORS if tensor in tensors)
     if "logits" in tensors:
         yield "logits", None
     if "update" in tensors:
@@ -187,7 +188,7 @@ def vector_errors(
     return {
         "distance": distance,
         "size": size,
-        "error": over(distance, size),
+        "error": safe_ratio(distance, size),
         "budget": unknown,
         "ratio": unknown,
     }
@@ -230,8 +231,8 @@ def budget_and_ratio(
     """`budget` and `ratio` of `with_tolerance` from distances [n] of the actual values
     and of the perturbed reference, and from sizes [n]. A ratio that is not a number
     becomes inf."""
-    ratio = over(distance, tolerance(perturbed, size))
-    return over(perturbed, size), np.nan_to_num(ratio, nan=np.inf)
+    ratio = safe_ratio(distance, tolerance(perturbed, size))
+    return safe_ratio(perturbed, size), np.nan_to_num(ratio, nan=np.inf)
 
 
 def with_similarity(
@@ -255,9 +256,8 @@ def with_ties(
 ) -> pd.DataFrame:
     """Rows of `errors` with `routing_tie`: whether an update may be another expert's.
 
-    It is where `perturbed` chose another expert than the reference, or, where `actual`
-    does not show its own choice, where the reference's was close. No gate compares
-    these."""
+    True where `perturbed` chose another expert than the reference or, if `actual` does
+    not show its choice, where the reference's choice was close. Gates skip these rows."""
     ties = np.zeros(len(rows), bool)
     for tensor, layer, at in _groups(rows):
         values = reference.value("expert", layer) if layer is not None else None
@@ -283,7 +283,7 @@ def _groups(rows: pd.DataFrame) -> Iterator[tuple[str, int | None, np.ndarray]]:
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
-    """The isolated updates and cache rows that gates read."""
+    """The rows that gates read: isolated updates and cache rows without a routing tie."""
     isolated = rows["tensor"].isin(["update", "k", "v"]) & (rows["mode"] == "isolated")
     return rows[isolated & ~rows["routing_tie"]].reset_index(drop=True)
 

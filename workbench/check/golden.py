@@ -83,7 +83,7 @@ class Golden:
 
     @property
     def sha256(self) -> str:
-        """The checkpoint's."""
+        """SHA-256 of the checkpoint."""
         return self.meta["checkpoint"]
 
     @property
@@ -145,7 +145,7 @@ def first_fault(
     """The first fault of a golden's arrays, and what they should be; None if they have
     the form of a trace of Hugging Face's model: token ids of the vocabulary; for every
     layer its input, its output, and the rows of both caches or of neither; with a
-    `head`, the logits; one row for each id, and finite numbers alone."""
+    `head`, the logits; one row per id, and only finite numbers."""
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
         return f"ids {ids.dtype} {[*ids.shape]}", "token ids, whole numbers [n]"
     L = max(count_layers(arrays), 1)
@@ -242,8 +242,8 @@ class StoredWeights:
         return self.slices[EMBEDDING][0] if EMBEDDING in self.slices else None
 
     def __call__(self, name: str) -> torch.Tensor:
-        """A tensor by its name in the checkpoint; one that no shard stores as such is
-        the checkpoint's, rounded to fp16."""
+        """A tensor by its name in the checkpoint. One that no shard stores is read from
+        the checkpoint and rounded to fp16."""
         shape = self.checkpoint.shape(name)
         if name not in self.slices:
             return self.checkpoint.tensor(name).half().float()

@@ -144,13 +144,13 @@ class Reference:
             row_x = x[source]
             row_router = None if router is None else router[source]
             if row.feed is not None:
-                fed = row.feed.layers[index].x if is_layer else row.feed.final_input
-                if fed is not None:
-                    row_x = torch.from_numpy(fed)[None]
+                fed_x = row.feed.layers[index].x if is_layer else row.feed.final_input
+                if fed_x is not None:
+                    row_x = torch.from_numpy(fed_x)[None]
                 if router is not None:
-                    fed = row.feed.layers[index - 1].router
-                    if fed is not None:
-                        row_router = torch.from_numpy(fed)[None]
+                    fed_router = row.feed.layers[index - 1].router
+                    if fed_router is not None:
+                        row_router = torch.from_numpy(fed_router)[None]
             inputs.append(row.perturb(row_x) if row.perturb else row_x)
             routers.append(row_router)
         if router is not None:

@@ -1,8 +1,7 @@
 """Gate `host`: compares the rotary tables and masks that the host makes with Hugging
-Face's own functions, at every position up to max_seq_len.
+Face's own functions, at every position up to max_seq_len. No shard runs.
 
-Gate `program` uses every input of the host, but not at every position. No shard
-runs."""
+Gate `program` uses every input of the host too, but not at every position."""
 
 import inspect
 from collections.abc import Callable
@@ -59,8 +58,8 @@ class LayerKind:
 
 
 def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
-    """Errors of cos and sin are absolute, those of inverse frequencies relative, those
-    of masks relative to the mask constant."""
+    """The worst error of a table or mask. Errors of cos and sin are absolute, errors of
+    inverse frequencies relative, and errors of masks relative to the mask constant."""
     options = decoder.options
     S, T = options.max_seq_len, options.t_max
     ropes = {rope.name: np.float32(rope.inv_freq) for rope in decoder.manifest.rope}
@@ -71,10 +70,10 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
         scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
         error = largest(ropes[kind.layer.rope], kind.inv_freq, scale)
         errors.append((error, f"inv_freq of layer {kind.index}"))
-    every = np.ones(options.batch, int)
+    ones = np.ones(options.batch, int)
     for start in [*range(0, S - T + 1, T), S - T]:
         positions = np.arange(start, start + T)
-        inputs = decoder.host.inputs(start * every, T * every, T)
+        inputs = decoder.host.inputs(start * ones, T * ones, T)
         for kind in kinds:
             mask = kind.mask(positions, options.cache_rows(kind.layer.window)) * MASKED
             cos, sin = kind.cos[positions], kind.sin[positions]
@@ -101,20 +100,22 @@ def layer_kinds(manifest: Manifest, base) -> list[LayerKind]:
     rotary = base.rotary_emb
     S = manifest.options.max_seq_len
     # families with several tables select one by the type of the layer
-    typed = rotary and "layer_type" in inspect.signature(rotary.forward).parameters
+    has_layer_types = (
+        rotary and "layer_type" in inspect.signature(rotary.forward).parameters
+    )
     kinds = {}
     for index, layer in enumerate(manifest.layers):
         if not has_attention(base.layers[index]):
             continue
         attention = base.layers[index].self_attn
-        types = [base.config.layer_types[index]] if typed else []
-        everywhere = getattr(base.config, "sliding_window", None)
-        window = getattr(attention, "sliding_window", everywhere)
-        turned = rotary is not None and bool(getattr(attention, "use_rope", True))
-        key = (layer.rope, *types, window, turned)
+        types = [base.config.layer_types[index]] if has_layer_types else []
+        config_window = getattr(base.config, "sliding_window", None)
+        window = getattr(attention, "sliding_window", config_window)
+        uses_rope = rotary is not None and bool(getattr(attention, "use_rope", True))
+        key = (layer.rope, *types, window, uses_rope)
         if key in kinds:
             continue
-        if turned:
+        if uses_rope:
             inv_freq = getattr(rotary, "_".join([*types, "inv_freq"])).numpy()
             tables = rotary(torch.zeros(1), torch.arange(S)[None], *types)
             half = tables[0].shape[-1] // 2

@@ -34,8 +34,8 @@ class ReuseCell:
     """The result of one cell.
 
     Attributes:
-        apart: the largest relative RMS between the logits and those of the sequence
-            alone; None if no logits were computed.
+        logits_error: the largest relative RMS between the logits and those of the
+            sequence decoded alone; None if no logits were computed.
         reason: the fault; "" if there is none.
     """
 
@@ -44,34 +44,34 @@ class ReuseCell:
     format: str
     context: int
     verdict: str
-    apart: float | None
+    logits_error: float | None
     reason: str = ""
 
     @property
     def is_reference(self) -> bool:
-        """Whether the cell repeats the run that its logits are compared with: a
-        sequence alone, cold, or of four bits continued from the same rows in memory."""
+        """Whether the cell repeats the run that its logits are compared with: batch 1, cold
+        in fp16, or hot in four bits."""
         repeated = {"fp16": "cold", "q4": "hot"}[self.format]
         return self.batch == 1 and self.cache == repeated
 
 
 def check_reuse(
-    decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int]
+    decoder: Decoder, batched_decoder: Decoder | None = None, *, lengths: Sequence[int]
 ) -> list[ReuseCell]:
     """Every cache × format × batch × context.
 
     Args:
         decoder: of a bundle of batch 1.
-        together: of a bundle that differs in its batch alone.
+        batched_decoder: of a bundle that differs from it only in its batch.
         lengths: tokens of the first prompt of each batch.
 
     Raises:
-        InputError: bundles that do not belong together; lengths without room.
+        InputError: bundles that differ in more than their batch; lengths that do not fit.
     """
-    decoders = [decoder, *filter(None, [together])]
-    batches = [tried.options.batch for tried in decoders]
-    if batches[0] != 1 or len({tried.identity for tried in decoders}) > 1:
-        needed = "one of batch 1, and another export that differs in --batch alone"
+    decoders = [decoder, *filter(None, [batched_decoder])]
+    batches = [candidate.options.batch for candidate in decoders]
+    if batches[0] != 1 or len({candidate.identity for candidate in decoders}) > 1:
+        needed = "one of batch 1, and another export that differs only in --batch"
         raise InputError("bundles", f"batch {batches}", needed, "export them so")
     least, most = max(batches) + 1, decoder.options.max_seq_len - NEW
     if not lengths or not least <= min(lengths) <= max(lengths) <= most:
@@ -83,15 +83,15 @@ def check_reuse(
             sessions = [
                 Session(decoder, Path(folder), n, seq) for seq in range(batches[-1])
             ]
-            for tried, cache in product(decoders, CACHES):
-                batch = sessions[: tried.options.batch]
-                cells.append(check_cell(tried, batch, *cache))
+            for candidate, cache in product(decoders, CACHES):
+                batch = sessions[: candidate.options.batch]
+                cells.append(check_cell(candidate, batch, *cache))
     return cells
 
 
 def count_cells(cells: Sequence[ReuseCell]) -> str:
-    """A sentence with the number of cells that are comparisons, and of those among them
-    that restore nothing."""
+    """A sentence: how many cells are comparisons, how many of these restore nothing, and
+    how many repeat a reference."""
     compared = [cell for cell in cells if not cell.is_reference]
     cold = sum(cell.cache == "cold" for cell in compared)
     return (
@@ -113,9 +113,14 @@ def reuse_gate(cells: list[ReuseCell], name: str = "reuse") -> gates.Gate:
 
 
 class Session:
-    """A seeded prompt of `n` tokens, or `seq` fewer where positions may differ: the
-    sequence `before` its last token, what is stored in files of a folder and the `snapshots`
-    of the same in memory by format, and the `records` of what follows each."""
+    """A seeded prompt of `n` tokens (or n − `seq`, where positions may differ), stored in
+    a folder in every format.
+
+    Attributes:
+        before: the sequence before the prompt's last token.
+        snapshots: the stored sequence, by format.
+        records: the tokens decoded after each, by format.
+    """
 
     def __init__(self, decoder: Decoder, folder: Path, n: int, seq: int):
         length = n if decoder.options.kv_write == "slice" else n - seq
@@ -139,8 +144,11 @@ class Session:
         self.records = {"fp16": alone, "q4": list(rest)}
 
     def restored(self, cache: str, format: str) -> Snapshot:
-        """The snapshot of the prompt, from its file or from memory; refuses one that
-        differs from the sequence before the prompt's last token."""
+        """The snapshot of the prompt, from its file or from memory.
+
+        Raises:
+            ValueError: it differs from the sequence before the prompt's last token.
+        """
         if cache == "warm":
             folder = self.folder / format
             snapshot, rest = store.find(folder, self.ids, self.identity)
@@ -162,15 +170,15 @@ class Session:
         return snapshot
 
     def distances(self, records: list[Record], limit: int, format: str) -> list[float]:
-        """Relative RMS between the logits of `records` and the session's, as far as
-        both have the same tokens."""
+        """Relative RMS between the logits of `records` and the session's, up to the first
+        token that differs."""
         if len(records) != limit:
             raise ValueError(f"{len(records)} tokens, {limit} expected")
         distances = []
         for record, alone in zip(records, self.records[format]):
             distances.append(relative_rms(alone.logits, record.logits))
-            if record.token != alone.token:  # the logits of these two decide
-                break
+            if record.token != alone.token:
+                break  # later logits are of other tokens
         return distances
 
 
@@ -194,7 +202,7 @@ def check_cell(
         distances = []
         for session, decoded, limit in zip(sessions, records, limits):
             distances += session.distances(decoded, limit, format)
-            if after:  # decoding leaves the stored entry as it was
+            if after:  # decoding must not have changed the stored entry
                 session.restored(cache, format)
         distance, limit = float(np.max(distances)), LOGITS[decoder.arithmetic]
         if not distance <= limit:
@@ -207,8 +215,8 @@ def check_cell(
 
 
 def _half_step(rows: np.ndarray) -> np.ndarray:
-    """The error [..., D] that four bits may cause: half a step of each group along D,
-    and the rounding of scale and lowest value to fp16."""
+    """The error [..., D] that storage in four bits may cause: half a step of each group
+    along D, plus the rounding of scale and lowest value to fp16."""
     groups = rows.reshape(*rows.shape[:-1], -1, gcd(rows.shape[-1], store.GROUP))
     step = np.ptp(groups, -1, keepdims=True) / 15
     return (0.504 * step + 2e-3 * np.abs(groups)).reshape(rows.shape)

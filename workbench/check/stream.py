@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.check.compare import over, rms
+from workbench.check.compare import rms, safe_ratio
 from workbench.check.golden import Golden
 from workbench.check.hf import Reference, half, has_attention
 from workbench.models.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ CHANGE = 0.1  # of the largest value: a layer that changes it by more is named
 
 
 def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
-    """The residual stream behind each layer at each position: one row per layer and
+    """The residual stream after each layer at each position: one row per layer and
     position.
 
     Args:
@@ -37,11 +37,11 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
     Returns:
         layer, position; `rms`, and `times`, its multiple of the median position's in
         that layer; `largest`, the largest magnitude, and `step`, the distance from it
-        to the next fp16 number; `value`, that of one `channel`, and `added`, the layer's
-        update of it. The channel of a position is the one with the largest magnitude
-        behind any layer. `update_moved` is the relative RMS by which the layer's update
-        changes if the stream is rounded to fp16 before and behind the layer, and
-        nothing else is rounded.
+        to the next fp16 number; `value`, the value of one `channel`, and `added`, the
+        layer's update of it. The channel of a position is the one with the largest
+        magnitude after any layer. `update_moved` is the relative RMS by which the
+        layer's update changes if the stream is rounded to fp16 before and after the
+        layer, and nothing else is rounded.
     """
     rounded = half(stream_scale)
     layers = golden.trace.layers
@@ -62,13 +62,13 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
             "layer": layer,
             "position": positions,
             "rms": size,
-            "times": over(size, np.median(size)),
+            "times": safe_ratio(size, np.median(size)),
             "largest": largest,
             "step": np.float64(steps) * stream_scale,
             "channel": channel,
             "value": behind[positions, channel],
             "added": update[positions, channel],
-            "update_moved": over(rms(*errors), rms(update)),
+            "update_moved": safe_ratio(rms(*errors), rms(update)),
         }
         parts.append(pd.DataFrame(part))
     return pd.concat(parts, ignore_index=True)
@@ -152,45 +152,45 @@ def describe_stream(table: pd.DataFrame) -> list[str]:
     and whether it is an attention sink."""
     peak = table.loc[table["times"].idxmax()]
     worst = table.loc[table["update_moved"].idxmax()]
-    others = table["others_moved"].max()
+    others_max = table["others_moved"].max()
     size = (
         f"The residual stream of token {peak['position']}, “{peak['token']}”, is up to "
         f"{peak['times']:.3g} times as large as the median token's (RMS, behind layer "
         f"{peak['layer']})"
     )
     if peak["times"] < LARGE:
-        most = np.fmax(worst["update_moved"], others)
+        largest_share = np.fmax(worst["update_moved"], others_max)
         return [
             f"{size}: no token stands out, and rounding the stream to fp16 moves no "
-            f"update by more than {most:.2g} of its size."
+            f"update by more than {largest_share:.2g} of its size."
         ]
     largest = table.loc[table["value"].abs().idxmax()]
-    added = table.set_index("layer")["added"]
-    parts = added / largest["value"]
-    words = [
+    update_by_layer = table.set_index("layer")["added"]
+    parts = update_by_layer / largest["value"]
+    sentences = [
         f"{size}. Its channel {largest['channel']} reaches {largest['value']:,.0f}: "
-        f"{_layers(added[parts > CHANGE], 'write it', 'writes it')}; "
-        f"{_layers(added[parts < -CHANGE], 'take it away', 'takes it away')}."
+        f"{_layers(update_by_layer[parts > CHANGE], 'write it', 'writes it')}; "
+        f"{_layers(update_by_layer[parts < -CHANGE], 'take it away', 'takes it away')}."
     ]
     cause = ""
-    if worst["update_moved"] > others:
+    if worst["update_moved"] > others_max:
         cause = (
             ": an error of that size at this token is not due to the weights' format"
         )
-    words.append(
+    sentences.append(
         f"Beside such a value fp16's numbers are {largest['step']:g} apart. Rounding the "
         f"stream, and no weight, moves an update of this token by up to "
         f"{worst['update_moved']:.2g} of its size (layer {worst['layer']}), and an "
-        f"update of any other token by at most {others:.2g}{cause}."
+        f"update of any other token by at most {others_max:.2g}{cause}."
     )
     share, even = table["attention"].mean(), peak["even"]
     if np.isfinite(share):
         name = "an attention sink" if share >= SINK * even else "no attention sink"
-        words.append(
+        sentences.append(
             f"Later tokens give it {share:.0%} of their attention, the mean of heads and "
             f"layers, where an even share is {even:.0%}: it is {name}."
         )
-    return words
+    return sentences
 
 
 def _layers(added: pd.Series, verb: str, verb_of_one: str) -> str:

@@ -127,13 +127,13 @@ def right_answers(
         generate: (prompt ids, number of tokens) → tokens.
     """
     coder = load_tokenizer(folder)
-    right = []
+    is_correct = []
     for task in tasks:
         prompt = coder.encode(task["prompt"])
-        whole = coder.encode(task["prompt"] + " " + task["answer"])
-        text = coder.decode(generate(prompt, len(whole) - len(prompt)))
-        right.append(text.split() == task["answer"].split())
-    return right
+        prompt_and_answer = coder.encode(task["prompt"] + " " + task["answer"])
+        text = coder.decode(generate(prompt, len(prompt_and_answer) - len(prompt)))
+        is_correct.append(text.split() == task["answer"].split())
+    return is_correct
 
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:

@@ -67,8 +67,8 @@ def validate_units(
         rounding alone causes and the worst update cosine, the mean and the largest KL
         of chained logits in nats against Hugging Face's golden, `kl_portable` against
         the portable runtime's `declared` arithmetic, `blame` (null where the export is not
-        RED), and the first `reason`, a fault's before the user's limit. `kl_portable`
-        and `blame` are null with `alone`.
+        RED), and the first `reason`, a fault's before the user's limit. With `alone`,
+        `kl_portable` and `blame` are null.
 
     Raises:
         InputError: see `check_fits`.
@@ -87,10 +87,10 @@ def validate_units(
             arguments = bundle.root, path, source, runs_on, unit, options
             outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
             row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
-            refused = process.invalidating(outcome)
-            if refused and not outcome.failure:  # it ran, and not on this unit
+            invalid_reason = process.invalidating(outcome)
+            if invalid_reason and not outcome.failure:  # it ran on another unit
                 row |= {"verdict": gates.RED, "quality": gates.NOT_RUN}
-                row["reason"] = refused
+                row["reason"] = invalid_reason
             name = f"portable {unit}" if runs_on == "portable" else unit
             rows[name] = {"unit": name, "runtime": runs_on} | row
     faulty = {gates.RED, DIED}
@@ -108,9 +108,14 @@ def validate_units(
 def validate_unit(
     root: Path, path: Path, source: Path | None, runtime: str, unit: str, options: dict
 ) -> dict:
-    """In a child: the columns of one unit that need no other, and `logits` [n, V]. The
-    golden's file is `path`, its checkpoint's folder `source`; `options` are given
-    to `validate`."""
+    """Runs in a child process. Returns the columns of one unit that follow from it alone,
+    and `logits` [n, V].
+
+    Args:
+        path: the golden's file.
+        source: the folder of its checkpoint.
+        options: the arguments of `validate`.
+    """
     bundle = Bundle.open(root)
     golden = replace(Golden.load(path), source=source and Checkpoint(source))
     option = {"precision": unit}
@@ -149,9 +154,9 @@ def diagnose(runtime: str, sound: Collection[str]) -> str:
 
 
 def units_verdict(table: pd.DataFrame) -> str:
-    """RED where a unit is RED, else DIED where one died, else not_run where a required
-    gate did not run. `portable narrow` is a bound,
-    not a unit: only `diagnose` reads it."""
+    """RED if any unit is RED, else DIED if any died, else not_run if a required gate did
+    not run, else GREEN. `portable narrow` is a bound and no unit; only `diagnose` reads
+    it."""
     verdicts = set(table.loc[table["unit"] != "portable narrow", "verdict"])
     order = gates.RED, DIED, gates.NOT_RUN, gates.GREEN
     return next(verdict for verdict in order if verdict in verdicts)

@@ -29,7 +29,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
 from workbench.bundle.presets import Preset
 from workbench.check import gates
-from workbench.check.compare import blocks, over
+from workbench.check.compare import blocks, safe_ratio
 from workbench.check.gates import Gate
 from workbench.check.hf import empty_model
 from workbench.models.checkpoint import Checkpoint
@@ -342,7 +342,7 @@ def table_ratios(
         rounding += float((half_ulp(used).double() ** 2).sum())
     best = least_squared_error(rounded, len(table))
     above = max(0.0, error - rounding)
-    return float(np.max(worst)), float(over(above, best))
+    return float(np.max(worst)), float(safe_ratio(above, best))
 
 
 def least_squared_error(values: torch.Tensor, count: int) -> float:

@@ -67,7 +67,7 @@ class Split:
         scale = compare.rms(self.reference.reshape(shape))
         columns = dict(zip(("layer", "position"), np.indices(scale.shape)))
         for name, part in (self.parts | {"total": self.total}).items():
-            columns[name] = compare.over(compare.rms(part.reshape(shape)), scale)
+            columns[name] = compare.safe_ratio(compare.rms(part.reshape(shape)), scale)
         columns = {name: column.ravel() for name, column in columns.items()}
         return pd.DataFrame(columns)
 

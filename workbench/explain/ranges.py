@@ -159,7 +159,9 @@ def finite_gates(measured: RangesByPrecision) -> list[gates.Gate]:
         firsts = measured[precision].first.items()
         faults = [f"first {kind} at {place}" for kind, place in firsts if place]
         fine = f"{sums}: every value is finite"
-        results.append(gates.no_faults(f"{precision}_is_finite", faults, fine, f"{sums}: "))
+        results.append(
+            gates.no_faults(f"{precision}_is_finite", faults, fine, f"{sums}: ")
+        )
     return results
 
 

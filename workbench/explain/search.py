@@ -317,7 +317,7 @@ def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
                 size = 0.0 * size  # integers are not rounded
             tolerance = device_tolerance(compare.rms(expected, perturbed), size)
             distance = compare.rms(expected, value[part])
-            ratio = compare.over(distance, tolerance)
+            ratio = compare.safe_ratio(distance, tolerance)
             times = max(times, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf))
         if value.size and times > DEVICE_FACTOR:
             wrong[name] = float(times)

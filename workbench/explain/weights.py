@@ -69,7 +69,7 @@ def measure_costs(
     def errors(in_fp16: Collection[tuple[int, str]]) -> np.ndarray:
         """Relative RMS [L] of the updates with these tensors in fp16."""
         distance = compare.rms(reference, run_updates(in_fp16))
-        return compare.over(distance, compare.rms(reference))
+        return compare.safe_ratio(distance, compare.rms(reference))
 
     as_stored = errors(())
     parts = []
