@@ -16,7 +16,7 @@ import numpy as np
 
 from workbench import Decoder, InputError
 from workbench.decode import Sequences, Snapshot, store
-from workbench.decode.snapshot import floor
+from workbench.decode.snapshot import has_recurrent_state
 
 B, S, T_MAX, STEPS = 3, 28, 4, 12
 OPERATIONS = {  # how often each is drawn
@@ -125,7 +125,7 @@ class Program:
         """How many tokens can be trimmed at least: from the most that the sequence has had, t_max
         tokens; with recurrent states, those of the last call."""
         depth = T_MAX - (lineage.high - len(lineage.ids))
-        if floor(self.decoder.manifest, 1):  # recurrent states
+        if has_recurrent_state(self.decoder.manifest):
             return min(depth, lineage.last)
         return depth
 
@@ -185,7 +185,7 @@ def move(seqs: Sequences, source: int, target: int) -> None:
     for state, name in seqs.named_states if source != target else ():
         state.write(name, state.read(name)[order])
     seqs.ids = [seqs.ids[seq] for seq in order]
-    seqs.floors = [seqs.floors[seq] for seq in order]
+    seqs.min_lengths = [seqs.min_lengths[seq] for seq in order]
 
 
 def differing(a: Snapshot, b: Snapshot) -> list[str]:

@@ -341,7 +341,7 @@ def test_the_command_names_the_operation_and_writes_its_package(
 def test_a_sound_bundle_has_an_empty_place_in_json(exports, calls_here):
     finding = operation.find(exports.bundle("qwen2"), IDS[:2], runtime="portable")
     assert finding.json()["where"] == {} and finding.json()["ops"] == []
-    assert finding.words.startswith("none: no operation; ")
+    assert finding.summary.startswith("none: no operation; ")
 
 
 def test_a_cell_that_is_not_there_is_refused(exports):
@@ -389,11 +389,11 @@ def test_a_nan_that_a_unit_swallows_is_found(exports, search, tmp_path):
     bundle = exports.bundle(source, max_seq_len=16)
     options = {"runtime": "portable", "layer": 0, "out": tmp_path}
     overflow = operation.find(bundle, IDS, **options)
-    assert (overflow.ops[0].kind, overflow.times) == ("matmul", np.inf)
+    assert (overflow.ops[0].kind, overflow.rounding_ratio) == ("matmul", np.inf)
     assert first_line(tmp_path) == "matmul: wrong result on portable"
     finding, fault = search(Plant("qwen2", 0, "softmax", clipped_to_one), bundle)
     assert [op.value for op in finding.ops] == [fault.op]
-    assert finding.times == np.inf
+    assert finding.rounding_ratio == np.inf
 
 
 def die(function, *args, **options):

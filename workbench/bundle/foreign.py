@@ -49,8 +49,8 @@ class Function(ManifestModel):
     Args:
         name: the function of the packages (None: they have only one).
         t_min, t_max: the numbers of tokens that a call takes.
-        first, until: the first position of a call; the position that it ends at or
-            before.
+        first: the lowest start position of a call.
+        until: the highest end position (None: any).
         logits: whether a call outputs logits, or only fills the cache.
     """
 
@@ -62,8 +62,8 @@ class Function(ManifestModel):
     logits: bool = True
 
     def size(self, left: int, start: int) -> int:
-        """How many of the remaining `left` tokens one call from position `start` on
-        takes, 0 where it takes none. The last token needs logits."""
+        """How many of the remaining `left` tokens one call from position `start` on can
+        take; 0 if it can take none. The last token needs logits."""
         most = min(self.t_max, left if self.logits else left - 1)
         if self.until is not None:
             most = min(most, self.until - start)

@@ -345,7 +345,7 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
         count = total
         if len(ends) == 2 and options.kv_write == "mask":
             count = ((total + 1) // 2 + seq) % (total + 1)
-        count = min(count, len(undone.ids[seq]) - undone.floors[seq])
+        count = min(count, len(undone.ids[seq]) - undone.min_lengths[seq])
         if options.kv_write == "slice":
             count = max(total - end for end in ends if total - end <= count)
         undone.trim(count, seq)

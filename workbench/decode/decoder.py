@@ -45,11 +45,12 @@ Hook = Callable[[Shard, object, list], list | None]
 
 @dataclass(frozen=True)
 class LastCall:
-    """The last call of a prompt, into which recurrent states can go back.
+    """The last call of a prompt, which `trim` can undo in part although states are
+    recurrent.
 
     Args:
-        before: a snapshot of each sequence from before the call. It is not used for a
-            sequence that a snapshot has replaced since, whose floor is its length.
+        before: a snapshot of each sequence from before the call. It is ignored for
+            sequences replaced since, which cannot be trimmed.
         T: columns of the call.
     """
 
@@ -63,18 +64,19 @@ class Sequences:
 
     Args:
         decoder: holds the weights that run the sequences.
-        states: one of each layer shard; a state works with its own model alone.
+        states: one per layer shard; a state works only with the model that made it.
         ids: the tokens that each sequence has run.
-        floors: the fewest tokens that each sequence can go back to. A call raises them
-            before it runs, so that a sequence whose recurrent states an interrupted
-            call has advanced has fewer tokens than its floor.
-        last_call: kept where states are recurrent, for `trim`.
+        min_lengths: the shortest length that each sequence can be trimmed to. A call
+            raises them before it runs. If it is interrupted after it has advanced
+            recurrent states, a sequence is shorter than its minimum, which marks it as
+            broken (see `check_whole`).
+        last_call: for `trim`, if states are recurrent.
     """
 
     decoder: "Decoder"
     states: list[State]
     ids: list[list[int]]
-    floors: list[int]
+    min_lengths: list[int]
     last_call: LastCall | None = None
 
     @property
@@ -101,7 +103,7 @@ class Sequences:
         """Raises an InputError for a sequence whose states an interrupted call has
         advanced in part."""
         for seq, ids in enumerate(self.ids):
-            if self.floors[seq] > len(ids):
+            if self.min_lengths[seq] > len(ids):
                 raise interrupted(f"sequence {seq}")
 
     def advance(
@@ -115,15 +117,15 @@ class Sequences:
 
         Args:
             chunk: token ids of each sequence, from none to t_max.
-            hook: called as hook(shard, op, outputs) after every operation of a program,
-                whose outputs it may replace by returning others.
+            hook: called as hook(shard, op, outputs) after every operation of a program.
+                It may replace the outputs by returning others.
             T: the fewest columns of the call.
             keep: whether `trim` can go back into the call where states are recurrent
                 and a mask writes the caches.
 
         Returns:
-            Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
-            nothing, and the times without the head's.
+            Hidden states [B, C, T], of which columns beyond a sequence's tokens mean
+            nothing, and the times of the layers without the head.
 
         Raises:
             InputError: more than t_max tokens, a position past max_seq_len, a hook on a
@@ -148,15 +150,15 @@ class Sequences:
                 "make several calls, or export with more --tokens",
             )
         T = options.tiling.width(columns)
-        # Everything that can be refused is refused here, before states or floors change.
+        # Everything that can be refused is refused here, before states or lengths change.
         io, times = decoder.inputs(self.offsets, chunk, T), Times()
         self.check_whole()
         self.last_call = None
         if keep and max(counts) > 1 and options.kv_write == "mask":
             self._keep_last_call(T)
-        # before the shards run, so that an interrupted call leaves a floor that is above
-        # the sequence's tokens, which `check_whole` refuses
-        self._raise_floors(counts)
+        # before the shards run: an interrupted call leaves a minimum above the sequence's
+        # length, which `check_whole` refuses
+        self._raise_min_lengths(counts)
         for model, state in zip(decoder.layers, self.states, strict=True):
             start = clock()
             (io,) = decoder.run_calls(model, [io], [counts], [state], [hook])
@@ -165,23 +167,23 @@ class Sequences:
                 native += decoder.experts.native_ms
             times.add(start, native)
         self.append(chunk)
-        # only whole calls lead back: while the call ran, the floor was its end
+        # The call completed: the snapshots taken before it allow trimming into it.
         if self.last_call:
-            self.floors = [before.offset for before in self.last_call.before]
+            self.min_lengths = [before.offset for before in self.last_call.before]
         return io[X].reshape(len(chunk), -1, T), times
 
     def _keep_last_call(self, T: int) -> None:
-        """Keeps a snapshot of every sequence where a state is recurrent: a call
-        overwrites such a state, and only a copy from before leads back."""
-        if snapshot.floor(self.decoder.manifest, 1):
+        """Takes a snapshot of every sequence if a state is recurrent: a call overwrites
+        such a state."""
+        if snapshot.has_recurrent_state(self.decoder.manifest):
             before = [self.snapshot(seq) for seq in range(len(self.ids))]
             self.last_call = LastCall(before, T)
 
-    def _raise_floors(self, counts: np.ndarray) -> None:
-        """Raises the floors to those after a call of `counts` [B] tokens."""
+    def _raise_min_lengths(self, counts: np.ndarray) -> None:
+        """Raises the minimal lengths to those after a call of `counts` [B] tokens."""
         for seq, end in enumerate(self.offsets + counts):
             lowest = snapshot.floor(self.decoder.manifest, int(end))
-            self.floors[seq] = max(self.floors[seq], lowest)
+            self.min_lengths[seq] = max(self.min_lengths[seq], lowest)
 
     def append(self, chunk: Sequence[Sequence[int]]) -> None:
         """Adds the tokens of a call that has run."""
@@ -247,11 +249,11 @@ class Sequences:
         seq = whole_number(seq, "sequence", len(self.ids))
         self.check_whole()
         manifest, offset = self.decoder.manifest, len(self.ids[seq])
-        lowest = max(self.floors[seq], snapshot.floor(manifest, offset))
+        lowest = max(self.min_lengths[seq], snapshot.floor(manifest, offset))
         states = {}
         for state, name in self.named_states:
             value, first = state.read(name)[seq], 0
-            # of a ring, older rows are overwritten already, and no token reads them
+            # older rows of a ring are overwritten already, and no token reads them
             if state.shard.states[name].ring:
                 first = max(0, lowest - snapshot.window(manifest, name) + 1)
             if is_cache(name):
@@ -260,8 +262,8 @@ class Sequences:
         return Snapshot(tuple(self.ids[seq]), self.decoder.identity, states, lowest)
 
     def put(self, seq: int, stored: Snapshot | None) -> None:
-        """Replaces one sequence by a snapshot (None: by one without a token); the
-        others are unchanged.
+        """Replaces one sequence by a snapshot, or by an empty sequence if it is None. The
+        other sequences are unchanged.
 
         Raises:
             InputError: a snapshot of another bundle, or of more tokens than a cache
@@ -282,24 +284,25 @@ class Sequences:
             state.write(name, batch)
         ids, lowest = (stored.ids, stored.floor) if stored else ((), 0)
         self.ids[seq] = list(ids)
-        self.floors[seq] = max(lowest, snapshot.floor(manifest, len(ids)))
+        self.min_lengths[seq] = max(lowest, snapshot.floor(manifest, len(ids)))
 
     def trim(self, count: int, seq: int = 0) -> int:
         """Takes back the last `count` tokens of a sequence, as if they had never run
         (all of them, if it has fewer); returns the number taken back.
 
-        Rows of a cache go back to any token, rings t_max tokens from the most that the
-        sequence has had. Recurrent states (convolutions, DeltaNet, Mamba) go back into
-        a prompt's last call of several tokens, or one to `keep`: the sequence before it
-        is restored, and the tokens that stay run again.
+        Caches can be trimmed to any length; rings by at most t_max tokens below the
+        longest length that the sequence has had. Recurrent states (convolutions,
+        DeltaNet, Mamba) can be trimmed into the last call of a prompt, or into a call
+        with `keep`: the sequence before it is restored, and the tokens that remain run
+        again.
 
         Raises:
-            InputError: a state that does not go back that far, which is then unchanged;
-                a negative count.
+            InputError: a state that cannot be trimmed so far, which is then unchanged; a
+                negative count.
         """
         self.check_whole()
         ids = self.ids[whole_number(seq, "sequence", len(self.ids))]
-        count = snapshot.trimmed(count, len(ids), self.floors[seq])
+        count = snapshot.trimmed(count, len(ids), self.min_lengths[seq])
         remaining = ids[: len(ids) - count]
         if count and self.last_call:
             self._run_again(seq, remaining)
@@ -307,16 +310,16 @@ class Sequences:
         return count
 
     def _run_again(self, seq: int, ids: list[int]) -> None:
-        """Restores a sequence from before the last call, and runs again the tokens of
-        `ids` that belong to the call, in as many columns."""
-        last_call, floors = self.last_call, list(self.floors)
+        """Restores a sequence from before the last call and runs the tokens of `ids` that
+        belong to the call again, in a call of the same width."""
+        last_call, min_lengths = self.last_call, list(self.min_lengths)
         before = last_call.before[seq]
         self.put(seq, before)
         chunk: list[list[int]] = [[] for _ in self.ids]
         chunk[seq] = ids[before.offset :]
         if chunk[seq]:
             self.advance(chunk, T=last_call.T)
-        self.last_call, self.floors = last_call, floors
+        self.last_call, self.min_lengths = last_call, min_lengths
 
 
 @dataclass
@@ -376,8 +379,8 @@ class Decoder:
         self.settings = Settings(
             self.runtime, self.precision, fast, reads, compute_units, self.hints
         )
-        # Nothing here may refer to the decoder itself: a decoder that is dropped shall
-        # give its memory back at once, without the garbage collector.
+        # Nothing here may refer to the decoder itself, so that dropping a decoder frees its
+        # memory at once, without the garbage collector.
         load = partial(runtimes.load_shard, bundle, settings=self.settings)
         kinds = "layers", "router"
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
@@ -551,7 +554,7 @@ class Decoder:
                 sequences; nothing is changed then.
         """
         tokens = [token] if np.ndim(token) == 0 else token
-        chunk = [[] if one is None else [one] for one in tokens]
+        chunk = [[] if token is None else [token] for token in tokens]
         logits, _ = self.seqs.step(chunk)
         return self._of_batch(logits)
 
@@ -593,18 +596,18 @@ class Decoder:
         self._continue_with(seqs)
         logits, times = seqs.prefill(prompts), Times()
         tokens: list[list[int]] = [[] for _ in range(B)]
-        live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
-        for done in range(1, max(limits) + 1):
-            for seq in list(live):
+        unfinished = [seq for seq in range(B) if prompts[seq] and limits[seq]]
+        for token_count in range(1, max(limits) + 1):
+            for seq in list(unfinished):
                 token = samplings[seq].pick(logits[seq], len(seqs.ids[seq]))
                 yield Record(token, logits[seq], times, seq)
                 tokens[seq] = [token]
-                if done >= limits[seq] or token in stop:
-                    live.remove(seq)
+                if token_count >= limits[seq] or token in stop:
+                    unfinished.remove(seq)
                     # a slice write moves every sequence on
                     if self.options.kv_write == "mask":
                         tokens[seq] = []
-            if not live:
+            if not unfinished:
                 return
             logits, times = seqs.step(tokens)
 
@@ -639,8 +642,8 @@ class Decoder:
         return self.seqs.trim(count, seq)
 
     def _of_batch(self, values):
-        """One value per sequence as the public methods return it: that of the single
-        sequence where the batch is 1."""
+        """One value per sequence as the public methods return it: without the list if the
+        batch is 1."""
         return values if self.options.batch > 1 else values[0]
 
 
@@ -673,6 +676,6 @@ def per_sequence(value, B: int) -> list:
 
 
 def _last_columns(hidden: np.ndarray, chunk: Sequence[Sequence[int]]) -> np.ndarray:
-    """[B, C, 1]: of hidden states [B, C, T] the column of each sequence's last token."""
+    """The column of each sequence's last token, [B, C, 1], of hidden states [B, C, T]."""
     ends = [max(len(tokens), 1) - 1 for tokens in chunk]
     return hidden[np.arange(len(chunk)), :, ends][:, :, None]

@@ -15,7 +15,7 @@ from workbench.bundle.names import is_cache, split_layer
 from workbench.decode.checks import whole_number
 from workbench.errors import InputError
 
-# the fields that decide, beside options and weights, the values and places of cache rows
+# the fields that decide the values and places of cache rows; so do options and weights
 IDENTITY_FIELDS = {
     "family",
     "dims",
@@ -34,8 +34,8 @@ class Snapshot:
 
     Args:
         ids: the tokens whose rows the caches hold.
-        identity: that of the decoder; only a decoder of the same identity takes the
-            snapshot back.
+        identity: the decoder's; only a decoder of the same identity can continue the
+            snapshot.
         states: by logical name, without the batch axis, in the dtype that `State.read`
             gives: caches [H_kv, rows, D] in the order of the tokens (of a ring the rows
             that a token after `floor` may attend to), recurrent states whole.
@@ -80,16 +80,16 @@ class Snapshot:
 
 
 def fill(target: np.ndarray, rows: np.ndarray, offset: int) -> None:
-    """Writes cache rows [H_kv, n, D] of the last of `offset` tokens to their places in
-    a cache, position p in row p modulo its size; where the cache has fewer rows than n,
-    the last ones."""
+    """Writes cache rows [H_kv, n, D] of the last n of `offset` tokens into a cache, position
+    p into row p modulo its size. If the cache has fewer rows than n, only the last
+    positions are written."""
     rows = rows[:, -target.shape[1] :]
     places = np.arange(offset - rows.shape[1], offset) % target.shape[1]
     target[:, places] = rows
 
 
 def trimmed(count: int, offset: int, lowest: int) -> int:
-    """`count`, at most `offset`: how many of the last tokens of `offset` are taken back.
+    """How many of `offset` tokens a trim by `count` takes back: `count`, at most all.
 
     Raises:
         InputError: fewer tokens than `lowest` would be left; a negative count.
@@ -106,9 +106,9 @@ def trimmed(count: int, offset: int, lowest: int) -> int:
 
 
 def floor(manifest: Manifest, offset: int) -> int:
-    """The fewest tokens that a sequence of `offset` tokens can go back to without a
-    snapshot: a ring must hold the next token's window, a recurrent state does not go
-    back."""
+    """The shortest length that a sequence of `offset` tokens can be trimmed to without a
+    snapshot: a ring must still hold the next token's window, and a recurrent state
+    cannot be trimmed at all."""
     lowest = 0
     for shard in manifest.shards:
         for name, state in shard.states.items():
@@ -118,6 +118,11 @@ def floor(manifest: Manifest, offset: int) -> int:
                 last = offset - state.ring + window(manifest, name) - 1
                 lowest = max(lowest, last)
     return lowest
+
+
+def has_recurrent_state(manifest: Manifest) -> bool:
+    """Whether some state is overwritten by every call, so that only a copy leads back."""
+    return any(not is_cache(name) for shard in manifest.shards for name in shard.states)
 
 
 def window(manifest: Manifest, name: str) -> int:
@@ -130,7 +135,7 @@ def identity(manifest: Manifest, arithmetic: str) -> str:
     """SHA-256 over everything that decides the values and places of cache rows:
     family, every export option but the batch, weights, embedding, tokenizer, the
     description of another exporter's packages, and the arithmetic. Bundles that differ
-    in their batch alone share snapshots."""
+    only in their batch share snapshots."""
     parts = manifest.model_dump(include=IDENTITY_FIELDS)
     parts["options"] = manifest.options.model_dump(exclude={"batch"})
     parts["precision"] = arithmetic

@@ -179,17 +179,20 @@ def transcript(
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
         pieces = DecodeStream(skip_special_tokens=False)
     eos = decoder.manifest.tokens.eos
-    new, stop = max_new, eos
-    if logits:  # one step more, for the logits after the last token
-        new, stop = max_new + 1, ()
-    _check_length(decoder, ids, new)
+    stream_limit, stop = max_new, eos
+    if logits:
+        # one step more, for the logits after the last token, which may be an eos
+        stream_limit, stop = max_new + 1, ()
+    _check_length(decoder, ids, stream_limit)
     first_calls_ms = _warm_up(decoder, ids)
-    tokens, times, rows, start = [], [], [], time.perf_counter()
-    for record in decoder.stream(ids, new, stop=stop, sampling=sampling):
+    tokens, times, rows = [], [], []
+    start = time.perf_counter()
+    for record in decoder.stream(ids, stream_limit, stop=stop, sampling=sampling):
         prefill_ms = prefill_ms or (time.perf_counter() - start) * 1e3
         if logits:
             rows.append(record.logits)
-        if len(tokens) == max_new or tokens and tokens[-1] in eos:
+        has_ended = bool(tokens) and tokens[-1] in eos
+        if has_ended or len(tokens) == max_new:
             break
         tokens.append(record.token)
         times.append(record.times)

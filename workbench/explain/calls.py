@@ -1,4 +1,4 @@
-"""Finds calls of several tokens that leave other caches than calls of one token do."""
+"""Finds multi-token calls whose caches differ from those of one-token calls."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ SUMMATION_ORDER = 1e-3
 
 
 def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
-    """One sentence for every T > 1 whose calls leave other keys or values than calls of
-    one token: where they first differ, and whether the attention is not causal.
+    """One sentence for every T > 1 whose calls leave other keys or values in the caches
+    than one-token calls: where they first differ, and whether attention is not causal.
 
     Args:
         decoder: of batch 1, in `exact` arithmetic.
@@ -24,8 +24,8 @@ def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
     faults = []
     (single,) = trace_bundle(decoder, golden, (1, "chained"))
     for T in sorted({*default_ts(decoder.options)} - {1}):
-        (several,) = trace_bundle(decoder, golden, (T, "chained"))
-        rows = compare.errors(single, several, ("k", "v"))
+        (multi,) = trace_bundle(decoder, golden, (T, "chained"))
+        rows = compare.errors(single, multi, ("k", "v"))
         wrong = rows[~(rows["error"] <= SUMMATION_ORDER)]
         if wrong.empty:
             continue
@@ -40,7 +40,7 @@ def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
         ids[end:] = (ids[end:] + 1) % decoder.manifest.dims.V
         changed = replace(golden, ids=ids)
         (other,) = trace_bundle(decoder, changed, (T, "chained"))
-        rows = compare.errors(several, other, ("k", "v"))
+        rows = compare.errors(multi, other, ("k", "v"))
         if rows[rows["position"] < end]["error"].any():
             fault += "; they are not causal: later tokens change earlier rows"
         faults.append(fault)

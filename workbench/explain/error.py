@@ -142,8 +142,7 @@ class Run:
 
 
 def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Run]:
-    """Part → how it is measured, for the parts that need a run of the bundle; see
-    `split_error`."""
+    """The run that measures each part that needs one; see `split_error`."""
     options = bundle.manifest.options
     runs = {"reauthoring": Run(exact_runtime(bundle), "exact")}
     if not options.plugin:
@@ -152,13 +151,13 @@ def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Run]:
             runs["runtime"] = Run(device, "declared")
     subject = f"updates of {bundle.root.name}"
     if not bundle.manifest.shows_hidden:
-        actual = "packages of another exporter, which output caches and logits alone"
+        actual = "packages of another exporter, which output only caches and logits"
         step = "run: workbench explain variant BUNDLE, or explain ranges BUNDLE"
         raise InputError(subject, actual, "a bundle of workbench export", step)
-    # others give the output of a shard's last layer alone
-    blind = [run.runtime for run in runs.values() if run.runtime != "portable"]
-    if blind and options.layers_per_shard > 1:
-        actual = f"layers inside a shard that {blind[0]} does not show"
+    # other runtimes show only the output of a shard's last layer
+    without_inner = [run.runtime for run in runs.values() if run.runtime != "portable"]
+    if without_inner and options.layers_per_shard > 1:
+        actual = f"layers inside a shard that {without_inner[0]} does not show"
         step = "export with --layers-per-shard 1"
         raise InputError(subject, actual, "one layer a shard", step)
     return runs

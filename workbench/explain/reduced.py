@@ -54,7 +54,12 @@ def reduce(search: Search, finding: Finding, out: Path) -> dict:
     report = _report(search, finding, proof, kinds, shapes)
     (out / "report.txt").write_text(report)
     size = sum(file.stat().st_size for file in package.rglob("*.*"))
-    return {"ops": kinds, "shapes": shapes, "times": proof.times, "bytes": size}
+    return {
+        "ops": kinds,
+        "shapes": shapes,
+        "times": proof.rounding_ratio,
+        "bytes": size,
+    }
 
 
 def _shorten(search: Search, proof: Proof) -> Proof:
@@ -94,7 +99,7 @@ def _report(
     """The text for a bug report."""
     units, runtime = search.runner.units, search.runner.runtime
     tested = f"{runtime}, {units}" if is_device(runtime) else runtime
-    error = f"error: {proof.times:.3g} times what fp16 rounding explains"
+    error = f"error: {proof.rounding_ratio:.3g} times what fp16 rounding explains"
     lines = [
         f"{', '.join(kinds)}: wrong result on {tested}",
         "",

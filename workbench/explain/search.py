@@ -72,8 +72,8 @@ class Finding:
             them is left out), `breaks` (no package with the operation compiles or
             runs), `uncertain`.
         ops: the operations, earliest first.
-        times: the error over what rounding explains; inf where one side alone is
-            finite.
+        rounding_ratio: the error over what rounding explains; inf where only one side
+            is finite.
         where: the call.
         packages: how many were compiled and run.
         reduced: the result of `reduced.reduce`.
@@ -82,17 +82,20 @@ class Finding:
     verdict: str
     reason: str
     ops: list[WrongOperation] = field(default_factory=list)
-    times: float | None = None
+    rounding_ratio: float | None = None
     where: CallPlace | None = None
     packages: int = 0
     reduced: dict | None = None
 
     def json(self) -> dict:
         """The finding as `workbench explain` prints it."""
-        return asdict(self) | {"where": asdict(self.where) if self.where else {}}
+        fields = asdict(self)
+        fields["where"] = asdict(self.where) if self.where else {}
+        fields["times"] = fields.pop("rounding_ratio")
+        return fields
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The conclusion in one line."""
         ops = ", ".join(map(str, self.ops)) or "no operation"
         sentence = f"{self.verdict}: {ops}; {self.reason}"
@@ -123,7 +126,7 @@ class Proof:
     failure: str
 
     @property
-    def times(self) -> float:
+    def rounding_ratio(self) -> float:
         return max(self.wrong.values(), default=np.inf)
 
 
@@ -194,20 +197,20 @@ class Search:
         ops = self._describe(proof.ops)
         if failure:
             reason = f"alone, it fails: {failure}"
-            return Finding("breaks", reason, ops, proof.times, call.place)
-        reason = f"alone, it is {proof.times:.3g} times off rounding"
+            return Finding("breaks", reason, ops, proof.rounding_ratio, call.place)
+        reason = f"alone, it is {proof.rounding_ratio:.3g} times off rounding"
         verdict = "together" if len(ops) > 1 else "operation"
-        return Finding(verdict, reason, ops, proof.times, call.place)
+        return Finding(verdict, reason, ops, proof.rounding_ratio, call.place)
 
     def first_wrong_call(self, calls: Sequence[PackageCall]) -> PackageCall | None:
         """The first call for which the package does not run or gives a wrong value."""
         arrays = [call.arrays for call in calls]
         run = self.runner.run(self.package, self.function, arrays)
         if run.failure:
-            # of any of the calls: each runs once more, alone
+            # which call failed is not known: each runs once more, by itself
             for call in calls:
-                alone = [call.arrays]
-                if self.runner.run(self.package, self.function, alone).failure:
+                single = [call.arrays]
+                if self.runner.run(self.package, self.function, single).failure:
                     return call
             return calls[0]
         self.has_run = True
@@ -219,18 +222,18 @@ class Search:
         return None
 
     def _find_smallest(self, ops: set[int]) -> Proof | None:
-        """The proof with the fewest operations: `ops`, and operations before them where
-        `ops` alone are right."""
+        """The proof with the fewest operations: some of `ops` or, if a package of `ops`
+        alone is right, of `ops` and the operations that produce their inputs."""
         while not (proof := self.test(sorted(ops))):
-            more = ops | self.flow.before(ops)
-            if more == ops or len(more) > MAX_OPS:
+            with_producers = ops | self.flow.before(ops)
+            if with_producers == ops or len(with_producers) > MAX_OPS:
                 return None
-            ops = more
+            ops = with_producers
         for index in sorted(ops):
-            rest = sorted({*proof.ops} - {index})
-            if not rest:
+            without_one = sorted({*proof.ops} - {index})
+            if not without_one:
                 continue
-            smaller = self.test(rest)
+            smaller = self.test(without_one)
             if smaller:
                 proof = smaller
         return proof
@@ -283,13 +286,13 @@ class Search:
 
 
 def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
-    """The values in `actual` that rounding does not explain, and how many times what
-    rounding explains each of them is away from the first of a pair.
+    """The values in `actual` that rounding does not explain, each with its distance from
+    `pair[0]` over the distance that rounding explains.
 
     Rounding explains the RMS distance of the pair, and at least half a unit of an fp16
-    result. Masked scores are compared separately: beside them an error of the other
-    scores is small. The figure is inf where one side alone is finite, or where the
-    shapes differ.
+    result. Masked scores are compared separately, because they are so large that an
+    error of the other scores would be small beside them. The ratio is inf where only one
+    side is finite, or where the shapes differ.
 
     Args:
         pair: the values in two arithmetics.
@@ -304,9 +307,9 @@ def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
         base, other, value = base.ravel(), other.ravel(), value.ravel()
         finite = np.isfinite(base)
         masked = finite & (base < MASKED / 2)
-        times = 0.0
+        rounding_ratio = 0.0
         if not np.array_equal(base[~finite], value[~finite], equal_nan=True):
-            times = np.inf
+            rounding_ratio = np.inf
         for part in (masked, finite & ~masked):
             if not part.any():
                 continue
@@ -318,7 +321,8 @@ def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
             tolerance = device_tolerance(compare.rms(expected, perturbed), size)
             distance = compare.rms(expected, value[part])
             ratio = compare.safe_ratio(distance, tolerance)
-            times = max(times, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf))
-        if value.size and times > DEVICE_FACTOR:
-            wrong[name] = float(times)
+            ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
+            rounding_ratio = max(rounding_ratio, ratio)
+        if value.size and rounding_ratio > DEVICE_FACTOR:
+            wrong[name] = float(rounding_ratio)
     return wrong

@@ -29,8 +29,8 @@ from workbench.progress import bar
 
 # Changes a built model in place; may return a context to enter while the model runs.
 Change = Callable[[nn.Module], AbstractContextManager | None]
-# Relative RMS above which a layer's weights are another layer's. A compressed copy is
-# nearer than that.
+# Relative RMS above which stored weights are not those of a layer. A compressed copy
+# differs less.
 UNRELATED = 0.5
 # An update counts as at least this part of the stream: both sides round the stream in
 # fp32, and the rounding enters the update.
@@ -88,15 +88,15 @@ def explain_bundle(
     that fits: the best, if rounding explains its error.
 
     `relative_rms` is the worst of the updates, K and V of the layers. Variants are tried
-    on the first layers, and those that fit there on all layers. No variant is tried
-    where the model as configured fits, or where layers store the weights of others.
+    on the first layers, and those that fit there on all layers. No variant is tried if
+    the model fits as configured, or if layers store the weights of other layers.
 
     Raises:
         InputError: a bundle of another checkpoint.
     """
     trial = Trial(bundle, checkpoint)
     # the constants of another exporter's programs may be further from the weights
-    fits = max(FITS, bundle.manifest.constants_error)
+    fit_limit = max(FITS, bundle.manifest.constants_error)
     L = bundle.manifest.dims.L
 
     configured = trial.errors(L)
@@ -105,39 +105,39 @@ def explain_bundle(
     if order := trial.layer_order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
         errors = {f"layer order: {', '.join(pairs)}": worst}
-    elif worst > fits:
-        wrong = np.flatnonzero(configured > fits).tolist()
+    elif worst > fit_limit:
+        wrong = np.flatnonzero(configured > fit_limit).tolist()
         # the first layers: at least one of every kind, and all that are wrong unless
         # every layer is
         kinds = getattr(checkpoint.config, "layer_types", None) or [""] * L
-        needed = [1, *map(kinds.index, kinds)]
+        required_counts = [1, *map(kinds.index, kinds)]
         if len(wrong) < L:
-            needed += wrong
-        count = min(L, max(needed) + 1)
-        tried = list_variants(trial)
-        for name in bar(tried, "explain", unit="variant"):
-            errors[name] = float(trial.errors(count, tried[name]).max())
-        for name, variant in tried.items():
-            if errors[name] <= fits:
+            required_counts += wrong
+        count = min(L, max(required_counts) + 1)
+        variants = list_variants(trial)
+        for name in bar(variants, "explain", unit="variant"):
+            errors[name] = float(trial.errors(count, variants[name]).max())
+        for name, variant in variants.items():
+            if errors[name] <= fit_limit:
                 errors[name] = float(trial.errors(L, variant).max())
-        if min(errors[name] for name in tried) > fits:
+        if min(errors[name] for name in variants) > fit_limit:
             change = partial(_set_tables, bundle.manifest, checkpoint.config)
             error = float(trial.errors(L, Variant(change=change)).max())
             errors["rope frequencies of the bundle's manifest"] = error
     frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
-    name, error = frame.iloc[0]
-    return frame, name if error <= fits else None
+    best_name, error = frame.iloc[0]
+    return frame, best_name if error <= fit_limit else None
 
 
-def conclusion(fits: str | None) -> str:
-    """The conclusion from the variant that fits in one sentence."""
-    if fits is None:
+def conclusion(variant: str | None) -> str:
+    """One sentence: what the variant that fits says about the bundle."""
+    if variant is None:
         cause = "the fault is of another kind, or there are several"
         return f"No variant explains this bundle: {cause}."
-    if fits == CONFIGURED:
+    if variant == CONFIGURED:
         return "Layers compute what the checkpoint's configuration says."
-    return f"The bundle computes another model: {fits}."
+    return f"The bundle computes another model: {variant}."
 
 
 class Trial:
@@ -155,10 +155,10 @@ class Trial:
         )
         # without hidden states only the caches of a chained run can be compared
         self.isolated = bundle.manifest.shows_hidden
-        pass_of = (1, "chained")
+        run_of = (1, "chained")
         if self.isolated:
-            pass_of = (decoder.options.t_max, "isolated")
-        (self.outputs,) = run.trace_bundle(decoder, self.source, pass_of)
+            run_of = (decoder.options.t_max, "isolated")
+        (self.outputs,) = run.trace_bundle(decoder, self.source, run_of)
 
     def errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
@@ -183,8 +183,8 @@ class Trial:
         return layers.to_numpy() ** 0.5
 
     def layer_order(self) -> dict[int, int]:
-        """Layer → the neighbour in the checkpoint whose weights it stores, for layers
-        that store another one's."""
+        """Layer → the layer before or after it in the checkpoint whose weights it
+        stores, for layers that do not store their own."""
         prefix = f"{self.checkpoint.prefix}layers.{{}}."
         names = [prefix + matrix for matrix in MATRICES]
         name = next(name for name in names if name.format(0) in self.checkpoint)
@@ -224,16 +224,16 @@ def list_variants(trial: Trial) -> dict[str, Variant]:
     for name, change in _changes(config):
         variants[name] = Variant(change=change)
 
-    def unbiased(name: str) -> torch.Tensor:
+    def without_bias(name: str) -> torch.Tensor:
         return read(name) * (not name.endswith(".bias"))
 
-    unbiased.embedding = read.embedding
-    return variants | {"biases left out": Variant(read=unbiased)}
+    without_bias.embedding = read.embedding
+    return variants | {"biases left out": Variant(read=without_bias)}
 
 
 def _ropes(parameters: dict, tables: list[list[float]]) -> Settings:
-    """Other `rope_parameters`. A model with a set of them for each kind of layer is
-    changed in all sets, and in each set alone."""
+    """Other `rope_parameters`. In a model with one set for each kind of layer, each
+    change is made once in all sets, and once in each single set."""
     has_kinds = all(isinstance(value, dict) for value in parameters.values())
     sets = parameters if has_kinds else {"": parameters}
     for name, change in _rope_changes(sets.values(), tables):
@@ -243,7 +243,10 @@ def _ropes(parameters: dict, tables: list[list[float]]) -> Settings:
         for kinds in choices:
             changed = sets | {kind: sets[kind] | change for kind in kinds}
             where = "" if len(kinds) == len(sets) else f" in {kinds[0]}"
-            yield name + where, {"rope_parameters": changed.get("", changed)}
+            yield (
+                name + where,
+                {"rope_parameters": changed if has_kinds else changed[""]},
+            )
 
 
 def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> Settings:
@@ -313,8 +316,8 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
     """Changes of the modules: rotation, norms, scale of scores, order of query heads on
     key heads."""
     yield "rope pairs interleaved", _patched(ROTATE, _interleaved)
-    yield "rope turned the other way", _patched(ROTATE, _turned(-1.0))
-    yield "rope left out", _patched(ROTATE, _turned(0.0))
+    yield "rope turned the other way", _patched(ROTATE, _reversed)
+    yield "rope left out", _patched(ROTATE, _unrotated)
     tiled = _patched("repeat_kv", _tiled)
     yield "key/value heads tiled over the query heads", tiled
     layer = next(filter(hf.has_attention, hf.empty_model(config).model.layers))
@@ -328,7 +331,7 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
             yield f"q/k norm {side} rope", partial(_place_norms, names, side)
     D = attention.head_dim
     C = config.hidden_size
-    scales = {  # where two are equal, the last name counts
+    scales = {  # of two equal scales the last name counts
         C**-0.5: "1/√hidden_size",
         1.0 / D: "1/head_dim",
         1.0: "1",
@@ -337,7 +340,7 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
         D**-0.5: "1/√head_dim",
     }
     for scale, name in scales.items():
-        if scale != attention.scaling:  # the configured one is no variant
+        if scale != attention.scaling:  # the configured scale is no variant
             yield f"attention scale {name}", partial(_set_scale, scale)
 
 
@@ -356,13 +359,14 @@ def _tiled(repeat: Callable) -> Callable:
     return lambda x, n: x.repeat(1, n, 1, 1)
 
 
-def _turned(turn: float) -> Callable[[Callable], Callable]:
-    """A rotation by the angle times `turn`, which is −1 or 0."""
+def _reversed(rotate: Callable) -> Callable:
+    """A rotation by the negative angle."""
+    return lambda q, k, cos, sin: rotate(q, k, cos, -sin)
 
-    def wrap(rotate: Callable) -> Callable:
-        return lambda q, k, cos, sin: rotate(q, k, cos**-turn, sin * turn)
 
-    return wrap
+def _unrotated(rotate: Callable) -> Callable:
+    """Leaves q and k as they are."""
+    return lambda q, k, cos, sin: (q, k)
 
 
 def _interleaved(rotate: Callable) -> Callable:

@@ -241,15 +241,15 @@ def write_bundle(
         facts = pool.submit(lambda: source.facts)
         table = pool.submit(write_embedding, source, plan, folder)
         pending = []
-        shapes = [_shape(spec, plan, weights) for spec, weights in shards]
-        total = len(set(shapes)) + len(shards)
+        program_keys = [_program_key(spec, plan, weights) for spec, weights in shards]
+        total = len(set(program_keys)) + len(shards)
         progress = bar(total=total, desc="export", unit="program", leave=False)
-        for (spec, weights), shape in zip(shards, shapes):
-            if shape not in templates:
+        for (spec, weights), program_key in zip(shards, program_keys):
+            if program_key not in templates:
                 progress.set_postfix_str(f"converting {spec.name}")
-                templates[shape] = convert(spec, plan, options, weights)
+                templates[program_key] = convert(spec, plan, options, weights)
                 progress.update()
-            arguments = folder, spec, templates[shape], weights, source, options
+            arguments = folder, spec, templates[program_key], weights, source, options
             pending.append(pool.submit(_write_shard, *arguments))
         progress.set_postfix_str("writing")
         entries = []
@@ -283,8 +283,8 @@ def versions(options: Options) -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
-def _shape(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
-    """A key of a shard's program: shards with equal keys have equal programs."""
+def _program_key(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
+    """A key of a shard's program. Shards with equal keys have equal programs."""
     layers = plan.layers[slice(*spec.layers)]
     states = list(spec.states.values())
     parameters = [replace(weight, tensor=None, rows=None) for weight in weights]
@@ -308,11 +308,13 @@ def _write_shard(
     files, places = template.write(package, weights, load)
     first, last = spec.layers
     modules, taps = {}, {}
+    # values come in program order: the last one of a layer is its hidden output
     for value, path in template.modules.items():
-        index, rest = split_layer(path)
-        if index is not None:  # `layers.0.mlp` of a shard → `layers.{first}.mlp`
-            path = f"layers.{first + index}.{rest}".rstrip(".")
-            taps[first + index] = value
+        layer_in_shard, module = split_layer(path)
+        if layer_in_shard is not None:
+            layer = first + layer_in_shard
+            path = f"layers.{layer}.{module}" if module else f"layers.{layer}"
+            taps[layer] = value
         modules[value] = path
     # a plug-in's programs show no inner values
     has_taps = spec.kind == "layers" and not options.plugin

@@ -1,13 +1,13 @@
-"""The shards of one shape: their programs are equal, and only weight bytes differ.
+"""Writes all shards that have the same program and differ only in their weight bytes.
 
-coremltools converts one shard of each shape. Its weights are placeholders, so that the
-program depends on shapes and options alone. They are random, because coremltools drops
+coremltools converts one of these shards. Its weights are placeholders, so that the
+program depends only on shapes and options. They are random, because coremltools drops
 a product with ones and merges equal constants. A `Template` knows where each parameter
 is in the weight file and in the program; `write` writes a shard by putting the shard's
 own weights in these places.
 
-Equal programs and weights give equal bytes. coremltools writes the current date, random
-identifiers and map entries in any order; here the date is fixed, identifiers are
+Equal programs and weights give equal bytes. coremltools writes the current date and random
+identifiers, and orders map entries arbitrarily; here the date is fixed, identifiers are
 computed from the paths that they name, and the model is serialized in canonical order.
 Two shards are therefore equal if their manifest entries (path, size, SHA-256) are."""
 
@@ -109,7 +109,7 @@ class Template:
         names = {name.split("_to_fp16")[0]: name for name in arrays}
         self.constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
         self.arrays = {path: arrays[name] for path, name in self.constants.items()}
-        self.others = []
+        self.fixed_bytes = []
         end = 0
         spans = sorted(
             (array.start, array.stop)
@@ -118,7 +118,7 @@ class Template:
         )
         for start, stop in [*spans, (len(blob), 0)]:
             assert start >= end, "parameters that share bytes"
-            self.others.append((end, blob[end:start]))
+            self.fixed_bytes.append((end, blob[end:start]))
             end = stop
 
     def write(
@@ -140,18 +140,18 @@ class Template:
         ops = operations(model)
         file = package / WEIGHTS
         file.parent.mkdir(parents=True)
-        with file.open("wb") as whole:
-            for start, others in self.others:
-                whole.seek(start)
-                whole.write(others)
+        with file.open("wb") as weight_file:
+            for start, fixed in self.fixed_bytes:
+                weight_file.seek(start)
+                weight_file.write(fixed)
             for weight in weights:
                 values = load(weight)
                 for array in self.arrays[weight.path]:
                     payload = packed(values[array.role], weight.preset.bits)
                     size = array.stop - array.start
                     if array.stop:
-                        whole.seek(array.start)
-                        whole.write(payload)
+                        weight_file.seek(array.start)
+                        weight_file.write(payload)
                     else:
                         value = values_of(ops[array.op])[array.role]
                         inline = value.immediateValue.tensor.bytes

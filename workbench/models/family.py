@@ -70,7 +70,7 @@ class Plan:
             states |= self.side_states[index]
         return states
 
-    def shape(self, index: int, options: Options) -> AttentionGeometry:
+    def attention_geometry(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
         d = self.dims
         layer = self.layers[index]
@@ -116,7 +116,7 @@ def rope(
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
     width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
     if width % 2:
-        needed = "an even one, two halves to rotate"
+        needed = "an even width, so that it splits into two halves"
         refuse(config, f"a rotary width of {width}", needed)
     if kind in ("default", "dynamic"):
         theta = parameters["rope_theta"]

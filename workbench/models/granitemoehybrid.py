@@ -46,7 +46,7 @@ class Mamba2(nn.Module):
         bias = config.mamba_proj_bias
         heads = {"H": config.mamba_n_heads, "D": config.mamba_d_head}
         groups = {"H": config.mamba_n_groups, "D": config.mamba_d_state}
-        self.shape = s = replace(plan.shape(index, options), **heads)
+        self.shape = s = replace(plan.attention_geometry(index, options), **heads)
         self.groups = replace(s, **groups)
         self.parts = s.width, self.groups.width, self.groups.width
         width = sum(self.parts)

@@ -172,7 +172,7 @@ class AttentionGeometry:
         return self.H * self.D
 
     @property
-    def keys(self) -> int:
+    def key_width(self) -> int:
         """Channels of the key heads."""
         return self.H_kv * self.D
 
@@ -279,12 +279,14 @@ class Attention(nn.Module):
         self.shape = shape
         self.scale = scale
         self.gated = gated
-        queries, keys = shape.width, shape.keys
+        # gated: q_proj gives each head D channels of q, then D of its gate
+        self.q_geometry = replace(shape, D=shape.D * 2) if gated else shape
+        queries, keys = shape.width, shape.key_width
         self.widths = queries, keys, keys
         if fused:
             self.qkv_proj = Conv(C, sum(self.widths), qkv_bias)
         else:
-            self.q_proj = Conv(C, queries * (1 + gated), qkv_bias)
+            self.q_proj = Conv(C, shape.H * self.q_geometry.D, qkv_bias)
             self.k_proj = Conv(C, keys, qkv_bias)
             self.v_proj = Conv(C, keys, qkv_bias)
         self.o_proj = Conv(queries, C, o_bias)
@@ -305,7 +307,7 @@ class Attention(nn.Module):
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k = self.normed("channels", q, k)
-        q = replace(s, D=s.D * (1 + self.gated)).heads(q, s.H)
+        q = self.q_geometry.heads(q, s.H)
         k = s.heads(k, s.H_kv)
         v = s.heads(v, s.H_kv)
         if self.gated:

@@ -34,7 +34,7 @@ class ShortConv(nn.Module):
         super().__init__()
         config = plan.config
         self.C = C = plan.dims.C
-        self.shape = plan.shape(index, options)
+        self.shape = plan.attention_geometry(index, options)
         self.in_proj = Conv(C, 3 * C, config.conv_bias)
         self.out_proj = Conv(C, C, config.conv_bias)
         self.conv = Depthwise(options.batch, C, config.conv_L_cache, config.conv_bias)

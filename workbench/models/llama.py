@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
             bias = flag(config, "attention_bias")
             keywords = {"scale": plan.dims.D**-0.5, "qkv_bias": bias, "o_bias": bias}
             keywords |= {"norm": plan.norm} | attention
-            shape = plan.shape(index, options)
+            shape = plan.attention_geometry(index, options)
             mixer = "self_attn", Attention(C, shape, **keywords)
         # the checkpoint names the mixer, and parameters have its names
         self.mixer, module = mixer
@@ -172,14 +172,15 @@ def ministral3(config) -> dict:
 def smollm3(config) -> dict:
     """Every fourth layer is without rope, unless the configuration says otherwise: the
     frequencies of its table are all zero, so that cos is 1 and sin 0."""
-    tables = [no_rope(config), rope(config)]
+    without_rope, with_rope = no_rope(config), rope(config)
     flags = [bool(flag) for flag in config.no_rope_layers[: config.num_hidden_layers]]
     if len(flags) < config.num_hidden_layers:
         refuse(config, f"no_rope_layers of {len(flags)}", "one for each layer")
-    layers = [Layer(rope=tables[flag].name) for flag in flags]
+    tables = [with_rope if flag else without_rope for flag in flags]
+    used = [table for table in (without_rope, with_rope) if table in tables]
     return full(config) | {
-        "rope": [tables[flag] for flag in sorted(set(flags))],
-        "layers": layers,
+        "rope": used,
+        "layers": [Layer(rope=table.name) for table in tables],
     }
 
 
@@ -188,9 +189,9 @@ def olmo3(config) -> dict:
 
 
 def phi3(config) -> dict:
-    """Mistral with rope on a part of each head. Longrope has another table, for all
-    positions, of sequences beyond an original length. There transformers starts its
-    cache again, so the plan holds up to that length."""
+    """Mistral with rope on a part of each head. Longrope switches to a second table for
+    all positions once a sequence exceeds the original length, and transformers then
+    rebuilds its cache, so the plan holds only up to that length."""
     fields = mistral(config, ("default", "longrope")) | {"partial_rotary": True}
     if config.rope_parameters["rope_type"] == "longrope":
         fields["max_positions"] = config.rope_parameters.get(LENGTH)

@@ -45,7 +45,7 @@ class GatedDeltaNet(nn.Module):
         H = config.linear_num_value_heads
         D = config.linear_value_head_dim
         self.t_max = options.t_max
-        self.values = replace(plan.shape(index, options), H=H, D=D)
+        self.values = replace(plan.attention_geometry(index, options), H=H, D=D)
         heads = {"H": config.linear_num_key_heads, "D": config.linear_key_head_dim}
         self.keys = replace(self.values, **heads)
         self.widths = self.keys.width, self.keys.width, self.values.width

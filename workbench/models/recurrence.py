@@ -1,6 +1,6 @@
 """Layers that keep other states than keys and values: the last inputs of a short
-convolution over time, or a matrix. Here are the decays of T tokens at once, and
-functions that are written out because fp16 needs them so.
+convolution over time, or a matrix. This module has the decays of T tokens at once,
+and functions written so that they stay accurate in fp16.
 
 A matrix S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm
 of its decay. For the T tokens of a call, with the `Decays` of their g,
@@ -48,7 +48,8 @@ def extended(B: int, x, old, select, keep=None):
         [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
     )
     rows = x.reshape(B, width, -1).transpose(1, 2)
-    # A tail of up to two rows needs no input of its own: `counts` are 0 or 1.
+    # n ≤ 2: counts[i] is 1 where row i comes from this call. Without a token every old row
+    # stays; with one token the newest old row moves up; otherwise none stays.
     if keep is None:
         counts = select.sum(-1, keepdim=True)  # [B, n, 1]
         last = counts[:, -1:]

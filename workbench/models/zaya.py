@@ -44,7 +44,7 @@ class Projection(nn.Module):
     def __init__(self, C: int, shape: AttentionGeometry):
         super().__init__()
         self.shape = shape
-        keys = shape.keys
+        keys = shape.key_width
         self.widths = shape.width, keys
         width = sum(self.widths)
         conv = {"bias": True, "kernel": (1, TAPS)}
@@ -69,7 +69,7 @@ class Projection(nn.Module):
         # this state is one row shorter than the convolutions'
         delayed = cache[V_DELAYED_STATE]
         delayed = extended(s.B, self.v_proj_delayed(x), delayed, select[:, 1:])
-        current = self.v_proj_current(x).reshape(s.B, s.keys // 2, 1, -1)
+        current = self.v_proj_current(x).reshape(s.B, s.key_width // 2, 1, -1)
         v = torch.cat([current, delayed[..., :-1]], 1)
         return q, k, s.heads(v, s.H_kv)
 
@@ -238,7 +238,7 @@ class ZayaDecoderLayer(nn.Module):
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
         C = plan.dims.C
-        shape = plan.shape(index, options)
+        shape = plan.attention_geometry(index, options)
         self.input_layernorm = plan.norm(C)
         self.post_attention_layernorm = plan.norm(C)
         self.self_attn = CompressedConvAttention(C, shape)
@@ -274,7 +274,7 @@ class Expert(nn.Module):
         super().__init__()
         C = plan.dims.C
         inner = plan.config.moe_intermediate_size
-        experts = Experts(1, C, inner, plan.shape(0, options))
+        experts = Experts(1, C, inner, plan.attention_geometry(0, options))
         self.mlp = nn.ModuleDict({"experts": experts})
         scale = nn.ParameterDict({"hidden_states_scale": vector(C)})
         self.post_mlp_residual_scale = scale

@@ -22,35 +22,35 @@ class ForeignState(State):
     and `layers.i.v_state` [1, H_kv, rows, D].
 
     Attributes:
-        of_parts: the packages' states, by their numbers.
+        part_states: the packages' states, by their numbers.
         tensors: (state, its name there) of every tensor, by `number/name`.
-        end: the number of tokens after which the rows are where the packages have
-            them; after 0 the order is the bundle's. None while the rows move.
+        end: the rows are arranged as the packages have them after this many tokens; 0 is
+            the bundle's order. None while rows move, and during a call.
     """
 
     def __init__(self, model: "ForeignModel"):
         super().__init__(model.shard)
         self.foreign = model.foreign
         self.end: int | None = 0
-        self.of_parts: dict[int | None, State] = {}
+        self.part_states: dict[int | None, State] = {}
         self.tensors: dict[str, tuple[State, str]] = {}
         for part, models in zip(self.foreign.parts, model.models):
-            if part.state is None or part.state in self.of_parts:
+            if part.state is None or part.state in self.part_states:
                 continue
             first = next(iter(models.values()))
-            state = self.of_parts[part.state] = first.make_state()
+            state = self.part_states[part.state] = first.make_state()
             for name in first.program.states:
                 self.tensors[f"{part.state}/{name}"] = state, name
 
     def read_tensor(self, tensor: str) -> np.ndarray:
-        self.settle(0)
+        self.arrange_rows(0)
         packed, _, plane = tensor.rpartition("/")
         state, name = self.tensors[packed]
         value = state.read(name)
         return value.reshape(-1, *value.shape[-3:])[[int(plane)]]
 
     def write_tensor(self, tensor: str, value: np.ndarray) -> None:
-        self.settle(0)
+        self.arrange_rows(0)
         packed, _, plane = tensor.rpartition("/")
         state, name = self.tensors[packed]
         # a package's state may hold the caches of all its layers
@@ -58,18 +58,18 @@ class ForeignState(State):
         planes.reshape(-1, *planes.shape[-3:])[int(plane)] = value[0]
         state.write(name, planes)
 
-    def settle(self, end: int) -> None:
-        """Moves every row to where the packages have it after `end` tokens."""
+    def arrange_rows(self, end: int) -> None:
+        """Moves every row to its place in the packages after `end` tokens."""
         if self.foreign.moves and end != self.end:
-            before, self.end = self.end, None
-            if before is None:
+            previous_end, self.end = self.end, None
+            if previous_end is None:
                 raise interrupted("sequence")
             shift = self.foreign.row_shift
             for state, name in self.tensors.values():
                 value = state.read(name)
                 rows = value.shape[-2]
-                up = shift(rows, before) - shift(rows, end)
-                state.write(name, np.roll(value, up, axis=-2))
+                rows_up = shift(rows, previous_end) - shift(rows, end)
+                state.write(name, np.roll(value, rows_up, axis=-2))
         self.end = end
 
 
@@ -78,9 +78,9 @@ class ForeignModel(Model):
 
     Args:
         models: the models of each part's package by the names of its functions.
-        fast: whether columns whose logits a function does not give, as a prefill that
-            only fills the cache, may be nan. Otherwise other functions compute them
-            first. The last column always has its logits.
+        fast: whether logits may be nan in columns for which a function gives none, such
+            as a prefill that only fills the cache. Otherwise other functions compute
+            them first. The last column always has its logits.
 
     Raises:
         InputError: a description that the packages contradict.
@@ -106,8 +106,8 @@ class ForeignModel(Model):
         }
 
     def _check_names(self) -> None:
-        """Refuses a description without some input, output or cache of the packages, or
-        with one that no package has."""
+        """Refuses a description that lacks an input, output or cache of the packages, or
+        has one that no package has."""
         packaged = set()
         for part, functions in zip(self.foreign.parts, self.models):
             for model in functions.values():
@@ -115,13 +115,14 @@ class ForeignModel(Model):
                 packaged |= {*program.inputs, *program.outputs}
                 for tensor, shape in caches(part.state, program.states).items():
                     packaged.add(f"{tensor} {shape}")
-        described = {f"{one.tensor} {one.shape}" for one in self.shard.states.values()}
+        states = self.shard.states.values()
+        described = {f"{entry.tensor} {entry.shape}" for entry in states}
         if different := packaged ^ (described | self.foreign.roles.keys()):
-            actual = f"{sorted(different)} on one side alone"
+            actual = f"{sorted(different)} on one side only"
             refuse("names", actual, "those of the packages")
 
     def _check_slices(self) -> None:
-        """Refuses several slices of `top` tokens without the logit of each."""
+        """Refuses several slices of `top` tokens if their logits are not output too."""
         outputs = Counter()
         for functions in self.models:
             names = {n for model in functions.values() for n in model.program.outputs}
@@ -149,14 +150,14 @@ class ForeignModel(Model):
         logits = np.full((1, self.V, T, 1), np.nan, np.float32)
         calls = list(self.foreign.calls(start, T))
         if not self.fast and not all(function.logits for function, _ in calls):
-            # once for the logits of all columns, and again as the packages are meant to
-            # be called, from the same states
+            # once for the logits of all columns, then from the same states again, as the
+            # packages are meant to be called
             end, tensors = state.end, state.tensors.values()
-            before = [of_part.read(name) for of_part, name in tensors]
+            before = [part_state.read(name) for part_state, name in tensors]
             with_logits = self.foreign.calls(start, T, silent=False)
             self._run(with_logits, inputs, state, hook, on_call, logits)
-            for (of_part, name), value in zip(tensors, before):
-                of_part.write(name, value)
+            for (part_state, name), value in zip(tensors, before):
+                part_state.write(name, value)
             state.end = end
         self._run(calls, inputs, state, hook, on_call, logits)
         return {LOGITS: logits}
@@ -178,8 +179,8 @@ class ForeignModel(Model):
                 name: np.take(inputs[name], tokens, axis=TOKENS[name])
                 for name in inputs.keys() & TOKENS.keys()
             }
-            state.settle(start + tokens[0])
-            # an interrupted call leaves None, with which `settle` refuses to go on
+            state.arrange_rows(start + tokens[0])
+            # an interrupted call leaves None, with which `arrange_rows` refuses the next call
             state.end = None
             positions = start + tokens
             outputs = self._call(function, io, positions, state, hook, on_call)
@@ -205,19 +206,19 @@ class ForeignModel(Model):
         outputs: dict[str, list[np.ndarray]] = defaultdict(list)
         for part, models in parts:
             model = models[None if part.state is None else function.name]
-            feeds = {
-                name: self._feed(name, type_, io, positions, hook)
+            package_inputs = {
+                name: self._input_array(name, type_, io, positions, hook)
                 for name, type_ in model.program.inputs.items()
             }
-            part_state = state.of_parts.get(part.state)
+            part_state = state.part_states.get(part.state)
             if on_call:
-                on_call(model, feeds, part_state)
-            results = model.predict(feeds, part_state, hook)
+                on_call(model, package_inputs, part_state)
+            results = model.predict(package_inputs, part_state, hook)
             self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
             for name, role in self.foreign.roles.items():
                 if name in results:
                     value = results[name]
-                    # channels come before tokens in rank 4 alone
+                    # only in rank 4 do channels come before tokens
                     if value.ndim == 4:
                         value = value[0, :, :, 0]
                     else:
@@ -227,7 +228,7 @@ class ForeignModel(Model):
                 io[X] = outputs[X][-1][None, :, :, None]
         return {role: np.concatenate(values) for role, values in outputs.items()}
 
-    def _feed(
+    def _input_array(
         self,
         name: str,
         type_: miltorch.Type,
@@ -237,39 +238,42 @@ class ForeignModel(Model):
     ) -> np.ndarray:
         """The array of an input for a call of tokens at `positions` [T]."""
         shape, role = type_.shape, self.foreign.roles[name]
-        T, end = len(positions), positions[-1] + 1
+        T = len(positions)
         if role == "positions":
             value = positions
         elif role == "start":
             value = positions[:1]
         elif role in ("write", "mask", "mask_inf"):
-            rows = shape[-2] if role == "write" else shape[-1]
-            distance = positions[:, None] - self.foreign.positions(rows or end, end)
-            # A hook looks for the first inf of the operations: the mask has none then.
-            blocked = MASKED if role == "mask" or hook else -np.inf
-            value = np.where(distance < 0, blocked, 0.0)
-            if role == "write":
-                value = distance.T == 0
+            value = self._mask(role, shape, positions, hook)
         elif role == "zeros":
             value = np.zeros([size or T for size in shape])
         elif role in io:
-            # a head may take more columns than the call has: the last one is repeated
-            size = max(T, shape[TOKENS[role]] or T)
-            columns = np.minimum(np.arange(size), T - 1)
-            value = np.take(io[role], columns, axis=TOKENS[role])
-            if role == X and len(shape) < 4:
-                value = value[..., 0].swapaxes(1, 2)
-            elif role.startswith("rope"):
-                # may be as wide as the head, with the half twice
-                value = np.tile(value, shape[-1] // value.shape[-1])
+            value = _plane(role, shape, io[role], T)
         else:
             refuse(name, f"role {role!r}", f"one of {[*io, *TOKENS, 'start']}")
-        shape = ((1,) * len(shape) + value.shape)[-len(shape) :]
+        rank = len(shape)
+        # leading axes are all 1: add or drop them until the rank is the input's
+        padded = (1,) * rank + value.shape
         dtype = np.int32 if type_.dtype.startswith("INT") else np.float32
-        return value.reshape(shape).astype(dtype)
+        return value.reshape(padded[-rank:]).astype(dtype)
+
+    def _mask(
+        self, role: str, shape: Sequence[int], positions: np.ndarray, hook
+    ) -> np.ndarray:
+        """The attention mask [T, rows] of tokens at `positions`, or for the role `write`
+        the one-hot rows [rows, T] that place them in the cache."""
+        end = positions[-1] + 1
+        rows = shape[-2] if role == "write" else shape[-1]
+        distance = positions[:, None] - self.foreign.positions(rows or end, end)
+        if role == "write":
+            return distance.T == 0
+        # a hook may search the operations for an inf, so the mask must have none then
+        blocked = MASKED if role == "mask" or hook else -np.inf
+        return np.where(distance < 0, blocked, 0.0)
 
     def _scores(self, outputs: dict[str, np.ndarray]) -> np.ndarray:
-        """Logits [V, T]; where the packages contain the argmax, of its tokens alone."""
+        """Logits [V, T]. If the packages contain the argmax, only the tokens that it
+        picked have one; the others are −inf."""
         if "top" not in outputs:
             return outputs["logits"]
         # ids count from the first token of their slice of the vocabulary
@@ -281,9 +285,24 @@ class ForeignModel(Model):
         return scores
 
 
+def _plane(role: str, shape: Sequence[int], value: np.ndarray, T: int) -> np.ndarray:
+    """A value of the bundle's interface in the shape of a package's input, for a call of
+    T tokens."""
+    # a head may take more columns than the call has: the last one is repeated
+    size = max(T, shape[TOKENS[role]] or T)
+    columns = np.minimum(np.arange(size), T - 1)
+    value = np.take(value, columns, axis=TOKENS[role])
+    if role == X and len(shape) < 4:
+        return value[..., 0].swapaxes(1, 2)
+    if role.startswith("rope"):
+        # may be as wide as the head, with the half twice
+        return np.tile(value, shape[-1] // value.shape[-1])
+    return value
+
+
 def constants(bundle: Bundle, shard: Shard) -> Callable:
-    """A function from the places of the pieces of a checkpoint's matrix in the packages
-    of a shard to the matrix, decompressed."""
+    """A function that reads a matrix of the checkpoint, decompressed, from the places of
+    its pieces in the packages of a shard."""
 
     @cache
     def constants_of(part: str) -> Constants:
@@ -291,7 +310,7 @@ def constants(bundle: Bundle, shard: Shard) -> Callable:
         return Constants(miltorch.read(bundle.package(shard) / package))
 
     def matrix(pieces: Sequence[str]) -> torch.Tensor:
-        """The constants `part/name`, whose rows are those of the matrix in order."""
+        """Joins the constants `part/name`, which hold the rows of the matrix in order."""
         places = [piece.split("/", 1) for piece in pieces]
         return torch.cat([constants_of(part)[name].squeeze() for part, name in places])
 
@@ -299,5 +318,5 @@ def constants(bundle: Bundle, shard: Shard) -> Callable:
 
 
 def total(values: Sequence[float | None]) -> float | None:
-    """The sum of times; None where one of them is unknown."""
+    """The sum of times; None if one of them is unknown."""
     return None if None in values else sum(values)

@@ -35,7 +35,7 @@ def leave_undone_column(decoder):
         def trim_one_less(count, seq=0):
             count = trim(max(0, count - 1), seq)
             seqs.ids[seq].pop()
-            seqs.floors[seq] = min(seqs.floors[seq], len(seqs.ids[seq]))
+            seqs.min_lengths[seq] = min(seqs.min_lengths[seq], len(seqs.ids[seq]))
             return count + 1
 
         seqs.trim = trim_one_less
@@ -49,12 +49,12 @@ def allow_any_depth(decoder):
     def change(seqs):
         advance = seqs.advance
 
-        def advance_without_floors(*arguments, **options):
+        def advance_without_min_lengths(*arguments, **options):
             results = advance(*arguments, **options)
-            seqs.floors = [0] * len(seqs.floors)
+            seqs.min_lengths = [0] * len(seqs.min_lengths)
             return results
 
-        seqs.advance = advance_without_floors
+        seqs.advance = advance_without_min_lengths
 
     change_sequences(decoder, change)
 
