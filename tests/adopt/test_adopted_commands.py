@@ -115,10 +115,10 @@ def test_a_sweep_measures_foreign_bundles_and_the_explorer_shows_them(
     explorer.tensor.value = "k"
     for bundle, T in (("chunks", 9), ("theta", 1), ("chunks", 1)):
         explorer.axes["bundle"].value, explorer.axes["T"].value = bundle, T
-        rows = explorer.shown[explorer.shown["T"] == T]
+        rows = explorer.shown_rows[explorer.shown_rows["T"] == T]
         assert len(rows) == 2 * 24
         assert (rows["cosine"].min() > 0.9) == (bundle == "chunks")
-    assert explorer.run.description == "Nothing is missing"
+    assert explorer.run_button.description == "Nothing is missing"
 
 
 def test_a_device_that_ends_in_other_logits_is_red(adoptions):

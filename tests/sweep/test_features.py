@@ -22,7 +22,7 @@ def test_a_device_s_run_notes_the_work_of_its_call(llama_bundle, runtime):
         }
     )
     (cell,) = sweep.cells(grid)
-    row, _ = run.measure(cell, grid, llama_bundle.root)
+    row, _ = run.measure_in_child(cell, grid, llama_bundle.root)
     assert ("work" in row["config"]) == (runtime != "portable")
     if runtime != "portable":
         noted = json.loads(json.dumps(row["config"]["work"]))

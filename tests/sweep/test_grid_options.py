@@ -98,7 +98,7 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
         rate, ms = re.findall(r"[\d.]+", said)[:2]
         assert float(rate) == 250 * explorer.axes["T"].value / float(ms)
         readings.add(ms)
-        assert len(explorer.shown), "fidelity"
+        assert len(explorer.shown_rows), "fidelity"
     assert readings == {"0.25", "0.5"}
 
 

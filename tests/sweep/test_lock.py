@@ -84,7 +84,7 @@ def test_two_sweeps_of_a_log_at_once_measure_every_cell_once_and_never_together(
 ):
     grid, where = short
     together, most = 0, 0
-    measured_cell = run._measured_cell
+    measured_cell = run._measure_and_log
 
     def counts(*arguments):
         nonlocal together, most
@@ -140,7 +140,7 @@ def test_an_export_without_room_ends_the_sweep_and_is_no_failed_row(
     short, tmp_path, monkeypatch
 ):
     grid, where = short
-    measure, calls = run.measure, iter(range(1000))
+    measure, calls = run.measure_in_child, iter(range(1000))
     full = InputError("bundle", "9 bytes free", "10 bytes", "choose another disk")
 
     def fails(*arguments):
@@ -149,7 +149,7 @@ def test_an_export_without_room_ends_the_sweep_and_is_no_failed_row(
         return measure(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", fails)
+        patch.setattr(run, "measure_in_child", fails)
         with pytest.raises(InputError, match="9 bytes free") as caught:
             sweep.sweep(grid, **where)
     (note,) = caught.value.__notes__

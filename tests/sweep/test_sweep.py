@@ -104,7 +104,7 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
     def call(function, cell, *args, **options):
-        if function is run.measure and cell.run["T"] == 1:
+        if function is run.measure_in_child and cell.run["T"] == 1:
             return crashed
         return replace(in_process.call(function, cell, *args), lines=lines)
 
@@ -220,9 +220,9 @@ def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, mea
 def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(swept, grid):
     cell = next(sweep.cells(sweep.make_grid(grid)))
     other = replace(cell, source=replace(cell.source, contents="0" * 64))
-    bundle = run.prepare(cell, swept[0] / "bundles")
+    bundle = run.export_bundle(cell, swept[0] / "bundles")
     with refused("copy the same to every worker"):
-        run.measure(other, sweep.make_grid(grid), bundle)
+        run.measure_in_child(other, sweep.make_grid(grid), bundle)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_queue_that_is_cancelled_says_so_and_runs_again(listener):
 
     def wait() -> None:
         started.set()
-        assert listener.queue.stopped.wait(30)
+        assert listener.queue.cancelled.wait(30)
         raise process.Cancelled
 
     listener.queue.add_first(Job("a", 1.0, wait), Job("b", 1.0, pytest.fail))

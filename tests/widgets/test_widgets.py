@@ -82,7 +82,9 @@ def click(explorer, layer: int, position: int) -> None:
 def test_it_starts_with_the_cosine_of_the_updates_and_describes_what_is_pointed_at(
     explorer,
 ):
-    rows = explorer.shown[explorer.shown["T"] == 1].sort_values(["layer", "position"])
+    rows = explorer.shown_rows[explorer.shown_rows["T"] == 1].sort_values(
+        ["layer", "position"]
+    )
     drawn = (1 - rows["cosine"]).clip(lower=1e-8)
     np.testing.assert_allclose(mesh(explorer).ravel(), drawn)
     (row,) = rows.query("layer == 1 and position == 2").to_dict("records")
@@ -101,7 +103,7 @@ def test_both_sliders_move_tokens_per_second_and_ms_per_layer(explorer):
 
 
 def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explorer):
-    before = explorer.shown
+    before = explorer.shown_rows
     explorer.heatmap.canvas.send_json({"type": "message", "message": "of a cell"})
     explorer.axes["max_seq_len"].value = 32
     check(explorer)
@@ -109,7 +111,7 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     said = "Not measured at max_seq_len 32; showing 16. "
     said += "<i>Run what is missing</i> measures it."
     assert explorer.message.value == said
-    pd.testing.assert_frame_equal(explorer.shown, before)
+    pd.testing.assert_frame_equal(explorer.shown_rows, before)
     assert explorer.speed.canvas.layout.display == "none"
 
 
@@ -122,7 +124,7 @@ def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
         explorer.heatmap.canvas.draw()
         seconds.append(time.process_time() - start)
         check(explorer)
-        assert set(explorer.shown["tensor"]) == {tensor}
+        assert set(explorer.shown_rows["tensor"]) == {tensor}
         assert np.isfinite(mesh(explorer)).all() or metric == "error"
     assert np.median(seconds) < 0.5
 
@@ -131,39 +133,43 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     explorer, calls_here
 ):
     click(explorer, 1, 2)
-    assert "layer 1, position 2" in explorer.words.value
+    assert "layer 1, position 2" in explorer.cell_text.value
     assert "error split" in explorer.status.value
     assert "about 15 s" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
-    assert "quantization" in explorer.words.value
-    assert "Layer 1, all positions together" in explorer.words.value
+    assert "quantization" in explorer.cell_text.value
+    assert "Layer 1, all positions together" in explorer.cell_text.value
     click(explorer, 0, 0)
     assert not explorer.queue.thread.is_alive()
-    assert "layer 0" in explorer.words.value and "quantization" in explorer.words.value
-    assert "“" in explorer.words.value
+    assert (
+        "layer 0" in explorer.cell_text.value
+        and "quantization" in explorer.cell_text.value
+    )
+    assert "“" in explorer.cell_text.value
     other = Explorer(GRID | {"validate_ids": [9, 8, 7, 6]}, None, root=explorer.root)
-    other.chosen = Place(0, 0)
-    assert other.describe() and "“" not in other.words.value
+    other.chosen_cell = Place(0, 0)
+    other.describe()
+    assert other._lacks_split() and "“" not in other.cell_text.value
     explorer.tensor.value = "logits"  # of no layer
     click(explorer, 0, 1)
     check(explorer)
-    assert "<b>logits, position " in explorer.words.value
+    assert "<b>logits, position " in explorer.cell_text.value
 
 
 @pytest.mark.slow("searches a program twice")
 def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeypatch):
-    assert explorer.which.disabled
+    assert explorer.search_button.disabled
     click(explorer, 1, 2)
     if explorer.queue.thread:
         explorer.queue.thread.join()
-    explorer.which.click()
+    explorer.search_button.click()
     assert "layer 1, position 2, about 90 s" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
-    assert explorer.answer.value.startswith("none: no operation")
+    assert explorer.search_text.value.startswith("none: no operation")
     monkeypatch.setattr(operation, "find", lambda *_, stop, **__: cancelled(stop))
-    explorer.which.click()
+    explorer.search_button.click()
     explorer.cancel.click()
     explorer.queue.thread.join()
     assert explorer.status.value.startswith("cancelled")
@@ -179,10 +185,10 @@ def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypa
 
     def measure(cell):
         waiting.set()
-        process.call(time.sleep, 60, stop=explorer.queue.stopped)
+        process.call(time.sleep, 60, stop=explorer.queue.cancelled)
 
     monkeypatch.setattr(explorer, "_measure", measure)
-    explorer.run.click()
+    explorer.run_button.click()
     assert waiting.wait(30)
     explorer.cancel.click()
     explorer.queue.thread.join(30)
@@ -193,7 +199,7 @@ def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypa
 def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
     for metric in ("cosine", "error"):
         explorer.metric.value = metric
-        explorer.keep.click()
+        explorer.save_button.click()
         check(explorer)
         assert "saved explorer-16-" in explorer.status.value
     folder = explorer.experiment.folder / "figures"
@@ -204,7 +210,7 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
     setting = "explorer-16-1-int8-tensor-declared-update"
     assert names == [f"{setting}-{metric}" for metric in ("cosine", "error")]
     saved = pd.read_parquet(folder / f"{names[0]}.parquet")
-    assert len(saved) == len(explorer.shown)
+    assert len(saved) == len(explorer.shown_rows)
 
 
 def test_a_failed_measurement_is_shown_and_ends_the_queue(explorer, monkeypatch):
@@ -243,19 +249,19 @@ def test_what_was_found_at_a_setting_is_shown_at_this_setting_alone(
     explorer, monkeypatch
 ):
     monkeypatch.setattr(explorers, "find_operation", lambda *_: "none <here>")
-    explorer.chosen = Place(1, 2)
+    explorer.chosen_cell = Place(1, 2)
     explorer.draw()
     explorer.search()
     explorer.queue.thread.join()
-    assert explorer.answer.value == "none &lt;here&gt;"
+    assert explorer.search_text.value == "none &lt;here&gt;"
     explorer.axes["T"].value = 2
-    assert explorer.answer.value == ""
+    assert explorer.search_text.value == ""
     explorer.axes["T"].value = 1
-    assert explorer.answer.value == "none &lt;here&gt;"
+    assert explorer.search_text.value == "none &lt;here&gt;"
 
 
 def test_cells_and_layers_are_ranked_by_error_over_rounding_not_by_cosine(explorer):
-    rows = explorer.shown.assign(error=0.001, budget=0.001, cosine=1.0)
+    rows = explorer.shown_rows.assign(error=0.001, budget=0.001, cosine=1.0)
     first = rows["T"].eq(1) & rows["layer"].eq(0) & rows["position"].eq(0)
     second = rows["T"].eq(1) & rows["layer"].eq(2) & rows["position"].eq(3)
     rows.loc[first, ["cosine", "error", "budget"]] = [0.5, 1.0, 1.0]
@@ -286,9 +292,9 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     go, said = threading.Event(), []
     monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
-    assert explorer.cancel.disabled and not explorer.run.disabled
+    assert explorer.cancel.disabled and not explorer.run_button.disabled
     explorer.queue.add_first(Job("a <b>", 5.0, lambda: go.wait(30)))
-    assert explorer.run.disabled and not explorer.cancel.disabled
+    assert explorer.run_button.disabled and not explorer.cancel.disabled
     end = time.monotonic() + 20
     while len(said) < 3 and time.monotonic() < end:
         time.sleep(0.1)
@@ -296,7 +302,7 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     explorer.queue.thread.join()
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
     assert len({*said[:3]}) == 3
-    assert explorer.cancel.disabled and not explorer.run.disabled
+    assert explorer.cancel.disabled and not explorer.run_button.disabled
 
 
 def test_making_it_again_frees_the_picture_of_the_one_before(explorer):

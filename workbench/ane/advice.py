@@ -49,24 +49,27 @@ class Advice:
 
 
 def advise(work: Work, options: Options, chip: str) -> list[Advice]:
-    """Other exports whose time, with attention as stored and with K and V for each query
-    head, is shorter by more than the factor of the 90% interval; a finer lookup table
-    also where it takes the same time.
+    """Other exports that are faster by more than the factor of the 90% interval, whether
+    attention reads K and V as stored or repeated for each query head. A finer lookup
+    table is also advised if it takes the same time.
 
-    What makes both predictions wrong alike, such as an unmeasured chip, does not enter
+    An uncertainty that both predictions share, such as an unmeasured chip, does not enter
     the comparison."""
-    now, advice = _times(work, chip), []
+    current, advice = _times(work, chip), []
     factor = calibration().factor
-    for option, value, reason, other in _alternatives(work, options, chip):
-        then = _times(other, chip)
-        faster = min(now["stored"] / then["stored"], now["spread"] / then["spread"])
+    for option, value, reason, proposed_work in _alternatives(work, options, chip):
+        proposed = _times(proposed_work, chip)
+        speedup = min(
+            current["stored"] / proposed["stored"],
+            current["spread"] / proposed["spread"],
+        )
         if option == "compress" and _is_finer(value, options.compress):
-            is_better = faster > 1 / SAME
+            is_better = speedup > 1 / SAME
             reason = "the same time within 5% with finer weights"
         else:
-            is_better = faster > factor
+            is_better = speedup > factor
         if is_better and not any(one.option == option for one in advice):
-            before, after = now["prediction"], then["prediction"]
+            before, after = current["prediction"], proposed["prediction"]
             advice.append(Advice(option, value, reason, **after, **_as_now(before)))
     return advice
 
@@ -86,10 +89,10 @@ def _times(work: Work, chip: str) -> dict:
     """The predicted ms of a call, with K and V as stored and for each query head, and
     the prediction with its interval."""
     row = pd.DataFrame([on_chip(work, chip)])
-    best = predict(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
+    prediction = predict(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
     spread_row = with_rates(row.assign(repeats=True)).iloc[0]
     spread = float(milliseconds(spread_row, calibration().constants))
-    return {"stored": best["ms"], "spread": spread, "prediction": best}
+    return {"stored": prediction["ms"], "spread": spread, "prediction": prediction}
 
 
 def _alternatives(
@@ -141,12 +144,12 @@ def _stacked(layers: list[ShardWork], options: Options) -> list[ShardWork]:
             weights.update(layer.weights)
         stacked.append(
             ShardWork(
-                group[0].name,
-                dict(weights),
-                sum(layer.cache_bytes for layer in group),
-                sum(layer.spread_bytes for layer in group),
-                sum(layer.recurrent_bytes for layer in group),
-                max(layer.cache_rows for layer in group),
+                name=group[0].name,
+                weights=dict(weights),
+                cache_bytes=sum(layer.cache_bytes for layer in group),
+                spread_bytes=sum(layer.spread_bytes for layer in group),
+                recurrent_bytes=sum(layer.recurrent_bytes for layer in group),
+                cache_rows=max(layer.cache_rows for layer in group),
             )
         )
     return stacked

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -44,31 +45,41 @@ class Placement:
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     """The predicted placement of every shard of a bundle, or of each of its functions,
     with compute units CPU_AND_NE, on a chip of an M generation."""
-    programs, placements = list(loaded(bundle, bundle.manifest.shards)), []
-    counts = Counter(package for _, _, package, _ in programs)
-    for title, _, package, function in programs:
-        files = [file.stat().st_size for file in package.rglob("*.bin")]
+    placements = []
+    programs = list(iter_programs(bundle, bundle.manifest.shards))
+    functions_of = Counter(program.package for program in programs)
+    for program in programs:
+        package = program.package
+        sizes = [file.stat().st_size for file in package.rglob("*.bin")]
         graph = LintGraph(
-            miltorch.read(package, function),
-            sum(files),
-            counts[package],
-            generation,
-            len(programs),
-            max(files, default=0),
+            miltorch.read(package, program.function),
+            weight_bytes=sum(sizes),
+            functions=functions_of[package],
+            generation=generation,
+            programs=len(programs),
+            largest_file=max(sizes, default=0),
         )
-        placements.append(place_operations(title, graph))
+        placements.append(place_operations(program.title, graph))
     return placements
 
 
-def loaded(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[tuple]:
-    """What a process loads to run shards: the title, shard, package and function of
-    each program."""
+class LoadedProgram(NamedTuple):
+    """A program that a process loads to run a shard. `title` names it in tables."""
+
+    title: str
+    shard: Shard
+    package: Path
+    function: str
+
+
+def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[LoadedProgram]:
+    """Every program that a process loads to run the shards."""
     for shard in shards:
         for name, package in bundle.packages(shard).items():
             functions = sorted(read_spec(package).mlProgram.functions)
             for function in functions:
                 title = f"{name} {function}" if len(functions) > 1 else name
-                yield title, shard, package, function
+                yield LoadedProgram(title, shard, package, function)
 
 
 def place_operations(shard: str, graph: LintGraph) -> Placement:
@@ -104,7 +115,7 @@ def plan(
     """
     bundle, model, placements = Bundle.open(root), model_class(runtime), []
     with model.native_layer():
-        for title, shard, package, function in loaded(bundle, shards):
+        for title, shard, package, function in iter_programs(bundle, shards):
             compiled = compiled_path(bundle, shard, package)
             units = compute_plan(package, compiled, compute_units, function)
             placements.append(count_units(title, units, model.plan_source))

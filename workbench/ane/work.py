@@ -159,12 +159,12 @@ def _joined(name: str, works: list[ShardWork]) -> ShardWork:
     for work in works:
         weights.update(work.weights)
     return ShardWork(
-        name,
-        dict(weights),
-        sum(work.cache_bytes for work in works),
-        sum(work.spread_bytes for work in works),
-        sum(work.recurrent_bytes for work in works),
-        max(work.cache_rows for work in works),
+        name=name,
+        weights=dict(weights),
+        cache_bytes=sum(work.cache_bytes for work in works),
+        spread_bytes=sum(work.spread_bytes for work in works),
+        recurrent_bytes=sum(work.recurrent_bytes for work in works),
+        cache_rows=max(work.cache_rows for work in works),
     )
 
 
@@ -202,7 +202,14 @@ def _with_states(shard, weights: dict, dims, options: Options) -> ShardWork:
         elif name.endswith(f".{MATRIX_STATE}"):
             recurrent += size * prod(state.shape)
     spread = caches * dims.H // dims.H_kv
-    return ShardWork(shard.name, weights, caches, spread, recurrent, rows)
+    return ShardWork(
+        name=shard.name,
+        weights=weights,
+        cache_bytes=caches,
+        spread_bytes=spread,
+        recurrent_bytes=recurrent,
+        cache_rows=rows,
+    )
 
 
 # --- of a package
@@ -243,8 +250,8 @@ def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWo
     """
     graph = Graph(program)
     weights, counted = Counter(), set()
-    carried, operands = set(cache), 0
-    # a call may read the cache up to its own end: counted is the longest read
+    cache_values, attended_bytes = set(cache), 0
+    # a call may read the cache only up to its own end; the longest read is counted
     rows = [program.states[name].shape[-2] for name in cache & program.states.keys()]
     longest = max(rows, default=1)
     for op in graph.ops:
@@ -253,15 +260,20 @@ def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWo
                 counted.add(source.name)
                 format = weight_format(graph, graph.producer(source))
                 weights[format] += prod(graph.shape_of(source))
-        if op.kind in CARRIES and carried.intersection(op.reads()):
-            carried.update(name for name, _ in op.outputs)
+        if op.kind in CARRIES and cache_values.intersection(op.reads()):
+            cache_values.update(name for name, _ in op.outputs)
         elif op.kind in ("matmul", "scaled_dot_product_attention"):
-            for name in carried.intersection(op.reads()):
-                operands += _bytes(graph.types[name], longest)
+            for name in cache_values.intersection(op.reads()):
+                attended_bytes += _bytes(graph.types[name], longest)
     recurrent = sum(
         _bytes(program.states[name]) for name in matrix if name in program.states
     )
-    return ShardWork(program.function, dict(weights), operands, 0, recurrent)
+    return ShardWork(
+        name=program.function,
+        weights=dict(weights),
+        cache_bytes=attended_bytes,
+        recurrent_bytes=recurrent,
+    )
 
 
 def _constant_operands(graph: Graph, op: Op) -> list[Ref]:

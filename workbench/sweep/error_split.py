@@ -17,7 +17,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.grid import Cell, Grid
 from workbench.sweep.lock import measuring_alone
-from workbench.sweep.run import prepare
+from workbench.sweep.run import export_bundle
 
 
 def measure_split(
@@ -100,7 +100,7 @@ def find_operation(
     Raises:
         process.Cancelled: `stop` was set.
     """
-    path = prepare(cell, log.project(root) / "data" / "bundles")
+    path = export_bundle(cell, log.project(root) / "data" / "bundles")
     result = operation.find(
         Bundle.open(path),
         grid.validate_ids,

@@ -10,10 +10,10 @@ import pandas as pd
 from workbench import log
 from workbench.check import gates
 from workbench.errors import check_choice
-from workbench.sweep.grid import Grid, stored_cells
+from workbench.sweep.grid import Cell, Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
-from workbench.sweep.summary import BUNDLE, repeated, with_tail
+from workbench.sweep.summary import SAME_VALUES_COLUMNS, repeated, with_kl_p99
 
 LAYER_MS = "layer_ms"
 """A column of the log's `layers` that `processes` takes like a phase."""
@@ -124,9 +124,10 @@ def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     else:
         rows = rows[rows["phase"] == phase]
         values = log.by_process(rows).set_index("run_id")["value"]
-    first = rows.drop_duplicates("run_id")
-    first = first.assign(value=first["run_id"].map(values)).dropna(subset="value")
-    return first[log.select_undisturbed(first, ["setting"])]
+    processes = rows.drop_duplicates("run_id")
+    processes = processes.assign(value=processes["run_id"].map(values))
+    processes = processes.dropna(subset="value")
+    return processes[log.select_undisturbed(processes, ["setting"])]
 
 
 def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
@@ -152,47 +153,73 @@ def _runs(
     """Rows of `runs`: the first of each setting and round of one machine, and the
     newest validation of each bundle and way to run it."""
     cells = stored_cells(grid, root)
-    hashes = pd.DataFrame(cell.columns() for cell in cells)
-    runs = with_tail(log.load("runs", root, {"status": MEASURED}))
+    wanted = pd.DataFrame(cell.columns() for cell in cells)
+    runs = _measured_runs(grid, cells, root)
+    validated = _validations(runs, wanted)
+    timed = _timed_on_one_machine(runs, wanted, machine)
+    if grid.run.runtime == ["auto"]:
+        timed, validated = _on_one_runtime(timed, validated)
+    # A later run of a round was made for its validation. If it counted, a validation
+    # would change the value of a setting and its place in the order of the round.
+    timed = timed.drop_duplicates(["setting", "round"], keep="first")
+    return timed, validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
+
+
+def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
+    """The runs of the log that may be of these cells, with why each one is disturbed or
+    invalid."""
+    runs = with_kl_p99(log.load("runs", root, {"status": MEASURED}))
     runs["disturbed"] = log.disturbed(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     # `values` is equal for bundles that were exported alike by different versions
     if grid.bundle:
-        contents = {cell.source.contents for cell in cells}
-        runs = runs[runs["bundle_hash"].isin(contents)]
+        hashes = {cell.source.contents for cell in cells}
+        runs = runs[runs["bundle_hash"].isin(hashes)]
+    return runs
+
+
+def _validations(runs: pd.DataFrame, wanted: pd.DataFrame) -> pd.DataFrame:
+    """The runs that validated a bundle of the grid; the last one of a bundle counts."""
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
-    validated = validated[validated["values"].isin(hashes["values"])]
-    # a validation on the grid's prompt counts as newer than one on another prompt
-    on_prompt = validated["prompt"].isin(hashes["prompt"].dropna())
-    validated = validated.loc[on_prompt.sort_values(kind="stable").index]
-    timed = runs[runs["setting"].isin(hashes["setting"]) & runs["round"].notna()]
-    if len(timed) or machine is not None:
-        machine = _machine(timed, machine)
-        timed = timed[timed["machine"] == machine]
-        timed = timed[timed["software"] == timed["software"].iloc[-1]]
-    if grid.run.runtime == ["auto"]:
-        # one runtime of those that `auto` stands for; a plug-in's target has another
-        names = set((timed if len(timed) else validated)["runtime"])
-        less_preferred = [name for name in RUNTIMES if name in names][1:]
-        timed = timed[~timed["runtime"].isin(less_preferred)]
-        validated = validated[~validated["runtime"].isin(less_preferred)]
-    # A later run of a round was made for its validation. If it counted, a validation
-    # would change the value of a setting and its place in the order of the round.
-    timed = timed.drop_duplicates(["setting", "round"], keep="first")
-    return timed, validated.drop_duplicates(BUNDLE, keep="last")
+    validated = validated[validated["values"].isin(wanted["values"])]
+    # stable sort by False, True: validations on the grid's prompt come last
+    on_prompt = validated["prompt"].isin(wanted["prompt"].dropna())
+    return validated.loc[on_prompt.sort_values(kind="stable").index]
+
+
+def _timed_on_one_machine(
+    runs: pd.DataFrame, wanted: pd.DataFrame, machine: str | None
+) -> pd.DataFrame:
+    """The runs of the grid's settings on one machine, with its newest software."""
+    timed = runs[runs["setting"].isin(wanted["setting"]) & runs["round"].notna()]
+    if timed.empty and machine is None:
+        return timed
+    timed = timed[timed["machine"] == _machine(timed, machine)]
+    return timed[timed["software"] == timed["software"].iloc[-1]]
+
+
+def _on_one_runtime(
+    timed: pd.DataFrame, validated: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The runs on one of the runtimes that `auto` stands for. A plug-in's target has
+    another one, and its runs stay."""
+    names = set((timed if len(timed) else validated)["runtime"])
+    less_preferred = [name for name in RUNTIMES if name in names][1:]
+    timed = timed[~timed["runtime"].isin(less_preferred)]
+    return timed, validated[~validated["runtime"].isin(less_preferred)]
 
 
 def _machine(timed: pd.DataFrame, machine: str | None) -> str:
-    """The machine of the times: the one named, else this machine where it has timed
-    runs, else the machine of the newest run.
+    """The machine of the times: the one that is named; otherwise this machine, if it
+    has timed runs; otherwise the machine of the newest run.
 
     Raises:
         InputError: no timed run is of the machine named.
     """
     newest_first = timed["machine"].iloc[::-1].unique().tolist()
     if machine is None:
-        here = log.environment()["machine"]
-        machine = here if here in newest_first else newest_first[0]
+        this_machine = log.environment()["machine"]
+        machine = this_machine if this_machine in newest_first else newest_first[0]
     check_choice("machine", machine, newest_first)
     return machine
 

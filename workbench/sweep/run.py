@@ -33,7 +33,7 @@ from workbench.sweep.lock import measuring_alone
 MEASURED = ("ok", "invalid")
 """Statuses of runs with samples. An invalid run did not run as its settings say."""
 Report = Callable[[str], None] | None
-"""Is told each stage of a cell as it begins."""
+"""Called with a line of text when a stage of a cell begins."""
 
 
 def sweep(
@@ -76,11 +76,11 @@ def sweep(
     stage("sweep: reading the log and the checkpoints")
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
-    here = not scheduler
+    runs_locally = not scheduler
     planned = list(cells(grid, root))
-    check_cells(planned, grid, here)
+    check_cells(planned, grid, runs_locally)
     _check_writable(root)
-    if here:
+    if runs_locally:
         client = None
     else:
         client = cluster.connect(scheduler)
@@ -88,16 +88,16 @@ def sweep(
     # every n-th cell, so that each part has cells of all bundles and rounds
     planned = planned[part[0] - 1 :: part[1]]
     # workers look into the log themselves, for runs of their machine
-    todo = missing(planned, root) if here else in_random_order(planned)
-    measure = partial(run_cell, grid=grid, bundles=bundles, root=root)
+    todo = missing(planned, root) if runs_locally else in_random_order(planned)
+    run_one = partial(run_cell, grid=grid, bundles=bundles, root=root)
     outcomes = []
     try:
         with bar(desc=progress, total=len(todo), unit="cell") as progress_bar:
-            if here:
-                measure = partial(measure, report=progress_bar.set_postfix_str)
-                results = map(measure, todo)
+            if runs_locally:
+                run_one = partial(run_one, report=progress_bar.set_postfix_str)
+                results = map(run_one, todo)
             else:
-                results = cluster.run(client, measure, todo)
+                results = cluster.run(client, run_one, todo)
             for outcome in results:
                 outcomes.append(outcome)
                 progress_bar.update()
@@ -131,20 +131,20 @@ def _check_writable(root: Path) -> None:
         raise InputError(f"log {root}", problem.strerror, needed, step) from None
 
 
-def missing(cells: Iterable[Cell], root: log.Root = None) -> list[Cell]:
+def missing(planned: Iterable[Cell], root: log.Root = None) -> list[Cell]:
     """The cells without a run of this machine and its software, as `in_random_order`.
     An invalid run counts, since another one would be invalid again."""
-    cells = list(cells)
-    runs = _logged(root, {cell.measurement().setting for cell in cells})
-    return in_random_order(cell for cell in cells if cell.measurement() not in runs)
+    planned = list(planned)
+    runs = _logged(root, {cell.measurement().setting for cell in planned})
+    return in_random_order(cell for cell in planned if cell.measurement() not in runs)
 
 
-def in_random_order(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells round by round, in a seeded random order within each. Of cells with one
-    measurement, such as those that differ in an axis that their runtime lacks, the
-    first stands for all."""
+def in_random_order(planned: Iterable[Cell]) -> list[Cell]:
+    """The cells round by round, in a seeded random order within each round. Cells with the
+    same measurement, such as those that differ only in an axis that their runtime lacks,
+    are represented by the first."""
     distinct: dict[Measurement, Cell] = {}
-    for cell in cells:
+    for cell in planned:
         distinct.setdefault(cell.measurement(), cell)
     # in order, a machine that warms up would slow down the last settings of each round
     shuffled = random.Random(0).sample(list(distinct.values()), len(distinct))
@@ -157,8 +157,8 @@ def _logged(
     """Status and reason of every measurement of the settings that the log has of this
     machine with its software. A run that also validated its bundle serves the cell
     without a validation, too."""
-    here = log.environment()
-    where = {name: here[name] for name in ("machine", "software")}
+    environment = log.environment()
+    where = {name: environment[name] for name in ("machine", "software")}
     where |= {"status": MEASURED, "setting": list(settings)}
     rows = log.load("runs", root, where)
     runs = {}
@@ -193,10 +193,10 @@ def run_cell(
         # another process may have logged the cell while this one waited
         if measurement in runs:
             return runs[measurement]
-        return _measured_cell(cell, grid, bundles, root, stop, report)
+        return _measure_and_log(cell, grid, bundles, root, stop, report)
 
 
-def _measured_cell(
+def _measure_and_log(
     cell: Cell,
     grid: Grid,
     bundles: Path,
@@ -208,14 +208,14 @@ def _measured_cell(
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     row, tables = {"config": {}}, {}
     with process.awake():
-        outcome = _prepared(cell, bundles, call, report)
+        outcome = _exported_in_child(cell, bundles, call, report)
         if outcome.failure is None:
             path = outcome.value
             if report:
                 report(f"measuring {_bundle_words(cell)}")
             (stop or threading.Event()).wait(cell.run["cool_down_s"])
             threads = cell.run["threads"]
-            outcome = call(measure, cell, grid, path, threads=threads)
+            outcome = call(measure_in_child, cell, grid, path, threads=threads)
         if outcome.failure is None:
             row, tables = outcome.value
             # Core ML ran the program, though not on the unit that the cell names
@@ -247,10 +247,10 @@ def _bundle_words(cell: Cell) -> str:
     return f"{cell.source.name} {options.compress} S={options.max_seq_len}"
 
 
-def _prepared(
+def _exported_in_child(
     cell: Cell, bundles: Path, call: partial, report: Report
 ) -> process.Outcome:
-    """The path of the cell's bundle, exported in a child where it is missing."""
+    """The path of the cell's bundle. A missing one is exported in a child process."""
     source = cell.source
     if source.finished:
         return process.Outcome(source.path)
@@ -261,7 +261,7 @@ def _prepared(
     except InputError:
         if report:
             report(f"exporting {_bundle_words(cell)}")
-        return call(prepare, cell, bundles)
+        return call(export_bundle, cell, bundles)
     return process.Outcome(bundle.root)
 
 
@@ -279,28 +279,30 @@ def _with_placement(row: dict, path: Path, call: partial) -> dict:
     return placement.columns(plan.value, units) | row
 
 
-def prepare(cell: Cell, bundles: Path) -> Path:
-    """The bundle of a cell, exported where it is missing."""
+def export_bundle(cell: Cell, bundles: Path) -> Path:
+    """Exports the bundle of a cell if it is missing, and returns its path."""
     path = cell.source.path
     if cell.source.finished:
         return path
     return exporter.bundle_for(Checkpoint(path), cell.options, bundles).root
 
 
-def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
-    """In a child: times the bundle at `path`, and validates it if the cell has ids;
-    returns the row and the tables of the run.
+def measure_in_child(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
+    """Runs in a child process: times the bundle at `path`, and validates it if the cell
+    has ids. Returns the row and the tables of the run.
 
     Raises:
         InputError: the bundle or its checkpoint is another one than the sweep's.
     """
     bundle, source, run = Bundle.open(path), cell.source, cell.run
-    contents = bundle.manifest.checkpoint["sha256"]
+    contents_hash = bundle.manifest.checkpoint["sha256"]
     if source.finished:
-        contents = bundle.identity
-    if contents != source.contents:
+        contents_hash = bundle.identity
+    if contents_hash != source.contents:
         subject, needed = f"contents of {source.path}", f"the sweep's {source.contents}"
-        raise InputError(subject, contents, needed, "copy the same to every worker")
+        raise InputError(
+            subject, contents_hash, needed, "copy the same to every worker"
+        )
     decoder = Decoder(
         bundle,
         run["runtime"],
@@ -313,14 +315,14 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     # imports and loading, which every process of a user pays once
     startup_s = time.time() - psutil.Process().create_time()
     sizes = {name: run[name] for name in timing.SIZES if name in run}
-    with energy.metered() as used, log.disturbance() as disturbance:
+    with energy.metered() as energy_used, log.disturbance() as disturbance:
         samples = timing.measure_speed(decoder, **sizes)
     tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
     config = {"startup_s": round(startup_s, 3), "energy": None}
-    if used.reason:
-        config["energy"] = f"not measured: {used.reason}"
+    if energy_used.reason:
+        config["energy"] = f"not measured: {energy_used.reason}"
     row = identity.run_columns(decoder) | disturbance
-    row |= {"ane_joules": used.ane_joules, "config": config}
+    row |= {"ane_joules": energy_used.ane_joules, "config": config}
     if cell.validate_ids:
         result = _validation(cell, grid, decoder, path)
         tables["fidelity"] = result.rows
@@ -337,9 +339,9 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
 
 
 def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
-    """The result of comparing the bundle with the grid's golden, or with one that is
-    made from the checkpoint. The bug gates and `budget` need the checkpoint, which a
-    finished bundle lacks."""
+    """Validates the bundle against the grid's golden, or against one that is made from
+    the checkpoint. Without the checkpoint of a finished bundle, the gates that need it do
+    not run."""
     from workbench.check.golden import Golden
     from workbench.check.validate import validate
 

@@ -22,11 +22,18 @@ FIRST_FIGURES = ("verdict", "quality", "n", "tokens_per_s", "kl_mean")
 """Figures that a narrow terminal shows before others."""
 LETTERED = ("machine", "software")
 """Settings whose values are too long for a cell; the table has letters for them."""
-BUNDLE = ["values", "bundle_hash"]
-"""Columns that are equal for runs that compute the same."""
+SAME_VALUES_COLUMNS = ["values", "bundle_hash"]
+"""Columns that are equal for runs that compute the same values."""
 SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms"]
-JUDGED = ["verdict", "quality", "worst_update", "worst_cosine", "kl_mean", "kl_p99"]
-"""What a validation says; `kl_p99` is part of its `config`. Settings are compared by
+VALIDATION_COLUMNS = [
+    "verdict",
+    "quality",
+    "worst_update",
+    "worst_cosine",
+    "kl_mean",
+    "kl_p99",
+]
+"""The results of a validation; `kl_p99` is part of its `config`. Settings are compared by
 mean and 99% KL: in a model with an attention sink, whose residual is huge beside its
 updates, the worst cosine says nothing about a setting."""
 FIGURES = {
@@ -68,8 +75,8 @@ def repeated(
     runs = with_speeds(runs, root)
     keys = [runs[name] for name in by]
     counts = runs["disturbed"].notna().groupby(keys, dropna=False)
-    used = runs[log.select_undisturbed(runs, by)]
-    groups = used.groupby(by, sort=False, dropna=False)
+    undisturbed = runs[log.select_undisturbed(runs, by)]
+    groups = undisturbed.groupby(by, sort=False, dropna=False)
     rates = groups["tokens_per_s"]
     speeds = (
         groups[SPEEDS]
@@ -83,10 +90,14 @@ def repeated(
         )
     )
     # run ids, by which the log is sorted, begin with their time
-    last = runs.drop_duplicates(by, keep="last")
-    last = last.drop(columns=[*SPEEDS, *JUDGED, "disturbed"])
-    judged = validated.drop_duplicates(BUNDLE, keep="last")[[*BUNDLE, *JUDGED]]
-    return last.merge(speeds.reset_index(), on=by).merge(judged, "left", BUNDLE)
+    newest = runs.drop_duplicates(by, keep="last")
+    newest = newest.drop(columns=[*SPEEDS, *VALIDATION_COLUMNS, "disturbed"])
+    judged = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")[
+        [*SAME_VALUES_COLUMNS, *VALIDATION_COLUMNS]
+    ]
+    return newest.merge(speeds.reset_index(), on=by).merge(
+        judged, "left", SAME_VALUES_COLUMNS
+    )
 
 
 def with_speeds(runs: pd.DataFrame, root: log.Root = None) -> pd.DataFrame:
@@ -103,7 +114,7 @@ def with_speeds(runs: pd.DataFrame, root: log.Root = None) -> pd.DataFrame:
     return runs
 
 
-def with_tail(runs: pd.DataFrame) -> pd.DataFrame:
+def with_kl_p99(runs: pd.DataFrame) -> pd.DataFrame:
     """Runs with `kl_p99`, the 99th percentile over tokens of the KL (nats) of their
     validation."""
     return runs.assign(kl_p99=runs["config"].map(_kl_p99).astype(float))
@@ -124,13 +135,17 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
         The columns of `repeated`, with validations of any machine. A newest run that
         was validated itself has its own verdict and errors.
     """
-    runs = with_tail(log.load("runs", root, where)).drop(columns=["config", "versions"])
+    runs = with_kl_p99(log.load("runs", root, where)).drop(
+        columns=["config", "versions"]
+    )
     runs["setting"] = runs["setting"].fillna(runs["run_id"])
-    validated = with_tail(log.load("runs", root)).dropna(subset=["verdict", *BUNDLE])
+    validated = with_kl_p99(log.load("runs", root)).dropna(
+        subset=["verdict", *SAME_VALUES_COLUMNS]
+    )
     by = ["setting", "machine", "software", "status"]
     rows = repeated(runs, by, validated, root).set_index("run_id")
     # null does not overwrite: other runs take the verdict of their bundle
-    rows.update(runs.set_index("run_id")[JUDGED])
+    rows.update(runs.set_index("run_id")[VALIDATION_COLUMNS])
     rows = rows.reset_index()
     # a verdict on a run that failed, or ran elsewhere, would be another run's
     ok = rows["status"] == "ok"

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import ipywidgets as ui
+import pandas as pd
 from IPython import get_ipython
 
 from workbench import escape, log, plots, sweep
@@ -69,9 +70,9 @@ class Explorer(ui.VBox):
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.cell_s = CELL_S
-        self.chosen: Place | None = None
-        self.answers: dict[tuple, str] = {}  # to `search`, by setting and place
-        self.shown_options = None  # of the export whose rows are drawn
+        self.chosen_cell: Place | None = None
+        self.search_results: dict[tuple, str] = {}  # of `search`, by setting and place
+        self.shown_options = None  # the options of the export whose rows are drawn
         self.queue = JobQueue(
             say=self._say,
             on_change=self._enable,
@@ -82,7 +83,7 @@ class Explorer(ui.VBox):
         self.heatmap.canvas.mpl_connect("button_press_event", self.click)
         self._make_widgets()
         rows = [self._row(self.controls), self._row(self.buttons)]
-        texts = [self.ranks, self.words, self.answer, self.costs]
+        texts = [self.ranks, self.cell_text, self.search_text, self.costs]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         super().__init__([*rows, *pictures], layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
@@ -99,18 +100,26 @@ class Explorer(ui.VBox):
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
             widget.observe(lambda _: self.guarded(self.draw_anew), "value")
-        self.run = button("", "play", self._run_missing)
+        self.run_button = button("", "play", self._run_missing)
         self.cancel = button("Cancel", "stop", self.queue.cancel)
         self.cancel.disabled = True
-        self.which = button("Which operation?", "search", self.search)
-        self.keep = button("Save figure", "download", lambda: self.guarded(self.save))
+        self.search_button = button("Which operation?", "search", self.search)
+        self.save_button = button(
+            "Save figure", "download", lambda: self.guarded(self.save)
+        )
         self.status = ui.HTML()  # what is measured
         self.message = ui.HTML()  # the times, what was not measured, or an error
         self.ranks = ui.HTML()
-        self.words = ui.HTML()  # about the chosen cell
-        self.answer = ui.HTML()  # to `search`
+        self.cell_text = ui.HTML()  # about the chosen cell
+        self.search_text = ui.HTML()  # the result of `search`
         self.costs = ui.HTML()
-        self.buttons = [self.run, self.cancel, self.which, self.keep, self.status]
+        self.buttons = [
+            self.run_button,
+            self.cancel,
+            self.search_button,
+            self.save_button,
+            self.status,
+        ]
 
     @staticmethod
     def _row(widgets: list[ui.Widget]) -> ui.HBox:
@@ -118,7 +127,7 @@ class Explorer(ui.VBox):
         return ui.HBox(widgets, layout={"flex_flow": "row wrap", "overflow": "visible"})
 
     def close(self) -> None:
-        """Ends what it measures, removes it from the page and frees its pictures."""
+        """Ends its measurement, removes it from the page and frees its figures."""
         if getattr(self, "closed", True):  # a widget closes when it is deleted
             super().close()
             return
@@ -174,10 +183,10 @@ class Explorer(ui.VBox):
         """Reads the log and draws."""
         self.results.refresh()
         jobs = self.missing()
-        self.run.description = NOTHING
+        self.run_button.description = NOTHING
         if jobs:
             seconds = about_seconds(sum(job.seconds for job in jobs))
-            self.run.description = f"Run what is missing ({seconds})"
+            self.run_button.description = f"Run what is missing ({seconds})"
         self._enable()
         self.costs.value = self._costs()
         self.draw()
@@ -188,7 +197,7 @@ class Explorer(ui.VBox):
         if not self.closed:
             is_busy = self.queue.is_busy
             self.cancel.disabled = not is_busy
-            self.run.disabled = is_busy or self.run.description == NOTHING
+            self.run_button.disabled = is_busy or self.run_button.description == NOTHING
 
     def draw_anew(self) -> None:
         """Draws at another setting. The page loses what it says about the cell under
@@ -202,16 +211,16 @@ class Explorer(ui.VBox):
         setting, tensor = self.setting(), self.tensor.value
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
-        self.shown = self.results.fidelity(setting, tensor)
-        shown_S = None  # the nearest one that was measured
-        if len(self.shown):
-            shown_S = int(self.shown["max_seq_len"].iloc[0])
+        self.shown_rows = self.results.fidelity(setting, tensor)
+        shown_S = None  # the nearest max_seq_len that was measured
+        if len(self.shown_rows):
+            shown_S = int(self.shown_rows["max_seq_len"].iloc[0])
             self.shown_options = options.model_copy(update={"max_seq_len": shown_S})
             self._draw_heatmap(setting["T"], tensor)
         self.message.value = _message(times, options.max_seq_len, shown_S)
-        self.keep.disabled = shown_S is None
+        self.save_button.disabled = shown_S is None
         self.heatmap.canvas.layout.display = "none" if shown_S is None else None
-        self.ranks.value = sentences.describe_ranks(self.shown)
+        self.ranks.value = sentences.describe_ranks(self.shown_rows)
         self.describe()
 
     def _draw_times(self, setting: Setting, S: int) -> str:
@@ -227,10 +236,10 @@ class Explorer(ui.VBox):
         options["metric"] = self.metric.value
         # the rows may be of a validation on another prompt
         prompt = identity.prompt_hash(self.grid.validate_ids)
-        if self.shown["prompt"].eq(prompt).all():
+        if self.shown_rows["prompt"].eq(prompt).all():
             options["tokens"] = self.tokens
         title = f"{tensor} against Hugging Face, T = {T}"
-        self.heatmap.draw(self.shown, options, title, self.chosen)
+        self.heatmap.draw(self.shown_rows, options, title, self.chosen_cell)
 
     def _costs(self) -> str:
         """A table of the KL of each validated setting."""
@@ -239,24 +248,39 @@ class Explorer(ui.VBox):
         names = dict.fromkeys(["bundle", *FIRST_AXES, *self.axes])
         return sentences.costs_table(runs, [name for name in names if name != "T"])
 
-    def describe(self) -> bool:
+    def describe(self) -> None:
         """Writes the chosen cell's values and its layer's error split below the
-        heatmap; returns whether there is a split to measure."""
-        text = "" if self.shown.empty else self.heatmap.describe(self.chosen)
-        self.which.disabled = not text
-        self.answer.value = self.answers.get(self._question(), "")
+        heatmap."""
+        text = self._chosen_values()
+        self.search_button.disabled = not text
+        self.search_text.value = self.search_results.get(self._question(), "")
         if not text:
-            self.words.value = HINT
-            return False
-        self.words.value = f"<b>{escape.html(text)}</b>"
+            self.cell_text.value = HINT
+            return
+        self.cell_text.value = f"<b>{escape.html(text)}</b>"
+        split = self._stored_split()
+        if split is not None:
+            table = sentences.split_table(split, self.chosen_cell.layer)
+            self.cell_text.value += f"<br>{table}"
+
+    def _chosen_values(self) -> str:
+        """The values of the chosen cell in words; "" if no drawn cell is chosen."""
+        if self.shown_rows.empty:
+            return ""
+        return self.heatmap.describe(self.chosen_cell)
+
+    def _stored_split(self) -> pd.DataFrame | None:
+        """The error split of the drawn bundle, if the log has one."""
         if self.checkpoint is None:
+            return None
+        return stored_split(self.checkpoint, self.shown_options, self.grid, self.root)
+
+    def _lacks_split(self) -> bool:
+        """Whether the chosen cell is drawn, and its bundle's error split can be measured
+        and is not in the log."""
+        if self.checkpoint is None or not self._chosen_values():
             return False
-        parts = stored_split(self.checkpoint, self.shown_options, self.grid, self.root)
-        if parts is None:
-            return True
-        table = sentences.split_table(parts, self.chosen.layer)
-        self.words.value += f"<br>{table}"
-        return False
+        return self._stored_split() is None
 
     # what is measured
 
@@ -268,28 +292,28 @@ class Explorer(ui.VBox):
         place = self.heatmap.place_at(event.xdata, event.ydata)
         if place is None:
             return
-        self.chosen = place
-        if self.guarded(self.draw) and self.describe():
+        self.chosen_cell = place
+        if self.guarded(self.draw) and self._lacks_split():
             split = partial(
                 measure_split,
                 self.checkpoint,
                 self.shown_options,
                 self.grid,
                 self.root,
-                self.queue.stopped,
+                self.queue.cancelled,
             )
             layer = "logits" if place.layer is None else f"layer {place.layer}"
             self.queue.add_first(Job(f"error split of {layer}", SPLIT_S, split))
 
     def search(self) -> None:
         """Searches for the operation that computes the chosen cell wrongly."""
-        question, (layer, position) = self._question(), self.chosen
+        question, (layer, position) = self._question(), self.chosen_cell
         cell = self.results.cell(self.setting())
 
         def answer() -> None:
-            stop = self.queue.stopped
-            words = find_operation(cell, self.grid, self.root, layer, position, stop)
-            self.answers[question] = escape.html(words)
+            stop = self.queue.cancelled
+            result = find_operation(cell, self.grid, self.root, layer, position, stop)
+            self.search_results[question] = escape.html(result)
 
         place = "logits" if layer is None else f"layer {layer}"
         label = f"the operation of {place}, position {position}"
@@ -297,7 +321,7 @@ class Explorer(ui.VBox):
 
     def _question(self) -> tuple:
         """What `search` answers: the setting and the chosen place."""
-        return tuple(self.setting().values()), self.chosen
+        return tuple(self.setting().values()), self.chosen_cell
 
     def missing(self) -> list[Job]:
         """A job for each cell that the log lacks, those of the shown bundle first."""
@@ -318,7 +342,7 @@ class Explorer(ui.VBox):
             grid=self.grid,
             bundles=log.project(self.root) / "data" / "bundles",
             root=self.root,
-            stop=self.queue.stopped,
+            stop=self.queue.cancelled,
         )
         if status == "failed":
             step = "see the reason; it is in the log too"
@@ -337,11 +361,11 @@ class Explorer(ui.VBox):
                 value = label = str(self.shown_options.max_seq_len)
             values.append(value)
             settings.append(f"{name} {label}")
-        name, words = "-".join(values), " · ".join(settings)
-        alt = f"By layer and token: {words}."
+        name, description = "-".join(values), " · ".join(settings)
+        alt = f"By layer and token: {description}."
         options = self.heatmap.options
         self.experiment.figure(
-            name, plots.heatmap, self.shown, alt=alt, about=words, **options
+            name, plots.heatmap, self.shown_rows, alt=alt, about=description, **options
         )
         folder = self.experiment.folder / "figures"
         self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
@@ -357,13 +381,13 @@ def _message(times: str, S: int, shown_S: int | None) -> str:
     """
     if shown_S == S:
         return times or "No times yet."
-    lacking = "Not measured at this setting."
+    missing = "Not measured at this setting."
     if shown_S is not None:
-        lacking = f"Not measured at max_seq_len {S}; showing {shown_S}."
+        missing = f"Not measured at max_seq_len {S}; showing {shown_S}."
         if times:
-            lacking = f"Errors: {lacking}"
-    lacking += " <i>Run what is missing</i> measures it."
-    return f"{times}<br>{lacking}" if times else lacking
+            missing = f"Errors: {missing}"
+    missing += " <i>Run what is missing</i> measures it."
+    return f"{times}<br>{missing}" if times else missing
 
 
 def _notebook_cell() -> tuple[str, int] | None:
@@ -379,12 +403,13 @@ def _close_replaced(explorer: Explorer) -> None:
     """Closes the Explorers that an earlier run of the same cell made, and outside of a
     notebook those of the same grid and log."""
     for other in [*_open]:
-        cell, others = explorer.notebook_cell, other.notebook_cell
+        cell, other_cell = explorer.notebook_cell, other.notebook_cell
         if cell is None:
             is_same = other.grid == explorer.grid and other.root == explorer.root
-            is_replaced = others is None and is_same
+            is_replaced = other_cell is None and is_same
         else:
             # the same cell of the notebook in another run
-            is_replaced = others is not None and others[0] == cell[0] and others != cell
+            is_same_cell = other_cell is not None and other_cell[0] == cell[0]
+            is_replaced = is_same_cell and other_cell != cell
         if is_replaced:
             other.close()

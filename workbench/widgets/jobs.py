@@ -48,7 +48,7 @@ class JobQueue:
         self.jobs: list[Job] = []
         self.is_busy = False
         self.thread: threading.Thread | None = None
-        self.stopped = threading.Event()
+        self.cancelled = threading.Event()
         """Is set once the queue is cancelled; jobs watch it."""
 
     def add_first(self, *jobs: Job) -> None:
@@ -56,7 +56,7 @@ class JobQueue:
         self.jobs[:0] = jobs
         if self.jobs and not self.is_busy:
             self.is_busy = True
-            self.stopped.clear()
+            self.cancelled.clear()
             self.on_change()
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
@@ -64,7 +64,7 @@ class JobQueue:
     def cancel(self) -> None:
         """Ends the running job, whose child process is killed, and drops the others."""
         self.jobs.clear()
-        self.stopped.set()
+        self.cancelled.set()
 
     def _work(self) -> None:
         while self.jobs:
@@ -89,7 +89,7 @@ class JobQueue:
 
     def _end(self) -> None:
         self.is_busy = False
-        self.say(CANCELLED if self.stopped.is_set() else "")
+        self.say(CANCELLED if self.cancelled.is_set() else "")
         self.on_change()
         self.add_first()  # starts again for jobs that came while the thread ended
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from workbench import escape, plots
-from workbench.sweep.summary import with_tail
+from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
 RATIO = f"error ÷ {plots.BUDGET}"
@@ -67,7 +67,7 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
     if runs.empty:
         return ""
     names = {"kl_mean": "mean KL", "kl_p99": "99% KL"}
-    runs = with_tail(runs).rename(columns=names).dropna(subset=["mean KL"])
+    runs = with_kl_p99(runs).rename(columns=names).dropna(subset=["mean KL"])
     runs = runs.sort_values("mean KL", kind="stable")
     varied = [
         name for name in axes if name in runs and runs[name].nunique(dropna=False) > 1
