@@ -27,17 +27,17 @@ from cyclopts import App
 from workbench import log
 from workbench.ane import roofline, speculation
 from workbench.ane.chips import FIGURE_SOURCES, chips, generation, published
-from workbench.ane.roofline import NAMES, ROUTE, Constants
+from workbench.ane.roofline import CONSTANT_NAMES, ROUTE, Constants
 from workbench.ane.work import Work, stored_bits
 from workbench.errors import InputError
 
-ROUTE_NAMES = {"Core AI": ("call", "attend")}
-"""Routes beside Core ML whose rows are fitted apart, and the constants fitted there."""
+ROUTE_CONSTANTS = {"Core AI": ("call", "attend")}
+"""Routes other than Core ML that are fitted separately, and their own constants."""
 GROUPS = ("source", "author", "chip")
-FAR_APART = 1.05  # pairs of times that are closer have no order
-SAME_ORDER = 1.01  # predictions that are closer have none
+FAR_APART = 1.05  # measured times that are closer have no order
+SAME_ORDER = 1.01  # predicted times that are closer have no order
 RESAMPLINGS = 100
-CARRIES = 0.1  # of a row's predicted time, from which on it carries a constant
+MIN_TERM_SHARE = 0.1  # of a row's predicted time: then the row depends on the constant
 
 app = App(help="How wrong the predicted times are, and predictions for any table.")
 
@@ -51,13 +51,14 @@ def as_stored(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def earlier_roofline(rows: pd.DataFrame, by: str) -> pd.Series:
-    """The left-out ms of the predictor of commit 2e6baa47, null where it has no answer:
+    """The cross-validated ms of the predictor of commit 2e6baa47, null where it has no
+    answer:
 
         dispatches · t_dispatch + max(flops / peak, stream) / share
         stream = weights / weight rate + 2 · states / activation rate
 
-    Its two coefficients are least squares of the relative errors of ane-book's rows of
-    parts on the M4 Max, without those of the same group."""
+    Its two coefficients minimize the squared relative errors of ane-book's rows of parts
+    of a model on the M4 Max, without the rows of the same group."""
     everything = roofline.points()
     is_part = everything["id"].str.startswith("d") & (everything["chip"] == "M4 Max")
     calibration = _earlier_terms(everything[is_part])
@@ -74,7 +75,8 @@ def earlier_roofline(rows: pd.DataFrame, by: str) -> pd.Series:
 
 
 def _earlier_terms(rows: pd.DataFrame) -> pd.DataFrame:
-    """The calls and the busy ms of rows; null where a chip or format was not known."""
+    """The columns calls and busy (ms) of that formula; null where its chip or format was
+    not known."""
     formats = published("weight_streams.csv").set_index("format")["from_generation"]
     formats = formats.drop("lut8")  # which that predictor did not know
     rates = published("chips.csv")
@@ -87,13 +89,13 @@ def _earlier_terms(rows: pd.DataFrame) -> pd.DataFrame:
         if row["format"] not in formats or row["chip"] not in rated.index:
             busy.append(np.nan)
             continue
-        chip, age = row["chip"], generation(row["chip"])
+        chip, chip_generation = row["chip"], generation(row["chip"])
         states_gb_s = activations["low"].get(chip)
         if states_gb_s is None:  # the base chip's of the latest generation that has one
             bases = {1: "M1", 2: "M1", 3: "M1", 4: "M4", 5: "M5", 6: "M5"}
-            states_gb_s = activations["low"][bases[age]]
+            states_gb_s = activations["low"][bases[chip_generation]]
         gigabytes = row["streamed_gb"]
-        if age < formats[row["format"]]:
+        if chip_generation < formats[row["format"]]:
             gigabytes *= 16 / stored_bits(row["format"])
         stream = gigabytes / rated["weights_gb_s"][chip]
         stream += 2 * row["cache_mb"] / 1e3 / states_gb_s
@@ -104,15 +106,20 @@ def _earlier_terms(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def predictors(rows: pd.DataFrame) -> dict:
-    """Name → function of the rows and a group's column, which gives left-out ms."""
+    """By name, functions of the rows and a group's column that give cross-validated ms."""
 
     def without(name):
-        names = tuple(other for other in NAMES if other != name)
-        return lambda rows, by: roofline.left_out(rows, by, names)
+        names = tuple(other for other in CONSTANT_NAMES if other != name)
+        return lambda rows, by: roofline.cross_validated_ms(rows, by, names)
 
-    table = {"earlier roofline": earlier_roofline, "formula": roofline.left_out}
-    table |= {f"without {name}": without(name) for name in NAMES}
-    table["cache as stored"] = lambda rows, by: roofline.left_out(as_stored(rows), by)
+    table = {
+        "earlier roofline": earlier_roofline,
+        "formula": roofline.cross_validated_ms,
+    }
+    table |= {f"without {name}": without(name) for name in CONSTANT_NAMES}
+    table["cache as stored"] = lambda rows, by: roofline.cross_validated_ms(
+        as_stored(rows), by
+    )
     return table
 
 
@@ -120,7 +127,7 @@ def predictors(rows: pd.DataFrame) -> dict:
 
 
 def left_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """The left-out error of every predictor, by what is left out."""
+    """The cross-validated error of every predictor, by what is left out."""
     lines = []
     for name, predictor in predictors(rows).items():
         for by in GROUPS:
@@ -131,8 +138,8 @@ def left_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def error_summary(ms: pd.Series, published_ms: pd.Series) -> dict:
-    """Of predictions: how many there are and are not, the median error, the factor that
-    90% of them are within, the shares within 1.5 and 1.6."""
+    """Of predictions: their number, the number of rows without one, the median error, the
+    factor that 90% of them are within, and the shares within factors of 1.5 and 1.6."""
     logs = np.log(ms / published_ms)
     answers = logs.dropna()
     summary = {"rows": len(answers), "no_answer": int(logs.isna().sum())}
@@ -148,57 +155,69 @@ def error_summary(ms: pd.Series, published_ms: pd.Series) -> dict:
 
 def coverage(rows: pd.DataFrame) -> pd.DataFrame:
     """By what is left out: the factor of the 90% interval, and the share of rows inside
-    the interval that the left-out errors of the other groups give."""
+    the interval that the errors of the other groups give."""
     lines = []
     for by in GROUPS:
-        logs = np.log(roofline.left_out(rows, by) / rows["ms"])
+        logs = np.log(roofline.cross_validated_ms(rows, by) / rows["ms"])
         inside = pd.Series(False, rows.index)
         for _, group in rows.groupby(by):
             factor = roofline.factor_of(logs.drop(group.index))
             inside[group.index] = logs[group.index].abs() <= np.log(factor)
-        line = {"left_out": by, "factor": roofline.factor_of(logs)}
-        lines.append(line | {"covered": float(inside.mean())})
+        lines.append(
+            {
+                "left_out": by,
+                "factor": roofline.factor_of(logs),
+                "covered": float(inside.mean()),
+            }
+        )
     return pd.DataFrame(lines)
 
 
 def constants(rows: pd.DataFrame) -> pd.DataFrame:
     """Every constant with its interval, from fits to resampled sources, and the rows
-    whose time it is at least a tenth of."""
+    that depend on it: its term is at least a tenth of their time."""
     generator = np.random.default_rng(0)
     sources = rows["source"].unique()
     fits = []
     for _ in range(RESAMPLINGS):
-        drawn = generator.choice(sources, len(sources))
-        sample = pd.concat([rows[rows["source"] == name] for name in drawn])
+        sampled_sources = generator.choice(sources, len(sources))
+        sample = pd.concat([rows[rows["source"] == name] for name in sampled_sources])
         fits.append(roofline.fit(sample.reset_index(drop=True)))
     best = roofline.fit(rows)
     parts = roofline.terms(rows.assign(table=roofline.is_table(rows)), best)
-    ms = roofline.predicted(rows, best)
+    ms = roofline.predict_ms(rows, best)
     unpacks = (parts["unpack"] >= parts["stream"]) & (parts["unpack"] > 0)
-    carried = {
-        "call": parts["call"] >= CARRIES * ms,
+    depends_on = {
+        "call": parts["call"] >= MIN_TERM_SHARE * ms,
         "unpack": unpacks,
-        "attend": parts["cache"] >= CARRIES * ms,
-        "recur": parts["state"] >= CARRIES * ms,
+        "attend": parts["cache"] >= MIN_TERM_SHARE * ms,
+        "recur": parts["state"] >= MIN_TERM_SHARE * ms,
     }
     units = {"call": "ms", "unpack": "10⁹ weights/s", "attend": "GB/s", "recur": "GB/s"}
     lines = []
-    for name in NAMES:
+    for name in CONSTANT_NAMES:
         values = [getattr(fit, name) for fit in fits]
         low, high = np.quantile(values, [0.05, 0.95])
-        line = {"constant": name, "value": getattr(best, name), "unit": units[name]}
-        line |= {"low": float(low), "high": float(high)}
-        line |= {"rows": int(carried[name].sum())}
-        lines.append(line | {"ids": " ".join(rows["id"][carried[name]])})
+        lines.append(
+            {
+                "constant": name,
+                "value": getattr(best, name),
+                "unit": units[name],
+                "low": float(low),
+                "high": float(high),
+                "rows": int(depends_on[name].sum()),
+                "ids": " ".join(rows["id"][depends_on[name]]),
+            }
+        )
     return pd.DataFrame(lines)
 
 
-def beyond_interval(fitted: roofline.Calibration) -> pd.DataFrame:
+def beyond_interval(calibration: roofline.Calibration) -> pd.DataFrame:
     """The rows that a fit without their author misses by more than the interval, and
-    why, where that is known."""
-    rows = fitted.rows
+    the reason if it is known."""
+    rows = calibration.rows
     ratio = rows["author_ms"] / rows["ms"]
-    outside = np.log(ratio).abs() > np.log(fitted.factor)
+    outside = np.log(ratio).abs() > np.log(calibration.factor)
     columns = ["id", "model", "chip", "format", "ms"]
     table = rows.loc[outside, columns].assign(predicted_over_published=ratio[outside])
     reasons = rows.loc[outside, "outlier"].fillna("unknown")
@@ -210,7 +229,7 @@ def checks() -> pd.DataFrame:
     rows = roofline.points()
     rows = rows[rows["use"] == "check"]
     table = rows[["id", "model", "chip", "format", "T", "ms"]]
-    predicted = roofline.predict(rows)
+    predicted = roofline.predict_with_intervals(rows)
     table = table.assign(predicted_ms=predicted["ms"])
     table["ratio"] = table["predicted_ms"] / table["ms"]
     table["inside"] = table["ms"].between(predicted["low_ms"], predicted["high_ms"])
@@ -218,13 +237,13 @@ def checks() -> pd.DataFrame:
 
 
 def route_constants(route: str) -> Constants:
-    """The constants of a route: those of Core ML, but for the ones that its own rows
-    fit."""
+    """The constants of a route: those of Core ML, except for the constants that are
+    fitted to its own rows."""
     base = roofline.calibration().constants
     rows = route_rows(route)
-    if route not in ROUTE_NAMES or rows.empty:
+    if route not in ROUTE_CONSTANTS or rows.empty:
         return base
-    return roofline.fit(rows, ROUTE_NAMES[route], base)
+    return roofline.fit(rows, ROUTE_CONSTANTS[route], base)
 
 
 def route_rows(route: str) -> pd.DataFrame:
@@ -234,18 +253,19 @@ def route_rows(route: str) -> pd.DataFrame:
 
 
 def routes() -> pd.DataFrame:
-    """Rows of other routes: predicted by the constants of Core ML, by the route's own
-    and by these with fp16 weights, as if the route unpacked them."""
+    """Rows of other routes, predicted in three ways: by the constants of Core ML, by the
+    route's own constants, and by these as if the route unpacked weights to fp16."""
     lines = []
     for route in ("Core AI", "private"):
         rows = route_rows(route)
-        fitted = route_constants(route)
+        own_constants = route_constants(route)
         table = rows[["id", "route", "model", "format", "rows", "ms"]]
         table = table.assign(
-            by_core_ml=roofline.predicted(rows, roofline.calibration().constants),
-            by_own=roofline.predicted(rows, fitted),
-            as_fp16=roofline.predicted(
-                rows.assign(streamed_gb=2 * rows["weights_g"], table="False"), fitted
+            by_core_ml=roofline.predict_ms(rows, roofline.calibration().constants),
+            by_own=roofline.predict_ms(rows, own_constants),
+            as_fp16=roofline.predict_ms(
+                rows.assign(streamed_gb=2 * rows["weights_g"], table="False"),
+                own_constants,
             ),
         )
         lines.append(table)
@@ -256,8 +276,8 @@ def routes() -> pd.DataFrame:
 
 
 def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
-    """Of the pairs whose times are more than 5% apart, those that the prediction puts
-    into the same order, and the others by name."""
+    """Over the pairs whose measured times differ by more than 5%: how many the prediction
+    puts into the same order, and the names of the others."""
     right, wrong = 0, []
     for a, b in combinations(ms.index, 2):
         measured = np.log(ms[a] / ms[b])
@@ -287,11 +307,11 @@ def all_orders() -> pd.DataFrame:
         ("one package on five chips", package, best, "chip"),
         ("Qwen3-4B by cache", lengths, route_constants("Core AI"), "context"),
     ):
-        ms = roofline.predicted(rows, constants_)
+        ms = roofline.predict_ms(rows, constants_)
         lines.append({"orders": name} | orders(rows["ms"], ms, rows[by]))
-    times = roofline.predicted(formats, best).groupby(formats["format"]).first()
+    times = roofline.predict_ms(formats, best).groupby(formats["format"]).first()
     small = points[points["model"].eq("MiniCPM5-2B") & points["rows"].eq(256)]
-    core_ai = roofline.predicted(small, route_constants("Core AI"))
+    core_ai = roofline.predict_ms(small, route_constants("Core AI"))
     core_ai = core_ai.groupby(small["format"]).first()
     for name, predicted, rows in (
         ("lut6 ÷ lut4, Qwen3-VL-2B, M4 Max", times, formats),
@@ -307,21 +327,29 @@ def all_orders() -> pd.DataFrame:
 
 
 def planted(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each source in turn with doubled times: which source then misses most, in the
-    median of its rows, and whether the doubled one lies beyond the interval."""
-    logs = np.log(roofline.left_out(rows, "source") / rows["ms"])
+    """Doubles the times of each source in turn. A line says which source the fit then
+    misses most, in the median of its rows, whether that is the doubled source, and
+    whether the doubled source lies beyond the interval."""
+    logs = np.log(roofline.cross_validated_ms(rows, "source") / rows["ms"])
     interval = np.log(roofline.factor_of(logs))
     lines = []
     for source in rows["source"].unique():
         doubled = rows.copy()
         is_doubled = doubled["source"] == source
         doubled.loc[is_doubled, "ms"] *= 2
-        logs = np.log(roofline.left_out(doubled, "source") / doubled["ms"])
+        logs = np.log(roofline.cross_validated_ms(doubled, "source") / doubled["ms"])
         medians = logs.groupby(doubled["source"]).median().abs()
-        line = {"source": source, "rows": int(is_doubled.sum())}
-        line |= {"worst": medians.idxmax(), "factor": float(np.exp(medians[source]))}
-        line["named"] = line["worst"] == source
-        lines.append(line | {"beyond": bool(medians[source] > interval)})
+        worst = medians.idxmax()
+        lines.append(
+            {
+                "source": source,
+                "rows": int(is_doubled.sum()),
+                "worst": worst,
+                "factor": float(np.exp(medians[source])),
+                "named": worst == source,
+                "beyond": bool(medians[source] > interval),
+            }
+        )
     return pd.DataFrame(lines)
 
 
@@ -329,14 +357,14 @@ def planted(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def verification_cost(row: dict) -> float:
-    """The predicted time of a verification in plain tokens, of a line of
-    `speculation.csv`."""
+    """The predicted time of the verification in a line of `speculation.csv`, in units of
+    the time of one plain token."""
     points = roofline.points().set_index("id", drop=False)
     rows = points.loc[row["points"].split()]
     best = roofline.calibration().constants
-    plain = roofline.predicted(rows, best)
+    plain = roofline.predict_ms(rows, best)
     # the head of every token
-    many = roofline.predicted(rows.assign(T=row["tokens"], head_g=0.0), best)
+    many = roofline.predict_ms(rows.assign(T=row["tokens"], head_g=0.0), best)
     if row["program"] == "dense":
         return float(many.sum() / plain.sum())
     # 40 shards of attention for all tokens, and for each token 40 of experts and a head
@@ -357,9 +385,15 @@ def speculations() -> pd.DataFrame:
     for row in rows.to_dict("records"):
         described = row["program"] in ("dense", "experts called for each token")
         cost = verification_cost(row) if described else row["verify_cost"]
-        line = {"model": row["model"], "chip": row["chip"], "program": row["program"]}
-        line |= {"tokens": row["tokens"], "published_cost": row["verify_cost"]}
-        line |= {"cost": cost, "cost_from": "formula" if described else "published"}
+        line = {
+            "model": row["model"],
+            "chip": row["chip"],
+            "program": row["program"],
+            "tokens": row["tokens"],
+            "published_cost": row["verify_cost"],
+            "cost": cost,
+            "cost_from": "formula" if described else "published",
+        }
         costs = row["tokens"] - 1, cost, row["draft_cost"]
         if not np.isnan(row["draft_cost"]):
             line |= {"acceptance": row["acceptance"], "published_gain": row["gain"]}
@@ -388,10 +422,10 @@ def read_points(path: Path) -> pd.DataFrame:
     except (OSError, ValueError) as problem:
         actual = " ".join(str(problem).split())
         raise InputError(f"points {path}", actual, needed, "check the path") from None
-    if lacking := {"id", "ms", *roofline.FEATURES} - set(rows.columns):
-        actual = f"no column {', '.join(sorted(lacking))}"
+    if missing := {"id", "ms", *roofline.FEATURES} - set(rows.columns):
+        actual = f"no column {', '.join(sorted(missing))}"
         raise InputError(f"points {path}", actual, needed, "add these columns")
-    numbers = set(roofline.FEATURES) - set(roofline.TEXTS) | {"ms"}
+    numbers = set(roofline.FEATURES) - set(roofline.TEXT_FEATURES) | {"ms"}
     for name in sorted(numbers):
         values = pd.to_numeric(rows[name], errors="coerce")
         wrong = rows.loc[values.isna() & rows[name].notna(), name]
@@ -412,11 +446,12 @@ def score_points(rows: pd.DataFrame) -> dict:
     rows = rows.assign(route=rows["route"].fillna(ROUTE))
     parts = []
     for route, group in rows.groupby("route", sort=False):
-        fitted = roofline.calibration()
-        if route in ROUTE_NAMES:
-            fitted = route_calibration(route)
-            group = group.assign(route=ROUTE)  # whose program the fit now is
-        parts.append(roofline.predict(group, fitted))
+        calibration = roofline.calibration()
+        if route in ROUTE_CONSTANTS:
+            calibration = route_calibration(route)
+            # the calibration is of this route: that it is another one is no extrapolation
+            group = group.assign(route=ROUTE)
+        parts.append(roofline.predict_with_intervals(group, calibration))
     predicted = pd.concat(parts).loc[rows.index]
     ratio = predicted["ms"] / rows["ms"]
     logs = np.log(ratio).dropna().abs()
@@ -440,15 +475,18 @@ def score_points(rows: pd.DataFrame) -> dict:
 
 
 def route_calibration(route: str) -> roofline.Calibration:
-    """The calibration of a route with constants of its own, left out by source."""
-    fitted = roofline.calibration()
+    """The calibration of a route with constants of its own, cross-validated by source."""
+    calibration = roofline.calibration()
     rows = route_rows(route).reset_index(drop=True)
-    names = ROUTE_NAMES[route]
-    rows["source_ms"] = roofline.left_out(rows, "source", names, fitted.constants)
+    names = ROUTE_CONSTANTS[route]
+    rows["source_ms"] = roofline.cross_validated_ms(
+        rows, "source", names, calibration.constants
+    )
     rows["author_ms"] = rows["source_ms"]
     factor = roofline.factor_of(np.log(rows["source_ms"] / rows["ms"]))
-    factor = max(factor, fitted.factor)
-    return replace(fitted, constants=route_constants(route), rows=rows, factor=factor)
+    factor = max(factor, calibration.factor)
+    constants = route_constants(route)
+    return replace(calibration, constants=constants, rows=rows, factor=factor)
 
 
 def jsonable(value):
@@ -534,15 +572,15 @@ def page() -> str:
     rows = roofline.points()
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
     scores = pd.DataFrame(score_points(rows)["rows"])
-    fitted = roofline.calibration().rows.set_index("id")
+    fitted_rows = roofline.calibration().rows.set_index("id")
     published_ids = set(published("ane_points.csv")["id"])
     others, macs = [], []
-    for row, score_ in zip(rows.to_dict("records"), scores.to_dict("records")):
-        predicted = f"{score_['predicted_ms']:.3g}"
-        interval = f"{score_['low_ms']:.3g} to {score_['high_ms']:.3g}"
-        left_out_ms = fitted["author_ms"].get(row["id"])
+    for row, prediction in zip(rows.to_dict("records"), scores.to_dict("records")):
+        predicted_ms = f"{prediction['predicted_ms']:.3g}"
+        interval = f"{prediction['low_ms']:.3g} to {prediction['high_ms']:.3g}"
+        left_out_ms = fitted_rows["author_ms"].get(row["id"])
         cells = [row["id"], row["model"], row["format"], row["chip"], f"{row['T']:.0f}"]
-        cells += [f"{row['ms']:.3g}", predicted, interval]
+        cells += [f"{row['ms']:.3g}", predicted_ms, interval]
         cells.append(
             "" if left_out_ms is None or pd.isna(left_out_ms) else f"{left_out_ms:.3g}"
         )
@@ -593,18 +631,18 @@ table is empty.
 @app.command
 def errors(*, json: bool = False) -> None:
     """Prints every table."""
-    fitted = roofline.calibration()
-    rows = fitted.rows
-    planting = planted(rows)
+    calibration = roofline.calibration()
+    rows = calibration.rows
+    doubled_sources = planted(rows)
     tables = {
         "constants": constants(rows),
         "left-out errors": left_out_errors(rows),
         "intervals": coverage(rows),
-        "beyond the interval": beyond_interval(fitted),
+        "beyond the interval": beyond_interval(calibration),
         "checks, never fitted": checks(),
         "other routes": routes(),
         "orders": all_orders(),
-        "doubled times": planting,
+        "doubled times": doubled_sources,
         "speculation": speculations(),
     }
     counts = {
@@ -613,10 +651,10 @@ def errors(*, json: bool = False) -> None:
         "sources": rows["source"].nunique(),
         "models": rows["model"].nunique(),
         "chips": rows["chip"].nunique(),
-        "doubled_named": int(planting["named"].sum()),
-        "doubled_beyond": int(planting["beyond"].sum()),
-        "factor": fitted.factor,
-        "widths": {kind: float(np.exp(w)) for kind, w in fitted.widths.items()},
+        "doubled_named": int(doubled_sources["named"].sum()),
+        "doubled_beyond": int(doubled_sources["beyond"].sum()),
+        "factor": calibration.factor,
+        "widths": {kind: float(np.exp(w)) for kind, w in calibration.widths.items()},
     }
     if json:
         records = {name: table.to_dict("records") for name, table in tables.items()}

@@ -38,20 +38,20 @@ def test_the_formula_is_its_terms():
     row = roofline.on_chip(WORK, "M4 Max")
     row = roofline.with_rates(pd.DataFrame([row])).iloc[0].to_dict()
     stream = 1e3 / 118.9
-    assert roofline.milliseconds(row, Constants()) == pytest.approx(stream)
+    assert roofline.formula_ms(row, Constants()) == pytest.approx(stream)
     for constants, more in (
         (Constants(call=0.5), 20 * 0.5),
         (Constants(attend=20), 160 / 20),
         (Constants(unpack=1), 0),  # int8 has no table
     ):
-        ms = roofline.milliseconds(row, constants)
+        ms = roofline.formula_ms(row, constants)
         assert ms == pytest.approx(stream + more)
     table = row | {"table": True, "recurrent_mb": 9.0}
-    unpacked = roofline.milliseconds(table, Constants(unpack=50, recur=3))
+    unpacked = roofline.formula_ms(table, Constants(unpack=50, recur=3))
     assert unpacked == pytest.approx(1e3 / 50 + 3)
     many = row | {"T": 512}
     products = 2 * 512 * 1e9 / (0.5 * 14.3e12) * 1e3
-    assert roofline.milliseconds(many, Constants()) == pytest.approx(products)
+    assert roofline.formula_ms(many, Constants()) == pytest.approx(products)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_more_bytes_states_and_calls_and_slower_chips_take_longer(more):
 def test_constants_are_recovered_from_times_that_they_made():
     rows = roofline.calibration().rows
     true = Constants(call=0.3, unpack=90.0, attend=40.0, recur=2.0)
-    synthetic = rows.assign(ms=roofline.predicted(rows, true))
+    synthetic = rows.assign(ms=roofline.predict_ms(rows, true))
     synthetic.loc[:2, "ms"] *= 4  # three false rows of 34 hardly move a robust fit
     result = roofline.fit(synthetic)
-    for name in roofline.NAMES:
+    for name in roofline.CONSTANT_NAMES:
         assert getattr(result, name) == pytest.approx(getattr(true, name), rel=0.15)
 
 
@@ -84,8 +84,8 @@ def test_a_row_is_predicted_by_the_others_alone():
     source = rows["source"].iloc[-1]
     wrong = rows["source"] == source
     planted = rows.assign(ms=rows["ms"].where(~wrong, 10 * rows["ms"]))
-    before = roofline.left_out(rows, "source")[wrong]
-    after = roofline.left_out(planted, "source")[wrong]
+    before = roofline.cross_validated_ms(rows, "source")[wrong]
+    after = roofline.cross_validated_ms(planted, "source")[wrong]
     # others of the same author weigh the same: their number did not change
     assert after.tolist() == before.tolist()
 
@@ -141,7 +141,7 @@ def test_a_measured_row_of_such_attention_ends_that_interval():
     one = points[points["id"] == "p29"].assign(repeats=False, id="mac", author="mac")
     fitted = roofline.calibrate(pd.concat([points, one], ignore_index=True))
     row = pd.DataFrame([roofline.on_chip(changed(spread_bytes=32_000_000), "M4 Max")])
-    result = roofline.predict(row, fitted).iloc[0]
+    result = roofline.predict_with_intervals(row, fitted).iloc[0]
     assert "attention" not in result["extrapolates"]
     assert result["high_ms"] / result["ms"] == pytest.approx(fitted.factor)
 
@@ -158,7 +158,7 @@ def test_rates_that_nobody_measured_are_marked():
 def test_a_chip_without_any_figure_has_the_rate_of_its_generation():
     row = pd.DataFrame([roofline.on_chip(WORK, "M4 Max") | {"chip": "M3 Pro"}])
     assert roofline.with_rates(row)["weights_gb_s"].item() == 63.1
-    assert "chip" in roofline.predict(row)["extrapolates"].item()
+    assert "chip" in roofline.predict_with_intervals(row)["extrapolates"].item()
 
 
 @pytest.mark.parametrize(

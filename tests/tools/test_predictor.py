@@ -38,7 +38,7 @@ def test_left_out_errors_are_those_of_the_goal_and_each_term_lowers_them(rows):
     assert (table["rows"] + table["no_answer"] == len(rows)).all()
     # no term goes without a worse median or a wider 90% by source
     formula = table.loc["formula", "source"]
-    for name in roofline.NAMES:
+    for name in roofline.CONSTANT_NAMES:
         without = table.loc[f"without {name}", "source"]
         worse = without["median_error"] > formula["median_error"]
         assert worse or without["factor_90"] > formula["factor_90"], name
@@ -52,7 +52,7 @@ def test_intervals_of_other_groups_contain_their_share(rows):
 def test_every_constant_has_an_interval_and_rows(rows, monkeypatch):
     monkeypatch.setattr(predictor, "RESAMPLINGS", 12)
     table = predictor.constants(rows)
-    assert table["constant"].tolist() == list(roofline.NAMES)
+    assert table["constant"].tolist() == list(roofline.CONSTANT_NAMES)
     assert (table["low"] <= table["high"]).all() and (table["rows"] >= 3).all()
     assert all(set(ids.split()) <= set(rows["id"]) for ids in table["ids"])
 
@@ -132,7 +132,7 @@ def test_a_score_of_fitted_rows_is_the_prediction_of_the_formula(rows):
     points = predictor.read_points(POINTS)
     points = points[points["use"] == "fit"]
     result = predictor.score_points(points)
-    expected = roofline.predicted(rows, roofline.calibration().constants)
+    expected = roofline.predict_ms(rows, roofline.calibration().constants)
     predicted = [row["predicted_ms"] for row in result["rows"]]
     assert predicted == pytest.approx(expected.tolist(), rel=1e-12)
     errors = (expected / rows["ms"] - 1).abs()

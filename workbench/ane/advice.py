@@ -9,9 +9,9 @@ import pandas as pd
 
 from workbench.ane.roofline import (
     calibration,
-    milliseconds,
+    formula_ms,
     on_chip,
-    predict,
+    predict_with_intervals,
     with_rates,
 )
 from workbench.ane.work import ShardWork, Work, stored_bits, stored_format
@@ -89,9 +89,11 @@ def _times(work: Work, chip: str) -> dict:
     """The predicted ms of a call, with K and V as stored and for each query head, and
     the prediction with its interval."""
     row = pd.DataFrame([on_chip(work, chip)])
-    prediction = predict(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
+    prediction = (
+        predict_with_intervals(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
+    )
     spread_row = with_rates(row.assign(repeats=True)).iloc[0]
-    spread = float(milliseconds(spread_row, calibration().constants))
+    spread = float(formula_ms(spread_row, calibration().constants))
     return {"stored": prediction["ms"], "spread": spread, "prediction": prediction}
 
 

@@ -37,15 +37,17 @@ from workbench.ane.work import Work, stored_bits
 ROUTE = "Core ML"
 """The way to the Neural Engine whose rows are fitted; other ways have other costs."""
 HALF = 0.5
-"""The share of the published peak that products reach (two rows: M1 Max at T = 64, M5 Pro
-at T = 128)."""
+"""Products reach this share of the published peak (two rows: M1 Max at T = 64, M5 Pro at
+T = 128)."""
 LEVEL = 0.9
-"""The share of measurements that an interval should contain."""
-SPREAD = 0.15
-"""The log error beyond which a misfit counts by its size, not its square. The
-same package was published with times that differ by 2 to 26%."""
+"""An interval should contain this share of the measurements."""
+MISFIT_SCALE = 0.15
+"""The log error beyond which a misfit counts linearly, not squared. The same package was
+published with times that differ by 2 to 26%."""
 FEATURES = """chip T format table calls weights_g head_g streamed_gb rows cache_mb
 spread_mb recurrent_mb""".split()
+TEXT_FEATURES = ("chip", "format", "table")
+"""Features that are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ class Constants:
 # other two are orders of magnitude
 PRIORS = Constants(call=1.0, unpack=100.0, attend=22.0, recur=5.0)
 """Medians of the constants before any row is seen."""
-PRIOR_SPREAD = 3.0
-"""The standard deviation of their logarithms, so wide that they decide only where no row
-left has the term."""
-NAMES = ("call", "unpack", "attend", "recur")
+PRIOR_WIDTH = 3.0
+"""The standard deviation of their logarithms. It is wide enough that a prior decides only
+where no row has the term."""
+CONSTANT_NAMES = ("call", "unpack", "attend", "recur")
 
 
 @cache
@@ -82,29 +84,26 @@ def points() -> pd.DataFrame:
 
 
 def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with the rates of their chips: weights_gb_s, tflops; measured_rate (whether
-    somebody measured that of weights); and read_mb, the MB that attention products
-    read. Chips without a rate have that of the first chip of their generation, or of
-    the latest one."""
+    """Adds the rates of the rows' chips, weights_gb_s and tflops; measured_rate, whether
+    somebody measured the rate of weights; and read_mb, the MB that attention products
+    read. Chips without a rate get the rate of the first chip of their generation, or of
+    the latest chip."""
     rated = chips().set_index("chip")
     rated["measured_rate"] = ~rated["assumed"].str.contains("weights_gb_s")
     names = rows["chip"].map(lambda name: _rated(str(name), rated.index))
     rates = rated.loc[names, ["weights_gb_s", "tflops", "measured_rate"]]
     rates = rates.set_axis(rows.index)
     rates["measured_rate"] &= names == rows["chip"]
-    numbers = [c for c in FEATURES + ["ms"] if c in rows and c not in TEXTS]
+    numbers = [c for c in FEATURES + ["ms"] if c in rows and c not in TEXT_FEATURES]
     rows = rows.assign(**{c: pd.to_numeric(rows[c]) for c in numbers})
     repeats = rows["repeats"] if "repeats" in rows else pd.Series(True, rows.index)
     read_mb = rows["spread_mb"].where(repeats, rows["cache_mb"])
     return rows.assign(**rates, repeats=repeats, read_mb=read_mb)
 
 
-TEXTS = ("chip", "format", "table")
-
-
 def _rated(chip: str, rated: Iterable[str]) -> str:
-    """The chip itself where it has a rate, else the first one of the same generation,
-    else the latest of the M series."""
+    """The chip itself if it has a rate, otherwise the first chip of its generation,
+    otherwise the latest of the M series."""
     same = [name for name in rated if name.split()[0] == chip.split()[0]]
     return chip if chip in rated else (same or [max(rated)])[0]
 
@@ -126,7 +125,7 @@ def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
     }
 
 
-def milliseconds(rows: Mapping, constants: Constants):
+def formula_ms(rows: Mapping, constants: Constants):
     """The predicted ms of one call for each row (see `terms`)."""
     ms = terms(rows, constants)
     weights = np.maximum(np.maximum(ms["stream"], ms["unpack"]), ms["products"])
@@ -134,12 +133,12 @@ def milliseconds(rows: Mapping, constants: Constants):
 
 
 def fit(
-    rows: pd.DataFrame, names: tuple[str, ...] = NAMES, base: Constants = Constants()
+    rows: pd.DataFrame,
+    names: tuple[str, ...] = CONSTANT_NAMES,
+    base: Constants = Constants(),
 ) -> Constants:
     """The constants `names` by robust least squares of log(predicted ÷ published); the
-    others are those of `base`.
-
-    The n rows of one author weigh as √n rows."""
+    others are those of `base`."""
     from scipy.optimize import least_squares
 
     medians = np.log([getattr(PRIORS, name) for name in names])
@@ -148,32 +147,33 @@ def fit(
     columns += ["weights_gb_s", "tflops", "read_mb"]
     arrays = {name: rows[name].to_numpy() for name in columns}
     published_log = np.log(rows["ms"].to_numpy())
+    # squared residuals count n^-1/2, so that the n rows of an author count as √n rows
     weight = rows.groupby("author")["ms"].transform("size").to_numpy() ** -0.25
 
     def residuals(logs):
         constants = replace(base, **dict(zip(names, np.exp(logs))))
-        misfit = (np.log(milliseconds(arrays, constants)) - published_log) / SPREAD
+        misfit = (np.log(formula_ms(arrays, constants)) - published_log) / MISFIT_SCALE
         # pseudo-Huber: a square near 0, a line far from it
         robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
-        return np.concatenate([weight * robust, (logs - medians) / PRIOR_SPREAD])
+        return np.concatenate([weight * robust, (logs - medians) / PRIOR_WIDTH])
 
     solution = least_squares(residuals, medians)
     return replace(base, **dict(zip(names, np.exp(solution.x).tolist())))
 
 
 def is_table(rows: pd.DataFrame) -> np.ndarray:
-    """Whether the weights of each row are in lookup tables; tables of text say so with
-    True."""
+    """Whether the weights of each row are in lookup tables. CSV files have this as the
+    text "True"."""
     return rows["table"].astype(str).eq("True").to_numpy()
 
 
-def predicted(rows: pd.DataFrame, constants: Constants) -> pd.Series:
+def predict_ms(rows: pd.DataFrame, constants: Constants) -> pd.Series:
     """The predicted ms of every row of `with_rates`."""
-    return milliseconds(rows.assign(table=is_table(rows)), constants)
+    return formula_ms(rows.assign(table=is_table(rows)), constants)
 
 
-def left_out(
-    rows: pd.DataFrame, by: str, names=NAMES, base: Constants = Constants()
+def cross_validated_ms(
+    rows: pd.DataFrame, by: str, names=CONSTANT_NAMES, base: Constants = Constants()
 ) -> pd.Series:
     """The ms of every row, predicted by a fit without the rows that share its value of
     the column `by`."""
@@ -181,13 +181,13 @@ def left_out(
     for _, group in rows.groupby(by, sort=False):
         others = rows.drop(group.index)
         if len(others):
-            result[group.index] = predicted(group, fit(others, names, base))
+            result[group.index] = predict_ms(group, fit(others, names, base))
     return result
 
 
 def factor_of(misfits: pd.Series, level: float = LEVEL) -> float:
-    """The factor f so that [predicted ÷ f, predicted · f] contains the share `level` of
-    rows and of one row more, from the logarithms of predicted ÷ published."""
+    """The factor f for which [predicted ÷ f, predicted · f] contains the share `level` of
+    the rows and of one more row, from the logarithms of predicted ÷ published."""
     sizes = misfits.abs().dropna()
     share = min(1.0, level * (len(sizes) + 1) / len(sizes))
     return float(np.exp(sizes.quantile(share)))
@@ -195,13 +195,13 @@ def factor_of(misfits: pd.Series, level: float = LEVEL) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fit to all rows, and how wrong it is where rows are left out.
+    """The fit to all rows, and its errors on rows that are left out.
 
     Args:
         rows: the fitted rows; `source_ms` and `author_ms` are predicted without the
             rows of the same source or author.
-        factor: of the 90% interval of a prediction between the fitted rows.
-        widths: reason → logarithm of the further factor of a prediction beyond them.
+        factor: of the 90% interval of a prediction within the range of the fitted rows.
+        widths: reason → logarithm of the further factor of a prediction beyond it.
     """
 
     constants: Constants
@@ -211,12 +211,12 @@ class Calibration:
 
     @property
     def median_error(self) -> float:
-        """The median error of rows predicted without those of their author."""
+        """The median error of rows that are predicted without the rows of their author."""
         return float((self.rows["author_ms"] / self.rows["ms"] - 1).abs().median())
 
 
 def fitted_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows that calibrate."""
+    """The rows that are fitted."""
     return rows[rows["use"] == "fit"].reset_index(drop=True)
 
 
@@ -237,15 +237,15 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
     constants = fit(rows)
     logs = {}
     for by in ("source", "author", "format", "rows", "model"):
-        rows[f"{by}_ms"] = left_out(rows, by)
+        rows[f"{by}_ms"] = cross_validated_ms(rows, by)
         logs[by] = np.log(rows[f"{by}_ms"] / rows["ms"])
     is_end = rows["rows"].isin([rows["rows"].min(), rows["rows"].max()])
     is_check = (everything["use"] == "check") & (everything["T"] == 1)
     checks = everything[is_check & ~everything["chip"].isin(rows["chip"])]
     checks = checks[pd.to_numeric(checks["layers"]) > 0]
-    chip = np.log(predicted(checks, constants) / checks["ms"]).abs().max()
+    chip_width = np.log(predict_ms(checks, constants) / checks["ms"]).abs().max()
     widths = {
-        "chip": float(chip),
+        "chip": float(chip_width),
         "format": np.log(factor_of(logs["format"])),
         "context": np.log(factor_of(logs["rows"][is_end])),
         "program": np.log(factor_of(logs["model"])),
@@ -254,10 +254,10 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
     return Calibration(constants, rows, factor, widths)
 
 
-def extrapolations(row: Mapping, fitted: Calibration) -> dict[str, str]:
+def extrapolations(row: Mapping, model: Calibration) -> dict[str, str]:
     """Why no fitted row is like this one: chip, format, context, attention or program →
     the reason in words."""
-    rows, reasons = fitted.rows, {}
+    rows, reasons = model.rows, {}
     chip = row["chip"]
     if chip not in set(rows["chip"]):
         rate = "" if row["measured_rate"] else ", and its rate of weights is assumed"
@@ -277,7 +277,7 @@ def extrapolations(row: Mapping, fitted: Calibration) -> dict[str, str]:
     if row["calls"] > rows["calls"].max():
         most = rows["calls"].max()
         programs.append(f"{row['calls']:.0f} calls; rows have at most {most:.0f}")
-    ms = terms(row, fitted.constants)
+    ms = terms(row, model.constants)
     if ms["products"] > max(ms["stream"], ms["unpack"]):
         programs.append(f"products decide at T = {row['T']:.0f}")
     if row.get("route", ROUTE) != ROUTE:
@@ -293,17 +293,19 @@ def extrapolations(row: Mapping, fitted: Calibration) -> dict[str, str]:
     return reasons
 
 
-def predict(rows: pd.DataFrame, fitted: Calibration | None = None) -> pd.DataFrame:
+def predict_with_intervals(
+    rows: pd.DataFrame, model: Calibration | None = None
+) -> pd.DataFrame:
     """The prediction of every row, with its 90% interval.
 
-    Attention products that read K and V as they are stored are in no public row so far:
-    the interval of such an export reaches from that to K and V for each query head.
+    No public row so far has attention products that read K and V as they are stored. The
+    interval of such an export reaches from there to K and V repeated for each query head.
 
     Returns:
         ms, low_ms, high_ms (null where a feature is); extrapolates: the reasons why no
         fitted row is like this one, by kind.
     """
-    fitted = fitted or calibration()
+    model = model or calibration()
     out = []
     for _, row in with_rates(rows).iterrows():
         row = row.to_dict() | {"table": str(row["table"]) == "True"}
@@ -311,15 +313,15 @@ def predict(rows: pd.DataFrame, fitted: Calibration | None = None) -> pd.DataFra
             out.append({"ms": np.nan, "low_ms": np.nan, "high_ms": np.nan})
             out[-1]["extrapolates"] = {"program": "features are missing"}
             continue
-        reasons = extrapolations(row, fitted)
-        squares = [np.log(fitted.factor) ** 2]
-        squares += [fitted.widths.get(kind, 0.0) ** 2 for kind in reasons]
+        reasons = extrapolations(row, model)
+        squares = [np.log(model.factor) ** 2]
+        squares += [model.widths.get(kind, 0.0) ** 2 for kind in reasons]
         factor = np.exp(np.sqrt(sum(squares)))
-        ms = spread_ms = float(milliseconds(row, fitted.constants))
+        ms = repeated_ms = float(formula_ms(row, model.constants))
         if "attention" in reasons:
-            spread = row | {"read_mb": row["spread_mb"]}
-            spread_ms = float(milliseconds(spread, fitted.constants))
-        interval = {"low_ms": ms / factor, "high_ms": spread_ms * factor}
+            repeated = row | {"read_mb": row["spread_mb"]}
+            repeated_ms = float(formula_ms(repeated, model.constants))
+        interval = {"low_ms": ms / factor, "high_ms": repeated_ms * factor}
         out.append({"ms": ms} | interval | {"extrapolates": reasons})
     return pd.DataFrame(out, rows.index)
 
@@ -332,10 +334,10 @@ def published_predictions() -> pd.DataFrame:
         id, source, page (a short name of the source), author, model, format,
         chip, route, T, ms, predicted_ms, low_ms, high_ms, fitted.
     """
-    rows, fitted = points(), calibration()
+    rows, model = points(), calibration()
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
-    predictions = predict(rows, fitted)
-    left_out_ms = rows["id"].map(fitted.rows.set_index("id")["author_ms"])
+    predictions = predict_with_intervals(rows, model)
+    left_out_ms = rows["id"].map(model.rows.set_index("id")["author_ms"])
     # the width of an interval stays that of its prediction
     shift = (left_out_ms / predictions["ms"]).fillna(1.0)
     table = rows[["id", "source", "author", "model", "format", "chip", "route", "T"]]
@@ -369,16 +371,16 @@ def on_chip(work: Work, chip: str) -> dict:
     The head computes every token of the call, as a verification of drafts needs it."""
     streams_from = published("weight_streams.csv").set_index("format")
     streams_from = streams_from["from_generation"].to_dict()
-    age, streamed_bytes, streams = generation(chip), 0.0, {}
+    chip_generation, streamed_bytes, streams = generation(chip), 0.0, {}
     for format, count in work.weights.items():
-        as_stored = age >= streams_from.get(format, np.inf)
+        as_stored = chip_generation >= streams_from.get(format, np.inf)
         streams[format] = format if as_stored else "fp16"
         streamed_bytes += count * stored_bits(streams[format]) / 8
-    most = max(work.weights, key=work.weights.get)
+    main_format = max(work.weights, key=work.weights.get)
     return {
         "chip": chip,
         "T": work.T * work.batch,
-        "format": most,
+        "format": main_format,
         "table": any(format.startswith("lut") for format in streams.values()),
         "calls": work.calls,
         "weights_g": sum(work.weights.values()) / 1e9,
@@ -389,7 +391,7 @@ def on_chip(work: Work, chip: str) -> dict:
         "spread_mb": work.spread_bytes / 1e6,
         "recurrent_mb": work.recurrent_bytes / 1e6,
         "repeats": False,
-        "weights": f"{most} streamed as {streams[most]}",
+        "weights": f"{main_format} streamed as {streams[main_format]}",
     }
 
 
@@ -405,7 +407,7 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
     """
     selected = chips() if names is None else chips()[chips()["chip"].isin(list(names))]
     rows = pd.DataFrame([on_chip(work, chip) for chip in selected["chip"]])
-    table = pd.concat([rows[["chip"]], predict(rows)], axis="columns")
+    table = pd.concat([rows[["chip"]], predict_with_intervals(rows)], axis="columns")
     table.insert(4, "tokens_per_s", 1e3 / table["ms"])
     table["weights"] = rows["weights"]
     table["streamed_mib"] = rows["streamed_gb"] * 1e9 / 2**20
@@ -414,7 +416,7 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
 
 
 def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
-    """What no public row is like, a line for each reason with the chips that it holds
+    """Why predictions extrapolate: a line for each reason, with the chips that it holds
     for (see `by_chip`)."""
     chips_of = {}
     for row in speeds.itertuples():
@@ -430,16 +432,16 @@ def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
 
 
 def describe_fit() -> str:
-    """What the predictions assume, and how far they were from public measurements."""
-    fitted = calibration()
-    rows = fitted.rows
+    """What the predictions assume, and how far they are from public measurements."""
+    model = calibration()
+    rows = model.rows
     return (
         "ms and tok/s by chip assume that every operation runs on the Neural Engine, "
         f"whatever the placement says. {len(rows)} public measurements, of "
         f"{rows['author'].nunique()} authors on {rows['chip'].nunique()} chips, were "
         "each predicted without the rows of their author: the prediction is off by "
-        f"{fitted.median_error:.0%} in the median. low_ms to high_ms is meant to contain "
-        f"{LEVEL:.0%}: a factor of {fitted.factor:.2f} both ways, more where no "
+        f"{model.median_error:.0%} in the median. low_ms to high_ms is meant to contain "
+        f"{LEVEL:.0%}: a factor of {model.factor:.2f} both ways, more where no "
         "measurement is like the export, and up to K and V read for each query head, as "
         "the measured programs read them."
     )
