@@ -132,8 +132,8 @@ def stored(number: str, folder: Path) -> dict:
     if number == "30":
         rows = files["cosine"].query("mode == 'isolated' and not routing_tie")
         names["result"] = SimpleNamespace(rows=files["cosine"])
-        names["own"] = 1 - rows.groupby("tensor")["cosine"].min()
-        names["distances"] = names["own"] * 10 ** files["ingredients"]
+        names["bundle_worst"] = 1 - rows.groupby("tensor")["cosine"].min()
+        names["distances"] = names["bundle_worst"] * 10 ** files["ingredients"]
         names["source"] = SimpleNamespace(name=Path(names["CHECKPOINT"]).name)
         names["golden"] = SimpleNamespace(ids=range(names["POSITIONS"]))
         sizes = "{COMPRESS}, max_seq_len {MAX_SEQ_LEN}".format(**names)
@@ -385,7 +385,7 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     reported = {"cache": ["warm", "cold"], "context": [1024, 1024], "tokens": [0, 64]}
     offsets = {"modulo cache step (8)": [1, 1, None], "result": ["FAIL", "OK", "OK"]}
     times = {"cache": ["cold", "hot"], "context": [64, 64], "ms": [10.0, 2.0]}
-    tables = {"found": cells, "edges": cells, "reported": reported}
+    tables = {"random_cells": cells, "edges": cells, "reported": reported}
     tables |= {"offsets": offsets, "times": times}
     names = {name: pd.DataFrame(table) for name, table in tables.items()}
     names |= {"all_gates": [], "decoders": [None], "arithmetic": "exact"}
