@@ -82,9 +82,9 @@ def test_load_and_steal_disturb_a_run(row, words):
 
 
 def test_one_odd_process_disturbs_three_but_not_five():
-    assert log.are_apart([10, 10.1, 13]) and not log.are_apart([10, 10.1, 12])
-    assert not log.are_apart([10, 10.1, 10.2, 9.9, 30])
-    assert not log.are_apart([10])
+    assert log.vary_too_much([10, 10.1, 13]) and not log.vary_too_much([10, 10.1, 12])
+    assert not log.vary_too_much([10, 10.1, 10.2, 9.9, 30])
+    assert not log.vary_too_much([10])
 
 
 def test_figures_get_one_value_of_each_process(tmp_path):

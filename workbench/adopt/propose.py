@@ -7,7 +7,7 @@ the checkpoint's. At position 0 neither rope nor masks matter, so that a fault o
 export rarely prevents this.
 
 For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch where
-`describe_functions`, `describe_rows` or `count_tokens` decide by names."""
+`describe_functions`, `describe_functions_and_moves` or `count_tokens` decide by names."""
 
 import math
 import re
@@ -121,14 +121,14 @@ def propose(
             checkpoint's model; a model family that bundles do not have; something is at
             `out`.
     """
-    opened = []
+    opened_packages = []
     for source in packages:
         paths_of_source = [source]
         if not paths.is_package(source):
             paths_of_source = source.glob("[!.]*.mlpackage")
-        opened += map(Package, paths_of_source)
-    opened.sort(key=lambda package: package.order)
-    names = [package.path.name for package in opened]
+        opened_packages += map(Package, paths_of_source)
+    opened_packages.sort(key=lambda package: package.order)
+    names = [package.path.name for package in opened_packages]
     if len({*names}) < len(names):
         step = "rename one of them, or leave it out"
         raise InputError("packages", str(names), "a name for each", step)
@@ -136,7 +136,7 @@ def propose(
     config = hf.empty_model(checkpoint.config).config
     plan = family_of(config).plan(config)
     with new_bundle(out) as root:
-        manifest = describe(opened, checkpoint, plan, root)
+        manifest = describe(opened_packages, checkpoint, plan, root)
         manifest, error = match_caches(manifest, checkpoint, root)
         manifest.save(root)
     assumptions = list_assumptions(manifest, checkpoint, error)
@@ -160,7 +160,9 @@ def describe(
         link_package(package.path, root / "layers" / name)
         roles |= package.roles
     check_caches(cache_shapes, plan)
-    functions, moves = describe_rows(packages, plan, cache_shapes, {*roles.values()})
+    functions, moves = describe_functions_and_moves(
+        packages, plan, cache_shapes, {*roles.values()}
+    )
     rows = [shape[2] for shape in cache_shapes.values()]
     entries = file_entries(root, root / "layers")
     # the last token of a call goes through a function that gives logits
@@ -231,7 +233,7 @@ def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
         )
 
 
-def describe_rows(
+def describe_functions_and_moves(
     packages: list[Package],
     plan: Plan,
     cache_shapes: dict[str, tuple[int, ...]],
@@ -241,8 +243,8 @@ def describe_rows(
     of rows → `shift` or `right` (see `Foreign`)."""
     windows = [layer.window for layer in plan.layers if layer.window]
     window = max(windows, default=None)
-    body = next(package for package in packages if package.program.states)
-    functions = describe_functions(body.programs, window)
+    first_with_states = next(package for package in packages if package.program.states)
+    functions = describe_functions(first_with_states.programs, window)
     if functions[0].until:
         return functions, {window: "shift"}
     if "mask" in roles and not roles & {"start", "write"}:
@@ -330,9 +332,9 @@ def list_assumptions(
     for name, role in foreign.roles.items():
         rows.append(Assumption(name, role, "its name and shape"))
     for function in foreign.functions:
-        takes = function.model_dump_json(exclude_defaults=True)
+        limits = function.model_dump_json(exclude_defaults=True)
         rows.append(
-            Assumption(f"function {function.name}", takes, "its inputs and name")
+            Assumption(f"function {function.name}", limits, "its inputs and name")
         )
     for count, move in foreign.moves.items():
         reason = "names of functions and inputs"

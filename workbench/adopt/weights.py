@@ -23,19 +23,19 @@ def find_weights(
     whole, with the constants `part/name` that its rows consist of. `EMBEDDING` is the
     table of a lookup, since a tied head may be compressed in another way."""
     tables: dict[str, torch.Tensor] = {}
-    others: dict[str, torch.Tensor] = {}
+    other_matrices: dict[str, torch.Tensor] = {}
     for part, program in enumerate(programs):
         lookups = [op for op in program.block.walk() if op.kind == "gather"]
         table_names = {name for op in lookups for name in op.reads()}
         for name, value in Constants(program).read():
             if torch.is_tensor(value) and value.squeeze().ndim == 2:
-                matrices = tables if name in table_names else others
+                matrices = tables if name in table_names else other_matrices
                 matrices[f"{part}/{name}"] = value.float().squeeze()
     table = checkpoint.tensor(f"{checkpoint.prefix}embed_tokens.weight")
-    places = {EMBEDDING: find_pieces(table, tables)}
+    pieces_of = {EMBEDDING: find_pieces(table, tables)}
     for name in checkpoint.matrices:
-        places[name] = find_pieces(checkpoint.tensor(name), others | tables)
-    return {name: pieces for name, pieces in places.items() if pieces}
+        pieces_of[name] = find_pieces(checkpoint.tensor(name), other_matrices | tables)
+    return {name: pieces for name, pieces in pieces_of.items() if pieces}
 
 
 def find_pieces(matrix: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[str]:

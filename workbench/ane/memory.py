@@ -54,8 +54,8 @@ def fits(total: int, machine: int) -> dict[str, bool]:
     """Whether a process of `total` bytes `fits` a machine of this system and `fits_mac`,
     a Mac, with `machine` bytes of memory. On a Mac it may use the share `MAC_SHARE`."""
     fits_mac = total <= MAC_SHARE * machine
-    here = fits_mac if sys.platform == "darwin" else total <= machine
-    return {"fits": here, "fits_mac": fits_mac}
+    fits_here = fits_mac if sys.platform == "darwin" else total <= machine
+    return {"fits": fits_here, "fits_mac": fits_mac}
 
 
 def parse_bytes(text: str) -> int:

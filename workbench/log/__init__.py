@@ -20,7 +20,7 @@ _MODULES = {
     "store": ("append", "load", "plain"),
     "times": (
         "Difference",
-        "are_apart",
+        "vary_too_much",
         "by_process",
         "difference",
         "disturbed",

@@ -47,7 +47,7 @@ def environment() -> dict:
             versions[name] = None
     kernel = f"{platform.release()} {platform.version()}".strip()
     build = command_output("sw_vers", "-buildVersion") or kernel
-    here = {
+    columns = {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
         "commit": _commit(),
@@ -55,7 +55,7 @@ def environment() -> dict:
         "machine": machine_name(**hardware()),
         "software": software_name(build, versions),
     }
-    return anonymous(here | state())
+    return anonymous(columns | state())
 
 
 def hardware() -> dict:

@@ -17,7 +17,7 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 _FALSE_ALARMS = 0.01
 # what else may differ between two runs of a setting
 _CIRCUMSTANCES = ["commit", "versions", "platform", "power_source", "low_power"]
-_SAME = ["setting", "machine", "software", *_CIRCUMSTANCES]
+_REPEAT_COLUMNS = ["setting", "machine", "software", *_CIRCUMSTANCES]
 _RESULTS = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 
 
@@ -69,8 +69,10 @@ def compare(
     bounds = pd.DataFrame(intervals, compared.index, ["low", "high"], dtype=float)
     measures = measures.join(np.exp(bounds))[[*MEASUREMENT, *_RESULTS]]
     alike = measures["low"].le(1) & measures["high"].ge(1)
-    both = plain(sides).loc[[*SETTINGS, *_CIRCUMSTANCES]]
-    settings = both[both["a"].ne(both["b"]) & both.notna().any(axis=1)]
+    side_by_side = plain(sides).loc[[*SETTINGS, *_CIRCUMSTANCES]]
+    settings = side_by_side[
+        side_by_side["a"].ne(side_by_side["b"]) & side_by_side.notna().any(axis=1)
+    ]
     settings = settings.rename_axis("setting").reset_index()
     return settings, measures[~alike].reset_index(drop=True), int(alike.sum())
 
@@ -94,7 +96,7 @@ def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
     code; the run alone where it has no setting."""
     repeats = runs["run_id"] == row["run_id"]
     if pd.notna(row["setting"]):
-        group = runs.groupby(_SAME, dropna=False).ngroup()
+        group = runs.groupby(_REPEAT_COLUMNS, dropna=False).ngroup()
         repeats |= group.isin(group[repeats]) & (runs["status"] == "ok")
     return runs.loc[repeats, "run_id"].tolist()
 

@@ -109,18 +109,18 @@ def difference(first: pd.Series, second: pd.Series) -> Difference:
     rounds = count_rounds(first.index, second.index)
     pairs = min(len(first), len(second))
     logs = np.log(second.to_numpy(float)[:pairs] / first.to_numpy(float)[:pairs])
-    mean, reach = float(logs.mean()), np.nan
+    mean, half_width = float(logs.mean()), np.nan
     if pairs > 1:
         quantile = student.ppf((1 + CONFIDENCE) / 2, pairs - 1)
-        reach = float(quantile * logs.std(ddof=1) / pairs**0.5)
+        half_width = float(quantile * logs.std(ddof=1) / pairs**0.5)
     agree = bool((logs > 0).all() or (logs < 0).all())
-    is_large = abs(mean) > max(reach, np.log(MIN_CHANGE))
+    is_large = abs(mean) > max(half_width, np.log(MIN_CHANGE))
     decided = rounds >= MIN_ROUNDS and agree and is_large
-    bounds = np.exp([mean, mean - reach, mean + reach]).tolist()
+    bounds = np.exp([mean, mean - half_width, mean + half_width]).tolist()
     return Difference(*bounds, rounds, bool(decided))
 
 
-def are_apart(values: Sequence[float]) -> bool:
+def vary_too_much(values: Sequence[float]) -> bool:
     """Whether processes of one setting differ by more than `FAR_APART`. Of
     `TRIMMED_FROM` or more, the least and the most are left out."""
     ordered = sorted(values)

@@ -11,7 +11,7 @@ from workbench.plots.text import format_count, group_by, label_of
 
 CACHE_ROWS = 24
 """The number of cache rows that are drawn."""
-LOOKS = {
+MARK_STYLES = {
     "written": {"color": PALETTE[0], "marker": "s", "label": "written as addressed"},
     "missed": {
         "color": PALETTE[5],
@@ -53,13 +53,13 @@ def cache_rows(calls: pd.DataFrame, figure: Figure, *, by: str | None = None) ->
     for ax, (title, panel) in zip(axes, panels):
         for y in range(len(names)):
             writes = _writes(panel[numbers[panel.index] == y])
-            for kind, look in LOOKS.items():
+            for kind, style in MARK_STYLES.items():
                 rows = sorted(getattr(writes, kind))
-                ax.plot(rows, [y] * len(rows), linestyle="", **look)
+                ax.plot(rows, [y] * len(rows), linestyle="", **style)
                 hidden = sum(row >= CACHE_ROWS for row in rows)
                 outside += hidden
                 if hidden < len(rows):
-                    keys[kind] = Line2D([], [], linestyle="", **look)
+                    keys[kind] = Line2D([], [], linestyle="", **style)
         ax.set(title=title, xlabel="cache row", xlim=(-0.7, CACHE_ROWS - 0.3))
         ax.grid()
         labels = [f"{label_of('T', T)}, {label_of('pos', pos)}" for T, pos in names]
@@ -71,7 +71,7 @@ def cache_rows(calls: pd.DataFrame, figure: Figure, *, by: str | None = None) ->
     if outside:
         marks = format_count(outside, "mark")
         notes.append(f"not drawn: {marks} from cache row {CACHE_ROWS} on")
-    add_legend(figure, [keys[kind] for kind in LOOKS if kind in keys], notes)
+    add_legend(figure, [keys[kind] for kind in MARK_STYLES if kind in keys], notes)
 
 
 def _writes(call: pd.DataFrame) -> Writes:

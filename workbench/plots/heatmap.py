@@ -121,8 +121,8 @@ def heatmap(
         ax.set_xlabel("token")
         ax.tick_params(axis="x", rotation=90, labelsize=7)
         longest = max(len(in_code_points(label)) for label in labels)
-        more = CHARACTER * max(0, longest - TOKEN_CHARACTERS)
-        figure.set_figheight(figure.get_figheight() + more)
+        extra_height = CHARACTER * max(0, longest - TOKEN_CHARACTERS)
+        figure.set_figheight(figure.get_figheight() + extra_height)
     label_cells(ax.xaxis, labels, int(7.5 * figure.get_figwidth()))
     bar = figure.colorbar(mesh, ax=axes, label=LABELS[metric])
     label_log(bar.ax.yaxis)
@@ -152,10 +152,10 @@ def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
     """`value` and `beyond` by layer and position for each value of the column `by`, the
     worst of several rows. Panels that look alike are one panel, whose title has the
     names of all and says whether their tensors are equal."""
-    everywhere = pd.MultiIndex.from_product([np.sort(cells[i].unique()) for i in INDEX])
+    all_cells = pd.MultiIndex.from_product([np.sort(cells[i].unique()) for i in INDEX])
     distinct = []  # names, panel, and the rows of each name
     for name, part in group_by(cells, by):
-        panel = part.groupby(INDEX)[["value", "beyond"]].max().reindex(everywhere)
+        panel = part.groupby(INDEX)[["value", "beyond"]].max().reindex(all_cells)
         for names, other, parts in distinct:
             if panel.equals(other):
                 names.append(name)
@@ -235,10 +235,10 @@ def _keys(cells: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
     keys = []
     if cells["beyond"].any():
         if scale.is_hatched:
-            look = {"fill": False, "hatch": HATCH}
+            style = {"fill": False, "hatch": HATCH}
         else:
-            look = {"facecolor": BEYOND_COLOUR}
-        keys.append(Patch(**look, label=f"error > {TOLERANCE_FACTOR:g} × {BUDGET}"))
+            style = {"facecolor": BEYOND_COLOUR}
+        keys.append(Patch(**style, label=f"error > {TOLERANCE_FACTOR:g} × {BUDGET}"))
     if np.isinf(cells["value"]).any():
         keys.append(Patch(facecolor="black", label="not finite"))
     if has_gaps:

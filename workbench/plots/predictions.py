@@ -52,8 +52,8 @@ def predictions(
     ends = np.array([np.nanmin(times) / 1.2, np.nanmax(times) * 1.2])
     ax.plot(ends, ends, color="black", linewidth=0.8, label="equal")
     if factor:
-        for place, label in ((factor, f"a factor of {factor:.2f}"), (1 / factor, "")):
-            ax.plot(ends, ends * place, **DASHED, label=label or "_nolegend_")
+        for ratio, label in ((factor, f"a factor of {factor:.2f}"), (1 / factor, "")):
+            ax.plot(ends, ends * ratio, **DASHED, label=label or "_nolegend_")
     ax.grid()
     ax.set(xscale="log", yscale="log", xlabel="measured ms of a call")
     ax.set(ylabel="predicted ms of a call", xlim=ends, ylim=ends)

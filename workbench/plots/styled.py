@@ -130,8 +130,10 @@ def add_legend(figure: Figure, keys: Sequence, notes: Sequence[str] = ()) -> Non
     title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
     lines = -(-len(keys) // columns) + len(title.splitlines())
     figure.set_figheight(figure.get_figheight() + lines * LINE)
-    look = {"title": title, "alignment": "left"} if title else {}
-    figure.legend(handles=keys, loc="outside lower left", ncols=columns, **look)
+    legend_options = {"title": title, "alignment": "left"} if title else {}
+    figure.legend(
+        handles=keys, loc="outside lower left", ncols=columns, **legend_options
+    )
 
 
 def unmeasured_key() -> Patch:

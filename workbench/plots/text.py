@@ -97,7 +97,7 @@ def _characters() -> frozenset[int]:
         return frozenset(get_font(findfont(FontProperties())).get_charmap())
 
 
-def _lacking(text: str) -> set[str]:
+def _missing_characters(text: str) -> set[str]:
     """The characters of a text that the font lacks."""
     return {c for c in text if c != "\n" and ord(c) not in _characters()}
 
@@ -111,30 +111,32 @@ def _code_points(characters: re.Match) -> str:
 def in_code_points(text: str) -> str:
     """A text with code points, such as U+4F60, in place of characters that the font
     lacks, which would be drawn as boxes."""
-    lacking = _lacking(text)
-    if not lacking:
+    all_missing = _missing_characters(text)
+    if not all_missing:
         return text
-    return re.sub(f"[{re.escape(''.join(lacking))}]+", _code_points, text)
+    return re.sub(f"[{re.escape(''.join(all_missing))}]+", _code_points, text)
 
 
 def write_code_points(figure: Figure) -> None:
     """Changes all texts of a figure as `in_code_points` does, with one warning for the
     whole figure."""
-    lacking = set()
+    all_missing = set()
     for axis in figure.findobj(Axis):
         # matplotlib writes the labels of other locators anew, and those are numbers
         if isinstance(axis.get_major_locator(), FixedLocator):
             ticks = [label.get_text() for label in axis.get_ticklabels()]
-            if missing := set().union(*map(_lacking, ticks)):
-                lacking |= missing
+            if missing := set().union(*map(_missing_characters, ticks)):
+                all_missing |= missing
                 words = [in_code_points(tick) for tick in ticks]
                 axis.set_ticks(axis.get_majorticklocs(), labels=words)
     for text in figure.findobj(Text):
-        if missing := _lacking(text.get_text()):
-            lacking |= missing
+        if missing := _missing_characters(text.get_text()):
+            all_missing |= missing
             text.set_text(in_code_points(text.get_text()))
-    if lacking:
-        points = ", ".join(f"U+{ord(character):04X}" for character in sorted(lacking))
+    if all_missing:
+        points = ", ".join(
+            f"U+{ord(character):04X}" for character in sorted(all_missing)
+        )
         warnings.warn(
             f"the font of the figures lacks {points}; they are written as code points",
             stacklevel=3,

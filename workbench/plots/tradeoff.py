@@ -38,7 +38,7 @@ def tradeoff(
         words = is_over.map({True: "OVER", False: "WITHIN"})
         configurations = configurations.assign(quality=words)
     measured = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
-    low = (measured["kl_mean"] < LEAST_KL).sum()
+    clipped_count = (measured["kl_mean"] < LEAST_KL).sum()
     measured = measured.assign(kl_mean=measured["kl_mean"].clip(lower=LEAST_KL))
     figure.set_figheight(3.2)
     ax = figure.subplots()
@@ -46,15 +46,15 @@ def tradeoff(
     for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
         for words, points in group.groupby(["verdict", "quality"], dropna=False):
             verdict, quality = words
-            look = {"color": colour, "marker": "X" if verdict == "RED" else marker}
+            style = {"color": colour, "marker": "X" if verdict == "RED" else marker}
             if quality == "OVER":
-                look |= {"facecolors": "none", "edgecolors": colour}
-                del look["color"]
+                style |= {"facecolors": "none", "edgecolors": colour}
+                del style["color"]
             label = label_of("verdict", verdict)
             if verdict == "GREEN":
                 label += f", {label_of('quality', quality)}"
-            look["label"] = f"{name}, {label}" if hue else label
-            ax.scatter("kl_mean", "tokens_per_s", data=points, **look)
+            style["label"] = f"{name}, {label}" if hue else label
+            ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
     best = _front(measured)
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
@@ -75,8 +75,10 @@ def tradeoff(
         notes.append(
             f"numbered: GREEN and WITHIN, and more than {share} faster than all of a lower KL"
         )
-    if low:
-        notes.append(f"{low} with a KL below {LEAST_KL:g} are drawn at {LEAST_KL:g}")
+    if clipped_count:
+        notes.append(
+            f"{clipped_count} with a KL below {LEAST_KL:g} are drawn at {LEAST_KL:g}"
+        )
     notes += describe_unplaced(configurations, ["kl_mean", "tokens_per_s"])
     add_legend(figure, ax.get_legend_handles_labels()[0], notes)
 

@@ -187,7 +187,7 @@ def _objections(settings: Series) -> list[str]:
         if rows["disturbed"].notna().all():
             cause = rows["disturbed"].iloc[0]
             reasons.append(f"every process of {key} was disturbed: {cause}")
-        elif log.are_apart(rows["value"]):
+        elif log.vary_too_much(rows["value"]):
             ratio = rows["value"].max() / rows["value"].min()
             reasons.append(f"the processes of {key} lie {ratio:.2f} times apart")
     return reasons

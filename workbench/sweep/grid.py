@@ -98,10 +98,10 @@ class Grid(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _fits(self) -> "Grid":
-        one, several = bool(self.checkpoint), bool(self.bundle)
-        if one == several or (several and self.export):
+        has_checkpoint, has_bundles = bool(self.checkpoint), bool(self.bundle)
+        if has_checkpoint == has_bundles or (has_bundles and self.export):
             raise ValueError("either checkpoint (and export), or bundle")
-        if several and self.validate_ids and not self.golden:
+        if has_bundles and self.validate_ids and not self.golden:
             raise ValueError("golden (run: workbench golden CHECKPOINT --out G)")
         # every cell would be killed before it had measured for so long
         if (self.run.min_seconds or 0) >= self.run.timeout_s:

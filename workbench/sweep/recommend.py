@@ -64,53 +64,58 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
         results: the gates of a bundle.
         presets: see `measure_presets`.
     """
-    of_export = [gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)]
+    gates_that_ran = [
+        gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)
+    ]
     limits = [
         gate
         for gate in results
         if gate.name == gates.MAX_KL_GATE and gate.verdict != gates.NOT_RUN
     ]
-    faults = gates.faults(of_export)
-    count = len(of_export)
+    faults = gates.faults(gates_that_ran)
+    count = len(gates_that_ran)
     if faults:
         names = ", ".join(gate.name for gate in faults)
-        words = [
+        sentences = [
             f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
             "Next step: workbench explain names the cause."
         ]
     else:
-        idle = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
-        unasked = f"; not run: {', '.join(idle)}" if idle else ""
+        names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
+        not_run_note = ""
+        if names_not_run:
+            not_run_note = f"; not run: {', '.join(names_not_run)}"
         word = "not run" if gates.missing(results) else "GREEN"
-        words = [f"Export {word}: {count} gates on it are GREEN{unasked}."]
+        sentences = [f"Export {word}: {count} gates on it are GREEN{not_run_note}."]
     for limit in limits:
         cost = f"a mean KL of {limit.value:.3g} nats from Hugging Face's model"
         if faults:
-            words.append(
+            sentences.append(
                 f"Quality not judged: {cost} is measured, and the fault has a part in it."
             )
         elif limit.verdict == gates.WITHIN:
-            words.append(
+            sentences.append(
                 f"Quality WITHIN: it costs {cost}, at most your limit of "
                 f"{limit.threshold:g}."
             )
         else:
-            words.append(
+            sentences.append(
                 f"Quality OVER: it costs {cost}, more than your limit of "
                 f"{limit.threshold:g}. This is the cost of compression and no fault."
             )
     for row in presets.to_dict("records"):
-        verb = "keeps" if row["passes"] else "exceeds it too"
         measured = f"{row['kl_mean']:.3g} nats, measured on the same tokens"
         if row["passes"]:
-            words.append(
-                f"Next step: export with compress = {row['compress']}, which {verb} the "
+            sentences.append(
+                f"Next step: export with compress = {row['compress']}, which keeps the "
                 f"limit ({measured}; a bundle of {row['MiB']:.0f} MiB)."
             )
         else:
-            words.append(f"Stored as {row['compress']} it {verb} ({measured}).")
+            sentences.append(
+                f"Stored as {row['compress']} it exceeds the limit too ({measured})."
+            )
     if limits and not faults and len(presets) and not presets["passes"].any():
-        words.append(
+        sentences.append(
             "None of the presets tried keeps the limit. Next step: raise MAX_KL."
         )
-    return words
+    return sentences

@@ -91,15 +91,15 @@ def measure_speed(
         columns |= {"T": T, "depth": depth, "n_gen": n_gen}
         total_ms = 0.0
         for call in range(WARMUP_CALLS + calls):
-            phases = _timed_call(decoder, seqs, _ids(decoder, rng, T))
+            call_samples = _timed_call(decoder, seqs, _ids(decoder, rng, T))
             elapsed_s = time.perf_counter() - start
             is_warmup = call < WARMUP_CALLS
             if not is_warmup:
-                total_ms += phases[0]["value"]
+                total_ms += call_samples[0]["value"]
             if repetition >= repetitions:
-                phases = phases[:1]  # the whole call, without its parts
+                call_samples = call_samples[:1]  # the whole call, without its parts
             columns |= {"order": order, "elapsed_s": elapsed_s, "warmup": is_warmup}
-            rows += [columns | phase for phase in phases]
+            rows += [columns | sample for sample in call_samples]
             order += 1
         rate = calls * T * decoder.options.batch / total_ms * 1e3
         rows.append(columns | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
@@ -199,12 +199,12 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
     rows = []
 
     def clock(call, shard, op, outputs):
-        nonlocal last
-        ms = (time.perf_counter() - last) * 1e3
+        nonlocal last_hook_time
+        ms = (time.perf_counter() - last_hook_time) * 1e3
         path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "")
         module = re.sub(r"^\w+\.\d+\.?", "", path) or "residual"
         rows.append({"call": call, "module": module, "op": op.kind, "ms": ms})
-        last = time.perf_counter()
+        last_hook_time = time.perf_counter()
 
     for key in decoder.experts.shards:
         decoder.experts.model(*key)
@@ -213,7 +213,7 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
         seqs.prefill(_ids(decoder, rng, depth))
     for call in range(calls + 1):
         # `clock` measures the first gap from here
-        ids, last = _ids(decoder, rng, 1), time.perf_counter()
+        ids, last_hook_time = _ids(decoder, rng, 1), time.perf_counter()
         seqs.advance(ids, partial(clock, call))
     timed = pd.DataFrame(rows).query("call > 0").groupby(["call", "module", "op"])["ms"]
     medians = timed.sum().groupby(["module", "op"]).median().reset_index()

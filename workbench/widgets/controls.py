@@ -14,10 +14,12 @@ WIDTH = 9.5  # inches: width of a canvas
 def control(label: str, values: list) -> ui.Widget:
     """A slider over whole numbers, or a list of other values; it begins at the first
     value."""
-    look = {"description": label, "style": {"description_width": "initial"}}
+    appearance = {"description": label, "style": {"description_width": "initial"}}
     if type(values[0]) is int:
-        return ui.SelectionSlider(options=sorted(set(values)), value=values[0], **look)
-    return ui.Dropdown(options=values, **look)
+        return ui.SelectionSlider(
+            options=sorted(set(values)), value=values[0], **options
+        )
+    return ui.Dropdown(options=values, **appearance)
 
 
 def button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:

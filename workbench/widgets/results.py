@@ -52,11 +52,11 @@ class GridResults:
         }
 
     def cell(self, setting: Setting) -> Cell:
-        return _at(self.cells, setting)[0]
+        return _cells_at(self.cells, setting)[0]
 
     def options(self, setting: Setting) -> Options:
         """The export options of the bundle of a setting."""
-        return _at(self.cells, setting, sweep.RUN_AXES)[0].options
+        return _cells_at(self.cells, setting, sweep.RUN_AXES)[0].options
 
     def missing(self, setting: Setting) -> list[Cell]:
         """The cells that the log lacks, those of the setting's bundle first."""
@@ -64,11 +64,11 @@ class GridResults:
         cells = sweep.missing(self.cells["cell"], self.root)
         return sorted(cells, key=lambda cell: cell.options != first)
 
-    def rows(self, table: str, setting: Setting, *free: str) -> pd.DataFrame:
-        """The rows of a table at a setting, whatever the values of the axes `free`;
+    def rows(self, table: str, setting: Setting, *any_value_of: str) -> pd.DataFrame:
+        """The rows of a table at a setting, whatever the values of the axes `any_value_of`;
         those of `fidelity` whatever changes only times, too."""
         name = "values" if table == "fidelity" else "setting"
-        cells = _at(self._stored_cells, setting, free)
+        cells = _cells_at(self._stored_cells, setting, any_value_of)
         hashes = {cell.columns()[name] for cell in cells}
         rows = self.tables[table]
         return rows[rows[name].isin(hashes)]
@@ -105,9 +105,11 @@ def _table(cells: Iterable[Cell]) -> pd.DataFrame:
     )
 
 
-def _at(cells: pd.DataFrame, setting: Setting, free: Iterable[str] = ()) -> list[Cell]:
-    """The cells of a table at a setting, whatever the values of the axes `free`."""
+def _cells_at(
+    cells: pd.DataFrame, setting: Setting, any_value_of: Iterable[str] = ()
+) -> list[Cell]:
+    """The cells of a table at a setting, whatever the values of the axes `any_value_of`."""
     for name, value in setting.items():
-        if name not in free:
+        if name not in any_value_of:
             cells = cells[cells[name] == value]
     return cells["cell"].tolist()

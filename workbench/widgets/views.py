@@ -101,18 +101,22 @@ class Speed:
         """
         times = pd.concat(
             [
-                sweep.per_process(rates, "tokens_per_s").assign(what=sentences.SPEED),
-                sweep.per_process(layers, "layer_ms").assign(what=sentences.LAYER),
+                sweep.per_process(rates, "tokens_per_s").assign(
+                    quantity=sentences.SPEED
+                ),
+                sweep.per_process(layers, "layer_ms").assign(quantity=sentences.LAYER),
             ]
         ).sort_values("T")
         of_setting = times[(times["max_seq_len"] == S) & (times["T"] == T)]
         self.canvas.layout.display = "none" if of_setting.empty else None
         if of_setting.empty:
             return ""
-        axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "what"}
+        axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "quantity"}
         figure = self.canvas.figure
         plots.lines(times, **axes, xlog=2, ylabel="", figure=figure)
         for ax in figure.axes:
             ax.axvline(S, color="0.8", linewidth=5, zorder=0)
         self.canvas.draw_idle()
-        return sentences.describe_times(of_setting, log.summarize(of_setting, "what"))
+        return sentences.describe_times(
+            of_setting, log.summarize(of_setting, "quantity")
+        )
