@@ -17,7 +17,7 @@ def control(label: str, values: list) -> ui.Widget:
     appearance = {"description": label, "style": {"description_width": "initial"}}
     if type(values[0]) is int:
         return ui.SelectionSlider(
-            options=sorted(set(values)), value=values[0], **options
+            options=sorted(set(values)), value=values[0], **appearance
         )
     return ui.Dropdown(options=values, **appearance)
 
