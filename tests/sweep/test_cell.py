@@ -63,8 +63,8 @@ def test_what_the_counters_say_of_a_measurement_is_in_its_row(
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)
     parsed = sweep.make_grid(grid | {"validate_ids": []})
     cell, _ = sweep.cells(parsed)
-    bundle = sweeping.prepare(cell, swept[0] / "bundles")
-    row, _ = sweeping.measure(cell, parsed, bundle)
+    bundle = sweeping.export_bundle(cell, swept[0] / "bundles")
+    row, _ = sweeping.measure_in_child(cell, parsed, bundle)
     monitor.end_window.assert_called_once_with(*monitor.begin_window.call_args.args)
     assert row["ane_joules"] == joules
     said = row["config"]["energy"]
