@@ -95,7 +95,7 @@ def test_two_sweeps_of_a_log_at_once_measure_every_cell_once_and_never_together(
         finally:
             together -= 1
 
-    monkeypatch.setattr(run, "_measured_cell", counts)
+    monkeypatch.setattr(run, "_measure_and_log", counts)
     results = []
     threads = [
         threading.Thread(target=lambda: results.append(sweep.sweep(grid, **where)))
