@@ -210,6 +210,7 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         place, fault = first_fault(problem, "the grid")
         needed = fault["msg"]
         if fault["type"] == "extra_forbidden":
+            # the depth of the key says whose it is: "x", "run.x", "run.hints.0.x"
             part = {0: Grid, 1: Run}.get(place.count("."), Hints)
             needed = f"one of the keys {', '.join(part.model_fields)}"
         actual = f"{place}: {reprlib.repr(fault.get('input'))}"
