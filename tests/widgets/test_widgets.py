@@ -46,16 +46,18 @@ def root(tmp_path_factory):
     view = Explorer(PART, Experiment("05_x", {}), root=folder)
     assert "Not measured at this setting" in view.message.value
     assert view.cancel.disabled
-    assert view.run.description == "Run what is missing (about 16 s)"
+    assert view.run_button.description == "Run what is missing (about 16 s)"
     said = []
     view.status.observe(lambda change: said.append(change["new"]), names="value")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "call", in_process.call)
-        view.run.click()
+        view.run_button.click()
         view.queue.thread.join()
     check(view)
     assert said[0] == "measuring int8-tensor, max_seq_len 16, about 16 s to go"
-    assert view.run.description == "Nothing is missing" and view.run.disabled
+    assert (
+        view.run_button.description == "Nothing is missing" and view.run_button.disabled
+    )
     assert "tokens per second" in view.message.value
     return folder
 
