@@ -144,19 +144,14 @@ def call(
     """
     stop, has_ended = stop or threading.Event(), threading.Event()
     deadline = time.monotonic() + (timeout_s or math.inf)
-
-    def kill_in_time() -> None:
-        while not has_ended.wait(POLL_S):
-            if stop.is_set() or time.monotonic() >= deadline:
-                return server.kill()
-
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PWD": os.getcwd()}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         files = Files.of(Path(folder))
         files.job.write_bytes(pickle.dumps((function, args)))
         server = stack.enter_context(_server(environment, files.stderr))
-        threading.Thread(target=kill_in_time, daemon=True).start()
+        arguments = server, stop, deadline, has_ended
+        threading.Thread(target=_kill_in_time, args=arguments, daemon=True).start()
         try:
             with suppress(BrokenPipeError):  # the server has ended
                 print(folder, file=server.process.stdin, flush=True)
@@ -168,7 +163,8 @@ def call(
             raise Cancelled
         if code >= NO_FORK:
             raise OSError(code - NO_FORK, os.strerror(code - NO_FORK))
-        if is_late := time.monotonic() >= deadline:
+        is_late = time.monotonic() >= deadline
+        if is_late:
             server.kill()
             server.process.wait()
         written = files.stderr.read_bytes() if files.stderr.exists() else b""
@@ -178,13 +174,25 @@ def call(
             if problem := outcome.get("full_disk"):
                 raise problem
             return Outcome(**outcome, lines=tuple(_messages(lines)))
-    failure = f"exit code {code}: {last_message(lines)}"
     if is_late:
         failure = f"no answer in {timeout_s} s"
     elif code < 0:
         failure = f"killed by {signal.Signals(-code).name}"
+    else:
+        failure = f"exit code {code}: {last_message(lines)}"
     notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
     return Outcome(failure=failure, lines=tuple(notes))
+
+
+def _kill_in_time(
+    server: Server, stop: threading.Event, deadline: float, has_ended: threading.Event
+) -> None:
+    """Kills a server that has not ended when `stop` is set or the deadline is over.
+    Returns when it is killed or has ended."""
+    while not has_ended.wait(POLL_S):
+        if stop.is_set() or time.monotonic() >= deadline:
+            server.kill()
+            return
 
 
 @contextmanager
