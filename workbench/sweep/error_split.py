@@ -91,7 +91,7 @@ def find_operation(
     position: int,
     stop: threading.Event | None = None,
 ) -> str:
-    """The words in which `explain.operation.find` names the operation that is wrong at
+    """The summary in which `explain.operation.find` names the operation that is wrong at
     the setting of a cell.
 
     Args:
@@ -111,4 +111,4 @@ def find_operation(
         position=position,
         stop=stop,
     )
-    return result.words
+    return result.summary
