@@ -188,7 +188,10 @@ def faults(gates: Iterable[Gate]) -> list[Gate]:
 
 # relative RMS of an isolated update in exact arithmetic, on the same weights
 REAUTHORING = 1e-5
-MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's
+# defaults of the limits that are the user's
+MAX_KL = 0.05  # nats, mean of a prompt
+MIN_AGREED = 0.95  # share of the tokens of Hugging Face's text
+MIN_STOPS = 0.75  # share of the ends of Hugging Face's text
 
 
 @cache

@@ -233,6 +233,17 @@ class Reference:
         return functional_call(self.base, outer, (), arguments)[0]
 
     @torch.inference_mode()
+    def perturbed_hidden(self, ids: np.ndarray, perturb: Perturb) -> torch.Tensor:
+        """`last_hidden` [B, n, C] with what enters every layer and the final norm
+        changed."""
+        self.sequences = [Row(perturb=perturb)] * len(ids)
+        self.trace, self.count = Trace.empty(len(self.base.layers)), ids.shape[1]
+        try:
+            return self.last_hidden(ids, use_cache=False)
+        finally:
+            self.trace, self.sequences = None, ()
+
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """lm_head over [.., n, C], `HEAD_ROWS` of its rows in float32 at a time; the
         checkpoint's own tensor is read so."""

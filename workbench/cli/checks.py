@@ -1,8 +1,10 @@
 """`validate` tests whether a bundle is right and measures what compression costs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 
+from cyclopts import Parameter
 from cyclopts.types import ExistingFile, NonNegativeFloat
 
 import workbench
@@ -12,6 +14,7 @@ from workbench.cli.common import (
     Execution,
     Json,
     Prompt,
+    format_result,
     load_checkpoint,
     reject_unused,
     show,
@@ -19,6 +22,25 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 from workbench.progress import stage
+
+
+@Parameter("*")
+@dataclass(frozen=True)
+class TranscriptOptions:
+    """The comparison with Hugging Face's own text.
+
+    Args:
+        transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
+            each of 16 prompts; needs --checkpoint.
+        prompts: Prompts of your own (JSON lines).
+        min_agreed: Your limit on the share of that text's tokens that agree.
+        min_stops: Your limit on the share of that text's ends that agree.
+    """
+
+    transcript: bool = False
+    prompts: ExistingFile | None = None
+    min_agreed: NonNegativeFloat = gates.MIN_AGREED
+    min_stops: NonNegativeFloat = gates.MIN_STOPS
 
 
 def validate(
@@ -31,6 +53,7 @@ def validate(
     golden: Path | None = None,
     single_copy: bool = False,
     tasks: ExistingFile | None = None,
+    text: TranscriptOptions = TranscriptOptions(),
     max_kl: NonNegativeFloat = gates.MAX_KL,
     json: Json = False,
 ) -> None:
@@ -59,12 +82,18 @@ def validate(
     _check_reference_options(prompt, checkpoint, golden, needs_reference)
     if not checkpoint:
         reject_unused("--checkpoint, which also answers them", tasks=tasks)
+        needed = "--checkpoint, whose model writes the text"
+        reject_unused(needed, transcript=text.transcript)
+    if not text.transcript:
+        reject_unused("--transcript", text)
     stage("validate: reading the checkpoint")
     source = load_checkpoint(checkpoint)
     from workbench.check import validate as checks
     from workbench.check.tasks import answers_gate, load_tasks
+    from workbench.check.transcript import load_prompts
 
     questions = load_tasks(tasks) if tasks else []
+    prompts = load_prompts(text.prompts or "") if text.transcript else []
     is_device = _check_single_copy(exported, execution.runtime, single_copy)
     reference = _load_reference(exported, prompt, source, golden)
     stage("validate: opening the bundle")
@@ -82,7 +111,36 @@ def validate(
         return show(_unopened_result(exported, source, problem), json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
-    show(result.json(), json)
+    texts = {}
+    if prompts:
+        texts = _add_transcript(result, decoder, source, prompts, text)
+    found = result.json() | texts
+    show(found, json, None if json else format_result(_shortened(found)))
+
+
+def _shortened(result: dict) -> dict:
+    """A result whose prompts fit lines of text."""
+    if not result.get("transcript"):
+        return result
+    names = ("agreed", "ties", "first_difference", "cause")
+    rows = [
+        {"prompt": shorten(row["prompt"], 40)} | {name: row[name] for name in names}
+        for row in result["transcript"]["prompts"]
+    ]
+    return result | {"transcript": result["transcript"] | {"prompts": rows}}
+
+
+def _add_transcript(result, decoder, source, prompts: list[str], options) -> dict:
+    """Adds the gates of a transcript to a validation; returns its JSON."""
+    from workbench.check.transcript import differing_ids, transcribe
+
+    if wrong := differing_ids(decoder, source, prompts):
+        others = [gate for gate in result.gates if gate.name != wrong.name]
+        result.gates = [wrong, *others]
+    compared = transcribe(decoder, source, prompts)
+    result.gates += compared.gates(options.min_agreed, options.min_stops)
+    transcript, stop = compared.json(decoder)
+    return {"transcript": transcript, "stop": stop}
 
 
 def validate_units(

@@ -1,0 +1,183 @@
+"""A bundle is compared with Hugging Face's own text at every position; differences are told
+from ties, and a lost end token from another text."""
+
+import json
+
+import numpy as np
+import pytest
+from in_process import cli, invoke
+from refusal import refused
+
+from workbench import Decoder
+from workbench.check import gates, transcript
+from workbench.check.hf import Reference, half
+from workbench.check.transcript import Text, Transcript
+
+PROMPTS = ["The keeper of the light", "A ferry leaves", "Bread", "Who repairs boilers?"]
+
+
+@pytest.fixture(scope="module")
+def compared(tiny_llama, exports):
+    """tiny-llama in fp16 beside its checkpoint."""
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=64, compress="fp16")
+    decoder = Decoder(bundle, "portable")
+    return decoder, transcript.transcribe(decoder, tiny_llama, PROMPTS, 12)
+
+
+def words(results) -> dict[str, str]:
+    return {gate.name: gate.verdict for gate in results}
+
+
+def test_a_sound_export_agrees_and_its_error_is_that_of_rounding(compared):
+    decoder, result = compared
+    assert [text.prompt for text in result.texts] == PROMPTS
+    assert result.agreed == 1 and result.interval == [1, 1]
+    assert 0 < result.sigma < 0.1 and result.error < transcript.ERROR_LIMIT
+    verdicts = words(result.gates())
+    assert verdicts["text_budget"] == "GREEN" and verdicts["transcript"] == "WITHIN"
+    figures, stop = result.json(decoder)
+    assert figures["agreed"] == 1 and stop["ends"] == result.stops[1]
+    assert {row["cause"] for row in figures["prompts"]} == {None}
+
+
+def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama):
+    encoded = [
+        (text, transcript.encode(tiny_llama.tokenizer, text)) for text in PROMPTS
+    ]
+    together = transcript.write_texts(tiny_llama, encoded, 12, batched=True)
+    alone = transcript.write_texts(tiny_llama, encoded, 12, batched=False)
+    assert [text.tokens for text in together] == [text.tokens for text in alone]
+    reference = Reference(tiny_llama)
+    for text in alone:
+        logits = reference.run(text.fed).logits[text.predicting]
+        assert logits.argmax(-1).tolist() == text.tokens
+
+
+def test_logits_that_are_larger_everywhere_change_no_text_and_are_red(
+    compared, tiny_llama, monkeypatch
+):
+    """Planted: the bundle's logits × 1.05, which no greedy text shows."""
+    decoder, sound = compared
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
+    result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
+    assert result.agreed == 1
+    assert words(result.gates())["text_budget"] == "RED"
+
+
+def test_two_exchanged_rows_of_the_head_are_red_and_named(
+    compared, tiny_llama, monkeypatch
+):
+    """Planted: the logits of two tokens that no text contains."""
+    decoder, sound = compared
+    used = {token for text in sound.texts for token in [*text.ids, *text.tokens]}
+    a, b = [n for n in range(decoder.manifest.dims.V) if n not in used][-2:]
+    logits = decoder.logits
+
+    def exchanged(outputs):
+        values = logits(outputs).copy()
+        values[..., [a, b]] = values[..., [b, a]]
+        return values
+
+    monkeypatch.setattr(decoder, "logits", exchanged)
+    result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
+    gate, *_ = result.gates()
+    assert gate.verdict == "RED" and result.row in (a, b)
+    assert f"token {result.row}" in gate.reason
+
+
+def made(taken, gap, ended=(), tokens=4) -> Transcript:
+    """A transcript of texts of tokens 1, whose last one is the end token 0."""
+    texts = []
+    for number, (row, gaps) in enumerate(zip(taken, gap)):
+        ids = [1] * (tokens - 1) + [0 if number in ended else 1]
+        text = Text(str(number), [5], ids, number in ended)
+        text.taken, text.gap = np.array(row), np.array(gaps, float)
+        text.by_weights = np.full(tokens, number % 2 == 0)
+        texts.append(text)
+    return Transcript(texts, 0.01, 1.0, 1.0, 0, frozenset({0}))
+
+
+def test_a_small_gap_is_a_tie_and_later_positions_count():
+    result = made([[2, 1, 1, 1], [1, 1, 1, 3]], [[0.29, 0, 0, 0], [0, 0, 0, 0.31]])
+    assert result.agreed == 7 / 8
+    assert [int(result.is_tie(text).sum()) for text in result.texts] == [1, 0]
+    assert words(result.gates(min_agreed=0.8))["transcript"] == "WITHIN"
+    assert words(result.gates(min_agreed=0.9))["transcript"] == "OVER"
+
+
+def test_a_stop_is_judged_with_four_ends_and_at_those_places_alone():
+    ends = [[1, 1, 1, 0]] * 4
+    zero = [[0.0] * 4] * 4
+    assert words(made(ends, zero, ended=range(3)).gates())["stop"] == "not_run"
+    assert words(made(ends, zero, ended=range(4)).gates())["stop"] == "WITHIN"
+    lost = made([[1, 1, 1, 2]] * 4, zero, ended=range(4)).gates()
+    assert words(lost)["stop"] == "OVER" and "never ends" in lost[-1].reason
+    three = made([*ends[:3], [1, 1, 1, 2]], zero, ended=range(4)).gates()
+    assert words(three)["stop"] == "WITHIN"
+
+
+def test_rounding_of_the_stream_needs_no_bundle(tiny_llama):
+    reference = Reference(tiny_llama)
+    ids = np.array([[1, 5, 9, 30], [1, 7, 7, 7]])
+    rounded = reference.perturbed_hidden(ids, half(1.0))
+    for row, hidden in zip(ids, rounded):
+        alone = reference.run(row, perturb=half(1.0)).normed
+        np.testing.assert_allclose(hidden.numpy(), alone, rtol=1e-5, atol=1e-6)
+    plain = reference.last_hidden(ids, use_cache=False)
+    assert not np.array_equal(plain.numpy(), rounded.numpy())
+
+
+def test_validate_adds_the_transcript_and_its_limits(tiny_llama, exports, tmp_path):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=96, compress="fp16")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS[:2]))
+    command = "validate", bundle.root, "--checkpoint", tiny_llama.path
+    command += "--prompt-ids", "1,69,142,4", "--transcript", "--prompts", file
+    found = invoke(*command)
+    named = {gate["name"]: gate["verdict"] for gate in found["gates"]}
+    assert named["transcript"] == "WITHIN" and named["text_budget"] == "GREEN"
+    assert named["stop"] in ("not_run", "WITHIN")
+    assert (found["verdict"], found["quality"]) == ("GREEN", "WITHIN")
+    assert len(found["transcript"]["prompts"]) == 2
+    strict = cli(*command, "--min-agreed", "1.01")
+    assert strict.exit_code == 4 and "OVER" in strict.stdout
+
+
+def test_a_bundle_whose_tokenizer_makes_other_ids_is_red(tiny_llama, exports, tmp_path):
+    """Planted: the bundle's tokenizer has another text for two of its tokens."""
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=64, compress="fp16")
+    decoder = Decoder(bundle, "portable")
+    assert transcript.differing_ids(decoder, tiny_llama, PROMPTS) is None
+    path = bundle.root / "tokenizer" / "tokenizer.json"
+    original = path.read_text()
+    fields = json.loads(original)
+    vocabulary = fields["model"]["vocab"]
+    used = transcript.encode(tiny_llama.tokenizer, PROMPTS[0])
+    texts = {number: text for text, number in vocabulary.items()}
+    a, b = texts[used[-1]], texts[next(n for n in texts if n not in used and n > 10)]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    try:
+        path.write_text(json.dumps(fields))
+        gate = transcript.differing_ids(decoder, tiny_llama, PROMPTS)
+    finally:
+        path.write_text(original)
+    assert (gate.name, gate.verdict) == ("interface", gates.RED)
+
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [("", "no line"), ("{}", "line 1 without one"), ('{"prompt": " "}', "line 1 with")],
+)
+def test_a_file_without_prompts_is_refused(tmp_path, contents, reason):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(contents)
+    with refused(reason):
+        transcript.load_prompts(file)
+
+
+def test_options_of_the_transcript_are_refused_without_it(tmp_path, llama_bundle):
+    with refused("--min-agreed"):
+        invoke("validate", llama_bundle.root, "--min-agreed", "0.9")
+    with refused("--transcript"):
+        invoke("validate", llama_bundle.root, "--transcript")
