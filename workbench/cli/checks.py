@@ -31,7 +31,7 @@ class TranscriptOptions:
 
     Args:
         transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
-            each of 16 prompts; needs --checkpoint.
+            each of 16 prompts; needs a checkpoint.
         prompts: Prompts of your own (JSON lines).
         min_agreed: Your limit on the share of that text's tokens that agree.
         min_stops: Your limit on the share of that text's ends that agree.
