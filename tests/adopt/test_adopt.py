@@ -322,7 +322,7 @@ def test_a_mask_of_minus_infinity_is_no_fault(adoptions):
 
 def test_what_needs_hidden_states_or_a_checkpoint_says_so(adoptions):
     checkpoint = "--checkpoint", adoptions.checkpoint("host")
-    with refused("caches and logits alone"):
+    with refused("only caches and logits"):
         invoke("explain", "parts", adoptions.folder("host"), *checkpoint)
     gates = gates_of(invoke("validate", adoptions.folder("chunks")))
     for name in ("write_address", "stale_rows"):

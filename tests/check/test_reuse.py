@@ -71,7 +71,7 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
 ):
     decoder = trained.decoder(exports, "tiny-llama")
     batch = trained.decoder(exports, "tiny-qwen2", trained.BATCH)
-    with refused("differs in --batch alone"):
+    with refused("differs only in --batch"):
         check_reuse(decoder, batch, lengths=(20,))
     with refused("one of batch 1"):
         check_reuse(
