@@ -15,7 +15,7 @@ from workbench.ane.roofline import (
     with_rates,
 )
 from workbench.ane.work import ShardWork, Work, stored_bits, stored_format
-from workbench.bundle import PRESETS, Options
+from workbench.bundle import PRESETS, Options, find_preset
 
 MOST_BYTES = 1_000_000_000
 """Of the weights of a shard: rule G4 reports packages above it on the GPU."""
@@ -81,8 +81,8 @@ def _as_now(prediction: dict) -> dict:
 
 def _is_finer(value: str, compress: str) -> bool:
     """Whether both are lookup tables and the first has more entries."""
-    tables = value.startswith("lut") and compress.startswith("lut")
-    return tables and PRESETS[value].bits > PRESETS[compress].bits
+    finer, coarser = find_preset(value), find_preset(compress)
+    return finer.is_table and coarser.is_table and finer.bits > coarser.bits
 
 
 def _times(work: Work, chip: str) -> dict:
@@ -124,7 +124,7 @@ def _alternatives(
         yield "max_seq_len", rows, "every call reads all rows of the cache", shorter
         rows //= 2
     # of presets with equal bits the one with more scales
-    presets = sorted(reversed(PRESETS.values()), key=lambda preset: -preset.stored_bits)
+    presets = sorted(PRESETS.values(), key=lambda preset: -preset.stored_bits)
     for preset in presets:
         shards = tuple(_stored_as(shard, options, preset) for shard in work.shards)
         other = replace(work, shards=shards)

@@ -109,6 +109,8 @@ class Work:
 
 def stored_format(preset: Preset) -> str:
     """The format that a preset stores matrices in."""
+    if preset.is_table:
+        return f"lut{preset.bits}"  # tables are few beside the indices
     return FORMATS.get(preset.name, preset.name)
 
 

@@ -3,6 +3,7 @@ manifest. Nothing here computes."""
 
 from workbench.bundle.bundle import Bundle, file_entries, new_bundle
 from workbench.bundle.manifest import (
+    Calibration,
     Dims,
     Embedding,
     FileEntry,
@@ -14,11 +15,12 @@ from workbench.bundle.manifest import (
     StateEntry,
     Tokens,
 )
-from workbench.bundle.presets import PRESETS
+from workbench.bundle.presets import PRESETS, find_preset
 
 __all__ = [
     "PRESETS",
     "Bundle",
+    "Calibration",
     "Dims",
     "Embedding",
     "FileEntry",
@@ -30,5 +32,6 @@ __all__ = [
     "StateEntry",
     "Tokens",
     "file_entries",
+    "find_preset",
     "new_bundle",
 ]

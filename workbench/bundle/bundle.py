@@ -82,6 +82,8 @@ class Bundle:
     def files(self) -> list[FileEntry]:
         m = self.manifest
         files = [file for shard in m.shards for file in shard.files]
+        if m.calibration:
+            files.append(m.calibration.file)
         return [*files, m.embedding.file, *m.tokens.files]
 
     @property

@@ -24,7 +24,7 @@ from workbench.bundle.names import (
     ROPE_SIN,
     STATES,
 )
-from workbench.bundle.presets import PRESETS, Preset
+from workbench.bundle.presets import Preset, find_preset
 from workbench.bundle.tiling import Tiling
 from workbench.plugins import Target
 
@@ -37,16 +37,27 @@ FOREIGN_ERROR = 0.02
 MAX_SEQ_LEN = 1 << 24
 
 
+def _is_empty(value: object) -> bool:
+    return not value
+
+
 def _tokens(text: str) -> str:
     if not re.fullmatch(r"1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*", text):
         raise ValueError("tokens of a call are 1-4, 4 or 1,64")
     return text
 
 
+def _preset(name: str) -> str:
+    find_preset(name)
+    return name
+
+
+PresetName = Annotated[str, AfterValidator(_preset)]
 TokensOfCall = Annotated[
     str, Field(coerce_numbers_to_str=True), AfterValidator(_tokens)
 ]
 StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(STATES)})$")]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 RopeName = Literal["", "local", "global", "nope"]
 Shapes = dict[str, list[int | Literal["T"]]]
@@ -70,7 +81,7 @@ class Options(ManifestModel):
         tokens: the tokens of a call. `1-4`: any number up to 4 (RangeDim); `4`: always
             four; `1,64`: one or 64, with a function for each in every shard.
         layers_per_shard: decoder layers in one package.
-        compress: how weights are stored, a name of `PRESETS`.
+        compress: how weights are stored, a name that `find_preset` knows.
         kv_write: how a call writes its cache rows: by a one-hot `mask`, or as a `slice`
             at `pos`.
         layout: the axes of activations: [B, C, T, 1] or [B, C, 1, T].
@@ -88,7 +99,7 @@ class Options(ManifestModel):
     tokens: TokensOfCall = "1-4"
     batch: Count = 1
     layers_per_shard: Count = 1
-    compress: Literal[*PRESETS] = "int8-channel"
+    compress: PresetName = "int8-channel"
     kv_write: Literal["mask", "slice"] = "mask"
     layout: Literal["bct1", "bc1t"] = "bct1"
     moe: Literal["dense", "routed"] = "dense"
@@ -152,7 +163,7 @@ class Options(ManifestModel):
 
     @property
     def preset(self) -> Preset:
-        return PRESETS[self.compress]
+        return find_preset(self.compress)
 
     def cache_rows(self, window: int | None) -> int:
         """Rows of the cache of a layer that attends to `window` tokens (None: all)."""
@@ -227,7 +238,7 @@ class Layer(ManifestModel):
 class FileEntry(ManifestModel):
     path: RelativePath
     bytes: Position
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
 class StateEntry(ManifestModel):
@@ -286,8 +297,37 @@ class Tokens(ManifestModel):
     files: list[FileEntry] = []
 
 
+class Calibration(ManifestModel):
+    """The text with which the weights were calibrated.
+
+    Args:
+        file: `calibration.npy`, the text's token ids, int32 [windows, window].
+        ids_sha256: SHA-256 of these ids, little-endian int32, row after row.
+        tokens: their number, windows · window.
+        window: tokens that Hugging Face's model read at a time.
+        seed: draws the windows from a longer text.
+        method: `gptq`, the error feedback of arXiv 2210.17323 onto the entries of
+            tables and onto integers.
+        source: the name of the text's file.
+    """
+
+    file: FileEntry
+    ids_sha256: Sha256
+    tokens: Count
+    window: Count
+    seed: Position
+    method: Literal["gptq"] = "gptq"
+    source: str
+
+
 class Manifest(ManifestModel):
-    """`bundle.json`."""
+    """`bundle.json`.
+
+    Args:
+        formats: the preset of each tensor that is not stored by `options.compress`,
+            such as one whose rows the groups of tables do not divide.
+        calibration: None, and left out of the file: weights were rounded one by one.
+    """
 
     format: Literal["workbench-bundle"] = "workbench-bundle"
     version: Literal[2] = MANIFEST_VERSION
@@ -302,6 +342,8 @@ class Manifest(ManifestModel):
     packages: dict[str, str]
     # `x` and `hidden` of every shard are 2^-exponent of the model's
     residual_exponent: int = 0
+    formats: dict[str, PresetName] = Field({}, exclude_if=_is_empty)
+    calibration: Calibration | None = Field(None, exclude_if=_is_empty)
     shards: list[Shard]
 
     @property
@@ -309,6 +351,10 @@ class Manifest(ManifestModel):
         """The description of another exporter's packages, if the bundle consists of
         them."""
         return self.shards[0].foreign
+
+    def preset_of(self, tensor: str) -> Preset:
+        """How the matrix of a checkpoint's tensor is stored."""
+        return find_preset(self.formats.get(tensor, self.options.compress))
 
     @property
     def shows_hidden(self) -> bool:

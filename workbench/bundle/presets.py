@@ -1,6 +1,8 @@
 """The presets of `--compress`: their names, bits and scales, in one table. A leaf."""
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,12 +14,18 @@ class Preset:
         granularity: coremltools' name for the part of a matrix that has one fp16 scale,
             such as `per_channel`. None: a lookup table, or fp16.
         block: inputs for which `per_block` has one scale.
+        group: output rows that share one lookup table, a power of two; 0: the whole
+            tensor shares one.
+        needs_calibration: whether weights that are rounded one by one cost so much that
+            `export` demands a text to calibrate with.
     """
 
     name: str
     bits: int
     granularity: str | None = None
     block: int = 0
+    group: int = 0
+    needs_calibration: bool = False
 
     @property
     def is_integer(self) -> bool:
@@ -25,21 +33,62 @@ class Preset:
         return self.granularity is not None
 
     @property
+    def is_table(self) -> bool:
+        """Whether weights are indices into lookup tables."""
+        return self.granularity is None and self.bits < 16
+
+    @property
     def stored_bits(self) -> float:
         """Bits per weight, scales of blocks included; scales of tensors and channels
         and the values of tables are few."""
         return self.bits + 16 / self.block if self.block else self.bits
+
+    def fitted(self, rows: int) -> "Preset":
+        """The preset of a tensor with this many output rows: the group is halved until
+        it divides them."""
+        group = math.gcd(self.group, rows)  # of a power of two: the halved group
+        if not self.group or group == self.group:
+            return self
+        name = f"lut{self.bits}-g{group}"
+        return replace(self, name=name, group=group)
 
 
 PRESETS = {
     preset.name: preset
     for preset in (
         Preset("fp16", 16),
-        Preset("int8-tensor", 8, "per_tensor"),
         Preset("int8-channel", 8, "per_channel"),
+        Preset("lut6-g16", 6, group=16),
+        Preset("lut4-g8", 4, group=8, needs_calibration=True),
         Preset("int4-block32", 4, "per_block", 32),
-        Preset("lut4", 4),
-        Preset("lut6", 6),
+        Preset("int8-tensor", 8, "per_tensor"),
     )
 }
+"""The presets that `export` offers."""
+REPLACED = {"lut4": "lut4-g8", "lut6": "lut6-g16"}
+"""Presets with one table for a whole tensor, which earlier bundles have, → the presets
+that `export` makes instead."""
+TABLE_NAME = re.compile(r"lut(4|6)-g(1|2|4|8|16|32|64|128)")
 FP16 = PRESETS["fp16"]
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of a name: one of `PRESETS`, one of `REPLACED`, or tables for groups
+    of another size, such as `lut4-g16`.
+
+    Raises:
+        ValueError: no preset has this name.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if name in REPLACED:
+        return Preset(name, PRESETS[REPLACED[name]].bits)
+    match = TABLE_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"{', '.join(PRESETS)}, or lut4-gN or lut6-gN with another power of two up "
+            "to 128 for N"
+        )
+    bits = int(match[1])
+    needs_calibration = PRESETS[REPLACED[f"lut{bits}"]].needs_calibration
+    return Preset(name, bits, group=int(match[2]), needs_calibration=needs_calibration)

@@ -175,7 +175,7 @@ def package_differences(bundle: Bundle, shard: Shard) -> Iterator[str]:
         faults = list(differences(*described, "manifest", "description"))
         free = T if options.shapes else "T"
         program = facts_of_program(
-            shard, functions["program"][name], free, options.preset
+            shard, functions["program"][name], free, bundle.manifest
         )
         faults += differences(*program, "manifest", "program")
         for fault in faults:
@@ -233,7 +233,7 @@ def facts_of_description(
 
 
 def facts_of_program(
-    shard: Shard, function, T: int | str, preset: Preset
+    shard: Shard, function, T: int | str, manifest: Manifest
 ) -> tuple[Facts, Facts]:
     """Facts of the manifest, and the same facts of a program of `T` tokens ("T": of any
     number): its interface, the values that hold the layers' hidden outputs, and how
@@ -242,7 +242,7 @@ def facts_of_program(
     declared = manifest_facts(shard, T, T)
     facts, types = _interface_facts(function, block)
     declared_taps, taps = _tap_facts(shard, types)
-    declared_storage, storage = _storage_facts(shard, block, preset)
+    declared_storage, storage = _storage_facts(shard, block, manifest)
     return declared | declared_taps | declared_storage, facts | taps | storage
 
 
@@ -281,8 +281,8 @@ def _tap_facts(shard: Shard, types: dict[str, object]) -> tuple[Facts, Facts]:
     return declared, facts
 
 
-def _storage_facts(shard: Shard, block, preset: Preset) -> tuple[Facts, Facts]:
-    """How a program's weights are stored: matrices of convolutions as the preset says,
+def _storage_facts(shard: Shard, block, manifest: Manifest) -> tuple[Facts, Facts]:
+    """How a program's weights are stored: matrices of convolutions as the manifest says,
     other weights in fp16."""
     conv_weights = set()
     for op in block.operations:
@@ -299,6 +299,10 @@ def _storage_facts(shard: Shard, block, preset: Preset) -> tuple[Facts, Facts]:
         is_matrix = shape[2:] == [1, 1] and min(shape[:2]) > 1
         is_router = ROUTER_MATRIX in tensors.get(name, "")
         if name in conv_weights and is_matrix and not is_router:
+            if name in tensors:
+                preset = manifest.preset_of(tensors[name])
+            else:  # a matrix of zeros, which comes from no tensor
+                preset = manifest.options.preset.fitted(shape[0])
             declared[fact] = expected_storage(preset, shape)
         elif op.type != "const" or name in tensors:
             declared[fact] = ("const", "FLOAT16")
@@ -341,7 +345,8 @@ def expected_storage(preset: Preset, shape: list[int]) -> tuple:
     if preset == FP16:
         return "const", "FLOAT16"
     if not preset.is_integer:
-        table = ("lut", "FLOAT16", 1, 1, 1, 1, 1 << preset.bits, 1)
+        groups = shape[0] // preset.group if preset.group else 1
+        table = ("lut", "FLOAT16", groups, 1, 1, 1, 1 << preset.bits, 1)
         return "constexpr_lut_to_dense", ("indices", f"UINT{preset.bits}"), table
     rows = 1 if preset.granularity == "per_tensor" else shape[0]
     blocks = shape[1] // preset.block if preset.block else 1

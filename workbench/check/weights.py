@@ -40,6 +40,7 @@ from workbench.progress import bar
 LIMIT = 1.05
 # Largest distance over the nearest entry's, and squared error over the best table's.
 TABLE_LIMIT = 1.001
+GROUP_LIMIT = 1.005  # the same squared error, of tables for groups of rows
 # The arrays of a stored weight by their roles: val; data, scale, offset; indices, lut.
 Parts = dict[str, np.ndarray]
 # Raised for arrays that do not fit together; InputError is a ValueError.
@@ -60,7 +61,6 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     manifest = bundle.manifest
     if manifest.foreign:
         return _recognised(bundle, checkpoint)
-    preset = manifest.options.preset
     deviations = []
     problems = []
     rows_stored: dict[str, set[int]] = {}
@@ -81,6 +81,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
             for tensor in shard.weights:
                 place = f"{shard.name}: {tensor}"
                 parts = read_parts(tensor)
+                preset = manifest.preset_of(tensor)
                 size = weight_array(parts, preset).size
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
                 deviations.append(worst_deviation(place, parts, values, preset))
@@ -187,17 +188,20 @@ def worst_deviation(
     if preset.is_integer:
         ratio = integer_ratio(parts, values, preset)
         return deviation(place, ratio, LIMIT, f"of the half step of {preset.name}")
-    table = torch.from_numpy(np.float32(parts["lut"]).reshape(-1))
-    stored = torch.from_numpy(table.numpy()[parts["indices"]]).reshape(values.shape)
-    nearest, error = table_ratios(stored, values.half(), table)
-    best = "times the squared error of the best table"
-    pair = [
-        deviation(
-            place, nearest, TABLE_LIMIT, "times the distance to the nearest entry"
-        ),
-        deviation(place, error, TABLE_LIMIT, best),
-    ]
-    return max(pair, key=_excess)
+    tables = torch.from_numpy(np.float32(parts["lut"]).reshape(-1, 1 << preset.bits))
+    rows = len(values) // len(tables)
+    if preset.group not in (0, rows) or len(tables) * rows != len(values):
+        raise ValueError(f"{len(tables)} tables for {len(values)} rows")
+    indices = torch.from_numpy(np.int64(parts["indices"]).reshape(values.shape))
+    deviations = []
+    limit = GROUP_LIMIT if preset.group else TABLE_LIMIT
+    for table, group, chosen in zip(tables, values.split(rows), indices.split(rows)):
+        nearest, error = table_ratios(table[chosen], group.half(), table)
+        unit = "times the distance to the nearest entry"
+        deviations.append(deviation(place, nearest, TABLE_LIMIT, unit))
+        best = "times the squared error of the best table"
+        deviations.append(deviation(place, error, limit, best))
+    return max(deviations, key=_excess)
 
 
 def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Gate:
@@ -226,7 +230,7 @@ def weight_array(parts: Parts, preset: Preset) -> np.ndarray:
         return parts["val"]
     if "data" in parts and preset.is_integer:
         return parts["data"]
-    if "lut" in parts and parts["lut"].size == 1 << preset.bits:
+    if "lut" in parts and parts["lut"].shape[-2:] == (1 << preset.bits, 1):
         return parts["indices"]
     raise ValueError(f"stored as {', '.join(parts)}, not as {preset.name} makes it")
 

@@ -148,7 +148,7 @@ class ExportOptions:
             (a function for each over the same weights).
         batch: Sequences that are decoded together.
         layers_per_shard: Decoder layers in one .mlpackage.
-        compress: fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.
+        compress: fp16, int8-channel, lut6-g16, lut4-g8, int4-block32, int8-tensor.
         kv_write: mask (one-hot columns) or slice (at a dynamic index).
         layout: bct1 (channels, then tokens) or bc1t.
         moe: dense (all experts in one graph) or routed (the host picks).

@@ -35,6 +35,7 @@ from workbench.bundle import (
 )
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
+from workbench.bundle.presets import REPLACED
 from workbench.errors import InputError
 from workbench.exporter.shards import Spec, specs
 from workbench.exporter.template import Template
@@ -60,8 +61,9 @@ def make_options(**fields) -> Options:
     """Export options from keywords.
 
     Raises:
-        InputError: an unknown option, a value out of range, options that exclude each
-            other, or that the target's plug-in refuses.
+        InputError: an unknown option, a value out of range, a preset that is no longer
+            exported, options that exclude each other, or that the target's plug-in
+            refuses.
     """
     try:
         options = Options(**fields)
@@ -69,6 +71,12 @@ def make_options(**fields) -> Options:
         name, error = first_fault(problem, "export options")
         actual, step = repr(error.get("input")), "see: workbench export --help"
         raise InputError(name, actual, error["msg"], step) from None
+    if options.compress in REPLACED:
+        needed = (
+            "tables for groups of rows: one table for a whole tensor costs too much"
+        )
+        step = f"export with --compress {REPLACED[options.compress]}"
+        raise InputError("compress", repr(options.compress), needed, step)
     if options.plugin:
         options.plugin.check(options)
     return options
@@ -269,10 +277,24 @@ def write_bundle(
             checkpoint=facts.result(),
             packages=versions(options),
             residual_exponent=plan.residual_exponent,
+            formats=formats_of(shards, options),
         )
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
+
+
+def formats_of(
+    shards: list[tuple[Spec, list[WeightSource]]], options: Options
+) -> dict[str, str]:
+    """Checkpoint tensor → name of its preset, for every tensor that a preset could
+    compress and that is not stored by the options'."""
+    weights = [weight for _, weights in shards for weight in weights if weight.tensor]
+    return {
+        weight.tensor: weight.preset.name
+        for weight in weights
+        if weight.is_compressible and weight.preset != options.preset
+    }
 
 
 def versions(options: Options) -> dict[str, str]:

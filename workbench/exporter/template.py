@@ -207,8 +207,7 @@ def to_program(
         states.append(ct.StateType(tensor_type, name=state.tensor))
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
-    if options.preset != FP16:
-        _compress(pipeline, options.preset, weights)
+    _compress(pipeline, weights)
     with quiet(), no_progress(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
@@ -251,32 +250,49 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     return examples, inputs
 
 
-def _compress(pipeline, preset: Preset, weights: list[WeightSource]) -> None:
+def _compress(pipeline, weights: list[WeightSource]) -> None:
     """Appends to `pipeline` the compression of convolutions' constants.
 
-    Integer presets are linear and symmetric; lookup tables are palettes, one per
-    tensor, of evenly spaced values, which need no search. The pass comes last, because
-    coremltools' functions for it convert a second time, with the passes that fold."""
+    Integer presets are linear and symmetric; lookup tables are palettes of evenly
+    spaced values, which need no search, one per tensor or group of its rows. The passes
+    come last, because coremltools' functions for them convert a second time, with the
+    passes that fold."""
+    from coremltools.optimize import coreml as cto
+
+    presets = {weight.preset for weight in weights} - {FP16}
+    for name, in_pass in (
+        ("compression::linear_quantize_weights", lambda preset: preset.is_integer),
+        ("compression::palettize_weights", lambda preset: preset.is_table),
+    ):
+        configs = {p: _op_config(p) for p in presets if in_pass(p)}
+        if not configs:
+            continue
+        by_name = {f"{w.path}_to_fp16": configs.get(w.preset) for w in weights}
+        config = cto.OptimizationConfig(op_name_configs=by_name)
+        pipeline.append_pass(name)
+        pipeline.set_options(name, {"config": config})
+
+
+def _op_config(preset: Preset):
+    """coremltools' description of a preset that compresses."""
     from coremltools.optimize import coreml as cto
 
     if preset.is_integer:
-        name = "compression::linear_quantize_weights"
-        op_config = cto.OpLinearQuantizerConfig(
+        return cto.OpLinearQuantizerConfig(
             mode="linear_symmetric",
             dtype=f"int{preset.bits}",
             granularity=preset.granularity,
             block_size=preset.block,
             weight_threshold=0,
         )
-    else:
-        name = "compression::palettize_weights"
-        op_config = cto.OpPalettizerConfig("uniform", preset.bits, weight_threshold=0)
-    uncompressed = {f"{w.path}_to_fp16": None for w in weights if w.preset == FP16}
-    config = cto.OptimizationConfig(
-        op_type_configs={"conv": op_config}, op_name_configs=uncompressed
+    granularity = "per_grouped_channel" if preset.group else "per_tensor"
+    return cto.OpPalettizerConfig(
+        "uniform",
+        preset.bits,
+        granularity=granularity,
+        group_size=preset.group,
+        weight_threshold=0,
     )
-    pipeline.append_pass(name)
-    pipeline.set_options(name, {"config": config})
 
 
 def joined(programs: dict[str, Path]) -> Path:

@@ -10,8 +10,8 @@ error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6
 tests/exporter/test_compress.py compares the bytes with coremltools' own."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16
 from workbench.bundle.presets import FP16, Preset
 from workbench.errors import InputError
+from workbench.exporter import shards
 from workbench.exporter.shards import LayerStack, Spec
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
@@ -52,6 +53,14 @@ class WeightSource:
     preset: Preset = FP16
 
     @property
+    def is_compressible(self) -> bool:
+        """Whether a preset compresses the parameter: the weight of a 1×1 convolution
+        outside routers. Routers are small, and another choice of expert is the largest
+        of all errors."""
+        is_matrix = len(self.shape) == 4 and self.shape[2:] == (1, 1)
+        return is_matrix and min(self.shape[:2]) > 1 and ROUTER not in self.path
+
+    @property
     def bytes(self) -> int:
         """Bytes in a weight file, without lookup tables and the few scales that are not
         of blocks."""
@@ -70,12 +79,19 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
 
 
 def weight_sources(
-    spec: Spec, source: Checkpoint, plan: Plan, options: Options
+    spec: Spec,
+    source: Checkpoint,
+    plan: Plan,
+    options: Options,
+    formats: Mapping[str, Preset] | None = None,
 ) -> list[WeightSource]:
     """The source of every parameter of one shard.
 
-    A preset compresses the weights of 1×1 convolutions outside routers: routers are
-    small, and another choice of expert is the largest of all errors.
+    Groups of tables are halved until they divide the rows, those of the head alike in
+    all its slices.
+
+    Args:
+        formats: checkpoint tensor → its preset, where that is not the options'.
 
     Raises:
         InputError: a tensor that is missing, has another shape than its parameter, or
@@ -84,19 +100,27 @@ def weight_sources(
     with torch.device("meta"):
         shard = blank(spec, plan, options)
     weights = []
+    formats = formats or {}
     for path, parameter in shard.named_parameters():
         owner = shard.get_submodule(path.rpartition(".")[0])
         shape = tuple(parameter.shape)
-        is_matrix = len(shape) == 4 and shape[2:] == (1, 1) and min(shape[:2]) > 1
         is_part = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
+        tensor = None
+        if parameter.requires_grad:
+            tensor = _tensor_name(path, spec, source, plan)
         weight = WeightSource(
             path,
-            _tensor_name(path, spec, source, plan) if parameter.requires_grad else None,
+            tensor,
             shape,
             rows=slice(*spec.rows) if is_part else None,
             offset=getattr(owner, "offset", 0.0),
-            preset=options.preset if is_matrix and ROUTER not in path else FP16,
         )
+        if weight.is_compressible:
+            rows = shape[0]
+            if spec.kind == "head":
+                rows = math.gcd(plan.dims.V, shards.HEAD_ROWS)
+            preset = formats.get(tensor, options.preset).fitted(rows)
+            weight = replace(weight, preset=preset)
         if weight.tensor:
             check_shape(weight, source)
         weights.append(weight)
@@ -181,13 +205,16 @@ def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
 
 def stored(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
     """The arrays that store a weight, by their role in the program: `val`; `data`,
-    `scale`; `indices`, `lut`. One element per weight. `values`, fp16, flat, are
+    `scale`; `indices` [R·C], `lut` [R / group, 2^bits]. `values`, fp16, flat, are
     overwritten."""
     preset = weight.preset
     if preset == FP16:
         return {"val": values.numpy()}
     if not preset.is_integer:
-        return palettize(values.add_(0).numpy(), preset.bits)  # 0, never -0
+        values = values.add_(0).numpy()  # 0, never -0
+        if not preset.group:
+            return palettize(values, preset.bits)
+        return palettize_groups(values.reshape(weight.shape[0], -1), preset)
     return quantize(values.reshape(weight.shape[0], -1), preset)
 
 
@@ -224,9 +251,20 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     return {"indices": table[codes], "lut": lut}
 
 
+def palettize_groups(values: np.ndarray, preset: Preset) -> dict[str, np.ndarray]:
+    """A table of 2^bits values for each group of rows of `values` [R, C], fp16, and an
+    index into it for each weight."""
+    from workbench.exporter import tables  # numba takes a moment to import
+
+    luts = tables.group_tables(values, preset.group, 1 << preset.bits)
+    indices = tables.nearest_entries(np.float32(values), np.float32(luts))
+    return {"indices": indices.reshape(-1), "lut": luts}
+
+
 def packed(array: np.ndarray, bits: int) -> np.ndarray:
     """Values as bytes. Integers are packed with their lowest `bits` alone, value after
     value, the lowest bit first."""
+    array = array.reshape(-1)
     if array.itemsize > 1 or bits == 8:
         return array.view(np.uint8)
     values = array.view(np.uint8) & ((1 << bits) - 1)

@@ -1,0 +1,195 @@
+"""Lookup tables for groups of rows: k-means in one dimension, compiled by numba.
+
+An exact solver needs 35 ms for a group of 9,216 values and 64 entries, half an hour for
+a billion weights. Here dynamic programming finds the best table over at most `CELLS`
+cells of neighbouring values, and Lloyd's iteration moves the bounds between single
+values. Where the values of a group fill no more cells than that, the table is exact.
+Measured on two models the squared error is at most 1.002 times the exact solver's."""
+
+import numpy as np
+from numba import njit
+
+CELLS = {16: 512, 64: 1280}  # entries of a table → cells that are told apart
+LLOYD = 20  # most iterations
+BATCH = 1 << 22  # values that are sorted at a time
+
+
+def group_tables(
+    values: np.ndarray, group: int, count: int, importance: np.ndarray | None = None
+) -> np.ndarray:
+    """The tables of a matrix.
+
+    Args:
+        values: [R, C] fp16.
+        group: rows that share a table; it divides R.
+        count: entries of a table.
+        importance: [C], at least 0, the weight of the squared error of each input
+            (default: all equal).
+
+    Returns:
+        [R / group, count] fp16, ascending. A group with fewer values than entries
+        repeats its largest value.
+    """
+    rows, inputs = values.shape
+    if importance is None:
+        importance = np.ones(inputs)
+    # an input that the text never used still gets the nearest entries
+    importance = importance + 1e-6 * importance.mean() + 1e-30
+    importance = np.tile(np.float64(importance), group)
+    grouped = values.reshape(rows // group, group * inputs)
+    tables = np.empty((len(grouped), count), np.float32)  # numba has no fp16
+    step = max(1, BATCH // grouped.shape[1])
+    for start in range(0, len(grouped), step):
+        part = grouped[start : start + step]
+        # integers of 16 bits in the order of the values: NumPy sorts them by radix
+        codes = part.view(np.int16)
+        keys = np.where(codes < 0, ~codes ^ np.int16(-32768), codes)
+        order = np.argsort(keys, axis=1, kind="stable")
+        ordered = np.take_along_axis(part, order, 1).astype(np.float64)
+        _fill_tables(
+            ordered, importance[order], tables[start : start + step], CELLS[count]
+        )
+    return np.float16(tables)
+
+
+@njit(cache=True, nogil=True)
+def _fill_tables(values, weights, tables, cells):
+    """Fills `tables` [G, count] for `values` and `weights` [G, n], ascending in n."""
+    for group in range(len(values)):
+        _fill_table(values[group], weights[group], tables[group], cells)
+
+
+@njit(cache=True, nogil=True)
+def _fill_table(x, w, table, most):
+    """Fills the best table of the ascending values x with weights w."""
+    n, count = len(x), len(table)
+    total = np.zeros(n + 1)  # running sums of w, w·x
+    moment = np.zeros(n + 1)
+    for i in range(n):
+        total[i + 1] = total[i] + w[i]
+        moment[i + 1] = moment[i] + w[i] * x[i]
+    edges = _cell_edges(x, most)
+    cells = len(edges) - 1
+    used = min(count, cells)
+    bounds = edges[_best_bounds(x, w, total, moment, edges, used)]
+    means = np.empty(used)
+    for _ in range(LLOYD):
+        for k in range(used):
+            start, stop = bounds[k], bounds[k + 1]
+            if stop > start:
+                means[k] = (moment[stop] - moment[start]) / (total[stop] - total[start])
+            else:
+                means[k] = x[min(start, n - 1)]
+        means.sort()  # rounding may exchange means of equal values
+        moved = False
+        for k in range(1, used):
+            bound = np.searchsorted(x, (means[k - 1] + means[k]) / 2, side="right")
+            moved |= bound != bounds[k]
+            bounds[k] = bound
+        if not moved:
+            break
+    for k in range(count):
+        table[k] = means[min(k, used - 1)]
+
+
+@njit(cache=True, nogil=True)
+def _cell_edges(x, most):
+    """The positions [cells + 1] between which cells of the ascending values lie: a cell
+    for each distinct value, or `most` cells, half of them equally wide, half of them
+    equally full."""
+    n = len(x)
+    edges = np.empty(most + 1, np.int64)
+    edges[0] = 0
+    cells = 0
+    for i in range(1, n + 1):
+        if i == n or x[i] > x[i - 1]:
+            cells += 1
+            if cells > most:
+                break
+            edges[cells] = i
+    if cells <= most:
+        return edges[: cells + 1]
+    half = most // 2
+    candidates = np.empty(2 * half, np.int64)
+    for j in range(half):
+        width = (x[n - 1] - x[0]) * (j + 1) / half
+        candidates[j] = np.searchsorted(x, x[0] + width, side="right")
+        candidates[half + j] = n * (j + 1) // half
+    candidates.sort()
+    cells = 0
+    for edge in candidates:
+        if edge > edges[cells]:
+            cells += 1
+            edges[cells] = edge
+    if edges[cells] < n:  # the last width, rounded down
+        edges[cells] = n
+    return edges[: cells + 1]
+
+
+@njit(cache=True, nogil=True)
+def _best_bounds(x, w, total, moment, edges, count):
+    """The indices into `edges` [count + 1] of the bounds between the best `count` runs
+    of cells.
+
+    The best last bound of the first j cells does not fall as j grows, so that each
+    middle j halves the range of the others (divide and conquer)."""
+    cells = len(edges) - 1
+    square = np.zeros(cells + 1)
+    running = 0.0
+    for j in range(cells):
+        for i in range(edges[j], edges[j + 1]):
+            running += w[i] * x[i] * x[i]
+        square[j + 1] = running
+    weight = total[edges]
+    first = moment[edges]
+    last = np.zeros((count + 1, cells + 1), np.int32)
+    before = np.full(cells + 1, np.inf)
+    before[0] = 0.0
+    for j in range(1, cells + 1):
+        before[j] = square[j] - first[j] * first[j] / weight[j]
+    after = np.empty(cells + 1)
+    stack = np.empty((128, 4), np.int64)
+    for k in range(2, count + 1):
+        after[:] = np.inf
+        depth = 1
+        stack[0] = k, cells, k - 1, cells - 1
+        while depth:
+            depth -= 1
+            low, high, from_, to = stack[depth]
+            if low > high:
+                continue
+            middle = (low + high) // 2
+            best, place = np.inf, from_
+            for i in range(from_, min(to, middle - 1) + 1):
+                mass = weight[middle] - weight[i]
+                mean = first[middle] - first[i]
+                error = before[i] + square[middle] - square[i] - mean * mean / mass
+                if error < best:
+                    best, place = error, i
+            after[middle] = best
+            last[k, middle] = place
+            stack[depth] = low, middle - 1, from_, place
+            stack[depth + 1] = middle + 1, high, place, to
+            depth += 2
+        before[:] = after
+    bounds = np.zeros(count + 1, np.int64)
+    bounds[count] = cells
+    for k in range(count, 1, -1):
+        bounds[k - 1] = last[k, bounds[k]]
+    return bounds
+
+
+@njit(cache=True, nogil=True)
+def nearest_entries(values, tables):
+    """The index of the entry nearest to each of `values` [R, C] in the table of its
+    group, the lower one of two equally near: uint8 [R, C]. `tables` [G, count] are
+    float32, ascending."""
+    rows, inputs = values.shape
+    group = rows // len(tables)
+    indices = np.empty((rows, inputs), np.uint8)
+    for r in range(rows):
+        table = tables[r // group]
+        middles = (table[1:] + table[:-1]) / 2
+        for i in range(inputs):
+            indices[r, i] = np.searchsorted(middles, values[r, i])
+    return indices
