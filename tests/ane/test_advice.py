@@ -50,9 +50,9 @@ def test_a_shorter_cache_is_proposed_where_the_cache_costs_most():
 )
 def test_a_finer_table_is_proposed_where_unpacking_is_the_limit(chip, proposed):
     """lut6 takes the time of lut4 above about 112 GB/s."""
-    result = advised(work(weights={"lut4": 50_000_000}), chip, compress="lut4")
+    result = advised(work(weights={"lut4": 50_000_000}), chip, compress="lut4-g8")
     finer = [
-        a for name, a in result.items() if name == "compress" and a.value == "lut6"
+        a for name, a in result.items() if name == "compress" and a.value == "lut6-g16"
     ]
     assert bool(finer) == proposed
     if proposed:

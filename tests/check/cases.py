@@ -39,7 +39,7 @@ from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "prove"
-PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
+PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut6-g16")
 TRAINED = [f"tiny-{name}" for name in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
 LLAMA = "data/tiny-llama"
 # Bundles that faults are planted in: a checkpoint's folder or its family, changes of

@@ -24,7 +24,7 @@ from workbench.models.checkpoint import Checkpoint
 CLEAN = [case for case in cases.sound_cases() if case.kind == "clean"]
 SOUND = [
     *(Case("base", name, "fp16") for name in cases.BASES),
-    Case("massive", "-", "lut4"),
+    Case("massive", "-", "lut6-g16"),
     Case("deep", "-", "int8-tensor"),
     *(CLEAN[i] for i in np.random.default_rng(2).choice(len(CLEAN), 2)),
 ]

@@ -16,7 +16,7 @@ from workbench.check.program import plan_positions, program_gate, tolerance
 from workbench.models.checkpoint import Checkpoint
 
 DRAWS = [
-    ("qwen3", {"compress": "lut4", "tokens": "4", "kv_write": "slice", "batch": 2}),
+    ("qwen3", {"compress": "lut6-g16", "tokens": "4", "kv_write": "slice", "batch": 2}),
     (
         "gemma3_text",
         {"compress": "int4-block32", "sliding": "ring", "layers_per_shard": 3},

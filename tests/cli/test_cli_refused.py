@@ -16,7 +16,7 @@ from workbench.cli.spellings import OLD_OPTIONS
     ("command", "words"),
     [
         ("export TINY out --max-seq-len 0", "max_seq_len"),
-        ("export TINY out --compress int8", "'lut4' or 'lut6'"),
+        ("export TINY out --compress int8", "lut6-g16, lut4-g8"),
         ("export TINY out --tokens '1;2'", "1-4, 4 or 1,64"),
         ("sweep nowhere.yaml", "grid"),
         ("sweep BUNDLE --T '1;2'", "run.T.0: '1;2'"),

@@ -59,7 +59,9 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
 
 
 @pytest.mark.matrix(2, wide=2)
-@pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])
+@pytest.mark.parametrize(
+    "compress", ["fp16", "int8-tensor", "int4-block32", "lut6-g16"]
+)
 def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     exports, tmp_path, monkeypatch, compress
 ):

@@ -183,7 +183,7 @@ def test_another_module_is_named_first(
 
 
 @pytest.mark.matrix(1, wide=2)
-@pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "lut4"])
+@pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "lut6-g16"])
 def test_exchanged_layers_are_named_first(checkpoint_of, tmp_path, compress):
     source = checkpoint_of("llama")
     changed = shutil.copytree(source, tmp_path / "changed")

@@ -5,10 +5,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
+
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
 from workbench.exporter import export, read_plan, template
 from workbench.exporter.shards import specs
+from workbench.exporter.tables import group_tables, nearest_entries
 from workbench.exporter.template import read_package
 from workbench.exporter.weights import blank, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
@@ -25,29 +28,32 @@ def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
     return {shard.name: shard.files for shard in bundle.manifest.shards}
 
 
-def exact_tables(stack: ExitStack) -> None:
-    """Makes coremltools' palettization choose tables by its exact k-means, for tensors of every
-    size, until `stack` ends."""
+def our_tables(stack: ExitStack) -> None:
+    """Makes coremltools' palettization take the exporter's table of each group until `stack` ends:
+    what is left to compare is how it stores them."""
     from coremltools.optimize.coreml import _quantization_passes as passes
 
     palettes, name = passes.palettize_weights, "_get_kmeans_lookup_table_and_weight"
-    compress, cluster = palettes.blockwise_compress, getattr(passes, name)
+    compress = palettes.blockwise_compress
 
     def by_clusters(self, data, mode, *options, **more):
         return compress(data, "KMEANS", *options, **more)
 
-    def exact(nbits, weight, **_):
-        return cluster(nbits, weight, force_kmeans1d=True)
+    def cluster(nbits, weight, **_):
+        values = weight.reshape(1, -1).astype(np.float16)
+        table = group_tables(values, 1, 1 << nbits)
+        indices = nearest_entries(np.float32(values), np.float32(table))
+        return table[0], indices.reshape(-1)
 
     stack.enter_context(patch.object(palettes, "blockwise_compress", by_clusters))
-    stack.enter_context(patch.object(passes, name, exact))
+    stack.enter_context(patch.object(passes, name, cluster))
 
 
 def conversions(
     bundle: Bundle, checkpoint: Path, folder: Path
 ) -> dict[str, list[FileEntry]]:
     """The files of each shard as coremltools' own code converts it from the checkpoint with the
-    bundle's options, with its exact k-means."""
+    bundle's options, with the exporter's lookup tables."""
     coremltools()
     source, options = Checkpoint(checkpoint), bundle.manifest.options
     plan = read_plan(source, options)
@@ -61,7 +67,7 @@ def conversions(
             module.get_parameter(weight.path).data = values
         module.requires_grad_(False).eval()
         with ExitStack() as stack:
-            exact_tables(stack)
+            our_tables(stack)
             for name, T in (options.tiling.functions or {"main": None}).items():
                 model = template.to_program(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"

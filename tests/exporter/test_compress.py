@@ -1,20 +1,29 @@
 """Compressed weights: the bytes are those that coremltools stores."""
 
+from functools import partial
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import tiny
 import torch
 from conversions import small
+from coremltools._deps import kmeans1d
+from coremltools.optimize.coreml import _quantization_passes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
-from workbench import bundle
-from workbench.exporter import weights
+from workbench import exporter
+from workbench.bundle import Options, find_preset
+from workbench.check.interface import interface_gate
+from workbench.check.weights import weights_gate
+from workbench.exporter import tables, weights
 from workbench.exporter.weights import WeightSource
+from workbench.models.checkpoint import Checkpoint
 
 # bits per weight
-PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
+PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4}
 SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 
 
@@ -32,7 +41,7 @@ def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     )
 
     if preset.startswith("lut"):
-        arguments = "KMEANS", int(preset[3:]), [0] * 4
+        arguments = "KMEANS", int(preset[3]), [find_preset(preset).group, 0, 0, 0]
         stored = palettize_weights.blockwise_compress(weight, *arguments)
         return {"indices": stored.indices, "lut": stored.lut}
     blocks = {"int8-tensor": [0] * 4, "int8-channel": [1, 0, 0, 0]}
@@ -69,7 +78,7 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 
 
 def check(weight: np.ndarray, preset: str) -> None:
-    part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
+    part = WeightSource("w", "w", weight.shape, preset=find_preset(preset))
     arrays = weights.stored(part, torch.from_numpy(weight.reshape(-1).copy()))
     for role, expected in theirs(weight, preset).items():
         expected = expected.astype(arrays[role].dtype)
@@ -77,7 +86,7 @@ def check(weight: np.ndarray, preset: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("int")])
+@pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -107,6 +116,78 @@ def test_values_of_few_bits_are_packed_as_coremltools_packs_them(bits, count):
 def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
     """From 10,000 values on coremltools takes its exact solver by itself."""
     check(draw(kind, (130, 96), 2)[:, :, None, None], preset)
+
+
+@pytest.mark.parametrize("preset", ["lut4-g8", "lut6-g16", "lut4-g1", "lut6-g32"])
+def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
+    """Of a matrix whose groups have no more values than a table has entries."""
+    part = WeightSource("w", "w", (64, 640), preset=find_preset(preset))
+    values = np.float16(np.random.default_rng(3).standard_normal(part.shape))
+    first = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
+    luts = first["lut"]
+    indices = first["indices"].reshape(len(luts), -1)
+    values = np.take_along_axis(luts, indices.astype(int), 1).reshape(64, 640, 1, 1)
+    kmeans = "_get_kmeans_lookup_table_and_weight"
+    exact = partial(getattr(_quantization_passes, kmeans), force_kmeans1d=True)
+    with patch.object(_quantization_passes, kmeans, exact):
+        expected = theirs(values, preset)
+    arrays = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
+    for role, array in expected.items():
+        assert arrays[role].tobytes() == array.astype(arrays[role].dtype).tobytes()
+    assert expected["lut"].shape == (*luts.shape[:1], 1, 1, 1, luts.shape[1], 1)
+
+
+@pytest.mark.parametrize("preset", ["lut4-g8", "lut6-g16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tables_of_groups_are_near_the_exact_solver(preset, kind, weighted):
+    preset = find_preset(preset)
+    count = 1 << preset.bits
+    values = draw(kind, (2 * preset.group, 900), 5)
+    importance = np.random.default_rng(1).lognormal(0, 1.5, 900) if weighted else None
+    luts = tables.group_tables(values, preset.group, count, importance)
+    weight = np.tile(np.ones(900) if importance is None else importance, preset.group)
+    for table, group in zip(luts, values.reshape(2, -1).astype(np.float64)):
+        assert np.isfinite(table).all() and (np.diff(table) >= 0).all()
+        clusters = kmeans1d.cluster(group, count, weights=weight)
+        best = np.take(clusters.centroids, clusters.clusters)
+        chosen = np.float64(table)[np.abs(group[:, None] - table).argmin(1)]
+        error, least = (weight @ (group - near) ** 2 for near in (chosen, best))
+        # rounding the entries to fp16 adds a squared unit for each value
+        rounding = weight @ (np.spacing(np.abs(np.float16(chosen))).astype(float) ** 2)
+        assert error <= 1.002 * least + rounding
+
+
+def test_groups_are_halved_until_they_divide_the_rows(exports, tmp_path):
+    checkpoint = exports.checkpoint("llama", intermediate_size=88, **SIZE)
+    manifest = small(checkpoint, tmp_path / "b", compress="lut6-g16").manifest
+    mlp = "model.layers.0.mlp"
+    gates = {f"{mlp}.gate_proj.weight": "lut6-g8", f"{mlp}.up_proj.weight": "lut6-g8"}
+    assert manifest.formats == gates
+    assert manifest.preset_of(f"{mlp}.up_proj.weight").group == 8
+    assert manifest.preset_of(f"{mlp}.down_proj.weight").group == 16
+
+
+@pytest.mark.parametrize("name", ["lut4", "lut6"])
+def test_one_table_for_a_whole_tensor_is_read_and_no_longer_exported(
+    exports, tmp_path, name
+):
+    checkpoint = exports.checkpoint("llama", **SIZE)
+    with refused(f"{name}.*{name}-g"):
+        small(checkpoint, tmp_path / "b", compress=name)
+    source = Checkpoint(checkpoint)
+    bundle = exporter._export(
+        source, Options(max_seq_len=16, compress=name), tmp_path / "b"
+    )
+    gates = weights_gate(bundle, source), interface_gate(bundle, source)
+    assert {gate.verdict for gate in gates} == {"GREEN"}
+    assert "formats" not in (bundle.root / "bundle.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["lut4-g3", "lut5-g8", "lut4-g0", "lut4-g256", "lut"])
+def test_other_names_of_presets_are_refused(name):
+    with pytest.raises(ValueError, match="power of two"):
+        find_preset(name)
 
 
 def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):

@@ -24,16 +24,16 @@ MATRIX = [
     (family, {}, {"compress": preset, "kv_write": write, "layout": layout})
     for family, preset, write, layout in CHOICES
 ]
-RING = {"compress": "lut4", "sliding": "ring"}
+RING = {"compress": "lut6-g16", "sliding": "ring"}
 PAIRS = {"layers_per_shard": 2}
 OTHERS = [
     ("llama", {"tie_word_embeddings": False}, {"compress": "int8-tensor"}),
     ("llama", {}, {"compress": "int8-tensor", "tokens": "1,2,4", "kv_write": "slice"}),
-    ("llama", {"intermediate_size": 256}, {"compress": "lut4", "tokens": "1,4"}),
+    ("llama", {"intermediate_size": 256}, {"compress": "lut6-g16", "tokens": "1,4"}),
     ("qwen3", FOUR, PAIRS | {"compress": "int4-block32"}),
     ("gemma3_text", ALTERNATING, RING | {"compress": "int8-channel"}),
     ("gemma3_text", ALTERNATING, RING | {"tokens": "2,3"}),
-    ("zaya", FOUR, PAIRS | {"compress": "lut6"}),
+    ("zaya", FOUR, PAIRS | {"compress": "lut6-g16"}),
     ("zaya", FOUR, PAIRS | {"tokens": "1,16"}),
     ("zaya", FEW_EXPERTS, {"moe": "routed", "compress": "int8-tensor"}),
     ("zaya", FEW_EXPERTS, {"moe": "routed", "tokens": "1,4"}),

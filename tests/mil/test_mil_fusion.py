@@ -253,7 +253,7 @@ def test_codes_past_a_table_are_left_to_the_plain_operation():
 
 
 def test_packed_weights_stay_packed(exports):
-    program = fused_layers(exports, "qwen2", compress="lut4")
+    program = fused_layers(exports, "qwen2", compress="lut6-g16")
     executable = Executable(program).release()
     constants = [step.constants.get("weight") for step in executable.body.steps]
     packed = [weight for weight in constants if weight is not None]

@@ -30,7 +30,7 @@ def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
     (size,) = presets["MiB"]
     assert 0.1 < size < 10
     # no preset keeps a limit of nothing: both are tried, and the next step is the limit
-    none = recommend.measure_presets(source, results(0.2, 0.0), "lut4", **options)
+    none = recommend.measure_presets(source, results(0.2, 0.0), "lut6-g16", **options)
     assert none["compress"].tolist() == ["int8-channel", "fp16"]
     assert not none["passes"].any() and none["kl_mean"].is_monotonic_decreasing
     words = recommend.describe_verdict(results(0.2, 0.0), none)
@@ -44,7 +44,7 @@ def test_nothing_is_exported_for_a_kept_limit_or_a_faulty_export(source, monkeyp
     monkeypatch.setattr(recommend, "export", None)
     fault = gates.holds("host", False, "")
     for gates_of_bundle in (results(0.001, 0.05), results(0.2, 0.05, fault)):
-        presets = recommend.measure_presets(source, gates_of_bundle, "lut4")
+        presets = recommend.measure_presets(source, gates_of_bundle, "lut6-g16")
         assert list(presets) == recommend.COLUMNS and presets.empty
     words = recommend.describe_verdict(results(0.2, 0.05, fault), presets)
     assert "1 of 2 gates on it are RED (host)" in words[0]

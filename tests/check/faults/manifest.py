@@ -176,7 +176,8 @@ FAULTS = [
         "a finer compression declared",
         gate="interface",
         plant=declare_compression(
-            {"int8-channel": "int8-tensor", "lut4": "lut6"}, default="int8-channel"
+            {"int8-channel": "int8-tensor", "lut6-g16": "lut4-g16"},
+            default="int8-channel",
         ),
     ),
     Fault(
