@@ -8,6 +8,7 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.cli.common import (
+    CalibrationText,
     ExportOptions,
     Json,
     Prompt,
@@ -25,6 +26,7 @@ def export(
     /,
     *,
     options: ExportOptions = ExportOptions(),
+    text: CalibrationText = CalibrationText(),
     json: Json = False,
 ) -> None:
     """Exports a Hugging Face folder as a bundle of stateful shards.
@@ -35,11 +37,17 @@ def export(
     paths.check_new_bundle(bundle)
     paths.check_family(folder)
     paths.check_quantization(folder)
+    text.check(options.compress)
     stage("export: reading the checkpoint")
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
-    exported = workbench.export(checkpoint, bundle, **asdict(options))
+    calibration = None
+    if text.calibrate or text.calibrate_ids:
+        calibration = text.read(load_checkpoint(checkpoint))
+    exported = workbench.export(
+        checkpoint, bundle, calibration=calibration, **asdict(options)
+    )
     shards = exported.manifest.shards
     converted = len({shard.template for shard in shards})
     result = {

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, TextIO
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
+from cyclopts.types import NonNegativeInt, PositiveInt
 
 import workbench
 from workbench import paths
@@ -166,6 +166,86 @@ class ExportOptions:
     moe: str = "dense"
     sliding: str = "mask"
     target: str = "coreml"
+
+
+@Parameter("*")
+@dataclass(frozen=True)
+class CalibrationText:
+    """What weights are calibrated with.
+
+    Args:
+        calibrate: File of text, UTF-8, about 8,192 tokens, that compression is fitted
+            to.
+        calibrate_ids: The same as token ids, for a checkpoint without a tokenizer: a
+            NumPy file, or a JSON list.
+        seed: Draws 16 windows of 512 tokens from a longer text.
+    """
+
+    calibrate: Path | None = None
+    calibrate_ids: Path | None = None
+    seed: NonNegativeInt = 0
+
+    def check(self, compress: str) -> None:
+        """Checks the options before anything heavy is imported.
+
+        Raises:
+            InputError: both a text and ids, a file that cannot be read, a seed without
+                a text, or a preset that needs a text and has none.
+        """
+        from workbench.bundle.presets import PRESETS
+
+        if self.calibrate and self.calibrate_ids:
+            step = "leave one of them out"
+            needed = "--calibrate or --calibrate-ids"
+            raise InputError("calibration", "two texts", needed, step)
+        path = self.calibrate or self.calibrate_ids
+        if path is None:
+            reject_unused("--calibrate TEXT", seed=self.seed)
+        elif not path.is_file():
+            step = "check the path"
+            raise InputError(str(path), "no file", "a text to calibrate with", step)
+        preset = PRESETS.get(compress)
+        if preset and preset.needs_calibration and path is None:
+            raise InputError(
+                f"--compress {compress}",
+                "no text",
+                "a text of about 8,192 tokens to calibrate with",
+                "give one: --calibrate TEXT, or --calibrate-ids FILE without a tokenizer",
+            )
+
+    def read(self, source):
+        """The windows of the text for a `Checkpoint`; None without a text."""
+        from workbench.check.hf import check_ids
+        from workbench.decode.transcript import encode_text
+        from workbench.exporter.calibrate import draw_windows
+
+        if self.calibrate:
+            ids = encode_text(source.tokenizer, paths.read_text(self.calibrate))
+        elif self.calibrate_ids:
+            ids = read_ids(self.calibrate_ids)
+        else:
+            return None
+        ids = check_ids(ids, source.config.vocab_size)
+        name = (self.calibrate or self.calibrate_ids).name
+        bos = source.config.bos_token_id
+        return draw_windows(ids, name, bos=bos, seed=self.seed)
+
+
+def read_ids(path: Path) -> list[int]:
+    """The token ids in a NumPy file of integers or a JSON list."""
+    import numpy as np
+
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, allow_pickle=False)
+        else:
+            ids = np.array(loads(paths.read_text(path)))
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"values of {ids.dtype}")
+    except (OSError, ValueError) as problem:
+        needed = "token ids in a .npy file or a JSON list"
+        raise InputError(str(path), str(problem), needed, "check the file") from None
+    return ids.reshape(-1).tolist()
 
 
 def reject_unused(needed: str, *groups, **options) -> None:

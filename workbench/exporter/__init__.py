@@ -12,10 +12,11 @@ import shutil
 import struct
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from workbench.bundle import (
 )
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
-from workbench.bundle.presets import REPLACED
+from workbench.bundle.presets import FP16, REPLACED
 from workbench.errors import InputError
 from workbench.exporter.shards import Spec, specs
 from workbench.exporter.template import Template
@@ -52,6 +53,9 @@ from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar
+
+if TYPE_CHECKING:
+    from workbench.exporter.calibrate import Calibrated, Text
 
 MAX_THREADS = 2  # writing is bound by memory and disk: more threads gain little
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
@@ -83,7 +87,11 @@ def make_options(**fields) -> Options:
 
 
 def export(
-    checkpoint: str | Path, bundle: str | Path | None = None, **fields
+    checkpoint: str | Path,
+    bundle: str | Path | None = None,
+    *,
+    calibration: "Text | None" = None,
+    **fields,
 ) -> Bundle:
     """Exports a Hugging Face checkpoint as a bundle.
 
@@ -93,6 +101,8 @@ def export(
         bundle: the new folder, which is written as a whole or not at all. By default
             the bundle of this checkpoint and these options in `data/bundles`, which is
             opened if it is there.
+        calibration: token ids of a text, with which weights are compressed so that the
+            layers' outputs on it change least (see `calibrate`).
         fields: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -100,21 +110,60 @@ def export(
 
     Raises:
         InputError: unusable checkpoint, unsupported family or option, a target where
-            something is already, no space on the disk.
+            something is already, no space on the disk, a preset that needs a text where
+            none is given, a text for a preset that takes none.
     """
     options = make_options(**fields)
+    check_calibration(options, calibration is not None)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
-        return bundle_for(source, options, output_root() / "data" / "bundles")
-    return _export(source, options, Path(bundle))
+        folder = output_root() / "data" / "bundles"
+        return bundle_for(source, options, folder, calibration)
+    return _export(source, options, Path(bundle), calibration)
 
 
-def _export(source: Checkpoint, options: Options, bundle: Path) -> Bundle:
+def check_calibration(options: Options, is_given: bool) -> None:
+    """Raises an InputError for a preset that needs a text to calibrate with and has
+    none, and for one that cannot use a text."""
+    preset = options.preset
+    step = "give one: --calibrate TEXT, or --calibrate-ids FILE without a tokenizer"
+    if preset.needs_calibration and not is_given:
+        needed = "a text of about 8,192 tokens to calibrate with"
+        raise InputError(f"--compress {preset.name}", "no text", needed, step)
+    if preset == FP16 and is_given:
+        step = "leave the text out, or choose another --compress"
+        raise InputError("--compress fp16", "a text", "no calibration", step)
+
+
+def _export(
+    source: Checkpoint,
+    options: Options,
+    bundle: Path,
+    calibration: "Text | None" = None,
+) -> Bundle:
     coremltools()  # quietly, before a part of it is imported by itself
     plan = read_plan(source, options)
     try:
-        with new_bundle(bundle) as folder:
-            write_bundle(folder, source, plan, options).save(folder)
+        with ExitStack() as stack:
+            calibrated = None
+            if calibration is not None:
+                # numba and Hugging Face's models take seconds to import
+                from workbench.exporter import calibrate
+
+                paths.check_new_bundle(bundle)
+                work = stack.enter_context(calibrate.work_folder(bundle))
+                weights = [
+                    weight
+                    for spec in specs(plan, options)
+                    for weight in weight_sources(spec, source, plan, options)
+                ]
+                calibrated = calibrate.calibrate(source, weights, calibration, work)
+            folder = stack.enter_context(new_bundle(bundle))
+            manifest = write_bundle(folder, source, plan, options, calibrated)
+            if calibration is not None:
+                record = calibration.record(folder)
+                manifest = manifest.model_copy(update={"calibration": record})
+            manifest.save(folder)
         return Bundle.open(bundle)
     except OSError as problem:
         reason = f"{problem.strerror or problem} ({problem.filename or bundle})"
@@ -123,21 +172,32 @@ def _export(source: Checkpoint, options: Options, bundle: Path) -> Bundle:
         raise InputError(f"bundle {bundle}", reason, needed, step) from problem
 
 
-def bundle_name(checkpoint: str, identity: str, options: Options) -> str:
+def bundle_name(
+    checkpoint: str, identity: str, options: Options, calibration: "Text | None" = None
+) -> str:
     """The name of a bundle's folder in `data/bundles`: the checkpoint's name and a hash
     of everything that decides the bundle's bytes, except those of its tokenizer."""
     parts = [MANIFEST_VERSION, identity, options.model_dump(), versions(options)]
+    if calibration is not None:
+        parts += [calibration.sha256, calibration.source, calibration.seed]
     text = json.dumps(parts, sort_keys=True)
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path) -> Bundle:
+def bundle_for(
+    checkpoint: Checkpoint,
+    options: Options,
+    folder: Path,
+    calibration: "Text | None" = None,
+) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` by one process at
     a time.
 
     An existing bundle is opened. A damaged one, and one with another tokenizer than the
     checkpoint's, is exported again, with a warning that states the reason."""
-    path = folder / bundle_name(checkpoint.name, checkpoint.sha256, options)
+    path = folder / bundle_name(
+        checkpoint.name, checkpoint.sha256, options, calibration
+    )
     with locked(path.with_name(f".{path.name}.lock")):
         reason = "the checkpoint has another tokenizer now"
         try:
@@ -154,7 +214,7 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path) -> Bundle
             text = f"the cached bundle {path.name} is exported again: {reason}"
             warnings.warn(text, stacklevel=2)
             shutil.rmtree(path)
-        return _export(checkpoint, options, path)
+        return _export(checkpoint, options, path, calibration)
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
@@ -222,10 +282,17 @@ def check_options(options: Options, plan: Plan) -> None:
 
 
 def write_bundle(
-    folder: Path, source: Checkpoint, plan: Plan, options: Options
+    folder: Path,
+    source: Checkpoint,
+    plan: Plan,
+    options: Options,
+    calibrated: "Calibrated | None" = None,
 ) -> Manifest:
     """Writes every file of a bundle except its manifest to `folder`; returns the
     manifest.
+
+    Args:
+        calibrated: matrices that are compressed already.
 
     Raises:
         InputError: a tensor that is missing or does not fit, no space on the disk.
@@ -258,7 +325,7 @@ def write_bundle(
                 templates[program_key] = convert(spec, plan, options, weights)
                 progress.update()
             arguments = folder, spec, templates[program_key], weights, source, options
-            pending.append(pool.submit(_write_shard, *arguments))
+            pending.append(pool.submit(_write_shard, *arguments, calibrated))
         progress.set_postfix_str("writing")
         entries = []
         for future in pending:
@@ -320,12 +387,16 @@ def _write_shard(
     weights: list[WeightSource],
     source: Checkpoint,
     options: Options,
+    calibrated: "Calibrated | None",
 ) -> Shard:
     """Writes one shard; returns its manifest entry."""
     package = folder / f"{spec.name}{template.suffix}"
 
     def load(weight: WeightSource) -> dict[str, np.ndarray]:
-        return stored(weight, load_values(weight, source))
+        arrays = None
+        if calibrated and weight.tensor and weight.preset != FP16:
+            arrays = calibrated.arrays(weight)
+        return arrays or stored(weight, load_values(weight, source))
 
     files, places = template.write(package, weights, load)
     first, last = spec.layers

@@ -1,0 +1,349 @@
+"""Compresses a checkpoint's matrices with the inputs that they have on a text.
+
+Hugging Face's own layers run one after the other over all windows of the text. A layer
+first runs with its weights in fp16, while E[x xᵀ] of the inputs of each of its linear
+modules is summed; then its matrices are compressed; then it runs again with what is
+stored, so that the layers behind it are calibrated on the inputs that they will have.
+Memory holds one layer and the activations of the text; the head is compressed in the
+slices of its shards.
+
+Matrices that are no linear module of their own, such as stacks of experts, are rounded
+to the nearest."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from workbench.bundle import Calibration, file_entries
+from workbench.bundle.presets import FP16
+from workbench.errors import InputError
+from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
+from workbench.exporter.weights import WeightSource, load_values
+from workbench.files import locked
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.empty import empty_model
+from workbench.progress import bar
+
+WINDOW = 512
+WINDOWS = 16
+IDS = "calibration.npy"
+KEY = "key.json"
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids to calibrate with.
+
+    Args:
+        ids: [windows, window] int32.
+        source: the name of the text.
+        seed: of the draw of the windows.
+    """
+
+    ids: np.ndarray
+    source: str
+    seed: int = 0
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
+
+    def record(self, folder: Path) -> Calibration:
+        """Writes the ids to a bundle's folder; returns their entry in its manifest."""
+        np.save(folder / IDS, self.ids.astype("<i4"))
+        windows, window = self.ids.shape
+        return Calibration(
+            file=file_entries(folder, folder / IDS)[0],
+            ids_sha256=self.sha256,
+            tokens=windows * window,
+            window=window,
+            seed=self.seed,
+            source=self.source,
+        )
+
+
+def draw_windows(
+    ids: Sequence[int],
+    source: str,
+    *,
+    bos: int | None = None,
+    seed: int = 0,
+    window: int = WINDOW,
+    windows: int = WINDOWS,
+) -> Text:
+    """Cuts a text into windows and draws `windows` of them, in the text's order; all of
+    a shorter text.
+
+    Args:
+        bos: the token before every window, where the text begins with it.
+
+    Raises:
+        InputError: fewer than two tokens.
+    """
+    ids = np.asarray(ids, np.int32)
+    prefix = ids[:0]
+    if len(ids) and ids[0] == bos:
+        prefix, ids = ids[:1], ids[1:]
+    if len(ids) < 2:
+        step = "give a longer text: 8,192 tokens serve well"
+        raise InputError(source, f"{len(ids)} tokens", "a text to calibrate with", step)
+    length = min(window - len(prefix), len(ids))
+    pieces = ids[: len(ids) // length * length].reshape(-1, length)
+    order = np.random.default_rng(seed).permutation(len(pieces))[:windows]
+    pieces = pieces[np.sort(order)]
+    before = np.broadcast_to(prefix, (len(pieces), len(prefix)))
+    return Text(np.concatenate([before, pieces], 1), source, seed)
+
+
+class Calibrated:
+    """The compressed matrices of a checkpoint, in a work folder.
+
+    Args:
+        folder: one file for each finished layer and slice of the head.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def arrays(self, weight: WeightSource) -> Arrays | None:
+        """The arrays of a weight; None: no linear module has it."""
+        path = self._path(weight.tensor, weight.rows)
+        if not path.is_file():
+            return None
+        with np.load(path) as file:
+            return dict(file)
+
+    def save(self, tensor: str, rows: slice | None, arrays: Arrays) -> None:
+        path = self._path(tensor, rows)
+        unfinished = path.with_suffix(".partial")
+        with unfinished.open("wb") as file:
+            np.savez(file, **arrays)
+        unfinished.rename(path)
+
+    def _path(self, tensor: str, rows: slice | None) -> Path:
+        start = f".{rows.start}" if rows else ""
+        return self.folder / f"{tensor}{start}.npz"
+
+
+class CompressingLayer(nn.Module):
+    """A decoder layer that compresses its matrices when it is called."""
+
+    def __init__(self, layer: nn.Module, prefix: str, calibration: "Run"):
+        super().__init__()
+        self.layer = layer
+        self.prefix = prefix
+        self.calibration = calibration
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # transformers reads attributes of its own layer
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *args, **kwargs):
+        read = self.calibration.source.tensor
+        names = self.layer.state_dict()
+        values = {name: read(self.prefix + name).half().float() for name in names}
+        linear = {
+            f"{name}.weight": module
+            for name, module in self.layer.named_modules()
+            if isinstance(module, nn.Linear)
+            and self.prefix + f"{name}.weight" in self.calibration.weights
+        }
+        weights = {
+            name: self.calibration.weights[self.prefix + name] for name in linear
+        }
+        stored = {
+            name: self.calibration.results.arrays(weight)
+            for name, weight in weights.items()
+        }
+        if not all(stored.values()):
+            stored = {}
+            with summed_inputs(linear) as sums:
+                functional_call(self.layer, values, args, kwargs)
+            statistics = {}  # the matrices of one input share them
+            for name, total in sums.items():
+                if id(total) not in statistics:
+                    statistics[id(total)] = InputStatistics.of(total.mean)
+                weight = weights[name]
+                matrix = load_values(weight, self.calibration.source)
+                matrix = matrix.reshape(weight.shape[:2])
+                stored[name] = compress_matrix(
+                    matrix, weight.preset, statistics[id(total)]
+                )
+                self.calibration.results.save(weight.tensor, None, stored[name])
+        for name, arrays in stored.items():
+            weight = weights[name]
+            values[name] = decompress(arrays, weight.preset, weight.shape[:2]).float()
+        self.calibration.progress.update()
+        return functional_call(self.layer, values, args, kwargs)
+
+
+class InputSum:
+    """The sum of x xᵀ over the inputs x of linear modules."""
+
+    def __init__(self):
+        self.total = torch.zeros(())
+        self.count = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Adds inputs [.., C], a window at a time."""
+        for window in x.reshape(-1, *x.shape[-2:]):
+            self.total = self.total + (window.T @ window).double()
+        self.count += x.numel() // x.shape[-1]
+
+    @property
+    def mean(self) -> torch.Tensor:
+        return self.total / self.count
+
+
+@contextmanager
+def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]:
+    """Sums the inputs of modules by their names while they run; modules that read one
+    tensor share a sum."""
+    sums: dict[str, InputSum] = {}
+    # The tensors are kept: another one at the address of a freed one would be taken for
+    # it.
+    read: list[tuple[torch.Tensor, InputSum]] = []
+
+    def record(name: str, x: torch.Tensor) -> None:
+        for tensor, total in read:
+            if tensor is x and name not in sums:
+                sums[name] = total
+                return
+        total = sums.setdefault(name, InputSum())
+        total.add(x)
+        read[:] = [*read[-1:], (x, total)]
+
+    handles = []
+    for name, module in linear.items():
+
+        def hook(module, arguments, name=name):
+            record(name, arguments[0])
+
+        handles.append(module.register_forward_pre_hook(hook))
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Run:
+    """One calibration.
+
+    Args:
+        weights: checkpoint tensor → the weight that holds it whole.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        weights: dict[str, WeightSource],
+        results: Calibrated,
+        progress,
+    ):
+        self.source = source
+        self.weights = weights
+        self.results = results
+        self.progress = progress
+
+
+@torch.inference_mode()
+def calibrate(
+    source: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
+) -> Calibrated:
+    """Compresses every matrix of `weights` that is a linear module, or the head.
+
+    What an earlier call with the same checkpoint, weights and text has finished in
+    `folder` is kept; anything else in it is removed.
+
+    Args:
+        weights: of all shards.
+        folder: a work folder.
+    """
+    matrices = [w for w in weights if w.tensor and w.preset != FP16]
+    key = {
+        "checkpoint": source.sha256,
+        "ids": text.sha256,
+        "presets": {w.tensor: w.preset.name for w in matrices},
+        "seed": text.seed,
+    }
+    prepare(folder, key)
+    results = Calibrated(folder)
+    head = [w for w in matrices if w.path == "lm_head.weight"]
+    whole = {w.tensor: w for w in matrices if w.rows is None}
+    model = empty_model(source.config, "sdpa")
+    base = model.model
+    base.embed_tokens.padding_idx = None
+    layers = len(base.layers)
+    with bar(
+        total=layers + len(head), desc="calibrate", unit="layer", leave=False
+    ) as progress:
+        run = Run(source, whole, results, progress)
+        for index, layer in enumerate(base.layers):
+            prefix = f"{source.prefix}layers.{index}."
+            base.layers[index] = CompressingLayer(layer, prefix, run)
+        hidden = run_base(base, source, text.ids)
+        total = InputSum()
+        total.add(hidden)
+        statistics = InputStatistics.of(total.mean)
+        for weight in head:
+            if results.arrays(weight) is None:
+                values = load_values(weight, source).reshape(weight.shape[:2])
+                arrays = compress_matrix(values, weight.preset, statistics)
+                results.save(weight.tensor, weight.rows, arrays)
+            progress.update()
+    return results
+
+
+def run_base(base: nn.Module, source: Checkpoint, ids: np.ndarray) -> torch.Tensor:
+    """What the head reads [windows, window, C]: Hugging Face's model over `ids`, whose
+    layers read their own weights."""
+    rows, places = np.unique(ids, return_inverse=True)
+    table = source.tensor(f"{source.prefix}embed_tokens.weight", rows.tolist())
+    outer = {"embed_tokens.weight": table.half().float()}
+    for name, _ in base.named_parameters():
+        if not name.startswith(("layers.", "embed_tokens.")):
+            outer[name] = source.tensor(source.prefix + name).half().float()
+    arguments = {"input_ids": torch.from_numpy(places.reshape(ids.shape))}
+    arguments["use_cache"] = False
+    return functional_call(base, outer, (), arguments)[0]
+
+
+def prepare(folder: Path, key: dict) -> None:
+    """Makes a work folder of a calibration with this key, emptied of another one's."""
+    text = json.dumps(key, sort_keys=True)
+    file = folder / KEY
+    if folder.is_dir() and not (file.is_file() and file.read_text() == text):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@contextmanager
+def work_folder(bundle: Path) -> Iterator[Path]:
+    """The folder beside a new bundle in which its calibration is kept until the bundle
+    is written. A run that is killed leaves it, and the next one goes on from there."""
+    folder = bundle.parent / f".{bundle.name}.calibration"
+    busy = InputError(
+        f"bundle {bundle}",
+        "another export calibrating for it",
+        "one export to one target",
+        "wait for that one, or choose another target",
+    )
+    lock = folder.with_suffix(".lock")
+    with locked(lock, busy):
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+    lock.unlink(missing_ok=True)
