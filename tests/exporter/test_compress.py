@@ -8,12 +8,11 @@ import pytest
 import tiny
 import torch
 from conversions import small
-from coremltools._deps import kmeans1d
-from coremltools.optimize.coreml import _quantization_passes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
+from miltorch.quiet import coremltools
 from workbench import exporter
 from workbench.bundle import Options, find_preset
 from workbench.check.interface import interface_gate
@@ -121,6 +120,9 @@ def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
 @pytest.mark.parametrize("preset", ["lut4-g8", "lut6-g16", "lut4-g1", "lut6-g32"])
 def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
     """Of a matrix whose groups have no more values than a table has entries."""
+    coremltools()
+    from coremltools.optimize.coreml import _quantization_passes
+
     part = WeightSource("w", "w", (64, 640), preset=find_preset(preset))
     values = np.float16(np.random.default_rng(3).standard_normal(part.shape))
     first = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
@@ -141,6 +143,9 @@ def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_tables_of_groups_are_near_the_exact_solver(preset, kind, weighted):
+    coremltools()
+    from coremltools._deps import kmeans1d
+
     preset = find_preset(preset)
     count = 1 << preset.bits
     values = draw(kind, (2 * preset.group, 900), 5)
