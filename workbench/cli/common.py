@@ -200,7 +200,7 @@ class CalibrationText:
             raise InputError("calibration", "two texts", needed, step)
         path = self.calibrate or self.calibrate_ids
         if path is None:
-            reject_unused("--calibrate TEXT", seed=self.seed)
+            reject_unused("--calibrate TEXT", seed=self.seed > 0)
         elif not path.is_file():
             step = "check the path"
             raise InputError(str(path), "no file", "a text to calibrate with", step)
