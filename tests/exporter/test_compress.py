@@ -1,8 +1,5 @@
 """Compressed weights: the bytes are those that coremltools stores."""
 
-from functools import partial
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import tiny
@@ -119,20 +116,18 @@ def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
 
 @pytest.mark.parametrize("preset", ["lut4-g8", "lut6-g16", "lut4-g1", "lut6-g32"])
 def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
-    """Of a matrix whose groups have no more values than a table has entries."""
+    """Of a matrix whose groups have no more values than a table has entries, and enough weights for
+    coremltools' exact solver."""
     coremltools()
-    from coremltools.optimize.coreml import _quantization_passes
-
-    part = WeightSource("w", "w", (64, 640), preset=find_preset(preset))
-    values = np.float16(np.random.default_rng(3).standard_normal(part.shape))
+    preset_of_groups = find_preset(preset)
+    shape = 4 * preset_of_groups.group, 10_240 // preset_of_groups.group
+    part = WeightSource("w", "w", shape, preset=preset_of_groups)
+    values = np.float16(np.random.default_rng(3).standard_normal(shape))
     first = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
     luts = first["lut"]
     indices = first["indices"].reshape(len(luts), -1)
-    values = np.take_along_axis(luts, indices.astype(int), 1).reshape(64, 640, 1, 1)
-    kmeans = "_get_kmeans_lookup_table_and_weight"
-    exact = partial(getattr(_quantization_passes, kmeans), force_kmeans1d=True)
-    with patch.object(_quantization_passes, kmeans, exact):
-        expected = theirs(values, preset)
+    values = np.take_along_axis(luts, indices.astype(int), 1).reshape(*shape, 1, 1)
+    expected = theirs(values, preset)
     arrays = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
     for role, array in expected.items():
         assert arrays[role].tobytes() == array.astype(arrays[role].dtype).tobytes()
