@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,10 +136,25 @@ class Calibrated:
         return self.folder / f"{tensor}{start}.npz"
 
 
+@dataclass(frozen=True)
+class Run:
+    """One calibration.
+
+    Args:
+        weights: checkpoint tensor → the weight that holds it whole.
+        progress: a bar that counts layers and slices of the head.
+    """
+
+    source: Checkpoint
+    weights: dict[str, WeightSource]
+    results: Calibrated
+    progress: Any
+
+
 class CompressingLayer(nn.Module):
     """A decoder layer that compresses its matrices when it is called."""
 
-    def __init__(self, layer: nn.Module, prefix: str, calibration: "Run"):
+    def __init__(self, layer: nn.Module, prefix: str, calibration: Run):
         super().__init__()
         self.layer = layer
         self.prefix = prefix
@@ -218,8 +234,8 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
 
     def record(name: str, x: torch.Tensor) -> None:
         for tensor, total in read:
-            if tensor is x and name not in sums:
-                sums[name] = total
+            if tensor is x:
+                sums.setdefault(name, total)
                 return
         total = sums.setdefault(name, InputSum())
         total.add(x)
@@ -237,26 +253,6 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
     finally:
         for handle in handles:
             handle.remove()
-
-
-class Run:
-    """One calibration.
-
-    Args:
-        weights: checkpoint tensor → the weight that holds it whole.
-    """
-
-    def __init__(
-        self,
-        source: Checkpoint,
-        weights: dict[str, WeightSource],
-        results: Calibrated,
-        progress,
-    ):
-        self.source = source
-        self.weights = weights
-        self.results = results
-        self.progress = progress
 
 
 @torch.inference_mode()
