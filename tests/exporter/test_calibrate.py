@@ -7,6 +7,7 @@ from conversions import small
 from refusal import refused
 
 from workbench.bundle import find_preset
+from workbench.check.text import check_held_out
 from workbench.exporter import calibrate, compress
 from workbench.exporter.calibrate import draw_windows, summed_inputs
 
@@ -170,6 +171,18 @@ def test_another_text_does_not_go_on_with_what_is_left(exports, tmp_path):
         checkpoint, tmp_path / "b", compress="lut4-g8", calibration=random_text()
     )
     assert bundle.manifest.calibration and not folder.exists()
+
+
+def test_a_text_that_weights_were_fitted_to_does_not_judge_them(exports, tmp_path):
+    checkpoint = exports.checkpoint("llama", **SIZE)
+    text = random_text()
+    bundle = small(checkpoint, tmp_path / "b", compress="lut6-g16", calibration=text)
+    other = random_text(seed=5).ids.reshape(-1)
+    check_held_out(bundle, other)
+    check_held_out(bundle, [*other, *text.ids[3, 20:83]])
+    with refused("64 tokens in a row of random ids"):
+        check_held_out(bundle, [*other, *text.ids[3, 20:84]])
+    check_held_out(small(checkpoint, tmp_path / "c"), text.ids.reshape(-1))
 
 
 def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):

@@ -196,6 +196,15 @@ class Bundle:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name).numpy() for name in file.keys()}
 
+    @cached_property
+    def calibration_ids(self) -> np.ndarray | None:
+        """The token ids [windows, window] of the text with which the weights were
+        calibrated; None: with no text."""
+        calibration = self.manifest.calibration
+        if calibration is None:
+            return None
+        return np.load(self.root / calibration.file.path, allow_pickle=False)
+
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard.
 

@@ -6,6 +6,7 @@ layers work outside the range for which they were trained. The cost of compressi
 random ids says little about its cost in use."""
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 
 import numpy as np
@@ -13,12 +14,15 @@ import numpy as np
 from workbench import paths
 from workbench.bundle import Bundle
 from workbench.decode.transcript import encode_text, load_tokenizer
+from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
 COUNT = 48
 """Tokens of the default prompt."""
 TASKS = "data/tasks/heldout.jsonl"
 """Text of the small trained models, whose 256 words are not English."""
+SHARED_TOKENS = 64
+"""A text that has so many tokens in a row in common with another one is a part of it."""
 UNKNOWN_SHARE = 0.1
 """A tokenizer with a larger share of unknown tokens lacks the text's language."""
 
@@ -50,6 +54,37 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
                 return ids
     ids = np.random.default_rng(0).integers(0, V, count).tolist()
     return ids if bos is None else [bos, *ids[1:]]
+
+
+def check_held_out(bundle: Bundle, ids: Sequence[int]) -> None:
+    """Checks that the weights of `bundle` were not fitted to a part of a text that is to
+    judge them.
+
+    Raises:
+        InputError: `ids` share `SHARED_TOKENS` in a row with the text of the bundle's
+            calibration.
+    """
+    fitted = bundle.calibration_ids
+    if fitted is None or len(ids) < SHARED_TOKENS:
+        return
+
+    def runs(row: Sequence[int]) -> set[bytes]:
+        row = np.asarray(row, np.int32)
+        if len(row) < SHARED_TOKENS:
+            return set()
+        views = np.lib.stride_tricks.sliding_window_view(row, SHARED_TOKENS)
+        return {view.tobytes() for view in views}
+
+    seen = set().union(*map(runs, fitted))
+    if not seen.isdisjoint(runs(ids)):
+        source = bundle.manifest.calibration.source
+        raise InputError(
+            "text",
+            f"{SHARED_TOKENS} tokens in a row of {source}, with which the bundle's "
+            "weights were calibrated",
+            "a text that the weights were not fitted to",
+            "give another text",
+        )
 
 
 def task_text() -> str:

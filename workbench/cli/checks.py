@@ -226,6 +226,8 @@ def _check_single_copy(bundle, runtime: str, single_copy: bool) -> bool:
 def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
     """Hugging Face's values as a `Golden`: stored ones, else the checkpoint's for the
     prompt; None without both."""
+    from workbench.check.text import check_held_out
+
     if golden:
         reference = workbench.Golden.load(golden)
     elif checkpoint:
@@ -233,6 +235,7 @@ def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
         reference = workbench.golden.make_golden(checkpoint, prompt.token_ids(bundle))
     else:
         return None
+    check_held_out(bundle, reference.ids)
     return replace(reference, source=checkpoint)
 
 

@@ -137,9 +137,11 @@ def evaluate(
     prompt.check(required=True)
     source = load_checkpoint(checkpoint)
     from workbench.check.evaluate import evaluate
+    from workbench.check.text import check_held_out
     from workbench.decode.transcript import unknown_share
 
     decoder, ids = execution.decoder(exported), prompt.token_ids(exported)
+    check_held_out(exported, ids)
     share = unknown_share(exported.tokenizer, ids)
     if share > MAX_UNKNOWN:
         message = (
