@@ -8,6 +8,7 @@ from refusal import refused
 
 from workbench.bundle import find_preset
 from workbench.check.text import check_held_out
+from workbench.cli.common import CalibrationText
 from workbench.exporter import calibrate, compress
 from workbench.exporter.calibrate import draw_windows, summed_inputs
 
@@ -188,6 +189,7 @@ def test_a_text_that_weights_were_fitted_to_does_not_judge_them(exports, tmp_pat
 def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", **SIZE)
     with refused("lut4-g8.*no text.*--calibrate TEXT"):
-        small(checkpoint, tmp_path / "b", compress="lut4-g8")
+        CalibrationText().check("lut4-g8")
+    CalibrationText().check("lut6-g16")
     with refused("fp16.*a text.*no calibration"):
         small(checkpoint, tmp_path / "b", compress="fp16", calibration=random_text())

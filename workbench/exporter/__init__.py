@@ -110,29 +110,17 @@ def export(
 
     Raises:
         InputError: unusable checkpoint, unsupported family or option, a target where
-            something is already, no space on the disk, a preset that needs a text where
-            none is given, a text for a preset that takes none.
+            something is already, no space on the disk, a text for fp16.
     """
     options = make_options(**fields)
-    # refusal follows
+    if options.preset == FP16 and calibration is not None:
+        step = "leave the text out, or choose another --compress"
+        raise InputError("--compress fp16", "a text", "no calibration", step)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         folder = output_root() / "data" / "bundles"
         return bundle_for(source, options, folder, calibration)
     return _export(source, options, Path(bundle), calibration)
-
-
-def check_calibration(options: Options, is_given: bool) -> None:
-    """Raises an InputError for a preset that needs a text to calibrate with and has
-    none, and for one that cannot use a text."""
-    preset = options.preset
-    step = "give one: --calibrate TEXT, or --calibrate-ids FILE without a tokenizer"
-    if preset.needs_calibration and not is_given:
-        needed = "a text of about 8,192 tokens to calibrate with"
-        raise InputError(f"--compress {preset.name}", "no text", needed, step)
-    if preset == FP16 and is_given:
-        step = "leave the text out, or choose another --compress"
-        raise InputError("--compress fp16", "a text", "no calibration", step)
 
 
 def _export(
