@@ -229,19 +229,24 @@ def sound_cases() -> list[Case]:
 
 
 def faulty_cases() -> list[Case]:
-    return [Case.parse(f"{name}/{preset}") for name in FAULTS for preset in PRESETS]
+    return [
+        Case.parse(f"{name}/{preset}")
+        for name, fault in FAULTS.items()
+        for preset in fault.presets or PRESETS
+    ]
 
 
 def relocated_cases() -> list[Case]:
     """Every fault of one layer, planted in the first, a middle and the last layer of the same
-    program instead, in fp16: a gate that looks at one shard for all of them misses it there."""
+    program instead, in fp16, or in the first preset that can have it: a gate that looks at one
+    shard for all of them misses it there."""
     cases = []
     for name, fault in FAULTS.items():
         if fault.layer is None:
             continue
         (alike,) = (layers for layers in ALIKE[fault.bundle] if fault.layer in layers)
         places = sorted({alike[0], alike[len(alike) // 2], alike[-1]} - {fault.layer})
-        case = Case.parse(f"{name}/fp16")
+        case = Case.parse(f"{name}/{fault.first_preset}")
         cases += [replace(case, layer=layer) for layer in places]
     return cases
 

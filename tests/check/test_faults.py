@@ -44,7 +44,7 @@ def test_no_sound_bundle_is_red(case, exports):
 @pytest.mark.matrix(10, wide=24)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):
-    case = Case.parse(f"{name}/fp16")
+    case = Case.parse(f"{name}/{FAULTS[name].first_preset}")
     with cases.open_subject(exports, case) as subject:
         assert cases.run_gate(subject, case.fault.gate).verdict == "RED"
 

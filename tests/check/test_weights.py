@@ -7,11 +7,13 @@ import torch
 
 from workbench import Bundle
 from workbench.bundle import PRESETS
+from workbench.bundle.presets import find_preset
 from workbench.check import compare
 from workbench.check.weights import (
     _is_constant,
     fp16_deviation,
     integer_ratio,
+    table_deviation,
     table_ratios,
     weights_gate,
 )
@@ -153,6 +155,82 @@ def test_an_entry_that_is_not_the_nearest_is_held_against_the_nearest():
     table = torch.tensor([-3.0, -1, 1, 3])
     used, value = torch.ones(1, 1), torch.full((1, 1), 2.9).half()
     assert 18 < table_ratios(used, value, table)[0] < 20
+
+
+GROUPED = find_preset("lut4-g8")
+
+
+def stored_groups(values):
+    """The best tables of groups of 8 rows of `values` [R, K], by the exact solver, and
+    the nearest entries."""
+    from coremltools._deps import kmeans1d
+
+    rounded = np.float32(np.float16(values))
+    tables, indices = [], []
+    for group in rounded.reshape(-1, 8 * values.shape[1]):
+        clusters = kmeans1d.cluster(group, 16)
+        table = np.float32(np.float16(clusters.centroids))
+        tables.append(table)
+        indices.append(np.abs(group[:, None] - table).argmin(1))
+    return {
+        "lut": np.float16(tables).reshape(-1, 1, 1, 1, 16, 1),
+        "indices": np.uint8(indices).reshape(*values.shape, 1, 1),
+    }
+
+
+def heavy_tailed(seed):
+    rng = np.random.default_rng(seed)
+    return np.float32(rng.standard_t(3, (32, 48)) * 0.02)
+
+
+def deviate(parts, values):
+    return table_deviation("w", parts, torch.from_numpy(values), GROUPED)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_tables_of_groups_are_green_and_worse_ones_red(seed):
+    values = heavy_tailed(seed)
+    parts = stored_groups(values)
+    assert deviate(parts, values).verdict == "GREEN"
+    tables = parts["lut"].copy()
+    tables[[1, 2]] = tables[[2, 1]]
+    assert deviate(parts | {"lut": tables}, values).verdict == "RED"
+    indices = parts["indices"].copy()
+    row = indices[17]
+    row[0] += 1 if row[0] < 15 else -1
+    assert deviate(parts | {"indices": indices}, values).verdict == "RED"
+    louder = values.copy()
+    louder[9] /= 1.02
+    assert deviate(parts, louder).verdict == "RED"
+
+
+def test_nearest_entries_of_a_table_that_is_not_the_best_are_red():
+    values = heavy_tailed(0)
+    parts = stored_groups(values)
+    tables = parts["lut"].copy()
+    tables[2] *= np.float16(1.1)
+    entries = np.float32(tables[2]).ravel()
+    rounded = np.float32(np.float16(values[16:24]))
+    indices = parts["indices"].copy()
+    nearest = np.abs(rounded[..., None] - entries).argmin(-1)
+    indices[16:24] = np.uint8(nearest)[..., None, None]
+    gate = deviate(parts | {"lut": tables, "indices": indices}, values)
+    assert gate.verdict == "RED" and "squared error" in gate.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lut: np.roll(lut, 1, axis=4), "ascending"),
+        (lambda lut: np.where(lut == lut.max(), np.float16("inf"), lut), "ascending"),
+        (lambda lut: lut[:2], "2 tables for 32 rows"),
+    ],
+)
+def test_tables_that_no_exporter_makes_are_refused(change, words):
+    values = heavy_tailed(0)
+    parts = stored_groups(values)
+    with pytest.raises(ValueError, match=words):
+        deviate(parts | {"lut": change(parts["lut"])}, values)
 
 
 def test_a_plug_in_may_leave_out_zeros_or_ones():

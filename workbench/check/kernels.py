@@ -150,3 +150,70 @@ def integer_deviation(data, scale, offset, values, width, largest):
                     worst = bits
             i = end
     return worst
+
+
+@compiled
+def half_unit_of(value):
+    """Half of the distance between the two fp16 values around a float32 number."""
+    size = np.uint32(bits_of(value) & MAGNITUDE)
+    if size < SMALLEST:
+        size = SMALLEST
+    return number_of(np.uint32(size & EXPONENT)) * HALF_UNIT
+
+
+@compiled
+def table_deviation(indices, tables, values, nearest, errors, best):
+    """Fills, for each group of rows that share a table, the figures of its weights,
+    which are compared with `values` rounded to fp16.
+
+    Args:
+        indices: [R, K] uint8, below E.
+        tables: [G, E] float32, ascending.
+        values: [R, K] float32.
+        nearest: [G] float32, the largest distance to the entry that is used, over the
+            distance to the nearest one plus half a unit of fp16 of both.
+        errors: [G] float64, the squared error, less what rounding the entries to fp16
+            adds at most.
+        best: [G] float64, the squared error if every entry were the mean of the weights
+            that use it.
+    """
+    R, K = values.shape
+    G, E = tables.shape
+    rows = R // G
+    counts = np.empty(E)
+    sums = np.empty(E)
+    for g in range(G):
+        table = tables[g]
+        middles = (table[1:] + table[:-1]) * HALF
+        counts[:] = 0.0
+        sums[:] = 0.0
+        squares = 0.0
+        error = 0.0
+        rounding = 0.0
+        worst = ZERO
+        for r in range(g * rows, (g + 1) * rows):
+            for k in range(K):
+                value = to_fp16(values[r, k])
+                index = indices[r, k]
+                used = table[index]
+                near = table[np.searchsorted(middles, value)]
+                distance = abs(used - value)
+                if distance != ZERO:
+                    unit = half_unit_of(used)
+                    tolerance = abs(near - value) + unit + half_unit_of(near)
+                    ratio = np.float32(distance / tolerance)
+                    if not ratio <= worst:  # nan is the worst
+                        worst = ratio
+                    error += np.float64(distance) * np.float64(distance)
+                rounding += np.float64(half_unit_of(used)) ** 2
+                counts[index] += 1.0
+                sums[index] += value
+                squares += np.float64(value) * np.float64(value)
+        explained = 0.0
+        for e in range(E):
+            if counts[e] > 0.0:
+                explained += sums[e] * sums[e] / counts[e]
+        nearest[g] = worst
+        errors[g] = max(0.0, error - rounding)
+        # the difference of two sums of float64 is known to this share of them
+        best[g] = max(0.0, squares - explained) + squares * 1e-13

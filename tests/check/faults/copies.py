@@ -73,14 +73,17 @@ class StoredWeight:
         """The weight, decompressed, float32."""
         codes = self.codes.read()
         if self.role == "indices":
-            return self._table()[codes]
+            rows = codes.reshape(len(codes), -1).astype(int)
+            return np.take_along_axis(self._tables(), rows, 1).reshape(codes.shape)
         return codes.astype(np.float32) * self._scales(codes.shape)
 
     def write(self, values: np.ndarray) -> None:
         """Stores the values nearest to `values` that the scale or the table can express."""
         codes = values
         if self.role == "indices":
-            codes = np.abs(values[..., None] - self._table()).argmin(-1)
+            rows = values.reshape(len(values), -1, 1)
+            codes = np.abs(rows - self._tables()[:, None]).argmin(-1)
+            codes = codes.reshape(values.shape)
         elif self.role == "data":
             top = 127 if self.codes.dtype == "INT8" else 7
             codes = np.rint(values / self._scales(values.shape)).clip(-top, top)
@@ -128,8 +131,19 @@ class StoredWeight:
         for role, array in other.arrays.items():
             array.write(values[role])
 
-    def _table(self) -> np.ndarray:
-        return self.arrays["lut"].read().ravel().astype(np.float32)
+    def edit_tables(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Changes the lookup tables [groups, entries]; the indices stay."""
+        lut = self.arrays["lut"]
+        tables = lut.read()
+        changed = change(tables.reshape(len(tables), -1).copy())
+        assert not np.array_equal(changed, tables.reshape(changed.shape))
+        lut.write(changed.reshape(tables.shape))
+
+    def _tables(self) -> np.ndarray:
+        """The lookup table of every row, [R, entries] float32."""
+        tables = self.arrays["lut"].read().astype(np.float32)
+        tables = tables.reshape(len(tables), -1)
+        return tables.repeat(self.codes.shape[0] // len(tables), 0)
 
     def _scales(self, shape: tuple[int, ...]) -> np.ndarray | float:
         if self.role == "val":

@@ -13,18 +13,24 @@ class Fault:
     `copies.Copy` of a bundle's files where it is on disk. A fault of the shard of one layer names
     this `layer`, and `plant` gets it as the second argument: the fault can be planted in other
     layers of the same kind, too. `bundle` is the key of `cases.BASES` that says what the fault is
-    planted in."""
+    planted in, `presets` the ones whose files can have it (None: all)."""
 
     name: str
     gate: str
     plant: Callable[..., None]
     bundle: str = "llama"
     layer: int | None = None
+    presets: tuple[str, ...] | None = None
 
     @property
     def slug(self) -> str:
         """The name as one word, which cases and commands use: "T of 2" → "t_of_2"."""
         return re.sub(r"\W+", "_", self.name.lower())
+
+    @property
+    def first_preset(self) -> str:
+        """The preset of a test that plants the fault once."""
+        return self.presets[0] if self.presets else "fp16"
 
     def plant_in(self, target) -> None:
         """Plants the fault in a decoder or in a copy of files."""

@@ -7,6 +7,7 @@ import numpy as np
 from faults.copies import StoredWeight
 from faults.fault import Fault
 
+GROUPED = ("lut6-g16",)  # presets of `cases` with a table for each group of rows
 Plant = Callable[..., None]
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -123,6 +124,34 @@ def shuffle(values):
     return np.random.default_rng(0).permutation(values.ravel()).reshape(values.shape)
 
 
+# Edits of lookup tables
+
+
+def edit_tables(tensor: str, change: Change) -> Plant:
+    """Changes the tables [groups, entries] of a weight."""
+    return edit_stored(tensor, lambda stored: stored.edit_tables(change))
+
+
+def exchange_neighbours(tables):
+    tables[[1, 2]] = tables[[2, 1]]
+    return tables
+
+
+def rotate_one(tables):
+    tables[1] = np.roll(tables[1], 1)
+    return tables
+
+
+def scale_one(tables):
+    tables[1] *= np.float16(1.02)
+    return tables
+
+
+def zero_sixteen_inputs(values):
+    values[20, :16] = 0
+    return values
+
+
 # Faults that take more than one edit
 
 
@@ -201,6 +230,15 @@ def exchange_fused_keys_and_values(copy, layer):
         rows = array.read()
         if len(rows) == 3 * 96:
             array.write(np.concatenate([rows[:96], rows[192:], rows[96:192]]))
+
+
+def declare_other_groups(copy, layer):
+    """The manifest calls the tables of a matrix those of half as many rows."""
+    name, group = copy.manifest["options"]["compress"].split("-g")
+    for tensor in copy.shard(layer)["weights"]:
+        if tensor.endswith("mlp.up_proj.weight"):
+            formats = copy.manifest.setdefault("formats", {})
+            formats[tensor] = f"{name}-g{int(group) // 2}"
 
 
 FAULTS = [
@@ -486,5 +524,47 @@ FAULTS = [
         bundle="phi3",
         layer=0,
         plant=exchange_fused_keys_and_values,
+    ),
+    Fault(
+        "tables of two neighbouring groups exchanged",
+        gate="weights",
+        layer=1,
+        plant=edit_tables("mlp.up_proj.weight", exchange_neighbours),
+        presets=GROUPED,
+    ),
+    Fault(
+        "entries of one table rotated by one",
+        gate="weights",
+        layer=1,
+        plant=edit_tables("self_attn.q_proj.weight", rotate_one),
+        presets=GROUPED,
+    ),
+    Fault(
+        "entries of one table times 1.02",
+        gate="weights",
+        layer=2,
+        plant=edit_tables("self_attn.v_proj.weight", scale_one),
+        presets=GROUPED,
+    ),
+    Fault(
+        "one row times 1.05 in the table of its group",
+        gate="weights",
+        layer=1,
+        plant=scale_row("mlp.down_proj.weight", 20, 1.05),
+        presets=GROUPED,
+    ),
+    Fault(
+        "sixteen inputs of one row zero",
+        gate="weights",
+        layer=3,
+        plant=edit_values("mlp.down_proj.weight", zero_sixteen_inputs),
+        presets=GROUPED,
+    ),
+    Fault(
+        "format of a tensor mislabelled",
+        gate="weights",
+        layer=1,
+        plant=declare_other_groups,
+        presets=GROUPED,
     ),
 ]
