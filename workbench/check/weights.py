@@ -12,13 +12,17 @@ from what is stored:
               two entries that compete
 
 Compressed weights are compared with v rounded to fp16, which precedes compression. The
-squared error of a table must also be within 0.1% of that of the best table (exact
-k-means in one dimension). Rounding the entries to fp16 adds at most the square of half
-a unit for each weight, which is subtracted first. Tables of groups of rows are finite
-and ascending, and their squared error is within 0.5% of that of the best table for the
-exact solver takes 35 ms a group: it is asked of the group of each stored tensor whose
-error is the largest over that of the means of the weights that use each entry, and every
-group's error is within 0.5% of that of these means."""
+squared error of a table for a whole tensor must also be within 0.1% of that of the best
+table (exact k-means in one dimension). Rounding the entries to fp16 adds at most the
+square of half a unit for each weight, which is subtracted first.
+
+Tables for groups of rows must be finite and ascending. Every group's squared error is
+within 0.5% of the error that the means of the weights that use each entry would have.
+The exact solver takes about 35 ms a group, so that one group of each stored tensor is
+compared with the best table: the one whose error is the largest over that of the means.
+
+Values that were fitted to a calibration text are not judged: the gate is then not_run,
+and compares all other weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +35,7 @@ import miltorch
 from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
-from workbench.bundle.presets import Preset
+from workbench.bundle.presets import FP16, Preset
 from workbench.check import gates
 from workbench.check.compare import blocks, safe_ratio
 from workbench.check.gates import Gate
@@ -67,6 +71,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         return _recognised(bundle, checkpoint)
     deviations = []
     problems = []
+    calibrated: set[str] = set()
     rows_stored: dict[str, set[int]] = {}
     tensors = text_tensors(checkpoint) | {checkpoint.head}
     for name, table in bundle.embedding.items():
@@ -88,7 +93,10 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
                 preset = manifest.preset_of(tensor)
                 size = weight_array(parts, preset).size
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
-                deviations.append(worst_deviation(place, parts, values, preset))
+                if manifest.calibration and preset is not FP16 and is_compressed(parts):
+                    calibrated.add(tensor)
+                else:
+                    deviations.append(worst_deviation(place, parts, values, preset))
                 rows_stored.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:
             # the other tensors of this package are not compared
@@ -113,8 +121,20 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     )
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = ["…"]
+    if calibrated and not problems:
+        return gates.not_run(
+            "weights",
+            f"{len(deviations)} stored tensors equal the checkpoint's within the "
+            f"rounding of their preset; the values of {len(calibrated)} matrices were "
+            "fitted to a calibration text, and no gate judges such values yet",
+        )
     gate = gates.no_faults("weights", problems, fine, sep="; ")
     return replace(gate, value=worst.value, threshold=worst.threshold)
+
+
+def is_compressed(parts: Parts) -> bool:
+    """Whether a weight is stored in another form than its fp16 values."""
+    return "val" not in parts
 
 
 def _excess(gate: Gate) -> float:
@@ -355,12 +375,12 @@ def table_deviation(
     kernels.table_deviation(
         np.uint8(indices), tables, values.numpy(), nearest, errors, means
     )
-    ratios = over(errors, means)
+    ratios = safe_ratio(errors, means)
     # the exact solver takes 35 ms, too long for every group of a model
     group = int(np.argmax(ratios))
     of_group = values[group * rows : (group + 1) * rows].half()
     least = least_squared_error(of_group, tables.shape[1])
-    exact = float(over(errors[group], least))
+    exact = float(safe_ratio(errors[group], least))
     figures = [
         deviation(place, float(np.max(nearest)), TABLE_LIMIT, unit),
         deviation(place, float(ratios[group]), GROUP_LIMIT, f"{best} of those weights"),
