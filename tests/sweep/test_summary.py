@@ -50,9 +50,9 @@ def test_what_is_equal_is_named_once_above_and_machines_by_a_letter(rows):
         assert above.count(text) == 1
     for letter, machine in zip("ab", MACHINES):
         assert above.count(f"machine {letter}: {machine}") == 1
-    assert "ms/call 10" in above and "verdict GREEN" in above
+    assert "ms/call 10" in above and "export GREEN" in above
     titles = lines[header].split()
-    assert not {"checkpoint", "runtime", "ms/call", "verdict"} & {*titles}
+    assert not {"checkpoint", "runtime", "ms/call", "export"} & {*titles}
     assert {"compress", "T", "machine", "tok/s"} <= {*titles}
     place = titles.index("machine") + 1
     assert [line.split()[place] for line in lines[header + 1 :]][:4] == [*"aabb"]
