@@ -72,11 +72,15 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
 
 def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
     """The weight that its parts represent: fp16(integer · scale), or entries of the
-    table."""
+    table of each group of rows."""
     if "val" in parts:
         return parts["val"]
     if "lut" in parts:
-        return parts["lut"].reshape(-1)[parts["indices"]]
+        indices, lut = parts["indices"], parts["lut"]
+        tables = lut.reshape(len(lut), -1)
+        rows = np.arange(len(indices)) // (len(indices) // len(tables))
+        group = rows.reshape(-1, *[1] * (indices.ndim - 1))
+        return tables[group, indices]
     data, scale = parts["data"], parts["scale"]
     block = [size // count for size, count in zip(data.shape, scale.shape)]
     return (np.kron(scale, np.ones(block, np.float32)) * data).astype(np.float16)

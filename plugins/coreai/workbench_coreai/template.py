@@ -117,11 +117,13 @@ def shaped(
     which its converter would give it anyway."""
     parts = {}
     ones = [1] * len(weight.shape)
+    entries = 1 << weight.preset.bits  # of a table
     blocks = weight.shape[1] // weight.preset.block if weight.preset.block else 1
     for role, array in arrays.items():
         shape = {
             "scale": (array.size // blocks, blocks, *ones[2:]),
-            "lut": (*ones, array.size, 1),
+            # a table for each group of rows, or one for the whole tensor
+            "lut": (array.size // entries, *ones[1:], entries, 1),
         }.get(role, weight.shape)
         parts[role] = torch.from_numpy(array.reshape(shape).copy())
         if role == "val":
