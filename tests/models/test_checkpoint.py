@@ -17,7 +17,7 @@ from tiny import WEIGHTS
 from workbench import paths
 from workbench.check import hf
 from workbench.decode.transcript import encode_text
-from workbench.models import FAMILIES
+from workbench.models import FAMILIES, layerwise
 from workbench.models.checkpoint import Checkpoint
 
 IDS = [1, 4, 9, 13, 4]
@@ -156,7 +156,7 @@ def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
             Checkpoint(copy).config  # noqa: B018
     else:  # transformers' own class is there
         hf.whole_model(Checkpoint(copy))
-        hf.empty_model(Checkpoint(copy).config)
+        layerwise.empty_model(Checkpoint(copy).config)
     assert not questions and not ran.exists()
 
 

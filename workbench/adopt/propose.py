@@ -40,7 +40,7 @@ from workbench.errors import InputError
 from workbench.exporter import versions, write_embedding
 from workbench.exporter.shards import layers_spec
 from workbench.files import link
-from workbench.models import family_of
+from workbench.models import family_of, layerwise
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
@@ -133,7 +133,7 @@ def propose(
         step = "rename one of them, or leave it out"
         raise InputError("packages", str(names), "a name for each", step)
     # a vision model's text has the configuration of the text model alone
-    config = hf.empty_model(checkpoint.config).config
+    config = layerwise.empty_model(checkpoint.config).config
     plan = family_of(config).plan(config)
     with new_bundle(out) as root:
         manifest = describe(opened_packages, checkpoint, plan, root)

@@ -21,8 +21,8 @@ import miltorch
 from miltorch.program import Block, Op, Program, Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import split_layer
-from workbench.check.hf import empty_model
 from workbench.models.checkpoint import Checkpoint
+from workbench.models.layerwise import empty_model
 
 # The operands of a stored weight that gate `weights` reads; others count by value.
 COMPARED = {"val", "data", "scale", "offset", "indices", "lut"}

@@ -18,7 +18,7 @@ from workbench.check.trace import Trace, unstack
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.models.checkpoint import LOCAL, Checkpoint
-from workbench.models.empty import empty_model
+from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 
 # The name of a tensor in the checkpoint → its values. A reader may have an attribute
 # `embedding`, the table [V, C] in which packages look tokens up.
@@ -48,23 +48,16 @@ class Row:
     head: bool = True
 
 
-class Layer(nn.Module):
+class Layer(WrappedLayer):
     """A decoder layer of a `Reference`, which reads its weights when it is called."""
 
     def __init__(self, layer: nn.Module, index: int, reference: "Reference"):
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer)
         self.index = index
         self.reference = reference
         for module in layer.modules():
             if hasattr(module, "balancing_biases"):
                 module.register_forward_hook(self.record_choice)
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # transformers reads attributes of its own layer
-            return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args, **kwargs):
         args = args or (kwargs.pop("hidden_states"),)
@@ -216,21 +209,16 @@ class Reference:
     def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
         """What the head reads [B, n, C] of sequences `ids` [B, n]; each layer is read
         once for all of them. `arguments` go to the model's forward pass."""
-        read = self.reader("")
-        rows, places = np.unique(ids, return_inverse=True)
-        name = f"{self.checkpoint.prefix}embed_tokens.weight"
+        return run_base(self.base, ids, self.embed, self.reader(""), **arguments)
+
+    def embed(self, rows: np.ndarray) -> torch.Tensor:
+        """The embeddings [R, C] of token ids [R]."""
         table = getattr(self.weights, "embedding", None)
         if table is not None:  # packages look tokens up
-            embedded = table[rows].float()
-        else:
-            embedded = self.checkpoint.tensor(name, rows.tolist())
-            embedded = embedded.half().float() if self.weights else embedded
-        outer = {"embed_tokens.weight": embedded}
-        for name, _ in self.base.named_parameters():
-            if not name.startswith(("layers.", "embed_tokens.")):
-                outer[name] = read(name).float()
-        arguments["input_ids"] = torch.from_numpy(places.reshape(ids.shape))
-        return functional_call(self.base, outer, (), arguments)[0]
+            return table[rows]
+        name = f"{self.checkpoint.prefix}embed_tokens.weight"
+        embedded = self.checkpoint.tensor(name, rows.tolist())
+        return embedded.half() if self.weights else embedded
 
     @torch.inference_mode()
     def perturbed_hidden(self, ids: np.ndarray, perturb: Perturb) -> torch.Tensor:

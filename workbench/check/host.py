@@ -13,9 +13,10 @@ import torch
 from workbench.bundle.manifest import Layer, Manifest
 from workbench.bundle.names import ATTN_MASK, MASKED, ROPE_COS, ROPE_SIN
 from workbench.check import gates
-from workbench.check.hf import empty_model, has_attention
+from workbench.check.hf import has_attention
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
+from workbench.models.layerwise import empty_model
 
 # rounding of cos and sin in fp32 makes 6e-8; a table of bf16 frequencies 0.1
 LIMIT = 2e-5

@@ -39,8 +39,8 @@ from workbench.bundle.presets import FP16, Preset
 from workbench.check import gates
 from workbench.check.compare import blocks, safe_ratio
 from workbench.check.gates import Gate
-from workbench.check.hf import empty_model
 from workbench.models.checkpoint import Checkpoint
+from workbench.models.layerwise import empty_model
 from workbench.progress import bar
 
 # Largest deviation in tolerances: 1 but for float32 arithmetic. A weight that is wrong

@@ -24,6 +24,7 @@ from workbench.bundle import Bundle
 from workbench.check import compare, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
+from workbench.models import layerwise
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
@@ -167,7 +168,7 @@ class Trial:
         config = copy.deepcopy(self.checkpoint.config)
         for name, value in variant.config.items():
             setattr(config, name, copy.deepcopy(value))
-        model = hf.empty_model(config)
+        model = layerwise.empty_model(config)
         model.model.layers = model.model.layers[:count]
         context = variant.change(model.model) if variant.change else None
         with context or nullcontext():
@@ -320,7 +321,7 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
     yield "rope left out", _patched(ROTATE, _unrotated)
     tiled = _patched("repeat_kv", _tiled)
     yield "key/value heads tiled over the query heads", tiled
-    layer = next(filter(hf.has_attention, hf.empty_model(config).model.layers))
+    layer = next(filter(hf.has_attention, layerwise.empty_model(config).model.layers))
     attention = layer.self_attn
     for names in QK_NORMS:
         if not hasattr(attention, names[0]):

@@ -31,7 +31,7 @@ from workbench.exporter.compress import InputStatistics, compress_matrix, decomp
 from workbench.exporter.weights import WeightSource, load_values
 from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
-from workbench.models.empty import empty_model
+from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 from workbench.progress import bar
 
 WINDOW = 512
@@ -151,20 +151,13 @@ class Run:
     progress: Any
 
 
-class CompressingLayer(nn.Module):
+class CompressingLayer(WrappedLayer):
     """A decoder layer that compresses its matrices when it is called."""
 
     def __init__(self, layer: nn.Module, prefix: str, calibration: Run):
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer)
         self.prefix = prefix
         self.calibration = calibration
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # transformers reads attributes of its own layer
-            return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args, **kwargs):
         read = self.calibration.source.tensor
@@ -290,7 +283,15 @@ def calibrate(
         for index, layer in enumerate(base.layers):
             prefix = f"{source.prefix}layers.{index}."
             base.layers[index] = CompressingLayer(layer, prefix, run)
-        hidden = run_base(base, source, text.ids)
+
+        def read(name: str) -> torch.Tensor:
+            return source.tensor(source.prefix + name).half()
+
+        def embed(rows: np.ndarray) -> torch.Tensor:
+            table = f"{source.prefix}embed_tokens.weight"
+            return source.tensor(table, rows.tolist()).half()
+
+        hidden = run_base(base, text.ids, embed, read, use_cache=False)
         total = InputSum()
         total.add(hidden)
         statistics = InputStatistics.of(total.mean)
@@ -301,20 +302,6 @@ def calibrate(
                 results.save(weight.tensor, weight.rows, arrays)
             progress.update()
     return results
-
-
-def run_base(base: nn.Module, source: Checkpoint, ids: np.ndarray) -> torch.Tensor:
-    """What the head reads [windows, window, C]: Hugging Face's model over `ids`, whose
-    layers read their own weights."""
-    rows, places = np.unique(ids, return_inverse=True)
-    table = source.tensor(f"{source.prefix}embed_tokens.weight", rows.tolist())
-    outer = {"embed_tokens.weight": table.half().float()}
-    for name, _ in base.named_parameters():
-        if not name.startswith(("layers.", "embed_tokens.")):
-            outer[name] = source.tensor(source.prefix + name).half().float()
-    arguments = {"input_ids": torch.from_numpy(places.reshape(ids.shape))}
-    arguments["use_cache"] = False
-    return functional_call(base, outer, (), arguments)[0]
 
 
 def prepare(folder: Path, key: dict) -> None:

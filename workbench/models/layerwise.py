@@ -1,0 +1,88 @@
+"""Hugging Face's model of a configuration, run layer by layer: it holds no weights, and
+each part is given its own when it runs."""
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+
+
+class WrappedLayer(nn.Module):
+    """A decoder layer of Hugging Face's model whose forward pass a subclass replaces.
+    Its other attributes are those of the layer, since transformers reads some."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+def run_base(
+    base: nn.Module,
+    ids: np.ndarray,
+    embed: Callable[[np.ndarray], torch.Tensor],
+    read: Callable[[str], torch.Tensor],
+    **arguments,
+) -> torch.Tensor:
+    """What the head reads [B, n, C] of sequences `ids` [B, n].
+
+    Args:
+        base: Hugging Face's model without its head, whose layers have their own weights.
+        embed: token ids [R], each once → their rows [R, C] of the embedding table.
+        read: name of a parameter outside the layers → its values.
+        arguments: of the model's forward pass.
+    """
+    rows, places = np.unique(ids, return_inverse=True)
+    outer = {"embed_tokens.weight": embed(rows).float()}
+    for name, _ in base.named_parameters():
+        if not name.startswith(("layers.", "embed_tokens.")):
+            outer[name] = read(name).float()
+    arguments["input_ids"] = torch.from_numpy(places.reshape(ids.shape))
+    return functional_call(base, outer, (), arguments)[0]
+
+
+def empty_model(config, attention: str = "eager") -> nn.Module:
+    """Hugging Face's model of a configuration in fp32 with an implementation of
+    attention (`eager` or `sdpa`); its parameters have no storage until they are assigned,
+    its buffers (rotary tables, scales) are real."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    if config.model_type == "qwen3_vl_text":
+        config = _without_pictures(config)
+    register = nn.Module.register_parameter
+
+    def on_meta(module, name, parameter):
+        register(module, name, parameter)
+        if parameter is not None:
+            empty = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            module._parameters[name] = empty
+
+    # most of the time would go into random values that nothing stores
+    with no_init_weights(), patch.object(nn.Module, "register_parameter", on_meta):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=False,
+        )
+    return model.eval()
+
+
+def _without_pictures(config):
+    """The configuration of Qwen 3 that Qwen 3-VL's text model is for text alone: its
+    rope gives a token of text the same position three times."""
+    import transformers
+
+    rope = config.rope_parameters.items()
+    rope = {name: value for name, value in rope if not name.startswith("mrope")}
+    fields = config.to_dict() | {"model_type": "qwen3", "rope_parameters": rope}
+    return transformers.Qwen3Config(**fields)
