@@ -35,7 +35,7 @@ import miltorch
 from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
-from workbench.bundle.presets import FP16, Preset
+from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.compare import blocks, safe_ratio
 from workbench.check.gates import Gate
@@ -93,7 +93,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
                 preset = manifest.preset_of(tensor)
                 size = weight_array(parts, preset).size
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
-                if manifest.calibration and preset is not FP16 and is_compressed(parts):
+                if manifest.calibration and "val" not in parts:
                     calibrated.add(tensor)
                 else:
                     deviations.append(worst_deviation(place, parts, values, preset))
@@ -130,11 +130,6 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         )
     gate = gates.no_faults("weights", problems, fine, sep="; ")
     return replace(gate, value=worst.value, threshold=worst.threshold)
-
-
-def is_compressed(parts: Parts) -> bool:
-    """Whether a weight is stored in another form than its fp16 values."""
-    return "val" not in parts
 
 
 def _excess(gate: Gate) -> float:

@@ -192,7 +192,7 @@ class CalibrationText:
             InputError: both a text and ids, a file that cannot be read, a seed without
                 a text, or a preset that needs a text and has none.
         """
-        from workbench.bundle.presets import PRESETS
+        from workbench.bundle.presets import find_preset
 
         if self.calibrate and self.calibrate_ids:
             step = "leave one of them out"
@@ -204,8 +204,11 @@ class CalibrationText:
         elif not path.is_file():
             step = "check the path"
             raise InputError(str(path), "no file", "a text to calibrate with", step)
-        preset = PRESETS.get(compress)
-        if preset and preset.needs_calibration and path is None:
+        try:
+            preset = find_preset(compress)
+        except ValueError:
+            return  # `export` names the presets that there are
+        if preset.needs_calibration and path is None:
             raise InputError(
                 f"--compress {compress}",
                 "no text",
@@ -214,17 +217,15 @@ class CalibrationText:
             )
 
     def read(self, source):
-        """The windows of the text for a `Checkpoint`; None without a text."""
+        """The windows of the text for a `Checkpoint`."""
         from workbench.check.hf import check_ids
         from workbench.decode.transcript import encode_text
         from workbench.exporter.calibrate import draw_windows
 
         if self.calibrate:
             ids = encode_text(source.tokenizer, paths.read_text(self.calibrate))
-        elif self.calibrate_ids:
-            ids = read_ids(self.calibrate_ids)
         else:
-            return None
+            ids = read_ids(self.calibrate_ids)
         ids = check_ids(ids, source.config.vocab_size)
         name = (self.calibrate or self.calibrate_ids).name
         bos = source.config.bos_token_id

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,7 @@ def calibrate(
     """
     matrices = [w for w in weights if w.tensor and w.preset != FP16]
     key = {
+        "code": code_version(),
         "checkpoint": source.sha256,
         "ids": text.sha256,
         "presets": {w.tensor: w.preset.name for w in matrices},
@@ -302,6 +304,14 @@ def calibrate(
                 results.save(weight.tensor, weight.rows, arrays)
             progress.update()
     return results
+
+
+@cache
+def code_version() -> str:
+    """SHA-256 of the source files of this package: what other code has finished is
+    calibrated again."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
 
 def prepare(folder: Path, key: dict) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from workbench.bundle.presets import FP16, Preset
-from workbench.exporter.tables import group_tables, nearest_entries
+from workbench.bundle.presets import Preset
+from workbench.exporter.tables import group_tables
 from workbench.exporter.weights import quantize
 
 DAMPING = 0.01  # of the mean of H's diagonal, which is added to it
@@ -48,40 +48,28 @@ class InputStatistics:
 
 
 def compress_matrix(
-    values: torch.Tensor,
-    preset: Preset,
-    inputs: InputStatistics | torch.Tensor | None = None,
+    values: torch.Tensor, preset: Preset, inputs: InputStatistics
 ) -> dict[str, np.ndarray]:
-    """The arrays that store a matrix.
+    """The arrays that store a matrix so that its product with `inputs` changes little.
+    `weights.stored` rounds every weight to the nearest instead.
 
     Args:
         values: [R, C] fp16.
-        preset: its group divides R, its block C.
-        inputs: statistics of the inputs, or E[x xᵀ] [C, C] (None: every weight is
-            rounded to the nearest).
+        preset: integers, or tables; its group divides R, its block C.
 
     Returns:
-        `val` [R·C] fp16; `data` [R·C] int8 and `scale` fp16; `indices` [R·C] uint8 and
-        `lut` [R / group, 2^bits] fp16, by role.
+        `data` [R·C] int8 and `scale` fp16; `indices` [R·C] uint8 and `lut`
+        [R / group, 2^bits] fp16, by role.
     """
-    if isinstance(inputs, torch.Tensor):
-        inputs = InputStatistics.of(inputs)
-    if preset == FP16:
-        return {"val": values.reshape(-1).numpy()}
     if preset.is_integer:
         arrays = quantize(values.clone(), preset)
-        if inputs is not None:
-            _feed_rows(values, arrays["data"], inputs, preset, arrays["scale"])
+        _feed_rows(values, arrays["data"], inputs, preset, arrays["scale"])
         return arrays
     matrix = (values + 0).numpy()  # 0, never -0
-    importance = None if inputs is None else inputs.importance
     group = preset.group or len(matrix)
-    luts = group_tables(matrix, group, 1 << preset.bits, importance)
-    if inputs is None:
-        indices = nearest_entries(np.float32(matrix), np.float32(luts)).reshape(-1)
-    else:
-        indices = np.empty(matrix.size, np.uint8)
-        _feed_rows(values, indices, inputs, preset, luts)
+    luts = group_tables(matrix, group, 1 << preset.bits, inputs.importance)
+    indices = np.empty(matrix.size, np.uint8)
+    _feed_rows(values, indices, inputs, preset, luts)
     return {"indices": indices, "lut": luts}
 
 
@@ -89,9 +77,7 @@ def decompress(
     arrays: dict[str, np.ndarray], preset: Preset, shape: tuple[int, int]
 ) -> torch.Tensor:
     """The values of a matrix [R, C] fp16 that `compress_matrix` stored."""
-    if "val" in arrays:
-        dense = arrays["val"]
-    elif "data" in arrays:
+    if "data" in arrays:
         data = np.float32(arrays["data"]).reshape(len(arrays["scale"]), -1)
         dense = data * np.float32(arrays["scale"])[:, None]
     else:

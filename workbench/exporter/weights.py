@@ -10,7 +10,7 @@ error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6
 tests/exporter/test_compress.py compares the bytes with coremltools' own."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,19 +79,12 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
 
 
 def weight_sources(
-    spec: Spec,
-    source: Checkpoint,
-    plan: Plan,
-    options: Options,
-    formats: Mapping[str, Preset] | None = None,
+    spec: Spec, source: Checkpoint, plan: Plan, options: Options
 ) -> list[WeightSource]:
     """The source of every parameter of one shard.
 
     Groups of tables are halved until they divide the rows, those of the head alike in
     all its slices.
-
-    Args:
-        formats: checkpoint tensor → its preset, where that is not the options'.
 
     Raises:
         InputError: a tensor that is missing, has another shape than its parameter, or
@@ -100,17 +93,13 @@ def weight_sources(
     with torch.device("meta"):
         shard = blank(spec, plan, options)
     weights = []
-    formats = formats or {}
     for path, parameter in shard.named_parameters():
         owner = shard.get_submodule(path.rpartition(".")[0])
         shape = tuple(parameter.shape)
         is_part = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
-        tensor = None
-        if parameter.requires_grad:
-            tensor = _tensor_name(path, spec, source, plan)
         weight = WeightSource(
             path,
-            tensor,
+            _tensor_name(path, spec, source, plan) if parameter.requires_grad else None,
             shape,
             rows=slice(*spec.rows) if is_part else None,
             offset=getattr(owner, "offset", 0.0),
@@ -119,8 +108,7 @@ def weight_sources(
             rows = shape[0]
             if spec.kind == "head":
                 rows = math.gcd(plan.dims.V, shards.HEAD_ROWS)
-            preset = formats.get(tensor, options.preset).fitted(rows)
-            weight = replace(weight, preset=preset)
+            weight = replace(weight, preset=options.preset.fitted(rows))
         if weight.tensor:
             check_shape(weight, source)
         weights.append(weight)
