@@ -57,7 +57,7 @@ real: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/api.py
 
-# with every core, as a user has it; # about ten minutes: everything in the README's table, which it writes, and experiments/benchmarks
+# about ten minutes, with every core, as a user has it: writes the README's table and experiments/benchmarks
 bench: .venv/ready
 	env -u OMP_NUM_THREADS $(BIN)/python tools/bench.py all
 

@@ -73,9 +73,9 @@ class Measurement:
             return NOT_MEASURED
         pairs = zip(series.samples, peer.samples, strict=True)
         if FASTER_IS_MORE[series.unit]:
-            ratios = [value / beside for value, beside in pairs]
+            ratios = [value / peer_value for value, peer_value in pairs]
         else:
-            ratios = [beside / value for value, beside in pairs]
+            ratios = [peer_value / value for value, peer_value in pairs]
         figures = map(
             format_number, (statistics.median(ratios), min(ratios), max(ratios))
         )
@@ -94,12 +94,12 @@ class Measurement:
 
     def save(self, folder: Path, command: str, options: dict, columns: dict) -> Path:
         """Writes COMMAND.json with the options and the columns of the machine."""
-        kept = "machine software versions commit load_start load_end steal"
+        names = "machine software versions commit load_start load_end steal"
         document = {
             "command": command,
             "options": options,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            **{name: columns[name] for name in kept.split()},
+            **{name: columns[name] for name in names.split()},
             "comparisons": [asdict(comparison) for comparison in self.comparisons],
             "series": [asdict(series) for series in self.series],
         }

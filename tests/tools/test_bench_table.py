@@ -24,7 +24,7 @@ DECODE = Measurement(
     ],
     [
         Comparison("decode, fp16", "fp16 at 64", "HF at 64"),
-        Comparison("decode, fp16, beside C", "fp16 at 64", "llama.cpp F16 at 64"),
+        Comparison("decode, fp16", "fp16 at 64", "llama.cpp F16 at 64"),
     ],
 )
 EXPORT = Measurement(
@@ -77,6 +77,16 @@ def test_the_table_replaces_itself_and_the_audit_finds_nothing(project):
     assert check_benchmarks(project) == []
 
 
+def test_a_row_twice_and_a_row_less_are_named(project):
+    readme = project / "README.md"
+    text = readme.read_text()
+    (row,) = [line for line in text.splitlines() if "llama.cpp F16" in line]
+    readme.write_text(text.replace(row, f"{row}\n{row}"))
+    assert [finding[3] for finding in check_benchmarks(project)] == ["no benchmark"]
+    readme.write_text(text.replace(f"{row}\n", ""))
+    assert [finding[3] for finding in check_benchmarks(project)] == ["a row"]
+
+
 @pytest.mark.parametrize(
     "printed, planted, label",
     [
@@ -86,7 +96,11 @@ def test_the_table_replaces_itself_and_the_audit_finds_nothing(project):
         ("10 (10 to 12)", "0.1 (0.0833 to 0.1)", "ratio of export, fp16"),
         ("HF at 64: 20", "HF at 64: 21", "peer's value of decode, fp16"),
         ("HF at 64: 20", "HF fp32 at 64: 20", "peer of decode, fp16"),
-        ("llama.cpp F16 at 64: not measured", "llama.cpp F16 at 64: 21.7 tok/s", "C"),
+        (
+            "llama.cpp F16 at 64: not measured",
+            "llama.cpp F16 at 64: 21.7 tok/s",
+            "peer's value of decode, fp16",
+        ),
         ("| export, fp16 |", "| export, int8 |", "export, fp16"),
         ("chip, 2 cores", "chip, 64 cores", "machine"),
     ],
