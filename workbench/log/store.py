@@ -135,7 +135,6 @@ def load(
     if table == "runs":
         parts = [_run_rows(shipped_folder, shipped), _run_rows(folder, files)]
         rows = _sorted_by_run(pa.concat_tables(parts))
-        rows = definitions.with_both_verdicts(rows)
     else:
         files |= shipped
         # a file is named after its run
@@ -274,6 +273,7 @@ def _with_files(
     digests: dict[str, str],
     rows: list[pa.Table],
 ) -> _CachedRows:
+    rows = [definitions.with_both_verdicts(part) for part in rows]
     table = pa.concat_tables([cached.rows, *rows])
     if table["run_id"].num_chunks > _MAX_CHUNKS:
         table = table.combine_chunks()
