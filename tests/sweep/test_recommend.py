@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from workbench import Decoder
@@ -49,6 +50,19 @@ def test_nothing_is_exported_for_a_kept_limit_or_a_faulty_export(source, monkeyp
     words = recommend.describe_verdict(results(0.2, 0.05, fault), presets)
     assert "1 of 2 gates on it are RED (host)" in words[0]
     assert words[1].startswith("Quality not judged")
+
+
+def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
+    few = gates.reached("answers", 0.5, 0.7, "7 of 14 known answers, the golden 10")
+    presets = pd.DataFrame(columns=recommend.COLUMNS)
+    sentences = recommend.describe_verdict(results(0.01, 0.05, few), presets)
+    assert not any("WITHIN" in sentence for sentence in sentences)
+    assert sentences[-1].startswith(
+        "Quality OVER: answers is 0.5, less than your limit"
+    )
+    fault = gates.holds("host", False, "")
+    sentences = recommend.describe_verdict(results(0.01, 0.05, few, fault), presets)
+    assert not any("OVER" in sentence for sentence in sentences)
 
 
 def test_the_cost_of_a_preset_is_that_of_a_validation(llama_bundle, llama_golden):

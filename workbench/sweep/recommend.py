@@ -72,6 +72,11 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
         for gate in results
         if gate.name == gates.MAX_KL_GATE and gate.verdict != gates.NOT_RUN
     ]
+    other_checks_over = [
+        gate
+        for gate in results
+        if gate.name != gates.MAX_KL_GATE and gate.verdict == gates.OVER
+    ]
     faults = gates.faults(gates_that_ran)
     count = len(gates_that_ran)
     if faults:
@@ -87,6 +92,7 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
             not_run_note = f"; not run: {', '.join(names_not_run)}"
         word = "not run" if gates.missing(results) else "GREEN"
         sentences = [f"Export {word}: {count} gates on it are GREEN{not_run_note}."]
+    within = "It " if other_checks_over else "Quality WITHIN: it "
     for limit in limits:
         cost = f"a mean KL of {limit.value:.3g} nats from Hugging Face's model"
         if faults:
@@ -95,14 +101,19 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
             )
         elif limit.verdict == gates.WITHIN:
             sentences.append(
-                f"Quality WITHIN: it costs {cost}, at most your limit of "
-                f"{limit.threshold:g}."
+                f"{within}costs {cost}, at most your limit of {limit.threshold:g}."
             )
         else:
             sentences.append(
                 f"Quality OVER: it costs {cost}, more than your limit of "
                 f"{limit.threshold:g}. This is the cost of compression and no fault."
             )
+    if not faults:
+        sentences += [
+            f"Quality OVER: {gate.name} is {gate.value:.3g}, less than your limit of "
+            f"{gate.threshold:.3g} ({gate.reason})."
+            for gate in other_checks_over
+        ]
     for row in presets.to_dict("records"):
         measured = f"{row['kl_mean']:.3g} nats, measured on the same tokens"
         if row["passes"]:
