@@ -2,6 +2,7 @@
 from ties, and a lost end token from another text."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama)
     assert [text.tokens for text in together] == [text.tokens for text in alone]
     reference = Reference(tiny_llama)
     for text in alone:
-        logits = reference.run(text.fed).logits[text.predicting]
+        logits = reference.run(text.input_ids).logits[text.predicting_positions]
         assert logits.argmax(-1).tolist() == text.tokens
 
 
@@ -82,24 +83,26 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
     monkeypatch.setattr(decoder, "logits", exchanged)
     result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
     gate, *_ = result.gates()
-    assert gate.verdict == "RED" and result.row in (a, b)
-    assert f"token {result.row}" in gate.reason
+    assert gate.verdict == "RED" and result.worst_row in (a, b)
+    assert f"token {result.worst_row}" in gate.reason
 
 
-def made(taken, gap, ended=(), tokens=4) -> Transcript:
+def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
     """A transcript of texts of tokens 1, whose last one is the end token 0."""
     texts = []
-    for number, (row, gaps) in enumerate(zip(taken, gap)):
+    for number, (row, gaps) in enumerate(zip(bundle_tokens, gap)):
         ids = [1] * (tokens - 1) + [0 if number in ended else 1]
         text = Text(str(number), [5], ids, number in ended)
-        text.taken, text.gap = np.array(row), np.array(gaps, float)
-        text.by_weights = np.full(tokens, number % 2 == 0)
+        text.bundle_tokens, text.gap = np.array(row), np.array(gaps, float)
+        text.weights_explain = np.full(tokens, number % 2 == 0)
         texts.append(text)
     return Transcript(texts, 0.01, 1.0, 1.0, 0, frozenset({0}))
 
 
 def test_a_small_gap_is_a_tie_and_later_positions_count():
-    result = made([[2, 1, 1, 1], [1, 1, 1, 3]], [[0.29, 0, 0, 0], [0, 0, 0, 0.31]])
+    result = transcript_of(
+        [[2, 1, 1, 1], [1, 1, 1, 3]], [[0.29, 0, 0, 0], [0, 0, 0, 0.31]]
+    )
     assert result.agreed == 7 / 8
     assert [int(result.is_tie(text).sum()) for text in result.texts] == [1, 0]
     assert words(result.gates(min_agreed=0.8))["transcript"] == "WITHIN"
@@ -109,11 +112,11 @@ def test_a_small_gap_is_a_tie_and_later_positions_count():
 def test_a_stop_is_judged_with_four_ends_and_at_those_places_alone():
     ends = [[1, 1, 1, 0]] * 4
     zero = [[0.0] * 4] * 4
-    assert words(made(ends, zero, ended=range(3)).gates())["stop"] == "not_run"
-    assert words(made(ends, zero, ended=range(4)).gates())["stop"] == "WITHIN"
-    lost = made([[1, 1, 1, 2]] * 4, zero, ended=range(4)).gates()
+    assert words(transcript_of(ends, zero, ended=range(3)).gates())["stop"] == "not_run"
+    assert words(transcript_of(ends, zero, ended=range(4)).gates())["stop"] == "WITHIN"
+    lost = transcript_of([[1, 1, 1, 2]] * 4, zero, ended=range(4)).gates()
     assert words(lost)["stop"] == "OVER" and "never ends" in lost[-1].reason
-    three = made([*ends[:3], [1, 1, 1, 2]], zero, ended=range(4)).gates()
+    three = transcript_of([*ends[:3], [1, 1, 1, 2]], zero, ended=range(4)).gates()
     assert words(three)["stop"] == "WITHIN"
 
 
@@ -181,3 +184,15 @@ def test_options_of_the_transcript_are_refused_without_it(tmp_path, llama_bundle
         invoke("validate", llama_bundle.root, "--min-agreed", "0.9")
     with refused("--transcript"):
         invoke("validate", llama_bundle.root, "--transcript")
+
+
+def test_the_error_on_a_device_is_reported_and_gate_device_judges_it(
+    compared, tiny_llama, monkeypatch
+):
+    """Planted: a device's logits × 1.05."""
+    decoder, sound = compared
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
+    result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
+    gate, *_ = replace(result, is_device=True).gates()
+    assert gate.verdict == "not_run" and f"{result.error:.3g}" in gate.reason
