@@ -14,7 +14,7 @@ from tiny import as_device
 from miltorch.shim import Proxy
 from workbench import Bundle, Decoder, log, sweep
 from workbench.bundle.names import X
-from workbench.check import compare, golden, units
+from workbench.check import compare, gates, golden, units
 from workbench.check.validate import device_gate, device_reference
 from workbench.models.checkpoint import Checkpoint
 from workbench.widgets import Explorer
@@ -49,10 +49,11 @@ def test_a_unit_is_validated_without_logits(adoptions, tmp_path):
     reference = golden.make_golden(Checkpoint(adoptions.checkpoint("host")), IDS[:4])
     file = reference.save(tmp_path / "g.safetensors")
     options = {"alone": False}
-    unit = adoptions.folder("host"), file, None, "portable", "declared"
-    result = units.validate_unit(*unit, options)
-    # without a checkpoint nothing but a stored verdict says more than not_run
-    assert result["verdict"] != "RED" and np.isnan(result["kl_max"])
+    bundle = shutil.copytree(adoptions.folder("host"), tmp_path / "bundle")
+    (bundle / gates.VERDICT).unlink(missing_ok=True)
+    result = units.validate_unit(bundle, file, None, "portable", "declared", options)
+    # without a checkpoint host and program are not compared
+    assert result["verdict"] == "not_run" and np.isnan(result["kl_max"])
 
 
 def test_logits_of_an_argmax_inside_are_refused(adoptions, tmp_path):

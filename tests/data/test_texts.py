@@ -23,7 +23,12 @@ def texts() -> dict[str, str]:
     """Every text that calibrates, selects or measures, and every page of prose."""
     result = {
         name: (DATA / name).read_text(encoding="utf-8")
-        for name in ("calibration.txt", "selection.txt", "tasks/heldout.txt")
+        for name in (
+            "calibration.txt",
+            "selection.txt",
+            "prompts.jsonl",
+            "tasks/heldout.txt",
+        )
     }
     result["paragraphs"] = paragraphs()
     result["tasks"] = task_text()
@@ -57,7 +62,7 @@ def pairs():
 def test_no_passage_or_sentence_is_in_two_texts(split):
     parts = {name: split(text) for name, text in texts().items()}
     shared = {pair: parts[pair[0]] & parts[pair[1]] for pair in pairs()}
-    assert not {pair: found for pair, found in shared.items() if found}
+    assert not {pair: both for pair, both in shared.items() if both}
 
 
 def test_a_shared_passage_would_be_noticed():

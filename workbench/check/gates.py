@@ -182,7 +182,7 @@ MAX_KL_GATE = "max_kl"
 
 
 def faults(gates: Iterable[Gate]) -> list[Gate]:
-    """The RED gates: each shows a fault of the export."""
+    """The gates that show a fault of the export."""
     return [gate for gate in gates if gate.verdict == RED]
 
 

@@ -62,13 +62,13 @@ def validate_units(
         Ts, max_kl: see `validate`.
 
     Returns:
-        One row per unit: `verdict` on the export, GREEN, RED, not_run or DIED, its
-        `quality`, the largest error over what
-        rounding alone causes and the worst update cosine, the mean and the largest KL
-        of chained logits in nats against Hugging Face's golden, `kl_portable` against
-        the portable runtime's `declared` arithmetic, `blame` (null where the export is not
-        RED), and the first `reason`, a fault's before the user's limit. With `alone`,
-        `kl_portable` and `blame` are null.
+        One row per unit: `verdict` on the export (GREEN, RED, not_run or DIED), its
+        `quality`, the largest error over what rounding alone causes and the worst
+        update cosine, the mean and the largest KL of chained logits in nats against
+        Hugging Face's golden, `kl_portable` against the portable runtime's `declared`
+        arithmetic, `blame` (null where the export is neither RED nor DIED), and the
+        first `reason`, a fault's before the user's limit. With `alone`, `kl_portable`
+        and `blame` are null.
 
     Raises:
         InputError: see `check_fits`.

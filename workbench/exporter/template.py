@@ -257,9 +257,11 @@ def _compress(pipeline, weights: list[WeightSource]) -> None:
     spaced values, which need no search, one per tensor or group of its rows. The passes
     come last, because coremltools' functions for them convert a second time, with the
     passes that fold."""
+    presets = {weight.preset for weight in weights} - {FP16}
+    if not presets:
+        return
     from coremltools.optimize import coreml as cto
 
-    presets = {weight.preset for weight in weights} - {FP16}
     for name, in_pass in (
         ("compression::linear_quantize_weights", lambda preset: preset.is_integer),
         ("compression::palettize_weights", lambda preset: preset.is_table),
