@@ -200,7 +200,6 @@ class Transcript:
         prompts = []
         for text in self.texts:
             differs = np.flatnonzero(~self.agrees(text))
-            other = np.flatnonzero(text.bundle_tokens != np.array(text.tokens))
             row = {
                 "prompt": text.prompt,
                 "text": text_of(folder, text.tokens),
@@ -213,11 +212,9 @@ class Transcript:
                 "bundle_ends": text.ended
                 and int(text.bundle_tokens[-1]) in self.end_tokens,
             }
-            if len(other):
-                row["bundle_text"] = text_of(
-                    folder, _bundle_text(decoder, text, other[0])
-                )
             if len(differs):
+                tokens = _bundle_text(decoder, text, differs[0])
+                row["bundle_text"] = text_of(folder, tokens)
                 is_program = not text.weights_explain[differs].all()
                 row["cause"] = "the program" if is_program else "the weights"
             prompts.append(row)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,13 @@ TEMPLATE_SECONDS = 10.0  # limit for a chat template; real ones take millisecond
 
 
 def load_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder.
+    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder. While no file
+    of the folder changes, a process reads it once: a vocabulary of 262,144 takes a
+    second.
 
     Raises:
         InputError: no tokenizer in the folder, or a damaged one.
     """
-    from transformers import PreTrainedTokenizerFast
-
     if not (Path(folder) / "tokenizer.json").is_file():
         raise InputError(
             f"tokenizer {folder}",
@@ -39,6 +39,16 @@ def load_tokenizer(folder: str | Path):
             "give --prompt-ids instead of text, or add the tokenizer and export again",
         )
     check_folder(Path(folder), paths.LIMITS)
+    files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    states = tuple((path.name, path.stat().st_mtime_ns) for path in files)
+    return _read_tokenizer(Path(folder).resolve(), states)
+
+
+@lru_cache(maxsize=4)
+def _read_tokenizer(folder: Path, states: tuple[tuple[str, int], ...]):
+    """The tokenizer of a folder whose files have these names and times of change."""
+    from transformers import PreTrainedTokenizerFast
+
     try:
         return PreTrainedTokenizerFast.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
