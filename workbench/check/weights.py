@@ -39,6 +39,7 @@ from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.compare import blocks, safe_ratio
 from workbench.check.gates import Gate
+from workbench.check.head_rows import describe_lost_rows, lost_rows
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import empty_model
 from workbench.progress import bar
@@ -115,6 +116,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     nothing = deviation("no weights", inf, LIMIT, "")
     worst = max(deviations, key=_excess, default=nothing)
     problems += [gate.reason for gate in deviations if gate.verdict == gates.RED]
+    problems = _head_problems(bundle, checkpoint) + problems
     fine = (
         f"{len(deviations)} stored tensors equal the checkpoint's within the rounding "
         f"of their preset; worst: {worst.reason}"
@@ -132,6 +134,16 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     return replace(gate, value=worst.value, threshold=worst.threshold)
 
 
+def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
+    """The sentence that names lost rows of the head, in a list; empty where no row is
+    lost, and where the head cannot be read, which `weights_gate` says."""
+    try:
+        sentence = describe_lost_rows(lost_rows(bundle, checkpoint), checkpoint)
+    except DAMAGED:
+        return []
+    return [sentence] if sentence else []
+
+
 def _excess(gate: Gate) -> float:
     """A deviation over its limit; nan counts as inf."""
     return inf if isnan(gate.value) else gate.value / gate.threshold
@@ -140,6 +152,8 @@ def _excess(gate: Gate) -> float:
 def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """The gate for packages of another exporter, whose compression is unknown: how many
     of the checkpoint's matrices were recognised in them."""
+    if problems := _head_problems(bundle, checkpoint):
+        return gates.no_faults("weights", problems, "")
     names = set().union(*(shard.weights for shard in bundle.manifest.shards))
     matrices = checkpoint.matrices
     count = len(names.intersection(matrices))
