@@ -13,6 +13,7 @@ when a sound bundle is RED, every gate is GREEN on a fault, or a gate broke.
 import argparse
 import math
 import os
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -105,6 +106,7 @@ def write_tables(all_records: Records) -> str:
             relocated[case] = record
     parts = [
         INTRODUCTION.strip(),
+        f"The code that ran them is of {describe_commit()}.",
         count_cases(records),
         count_relocated_cases(relocated),
         to_markdown(sound_rows(records)),
@@ -112,6 +114,22 @@ def write_tables(all_records: Records) -> str:
         to_markdown(fault_rows(records)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def describe_commit() -> str:
+    """The commit of the code that records count for, and whether files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    if not commit:
+        return "a checkout without a history"
+    # the same files as in `cases.version`, by which a record counts or not
+    changes = git("status", "--porcelain", "--", *cases.EXPORT, *cases.GATES)
+    python_changes = [line for line in changes.splitlines() if line.endswith(".py")]
+    return f"commit {commit}" + (", with uncommitted changes" if python_changes else "")
 
 
 def to_markdown(rows: list[dict]) -> str:

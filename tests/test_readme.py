@@ -1,6 +1,7 @@
 """What README and the guide tell people to type exists and is spelled right; links and notebooks
 named there are there."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -144,6 +145,42 @@ def test_files_and_names_of_the_code_that_the_documents_mention_exist():
         for name in re.findall(r"`(workbench(?:\.[a-z_]\w*)+)", text, re.IGNORECASE):
             if "harness" not in name:  # needs an extra
                 resolve_name(name)
+
+
+NAMES_IN_FILE = re.compile(r"(`\w+`(?:(?:, | and )`\w+`)*) (?:in|of) `([\w/]+\.py)`")
+
+
+def defined_names(source: str) -> set[str]:
+    """The functions, classes, variables and attributes that a module defines or assigns."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def test_a_file_defines_what_the_documents_say_is_in_it():
+    """`NAME` in `FILE`, where FILE may be the end of a path."""
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*.py")]
+    files += [*ROOT.glob("workbench/**/*.py"), *ROOT.glob("miltorch/**/*.py")]
+    seen = []
+    for page in PAGES:
+        if page.name == "lost.md":  # names code at older commits
+            continue
+        for names, path in NAMES_IN_FILE.findall(page.read_text()):
+            matching = [file for file in files if file.as_posix().endswith(f"/{path}")]
+            sources = (file.read_text() for file in matching)
+            defined = set().union(*map(defined_names, sources))
+            for name in re.findall(r"`(\w+)`", names):
+                assert name in defined, f"{page.name}: `{name}` in `{path}`"
+                seen.append(name)
+    # several names before one file count too
+    assert {"run_columns", "measure_in_child", "MIN_STOPS"} <= {*seen}
 
 
 def test_the_glossary_has_every_gate_and_every_kind_of_state():

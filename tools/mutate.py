@@ -18,7 +18,7 @@ from pathlib import Path
 import cyclopts
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("check", "decode", "export", "sweep")
+ROOMS = ("check", "decode", "exporter", "sweep")
 TIMEOUT_S = 600  # tests that run longer have noticed the change
 SWAPPED = {
     **{ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt},
@@ -95,9 +95,14 @@ def tests_fail(folder: Path, tests: Path) -> bool:
 
 def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
     """Makes `count` changes, drawn with `seed`, in rooms of `workbench`."""
+    chosen_rooms = rooms.split(",")
+    for room in chosen_rooms:
+        # a folder that is not there has no files, so that `glob` would skip it silently
+        if not (ROOT / "workbench" / room).is_dir():
+            raise SystemExit(f"mutate: workbench has no room {room}")
     possible = [
         (path.relative_to(ROOT), *change)
-        for room in rooms.split(",")
+        for room in chosen_rooms
         for path in sorted((ROOT / "workbench" / room).glob("*.py"))
         for change in list_changes(path.read_text())
     ]

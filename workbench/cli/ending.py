@@ -2,8 +2,8 @@
 
 0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
 (a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
-unit's process, a fault of the workbench); 4: a sound export whose cost is above the
-user's limit (GREEN and OVER); 130: interrupted; 141: the reader of stdout has closed
+unit's process, a fault of the workbench); 4: an export that is not RED and costs more
+than the user's limit (OVER); 130: interrupted; 141: the reader of stdout has closed
 it."""
 
 import errno

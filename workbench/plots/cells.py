@@ -1,5 +1,6 @@
 """Coloured cells: the drawing that `heatmap` and `grid` share."""
 
+import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -11,6 +12,11 @@ from matplotlib.colors import ListedColormap, Normalize
 
 from workbench.plots.styled import BEYOND_COLOUR, UNMEASURED
 
+COLOUR_MAP = "cividis"
+"""Of the values up to the end of the scale. Its colours differ in lightness, so that
+colour-blind readers and grey prints tell them apart; black is none of them."""
+COLOUR_ABOVE = "black"
+"""Of a value above the scale, or one that is not finite."""
 HATCH = "//////"
 """Of a cell beyond its tolerance."""
 
@@ -31,7 +37,7 @@ def draw_cells(
     """
     ax.spines[:].set_visible(False)
     ax.patch.set(**UNMEASURED)
-    colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
+    colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(over=COLOUR_ABOVE)
     values = worst_of_blocks(table.to_numpy(dtype=float), block)
     # infinite values are drawn in the colour of what lies above the scale
     values = np.where(np.isinf(values), 2 * norm.vmax, values)
@@ -72,7 +78,9 @@ def hatch(mesh: QuadMesh, marked: np.ndarray, raster: bool) -> None:
     for colour in ("white", "black"):
         cells = np.ma.masked_where(~marked | (colours != colour), marked)
         polygons = mesh.axes.pcolor(
-            *(corners[..., 0], corners[..., 1], cells),
+            corners[..., 0],
+            corners[..., 1],
+            cells,
             hatch=HATCH,
             facecolor="none",
             edgecolor=colour,
@@ -87,7 +95,9 @@ def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
     cells = np.ma.masked_where(~(marked & finite), marked.astype(float))
     corners = mesh.get_coordinates()
     mesh.axes.pcolormesh(
-        *(corners[..., 0], corners[..., 1], cells),
+        corners[..., 0],
+        corners[..., 1],
+        cells,
         cmap=ListedColormap([BEYOND_COLOUR]),
         rasterized=True,
     )
@@ -96,7 +106,7 @@ def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
 def label_cells(axis, labels: Sequence, most: int) -> None:
     """Labels the cells along an axis: all of them, or every 2nd, 3rd … where there are
     more than `most`."""
-    step = -(-len(labels) // most)
+    step = math.ceil(len(labels) / most)
     places = np.arange(0, len(labels), step) + 0.5
     axis.set_ticks(places, labels=[str(label) for label in labels[::step]])
     for text in axis.get_ticklabels():

@@ -93,8 +93,8 @@ def describe_times(rows: pd.DataFrame, summary: pd.DataFrame) -> str:
     """The times of a setting, its machine, and why they say little, as HTML.
 
     Args:
-        rows: one for each process and quantity (column `what`).
-        summary: `log.summarize` of the rows by `what`.
+        rows: one for each process and quantity (column `quantity`).
+        summary: `log.summarize` of the rows by `quantity`.
     """
     medians = summary["median"]
     words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
