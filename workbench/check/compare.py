@@ -5,6 +5,7 @@ columns to it."""
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -132,7 +133,8 @@ def errors(
         RMS of actual − reference; `size`, the RMS of the reference; `error`, the
         distance over the size; `budget` and `ratio`, null (see `with_tolerance`).
     """
-    parts = []
+    # one table of all rows: a table for each array costs more than its arithmetic
+    columns: dict[str, list] = {}
     for tensor, layer in _fields(tensors, len(actual.layers)):
         value = actual.value(tensor, layer)
         expected = None
@@ -140,19 +142,27 @@ def errors(
             expected = _reference_value(reference, tensor, layer)
         if expected is None:
             continue
-        positions = np.arange(len(expected))[-len(value) :]
+        count = len(value)
+        positions = np.arange(len(expected))[-count:]
         least = None
         if tensor == "update" and update_sizes is not None:
             least = update_sizes[layer][positions]
-        columns = {"tensor": tensor, "position": positions}
-        columns["T"] = actual.T[-len(value) :]
-        columns |= vector_errors(expected[positions], value, least)
-        part = pd.DataFrame(columns)
-        part.insert(1, "layer", pd.array([layer] * len(value), "Int64"))
-        parts.append(part)
-    if not parts:  # programs of another exporter may show nothing but states
+        part = {
+            "tensor": [tensor] * count,
+            "layer": [layer] * count,
+            "position": positions,
+            "T": actual.T[-count:],
+        }
+        part |= vector_errors(expected[positions], value, least)
+        for name, values in part.items():
+            columns.setdefault(name, []).append(values)
+    if not columns:  # programs of another exporter may show nothing but states
         return pd.DataFrame()
-    return pd.concat(parts, ignore_index=True)
+    lists = {name: list(chain(*columns.pop(name))) for name in ("tensor", "layer")}
+    lists["layer"] = pd.array(lists["layer"], "Int64")
+    return pd.DataFrame(
+        lists | {name: np.concatenate(parts) for name, parts in columns.items()}
+    )
 
 
 def _fields(tensors: Sequence[str], L: int) -> Iterator[tuple[str, int | None]]:
@@ -240,15 +250,22 @@ def with_similarity(
 ) -> pd.DataFrame:
     """Rows of `errors` with the figures of `similarity`, and `digest` (see
     `digests`)."""
-    parts = []
+    columns: dict[str, list[np.ndarray]] = {}
+    places = []
     for tensor, layer, at in _groups(rows):
         value = actual.value(tensor, layer)
         expected = reference.value(tensor, layer)[-len(value) :]
+        places.append(at)
         for block in blocks(value):
             part = similarity(expected[block], value[block])
             part["digest"] = digests(value[block])
-            parts.append(pd.DataFrame(part, rows.index[at[block]]))
-    return pd.concat([rows, pd.concat(parts)], axis=1) if parts else rows
+            for name, values in part.items():
+                columns.setdefault(name, []).append(values)
+    if not columns:
+        return rows
+    order = np.argsort(np.concatenate(places))
+    figures = {name: np.concatenate(parts)[order] for name, parts in columns.items()}
+    return rows.assign(**figures)
 
 
 def with_ties(
