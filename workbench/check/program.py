@@ -40,7 +40,7 @@ from workbench.check.compare import (
     with_tolerance,
 )
 from workbench.check.gates import Gate
-from workbench.check.golden import stored_weights
+from workbench.check.golden import StoredWeights, stored_weights
 from workbench.check.hf import Reference, Row, nudge, recording_cache
 from workbench.check.run import PromptRun, plan_calls, program_inputs, run_passes
 from workbench.check.states import LARGE, SUBNORMAL, Shards, default_ts
@@ -123,11 +123,14 @@ def exact_runtime(bundle: Bundle) -> str:
 
 
 def program_gate(
-    decoder: Decoder, checkpoint: Checkpoint, representatives: Shards = None
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    representatives: Shards = None,
+    weights: StoredWeights | None = None,
 ) -> Gate:
-    """The gate on a portable decoder in `exact` arithmetic. The constants of another
-    exporter's programs have their own limit."""
-    table = program_errors(decoder, checkpoint, representatives)
+    """The gate on a portable decoder in `exact` arithmetic; see `program_errors` for the
+    arguments. The constants of another exporter's programs have their own limit."""
+    table = program_errors(decoder, checkpoint, representatives, weights)
     worst = table.loc[table["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if pd.notna(worst["layer"]):
@@ -141,7 +144,10 @@ def program_gate(
 
 
 def program_errors(
-    decoder: Decoder, checkpoint: Checkpoint, representatives: Shards = None
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    representatives: Shards = None,
+    weights: StoredWeights | None = None,
 ) -> pd.DataFrame:
     """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
     tensor: updates (chained: hidden states), states, router states, logits, and choices
@@ -150,10 +156,13 @@ def program_errors(
 
     Args:
         representatives: see `states`; None: all shards.
+        weights: of the bundle's files, `half`; None: they are read.
     """
     isolated = can_feed_layers(decoder)
+    weights = weights or stored_weights(checkpoint, decoder.bundle, half=True)
+    reference = Reference(checkpoint, weights)
     stretches = reference_stretches(
-        decoder.bundle, checkpoint, chained_end=not isolated
+        decoder.manifest, reference, chained_end=not isolated
     )
     plans = plan_stretches(decoder.options, stretches, isolated, representatives)
     references = {}
@@ -389,10 +398,10 @@ def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
 
 
 def reference_stretches(
-    bundle: Bundle, checkpoint: Checkpoint, chained_end: bool
+    manifest: Manifest, reference: Reference, chained_end: bool
 ) -> dict[str, tuple[Stretch, ...]]:
     """The stretches `start`, `end` (if the cache has room for one) and `scaled` of all
-    sequences, computed by Hugging Face's model with the weights that `bundle` stores.
+    sequences, computed by Hugging Face's model with the weights of a bundle.
     Token ids are random, different for each sequence, and begin with the checkpoint's
     BOS if it has one.
 
@@ -400,14 +409,11 @@ def reference_stretches(
         chained_end: whether the end is compared through layers in a row, as the start
             always is.
     """
-    manifest = bundle.manifest
     start_count, end_count, scaled_count, end_starts = plan_positions(manifest)
     shape = len(end_starts), start_count + end_count
     prompts = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
     if manifest.tokens.bos is not None:
         prompts[:, 0] = manifest.tokens.bos
-    weights = stored_weights(checkpoint, bundle, half=True)
-    reference = Reference(checkpoint, weights)
     starts, ends, scaled = [], [], []
     for ids, end_start in zip(prompts, end_starts, strict=True):
         cache = recording_cache(reference.model.config)

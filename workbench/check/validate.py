@@ -15,7 +15,7 @@ bundle."""
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,12 @@ from workbench.check.compare import (
     with_tolerance,
 )
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, check_exported_from, stored_weights
+from workbench.check.golden import (
+    Golden,
+    StoredWeights,
+    check_exported_from,
+    stored_weights,
+)
 from workbench.check.hf import Reference, Row, half
 from workbench.check.run import trace_bundle
 from workbench.check.states import STATE_GATES, Shards, default_ts
@@ -203,10 +208,13 @@ def validate(
     bundle = decoder.bundle
     source = golden.source
     check_exported_from(golden, bundle)
-    bugs = stored_gates(decoder, source, again, trusted_hash=golden.verdict)
+    # gate `program` and the budget need the same values of the bundle's files
+    read_weights = cache(partial(stored_weights, source, bundle, half=True))
+    bugs = stored_gates(decoder, source, again, golden.verdict, read_weights)
     inner = decoder.shows_inner_layers
     stage("validate: rounding of Hugging Face's model")
-    budget = source and measure_budget(bundle, source, golden, inner)
+    budget = source and measure_budget(bundle, source, golden, inner, read_weights())
+    read_weights.cache_clear()
     cost = measure(decoder, golden, Ts, budget)
     device = _device(decoder, golden, alone)
     return Validation([*bugs, device, *cost.gates(max_kl)], cost)
@@ -218,12 +226,14 @@ class Subject:
 
     Attributes:
         decoder: runs the gates that it can; None: decoders are opened.
+        read_weights: gives the values of the bundle's files, `half`.
         results: of the gates that have run so far.
     """
 
     bundle: Bundle
     checkpoint: Checkpoint
     decoder: Decoder | None = None
+    read_weights: Callable[[], StoredWeights] | None = None
     results: list[Gate] = field(default_factory=list)
 
     @cached_property
@@ -268,7 +278,10 @@ def host_gate(subject: Subject) -> Gate:
 def program_gate(subject: Subject) -> Gate:
     if subject.exact.precision == "exact":
         return program.program_gate(
-            subject.exact, subject.checkpoint, subject.representatives
+            subject.exact,
+            subject.checkpoint,
+            subject.representatives,
+            subject.read_weights and subject.read_weights(),
         )
     target = subject.bundle.manifest.options.target
     reason = f"needs fp32 arithmetic, which target {target} lacks"
@@ -290,7 +303,11 @@ BUG_GATES: dict[str, Callable[[Subject], Gate]] = {
 
 
 def bug_gates(
-    bundle: Bundle, checkpoint: Checkpoint, *, decoder: Decoder | None = None
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    *,
+    decoder: Decoder | None = None,
+    read_weights: Callable[[], StoredWeights] | None = None,
 ) -> list[Gate]:
     """Runs `BUG_GATES`, which are the same for every compression.
 
@@ -301,13 +318,14 @@ def bug_gates(
         decoder: its host and states are checked, and its program if its arithmetic is
             `exact`. Instead of a device or of other arithmetic, a decoder of the bundle's
             interpreter is opened.
+        read_weights: see `Subject`.
 
     Raises:
         InputError: a file whose SHA-256 is not the manifest's.
     """
     check_exported_from(checkpoint, bundle)
     bundle.verify()
-    subject = Subject(bundle, checkpoint, decoder)
+    subject = Subject(bundle, checkpoint, decoder, read_weights)
     results = subject.results
     for name, gate in BUG_GATES.items():
         stage(f"validate: {name}")
@@ -338,6 +356,7 @@ def stored_gates(
     source: Checkpoint | None = None,
     again: bool = False,
     trusted_hash: str | None = None,
+    read_weights: Callable[[], StoredWeights] | None = None,
 ) -> list[Gate]:
     """The bug gates of verdict.json, if it counts. If it does not, or if `again` is set,
     they are run with the checkpoint `source` and stored. Without a checkpoint only the
@@ -346,6 +365,7 @@ def stored_gates(
 
     Args:
         trusted_hash: of the verdict.json that the user's golden names.
+        read_weights: see `Subject`.
 
     Raises:
         InputError: see `bug_gates` and `save_verdict`.
@@ -357,7 +377,7 @@ def stored_gates(
         # a verdict that is stored for the files must not come from a decoder that may
         # have been changed in memory
         used = decoder if again else None
-        results = bug_gates(bundle, source, decoder=used)
+        results = bug_gates(bundle, source, decoder=used, read_weights=read_weights)
         gates.save_verdict(bundle, results)
         fresh_gates = states.state_gates(decoder) if decoder.is_device else []
     elif results is None:
@@ -392,7 +412,11 @@ def _unknown_gates(bundle: Bundle, stored: gates.StoredVerdict | None) -> list[G
 
 
 def measure_budget(
-    bundle: Bundle, checkpoint: Checkpoint, golden: Golden, inner: bool = True
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    golden: Golden,
+    inner: bool = True,
+    weights: StoredWeights | None = None,
 ) -> Trace:
     """Runs Hugging Face's model over the golden's tokens with the weights that `bundle`
     stores and a rounded stream. Returns the trace of layers that are fed the golden's
@@ -401,8 +425,10 @@ def measure_budget(
     Args:
         inner: whether layers inside a shard are fed too, as on runtimes that show them;
             otherwise each reads the output of the layer before.
+        weights: of the bundle's files, `half`; None: they are read.
     """
-    reference = Reference(checkpoint, stored_weights(checkpoint, bundle, half=True))
+    weights = weights or stored_weights(checkpoint, bundle, half=True)
+    reference = Reference(checkpoint, weights)
     rounded = half(bundle.manifest.stream_scale)
     feed = golden.trace
     if not inner:
