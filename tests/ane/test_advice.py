@@ -50,7 +50,9 @@ def test_a_shorter_cache_is_proposed_where_the_cache_costs_most():
 )
 def test_a_finer_table_is_proposed_where_unpacking_is_the_limit(chip, proposed):
     """lut6 takes the time of lut4 above about 112 GB/s."""
-    result = advised(work(weights={"lut4": 50_000_000}), chip, compress="lut4-g8")
+    layers = work(weights={"lut4": 50_000_000}).shards[:-1]
+    head = replace(HEAD, weights={"lut4": 100_000_000})
+    result = advised(Work((*layers, head)), chip, compress="lut4-g8")
     finer = [
         a for name, a in result.items() if name == "compress" and a.value == "lut6-g16"
     ]
@@ -58,6 +60,17 @@ def test_a_finer_table_is_proposed_where_unpacking_is_the_limit(chip, proposed):
     if proposed:
         assert finer[0].ms == pytest.approx(finer[0].ms_now, rel=0.05)
         assert "M4 Max" in finer[0].sentence("M4 Max")
+
+
+def test_a_head_in_integers_is_not_unpacked():
+    """Streaming then takes longer than unpacking, and finer tables take longer still."""
+    tables = work(weights={"lut4": 50_000_000})
+    row = roofline.on_chip(tables, "M4 Max")
+    assert row["table"] == pytest.approx(200 / 300)
+    assert row["format"] == "lut4 and int8"
+    reasons = roofline.by_chip(tables, ["M4 Max"])["extrapolates"].item()
+    assert "lut4 and int8" in reasons["format"]
+    assert "compress" not in advised(tables, compress="lut4-g8")
 
 
 def test_a_format_that_the_chip_unpacks_is_replaced():

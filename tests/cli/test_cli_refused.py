@@ -11,6 +11,8 @@ from tiny import DATA
 from workbench.cli import main
 from workbench.cli.spellings import OLD_OPTIONS
 
+MIXED = "export TINY out --compress mixed --calibrate TINY/../tasks/heldout.txt"
+
 
 @pytest.mark.parametrize(
     ("command", "words"),
@@ -18,6 +20,20 @@ from workbench.cli.spellings import OLD_OPTIONS
         ("export TINY out --max-seq-len 0", "max_seq_len"),
         ("export TINY out --compress int8", "lut6-g16, lut4-g8"),
         ("export TINY out --tokens '1;2'", "1-4, 4 or 1,64"),
+        ("export TINY out --compress mixed --max-kl 0.05", "data/calibration.txt"),
+        (f"{MIXED}", "found no target"),
+        (f"{MIXED} --max-kl 0.05 --bytes 1M", "--max-kl and --bytes"),
+        (f"{MIXED} --ms-on M4 --bytes 1M", "--bytes and --ms-on"),
+        (f"{MIXED} --max-kl -1", "--max-kl"),
+        (f"{MIXED} --max-kl 0.05 --select nowhere", "nowhere"),
+        (f"{MIXED} --max-kl 0.05 --select README --select-ids README", "two texts"),
+        (f"{MIXED} --max-kl 0.05 --select README", "unknown to the tokenizer"),
+        ("export TINY out --max-kl 0.05", "leave --max-kl out"),
+        ("export TINY out --bytes 1M", "leave --bytes out"),
+        ("export TINY out --compress fp16 --ms-on M4", "leave --ms-on out"),
+        ("export TINY out --select README", "leave --select out"),
+        ("export TINY out --select-ids README", "leave --select-ids out"),
+        ("plan TINY --compress mixed", "not chosen yet"),
         ("sweep nowhere.yaml", "grid"),
         ("sweep BUNDLE --T '1;2'", "run.T.0: '1;2'"),
         ("report 99", "99"),

@@ -58,14 +58,18 @@ def fits(total: int, machine: int) -> dict[str, bool]:
     return {"fits": fits_here, "fits_mac": fits_mac}
 
 
-def parse_bytes(text: str) -> int:
-    """`16G`, `512M`, `8GiB` or plain bytes → bytes (binary units)."""
+def parse_bytes(text: str, subject: str = "memory") -> int:
+    """`16G`, `512M`, `8GiB` or plain bytes → bytes (binary units).
+
+    Raises:
+        InputError: another text, which the message calls `subject`.
+    """
     size = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)(IB|B)?", text.strip().upper())
     total = size and int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
     if not total:
         needed = "a size above zero, such as 16G"
         step = "write a number and K, M, G or T"
-        raise InputError("memory", repr(text), needed, step)
+        raise InputError(subject, repr(text), needed, step)
     return total
 
 

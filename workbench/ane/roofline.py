@@ -48,6 +48,9 @@ FEATURES = """chip T format table calls weights_g head_g streamed_gb rows cache_
 spread_mb recurrent_mb""".split()
 TEXT_FEATURES = ("chip", "format", "table")
 """Features that are no numbers."""
+SEVERAL = 0.05
+"""An export has several formats where more than one compressed format has this share of
+its weights. Public rows with an fp16 head beside lookup tables count as tables."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,10 @@ def _rated(chip: str, rated: Iterable[str]) -> str:
 
 def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
     """The ms of every term of the formula, for columns of `FEATURES` and rates, and
-    `read_mb`, the MB of K and V that the attention products read."""
+    `read_mb`, the MB of K and V that the attention products read. `table` is the share of
+    the weights that are in lookup tables."""
     k = constants
-    tables = np.where(rows["table"], rows["weights_g"], 0) / k.unpack
+    tables = rows["table"] * rows["weights_g"] / k.unpack
     body_g = rows["weights_g"] - rows["head_g"]
     products_g = body_g * rows["T"] + rows["head_g"]  # the head of one token
     return {
@@ -142,7 +146,7 @@ def fit(
     from scipy.optimize import least_squares
 
     medians = np.log([getattr(PRIORS, name) for name in names])
-    rows = rows.assign(table=is_table(rows))
+    rows = rows.assign(table=table_shares(rows))
     columns = [name for name in FEATURES if name not in ("chip", "format")]
     columns += ["weights_gb_s", "tflops", "read_mb"]
     arrays = {name: rows[name].to_numpy() for name in columns}
@@ -161,15 +165,21 @@ def fit(
     return replace(base, **dict(zip(names, np.exp(solution.x).tolist())))
 
 
-def is_table(rows: pd.DataFrame) -> np.ndarray:
-    """Whether the weights of each row are in lookup tables. CSV files have this as the
-    text "True"."""
-    return rows["table"].astype(str).eq("True").to_numpy()
+def table_shares(rows: pd.DataFrame) -> np.ndarray:
+    """The share of the weights of each row that are in lookup tables. Published rows have
+    all or none of their weights in tables: True, False, or these words in a CSV file."""
+    return rows["table"].map(_table_share).to_numpy()
+
+
+def _table_share(value: bool | float | str) -> float:
+    """The share that a cell of the column `table` stands for."""
+    words = {"True": 1.0, "False": 0.0}
+    return words[str(value)] if str(value) in words else float(value)
 
 
 def predict_ms(rows: pd.DataFrame, constants: Constants) -> pd.Series:
     """The predicted ms of every row of `with_rates`."""
-    return formula_ms(rows.assign(table=is_table(rows)), constants)
+    return formula_ms(rows.assign(table=table_shares(rows)), constants)
 
 
 def cross_validated_ms(
@@ -308,7 +318,7 @@ def predict_with_intervals(
     model = model or calibration()
     out = []
     for _, row in with_rates(rows).iterrows():
-        row = row.to_dict() | {"table": str(row["table"]) == "True"}
+        row = row.to_dict() | {"table": _table_share(row["table"])}
         if pd.isna([row[name] for name in FEATURES]).any():
             out.append({"ms": np.nan, "low_ms": np.nan, "high_ms": np.nan})
             out[-1]["extrapolates"] = {"program": "features are missing"}
@@ -366,7 +376,7 @@ def _page(source: str) -> str:
 
 def on_chip(work: Work, chip: str) -> dict:
     """The row of an export's call on a chip: `FEATURES`, `repeats`, and `weights`, the
-    format of most weights as stored and as streamed.
+    format of most weights, or the several formats, as stored and as streamed.
 
     The head computes every token of the call, as a verification of drafts needs it."""
     streams_from = published("weight_streams.csv").set_index("format")
@@ -376,14 +386,19 @@ def on_chip(work: Work, chip: str) -> dict:
         as_stored = chip_generation >= streams_from.get(format, np.inf)
         streams[format] = format if as_stored else "fp16"
         streamed_bytes += count * stored_bits(streams[format]) / 8
-    main_format = max(work.weights, key=work.weights.get)
+    total = sum(work.weights.values())
+    in_tables = sum(n for f, n in work.weights.items() if streams[f].startswith("lut"))
+    by_count = sorted(work.weights, key=work.weights.get, reverse=True)
+    names = [f for f in by_count if f != "fp16" and work.weights[f] >= SEVERAL * total]
+    if len(names) < 2:
+        names = by_count[:1]
     return {
         "chip": chip,
         "T": work.T * work.batch,
-        "format": main_format,
-        "table": any(format.startswith("lut") for format in streams.values()),
+        "format": " and ".join(names),
+        "table": in_tables / total,
         "calls": work.calls,
-        "weights_g": sum(work.weights.values()) / 1e9,
+        "weights_g": total / 1e9,
         "head_g": 0.0,
         "streamed_gb": streamed_bytes / 1e9,
         "rows": work.cache_rows,
@@ -391,7 +406,7 @@ def on_chip(work: Work, chip: str) -> dict:
         "spread_mb": work.spread_bytes / 1e6,
         "recurrent_mb": work.recurrent_bytes / 1e6,
         "repeats": False,
-        "weights": f"{main_format} streamed as {streams[main_format]}",
+        "weights": ", ".join(f"{f} streamed as {streams[f]}" for f in names),
     }
 
 

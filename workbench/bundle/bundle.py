@@ -84,6 +84,8 @@ class Bundle:
         files = [file for shard in m.shards for file in shard.files]
         if m.calibration:
             files.append(m.calibration.file)
+        if m.selection:
+            files += [m.selection.file, m.selection.allocation]
         return [*files, m.embedding.file, *m.tokens.files]
 
     @property
@@ -204,6 +206,15 @@ class Bundle:
         if calibration is None:
             return None
         return np.load(self.root / calibration.file.path, allow_pickle=False)
+
+    @cached_property
+    def selection_ids(self) -> np.ndarray | None:
+        """The token ids [windows, window] of the text on which the formats of matrices
+        were chosen; None: on no text."""
+        selection = self.manifest.selection
+        if selection is None:
+            return None
+        return np.load(self.root / selection.file.path, allow_pickle=False)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard.

@@ -320,13 +320,37 @@ class Calibration(ManifestModel):
     source: str
 
 
+class Selection(ManifestModel):
+    """The text on which the formats of a mixed bundle were chosen, and the choice.
+
+    Args:
+        file: `selection.npy`, the text's token ids, int32 [windows, window].
+        allocation: `allocation.json`, which `workbench.exporter.mixed` reads: the
+            choices with their bytes, predicted milliseconds and KL, and the one that
+            is stored.
+        ids_sha256: SHA-256 of the ids, little-endian int32, row after row.
+        tokens: their number, windows · window.
+        window: tokens that Hugging Face's model read at a time.
+        source: the name of the text's file.
+    """
+
+    file: FileEntry
+    allocation: FileEntry
+    ids_sha256: Sha256
+    tokens: Count
+    window: Count
+    source: str
+
+
 class Manifest(ManifestModel):
     """`bundle.json`.
 
     Args:
-        formats: the preset of each tensor that is not stored by `options.compress`,
-            such as one whose rows the groups of tables do not divide.
+        formats: the preset of each tensor that is not stored by `options.compress`:
+            every matrix where that is `mixed`, elsewhere those such as one whose rows
+            the groups of tables do not divide.
         calibration: None, and left out of the file: weights were rounded one by one.
+        selection: None, and left out of the file: no text chose the formats.
     """
 
     format: Literal["workbench-bundle"] = "workbench-bundle"
@@ -344,6 +368,7 @@ class Manifest(ManifestModel):
     residual_exponent: int = 0
     formats: dict[str, PresetName] = Field({}, exclude_if=_is_empty)
     calibration: Calibration | None = Field(None, exclude_if=_is_empty)
+    selection: Selection | None = Field(None, exclude_if=_is_empty)
     shards: list[Shard]
 
     @property

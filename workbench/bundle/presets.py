@@ -70,6 +70,8 @@ REPLACED = {"lut4": "lut4-g8", "lut6": "lut6-g16"}
 that `export` makes instead."""
 TABLE_NAME = re.compile(r"lut(4|6)-g(1|2|4|8|16|32|64|128)")
 FP16 = PRESETS["fp16"]
+MIXED = Preset("mixed", 16, needs_calibration=True)
+"""A preset for each tensor, which the manifest names; no tensor has this one."""
 
 
 def find_preset(name: str) -> Preset:
@@ -81,13 +83,15 @@ def find_preset(name: str) -> Preset:
     """
     if name in PRESETS:
         return PRESETS[name]
+    if name == MIXED.name:
+        return MIXED
     if name in REPLACED:
         return Preset(name, PRESETS[REPLACED[name]].bits)
     match = TABLE_NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"{', '.join(PRESETS)}, or lut4-gN or lut6-gN with another power of two up "
-            "to 128 for N"
+            f"{', '.join(PRESETS)}, {MIXED.name}, or lut4-gN or lut6-gN with another "
+            "power of two up to 128 for N"
         )
     bits = int(match[1])
     needs_calibration = PRESETS[REPLACED[f"lut{bits}"]].needs_calibration

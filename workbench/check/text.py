@@ -6,7 +6,7 @@ layers work outside the range for which they were trained. The cost of compressi
 random ids says little about its cost in use."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 import numpy as np
@@ -57,34 +57,48 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
 
 
 def check_held_out(bundle: Bundle, ids: Sequence[int]) -> None:
-    """Checks that the weights of `bundle` were not fitted to a part of a text that is to
-    judge them.
+    """Checks that no part of a text that is to judge `bundle` has decided its weights or
+    their formats.
 
     Raises:
         InputError: `ids` share `SHARED_TOKENS` in a row with the text of the bundle's
-            calibration.
+            calibration, or with the one on which its formats were chosen.
     """
-    fitted = bundle.calibration_ids
-    if fitted is None or len(ids) < SHARED_TOKENS:
+    if len(ids) < SHARED_TOKENS:
         return
+    manifest = bundle.manifest
+    texts = []
+    if manifest.calibration:
+        purpose = "weights were calibrated"
+        texts.append((bundle.calibration_ids, manifest.calibration.source, purpose))
+    if manifest.selection:
+        purpose = "formats were chosen"
+        texts.append((bundle.selection_ids, manifest.selection.source, purpose))
+    for windows, source, purpose in texts:
+        if share_part([ids], windows):
+            raise InputError(
+                "text",
+                f"{SHARED_TOKENS} tokens in a row of {source}, with which the bundle's "
+                f"{purpose}",
+                "a text that the bundle was not fitted to",
+                "give another text",
+            )
 
-    def runs(row: Sequence[int]) -> set[bytes]:
-        row = np.asarray(row, np.int32)
-        if len(row) < SHARED_TOKENS:
-            return set()
-        views = np.lib.stride_tricks.sliding_window_view(row, SHARED_TOKENS)
-        return {view.tobytes() for view in views}
 
-    seen = set().union(*map(runs, fitted))
-    if not seen.isdisjoint(runs(ids)):
-        source = bundle.manifest.calibration.source
-        raise InputError(
-            "text",
-            f"{SHARED_TOKENS} tokens in a row of {source}, with which the bundle's "
-            "weights were calibrated",
-            "a text that the weights were not fitted to",
-            "give another text",
-        )
+def share_part(first: Iterable[Sequence[int]], second: Iterable[Sequence[int]]) -> bool:
+    """Whether two texts, each in rows of token ids, have `SHARED_TOKENS` in a row in
+    common."""
+    runs = set().union(*map(_runs, first))
+    return not runs.isdisjoint(set().union(*map(_runs, second)))
+
+
+def _runs(ids: Sequence[int]) -> set[bytes]:
+    """All `SHARED_TOKENS` in a row of some token ids."""
+    ids = np.asarray(ids, np.int32)
+    if len(ids) < SHARED_TOKENS:
+        return set()
+    views = np.lib.stride_tricks.sliding_window_view(ids, SHARED_TOKENS)
+    return {view.tobytes() for view in views}
 
 
 def task_text() -> str:

@@ -17,6 +17,7 @@ from workbench.cli.common import (
     load_checkpoint,
     show,
 )
+from workbench.cli.formats import MIXED, FormatTarget, describe_choice
 from workbench.progress import stage
 
 
@@ -27,9 +28,13 @@ def export(
     *,
     options: ExportOptions = ExportOptions(),
     text: CalibrationText = CalibrationText(),
+    format_target: FormatTarget = FormatTarget(),
     json: Json = False,
 ) -> None:
     """Exports a Hugging Face folder as a bundle of stateful shards.
+
+    --compress mixed gives every matrix a format of its own and needs --calibrate and one
+    target: --max-kl, --bytes or --ms-on.
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256
     """
@@ -38,15 +43,22 @@ def export(
     paths.check_family(folder)
     paths.check_quantization(folder)
     text.check(options.compress)
+    format_target.check(options.compress)
     stage("export: reading the checkpoint")
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
-    calibration = None
+    calibration = formats = None
     if text.calibrate or text.calibrate_ids:
         calibration = text.read(load_checkpoint(checkpoint))
+    if options.compress == MIXED:
+        from workbench.exporter import make_options
+
+        source = load_checkpoint(checkpoint)
+        chosen_options = make_options(**asdict(options))
+        formats = format_target.search(source, chosen_options, calibration)
     exported = workbench.export(
-        checkpoint, bundle, calibration=calibration, **asdict(options)
+        checkpoint, bundle, calibration=calibration, formats=formats, **asdict(options)
     )
     shards = exported.manifest.shards
     converted = len({shard.template for shard in shards})
@@ -62,6 +74,8 @@ def export(
         "seconds": time.perf_counter() - start,
         "peak_rss_bytes": peak_rss(),
     }
+    if formats is not None:
+        result["mixed"] = describe_choice(exported)
     lines = format_result(result)
     if not result["tokenizer"]:
         lines.append(

@@ -148,7 +148,8 @@ class ExportOptions:
             (a function for each over the same weights).
         batch: Sequences that are decoded together.
         layers_per_shard: Decoder layers in one .mlpackage.
-        compress: fp16, int8-channel, lut6-g16, lut4-g8, int4-block32, int8-tensor.
+        compress: fp16, int8-channel, lut6-g16, lut4-g8, int4-block32, int8-tensor, or
+            mixed, a format for each matrix.
         kv_write: mask (one-hot columns) or slice (at a dynamic index).
         layout: bct1 (channels, then tokens) or bc1t.
         moe: dense (all experts in one graph) or routed (the host picks).
@@ -213,7 +214,8 @@ class CalibrationText:
                 f"--compress {compress}",
                 "no text",
                 "a text of about 8,192 tokens to calibrate with",
-                "give one: --calibrate TEXT, or --calibrate-ids FILE without a tokenizer",
+                "give one: --calibrate TEXT, such as data/calibration.txt of a checkout, "
+                "or --calibrate-ids FILE without a tokenizer",
             )
 
     def read(self, source):

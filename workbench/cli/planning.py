@@ -19,6 +19,7 @@ from workbench.cli.common import (
     reject_unused,
     show,
 )
+from workbench.cli.formats import MIXED
 from workbench.errors import InputError
 
 PLACED_ON = "M4 Max"
@@ -76,6 +77,13 @@ def plan(
     else:
         reject_unused("a bundle", device)
         paths.check_family(paths.locate_checkpoint(path))
+        if options.compress == MIXED:
+            raise InputError(
+                "--compress mixed",
+                "a checkpoint, whose formats are not chosen yet",
+                "a bundle that `export --compress mixed` has made",
+                "plan that bundle, or another --compress",
+            )
     _check_drafts(drafts)
     import psutil
 

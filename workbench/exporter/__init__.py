@@ -11,6 +11,7 @@ import math
 import shutil
 import struct
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,7 +37,7 @@ from workbench.bundle import (
 )
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
-from workbench.bundle.presets import FP16, REPLACED
+from workbench.bundle.presets import FP16, MIXED, REPLACED, Preset, find_preset
 from workbench.errors import InputError
 from workbench.exporter.shards import Spec, specs
 from workbench.exporter.template import Template
@@ -56,6 +57,9 @@ from workbench.progress import bar
 
 if TYPE_CHECKING:
     from workbench.exporter.calibrate import Calibrated, Text
+    from workbench.exporter.mixed import Search
+
+    Formats = Mapping[str, str] | Search
 
 MAX_THREADS = 2  # writing is bound by memory and disk: more threads gain little
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
@@ -91,6 +95,7 @@ def export(
     bundle: str | Path | None = None,
     *,
     calibration: "Text | None" = None,
+    formats: "Formats | None" = None,
     **fields,
 ) -> Bundle:
     """Exports a Hugging Face checkpoint as a bundle.
@@ -103,6 +108,8 @@ def export(
             opened if it is there.
         calibration: token ids of a text, with which weights are compressed so that the
             layers' outputs on it change least (see `calibrate`).
+        formats: for `compress="mixed"`, the preset of every matrix by its checkpoint
+            tensor, or the search that chooses them (see `mixed.Search`).
         fields: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -110,17 +117,53 @@ def export(
 
     Raises:
         InputError: unusable checkpoint, unsupported family or option, a target where
-            something is already, no space on the disk, a text for fp16.
+            something is already, no space on the disk, a text for fp16, `mixed`
+            without formats or without a text.
     """
     options = make_options(**fields)
     if options.preset == FP16 and calibration is not None:
         step = "leave the text out, or choose another --compress"
         raise InputError("--compress fp16", "a text", "no calibration", step)
+    check_formats(options, calibration, formats)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         folder = output_root() / "data" / "bundles"
-        return bundle_for(source, options, folder, calibration)
-    return _export(source, options, Path(bundle), calibration)
+        return bundle_for(source, options, folder, calibration, formats)
+    return _export(source, options, Path(bundle), calibration, formats)
+
+
+def check_formats(
+    options: Options, calibration: "Text | None", formats: "Formats | None"
+) -> None:
+    """Raises an InputError for `mixed` without formats or without a text to calibrate
+    with, for formats without `mixed`, and for a preset that no matrix can have."""
+    if formats is not None and options.preset != MIXED:
+        actual = f"compress = {options.compress}"
+        raise InputError("formats", actual, "compress = mixed", "leave formats out")
+    if options.preset != MIXED:
+        return
+    if formats is None:
+        raise InputError(
+            "--compress mixed",
+            "no preset for each matrix",
+            "the presets, or a search that chooses them",
+            "run: workbench export CHECKPOINT BUNDLE --compress mixed --calibrate TEXT "
+            "--max-kl 0.05",
+        )
+    if calibration is None:
+        needed = "a text of about 8,192 tokens to calibrate with"
+        step = "give one: --calibrate TEXT, or --calibrate-ids FILE without a tokenizer"
+        raise InputError("--compress mixed", "no text", needed, step)
+    if not isinstance(formats, Mapping):
+        return
+    for tensor, name in formats.items():
+        subject, step = f"format of {tensor!r}", "choose another one"
+        try:
+            preset = find_preset(name)
+        except ValueError as problem:
+            raise InputError(subject, name, str(problem), step) from None
+        if preset == MIXED or name in REPLACED:
+            raise InputError(subject, name, "a preset of one matrix", step)
 
 
 def _export(
@@ -128,30 +171,49 @@ def _export(
     options: Options,
     bundle: Path,
     calibration: "Text | None" = None,
+    formats: "Formats | None" = None,
 ) -> Bundle:
     coremltools()  # quietly, before a part of it is imported by itself
     plan = read_plan(source, options)
+    if isinstance(formats, Mapping):
+        check_all_named(source, plan, options, formats)
     try:
         with ExitStack() as stack:
-            calibrated = None
+            calibrated = allocation = None
             if calibration is not None:
                 # numba and Hugging Face's models take seconds to import
                 from workbench.exporter import calibrate
 
                 paths.check_new_bundle(bundle)
                 work = stack.enter_context(calibrate.work_folder(bundle))
-                weights = [
-                    weight
-                    for spec in specs(plan, options)
-                    for weight in weight_sources(spec, source, plan, options)
-                ]
-                calibrated = calibrate.calibrate(source, weights, calibration, work)
+                if formats is None or isinstance(formats, Mapping):
+                    presets = find_presets(formats)
+                    weights = [
+                        weight
+                        for spec in specs(plan, options)
+                        for weight in weight_sources(
+                            spec, source, plan, options, presets
+                        )
+                    ]
+                    calibrated = calibrate.calibrate(source, weights, calibration, work)
+                else:
+                    from workbench.exporter import mixed
+
+                    mixture = mixed.choose_formats(
+                        source, plan, options, calibration, formats, work
+                    )
+                    allocation, calibrated = mixture.allocation, mixture.calibrated
             folder = stack.enter_context(new_bundle(bundle))
-            manifest = write_bundle(folder, source, plan, options, calibrated)
+            stored_formats = allocation.chosen.formats if allocation else formats
+            manifest = write_bundle(
+                folder, source, plan, options, calibrated, stored_formats
+            )
+            records = {}
             if calibration is not None:
-                record = calibration.record(folder)
-                manifest = manifest.model_copy(update={"calibration": record})
-            manifest.save(folder)
+                records["calibration"] = calibration.record(folder)
+            if allocation is not None:
+                records["selection"] = allocation.record(folder, formats.text)
+            manifest.model_copy(update=records).save(folder)
         return Bundle.open(bundle)
     except OSError as problem:
         reason = f"{problem.strerror or problem} ({problem.filename or bundle})"
@@ -160,14 +222,26 @@ def _export(
         raise InputError(f"bundle {bundle}", reason, needed, step) from problem
 
 
+def find_presets(formats: Mapping[str, str] | None) -> dict[str, Preset]:
+    """Checkpoint tensor → preset, of names that `check_formats` has accepted."""
+    return {tensor: find_preset(name) for tensor, name in (formats or {}).items()}
+
+
 def bundle_name(
-    checkpoint: str, identity: str, options: Options, calibration: "Text | None" = None
+    checkpoint: str,
+    identity: str,
+    options: Options,
+    calibration: "Text | None" = None,
+    formats: "Formats | None" = None,
 ) -> str:
     """The name of a bundle's folder in `data/bundles`: the checkpoint's name and a hash
     of everything that decides the bundle's bytes, except those of its tokenizer."""
     parts = [MANIFEST_VERSION, identity, options.model_dump(), versions(options)]
     if calibration is not None:
         parts += [calibration.sha256, calibration.source, calibration.seed]
+    if formats is not None:
+        is_chosen = isinstance(formats, Mapping)
+        parts.append(dict(formats) if is_chosen else formats.key)
     text = json.dumps(parts, sort_keys=True)
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
@@ -177,6 +251,7 @@ def bundle_for(
     options: Options,
     folder: Path,
     calibration: "Text | None" = None,
+    formats: "Formats | None" = None,
 ) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` by one process at
     a time.
@@ -184,7 +259,7 @@ def bundle_for(
     An existing bundle is opened. A damaged one, and one with another tokenizer than the
     checkpoint's, is exported again, with a warning that states the reason."""
     path = folder / bundle_name(
-        checkpoint.name, checkpoint.sha256, options, calibration
+        checkpoint.name, checkpoint.sha256, options, calibration, formats
     )
     with locked(path.with_name(f".{path.name}.lock")):
         reason = "the checkpoint has another tokenizer now"
@@ -202,7 +277,7 @@ def bundle_for(
             text = f"the cached bundle {path.name} is exported again: {reason}"
             warnings.warn(text, stacklevel=2)
             shutil.rmtree(path)
-        return _export(checkpoint, options, path, calibration)
+        return _export(checkpoint, options, path, calibration, formats)
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
@@ -275,18 +350,22 @@ def write_bundle(
     plan: Plan,
     options: Options,
     calibrated: "Calibrated | None" = None,
+    formats: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Writes every file of a bundle except its manifest to `folder`; returns the
     manifest.
 
     Args:
         calibrated: matrices that are compressed already.
+        formats: checkpoint tensor → preset, of every matrix of a mixed bundle.
 
     Raises:
         InputError: a tensor that is missing or does not fit, no space on the disk.
     """
+    presets = find_presets(formats)
     shards = [
-        (s, weight_sources(s, source, plan, options)) for s in specs(plan, options)
+        (spec, weight_sources(spec, source, plan, options, presets))
+        for spec in specs(plan, options)
     ]
     needed = sum(weight.bytes for _, weights in shards for weight in weights)
     needed += 2 * math.prod(source.shape(source.prefix + "embed_tokens.weight"))
@@ -337,6 +416,22 @@ def write_bundle(
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
+
+
+def check_all_named(
+    source: Checkpoint, plan: Plan, options: Options, formats: Mapping[str, str]
+) -> None:
+    """Raises an InputError unless formats are those of every matrix of a bundle."""
+    presets = find_presets(formats)
+    matrices = {
+        weight.tensor
+        for spec in specs(plan, options)
+        for weight in weight_sources(spec, source, plan, options, presets)
+        if weight.is_compressible
+    }
+    for tensor in sorted(presets.keys() - matrices):
+        needed, step = "the name of a matrix", "choose the formats again"
+        raise InputError(f"format of {tensor!r}", "no matrix", needed, step)
 
 
 def formats_of(

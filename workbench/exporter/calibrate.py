@@ -335,7 +335,8 @@ def work_folder(bundle: Path) -> Iterator[Path]:
         "one export to one target",
         "wait for that one, or choose another target",
     )
-    lock = folder.with_suffix(".lock")
+    # `bundle_for` locks the bundle's name with another suffix
+    lock = folder.with_name(f"{folder.name}.lock")
     with locked(lock, busy):
         yield folder
         shutil.rmtree(folder, ignore_errors=True)

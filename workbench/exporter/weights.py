@@ -10,7 +10,7 @@ error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6
 tests/exporter/test_compress.py compares the bytes with coremltools' own."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import nn
 
 from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16
-from workbench.bundle.presets import FP16, Preset
+from workbench.bundle.presets import FP16, MIXED, Preset
 from workbench.errors import InputError
 from workbench.exporter import shards
 from workbench.exporter.shards import LayerStack, Spec
@@ -79,16 +79,25 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
 
 
 def weight_sources(
-    spec: Spec, source: Checkpoint, plan: Plan, options: Options
+    spec: Spec,
+    source: Checkpoint,
+    plan: Plan,
+    options: Options,
+    presets: Mapping[str, Preset] | None = None,
 ) -> list[WeightSource]:
     """The source of every parameter of one shard.
 
     Groups of tables are halved until they divide the rows, those of the head alike in
     all its slices.
 
+    Args:
+        presets: checkpoint tensor → preset, of every matrix, where `options.compress`
+            is `mixed`.
+
     Raises:
         InputError: a tensor that is missing, has another shape than its parameter, or
-            does not divide into the blocks of the preset.
+            does not divide into the blocks of the preset; a matrix of a mixed export
+            without a preset.
     """
     with torch.device("meta"):
         shard = blank(spec, plan, options)
@@ -108,11 +117,28 @@ def weight_sources(
             rows = shape[0]
             if spec.kind == "head":
                 rows = math.gcd(plan.dims.V, shards.HEAD_ROWS)
-            weight = replace(weight, preset=options.preset.fitted(rows))
+            preset = options.preset
+            if preset == MIXED:
+                preset = _preset_of_matrix(weight, presets or {})
+            weight = replace(weight, preset=preset.fitted(rows))
         if weight.tensor:
             check_shape(weight, source)
         weights.append(weight)
     return weights
+
+
+def _preset_of_matrix(weight: WeightSource, presets: Mapping[str, Preset]) -> Preset:
+    """The preset of a matrix of a mixed export; a matrix of zeros has fp16."""
+    if weight.tensor is None:
+        return FP16
+    if weight.tensor not in presets:
+        raise InputError(
+            f"format of {weight.tensor!r}",
+            "no preset",
+            "a preset for each matrix",
+            "choose the formats again",
+        )
+    return presets[weight.tensor]
 
 
 def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:

@@ -24,6 +24,7 @@ from pydantic import (
 from workbench import exporter, log, paths
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import first_fault
+from workbench.bundle.presets import MIXED
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
@@ -357,7 +358,15 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             tokenizer=path,
         )
         for values in itertools.product(*grid.export.values()):
-            yield source, exporter.make_options(**dict(zip(grid.export, values)))
+            options = exporter.make_options(**dict(zip(grid.export, values)))
+            if options.preset == MIXED:
+                raise InputError(
+                    "grid",
+                    "compress = mixed",
+                    "a preset that needs no text: a grid has none to choose formats on",
+                    "list the finished bundle: bundle: [path of the mixed bundle]",
+                )
+            yield source, options
 
 
 def _stamp(file: Path) -> tuple:

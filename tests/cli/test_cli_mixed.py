@@ -1,0 +1,126 @@
+"""`export --compress mixed` from texts to a bundle, and the commands that read it."""
+
+import json
+
+import numpy as np
+import pytest
+from in_process import cli, invoke
+from refusal import refused
+from tiny import DATA
+
+from workbench import Bundle, Checkpoint, Golden
+from workbench.bundle.presets import find_preset
+from workbench.check.text import default_ids, task_text
+from workbench.decode.transcript import encode_text
+from workbench.explain.weights import measure_costs
+from workbench.sweep.grid import Grid, cells
+from workbench.widgets import Explorer
+
+TINY = DATA / "tiny-llama"
+LIMIT = 0.001
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Options of a mixed export: two disjoint parts of the held-out tasks."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = task_text().split()
+    parts = {"calibrate": words[:1500], "select": words[1600:2900]}
+    for name, part in parts.items():
+        (folder / f"{name}.txt").write_text(" ".join(part))
+    options = [(f"--{name}", folder / f"{name}.txt") for name in parts]
+    return [value for pair in options for value in pair]
+
+
+def export_mixed(out, texts, *target):
+    command = "export", TINY, out, "--compress", "mixed", "--max-seq-len", 64
+    return invoke(*command, *texts, *target)
+
+
+@pytest.fixture(scope="module")
+def exported(texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("mixed") / "b"
+    return export_mixed(out, texts, "--max-kl", LIMIT), out
+
+
+def test_it_says_what_was_chosen(exported):
+    found, out = exported
+    mixed, manifest = found["mixed"], Bundle.open(out).manifest
+    assert 0 < mixed["kl"] <= LIMIT < mixed["kl_p99"]
+    assert 4 < mixed["bits"] < 16
+    assert sum(mixed["formats"].values()) == len(manifest.formats) == 29
+    assert len(mixed["formats"]) > 1
+    assert mixed["selection_tokens"] == manifest.selection.tokens
+    assert mixed["predicted_chip"] == "M4" and mixed["predicted_ms"] > 0
+
+
+def test_fewer_bytes_have_their_limit_too(exported, texts, tmp_path):
+    size = exported[0]["mixed"]["matrix_bytes"] - 10_000
+    found = export_mixed(tmp_path / "b", texts, "--bytes", size)["mixed"]
+    assert size - 60_000 < found["matrix_bytes"] <= size
+
+
+def test_milliseconds_have_the_limit_of_validate_by_default(texts, tmp_path):
+    found = export_mixed(tmp_path / "b", texts, "--ms-on", "M1")["mixed"]
+    assert found["predicted_chip"] == "M1" and found["kl"] <= 0.05
+    record = json.loads((tmp_path / "b" / "allocation.json").read_text())
+    assert (record["minimizes"], record["limit"]["kl"]) == ("ms", 0.05)
+
+
+def test_ids_select_as_their_text_does(exported, texts, tmp_path):
+    calibrate, text, _, select = texts
+    ids = encode_text(TINY, select.read_text())
+    np.save(tmp_path / "ids.npy", np.int32(ids))
+    options = calibrate, text, "--select-ids", tmp_path / "ids.npy", "--max-kl", LIMIT
+    found = export_mixed(tmp_path / "b", options)
+    assert found["mixed"] == exported[0]["mixed"]
+
+
+def test_a_text_for_selection_that_calibrates_too_is_refused(texts, tmp_path):
+    command = "export", TINY, tmp_path / "b", "--compress", "mixed", "--max-kl", 0.05
+    result = cli(*command, *texts[:2], "--select", texts[1])
+    assert result.exit_code == 2 and "a part of calibrate.txt" in result.stderr
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "validate"])
+def test_no_text_that_chose_the_formats_judges_the_bundle(command, exported, texts):
+    result = cli(command, exported[1], "--checkpoint", TINY, "--text", texts[3])
+    assert result.exit_code == 2
+    assert "formats were chosen" in result.stderr
+
+
+def test_plan_names_the_formats_and_that_no_row_has_several(exported):
+    found = invoke("plan", exported[1], "--chip", "M4")
+    (row,) = found["chips"]
+    assert " streamed as " in row["weights"].partition(", ")[2]
+    assert " and " in row["extrapolates"]["format"]
+    assert all(advice["option"] != "compress" for advice in found["advice"])
+
+
+def test_compressed_weights_alone_are_said_to_cost(exported):
+    bundle, source = Bundle.open(exported[1]), Checkpoint(TINY)
+    golden = Golden.of(source, default_ids(source, 9))
+    costs, _ = measure_costs(bundle, source, golden)
+    formats = bundle.manifest.formats
+    compressed = {
+        (int(name.split(".")[2]), ".".join(name.split(".")[3:]))
+        for name, preset in formats.items()
+        if "layers." in name and find_preset(preset).bits < 16
+    }
+    assert set(zip(costs["layer"], costs["tensor"])) == compressed
+
+
+def test_the_explorer_calls_it_mixed(exported, tmp_path):
+    golden = tmp_path / "g"
+    invoke("golden", TINY, "--out", golden, "--tokens", 5)
+    grid = {"bundle": [str(exported[1])], "golden": str(golden), "run": {"n_gen": 2}}
+    explorer = Explorer(grid, None, root=tmp_path)
+    assert explorer.results.cells["cell"].iloc[0].options.compress == "mixed"
+    assert explorer.missing()[0].label.startswith("mixed, max_seq_len 64")
+
+
+def test_a_grid_cannot_choose_formats():
+    grid = {"checkpoint": str(TINY), "export": {"compress": ["int8-channel", "mixed"]}}
+    with refused("compress = mixed.*needs a preset that needs no text"):
+        list(cells(Grid(**grid)))

@@ -1,0 +1,239 @@
+"""What formats are chosen by: candidates are compressed for their inputs, estimates agree
+with what is measured, and the choice stays within the limit when it is measured anew."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from refusal import refused
+from tiny import DATA
+
+from workbench.bundle.presets import find_preset
+from workbench.check.text import task_text
+from workbench.decode.transcript import encode_text
+from workbench.exporter import mixed
+from workbench.exporter.allocation import Limit
+from workbench.exporter.calibrate import Text
+from workbench.exporter.mixed import (
+    CandidateValues,
+    Measurement,
+    Search,
+    estimate_losses,
+    linear_modules,
+    load_model,
+    read_allocation,
+    search_formats,
+    store_candidates,
+    write_allocation,
+)
+from workbench.models.checkpoint import Checkpoint
+
+WINDOW = 64
+
+
+@pytest.fixture(scope="module")
+def source():
+    return Checkpoint(DATA / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def texts(source):
+    """Windows of the held-out tasks for calibration and for selection."""
+    ids = encode_text(source.path, task_text())
+    windows = torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).reshape(-1, WINDOW)
+    return windows[:8], windows[8:20]
+
+
+@pytest.fixture
+def model(source):
+    return load_model(source)
+
+
+@pytest.fixture(scope="module")
+def modules(source):
+    names = [n for n in source.matrices if "embed" not in n]
+    return linear_modules(load_model(source), source, [*names, source.head])
+
+
+def presets_of(modules, *names):
+    return {tensor: [find_preset(name) for name in names] for tensor in modules}
+
+
+def test_the_head_of_a_tied_checkpoint_has_a_copy_of_the_matrix(source, model, modules):
+    assert modules[source.head] == "lm_head"
+    model.lm_head.weight.zero_()
+    assert model.get_input_embeddings().weight.abs().sum() > 0
+
+
+def test_each_matrix_is_compressed_for_its_inputs(
+    model, texts, modules, tmp_path, monkeypatch
+):
+    """A compression that stores E[x²] of the inputs in place of each row."""
+
+    def mean_squares(values, preset, inputs):
+        return {"rows": np.broadcast_to(inputs.importance, values.shape)}
+
+    def rows(arrays, preset, shape):
+        return torch.from_numpy(arrays["rows"].copy()).half()
+
+    monkeypatch.setattr(mixed, "compress_matrix", mean_squares)
+    monkeypatch.setattr(mixed, "decompress", rows)
+    candidates = CandidateValues(tmp_path)
+    presets = presets_of(modules, "lut4-g8")
+    store_candidates(model, modules, texts[0], presets, candidates)
+    expected = {}
+    for tensor, name in modules.items():
+
+        def watch(module, arguments, tensor=tensor):
+            expected[tensor] = arguments[0].detach().square().mean((0, 1))
+
+        model.get_submodule(name).register_forward_pre_hook(watch)
+    with torch.inference_mode():
+        model(input_ids=texts[0])
+    for tensor in modules:
+        row = candidates.load(tensor, "lut4-g8")[0]
+        torch.testing.assert_close(row, expected[tensor], rtol=2e-3, atol=1e-4)
+
+
+def test_an_unchanged_model_has_no_distance(model, texts, modules):
+    quality = Measurement(model, modules, texts[1][:2]).quality()
+    assert quality.kl == pytest.approx(0, abs=1e-9)
+    assert (quality.perplexity_ratio, quality.same_top) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "ending, within",
+    [("embed_tokens.weight", 1.1), ("layers.3.mlp.down_proj.weight", 1.5)],
+)
+def test_estimates_agree_with_measurements_where_tokens_do_not_mix(
+    model, texts, modules, tmp_path, ending, within
+):
+    """Of small changes of the head and of the last matrix before it."""
+    (tensor,) = (name for name in modules if name.endswith(ending))
+    matrix = model.get_submodule(modules[tensor]).weight
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(matrix.shape, generator=generator)
+    changed = matrix + 0.02 * matrix.std() * noise
+    candidates = CandidateValues(tmp_path)
+    candidates.save(tensor, "lut4-g8", changed)
+    module = {tensor: modules[tensor]}
+    measurement = Measurement(model, module, texts[1].reshape(3, -1))
+    losses = estimate_losses(measurement, presets_of(module, "lut4-g8"), candidates, 0)
+    measurement.replace_matrix(tensor, candidates.load(tensor, "lut4-g8"))
+    kl = measurement.quality().kl
+    assert kl > 1e-6
+    assert 1 / within < losses[tensor, "lut4-g8"] / kl < within
+
+
+def test_fp16_is_estimated_to_cost_nothing(model, texts, modules, tmp_path):
+    measurement = Measurement(model, modules, texts[1][:2])
+    presets = presets_of(modules, "fp16")
+    losses = estimate_losses(measurement, presets, CandidateValues(tmp_path), 0)
+    assert set(losses.values()) == {0.0}
+
+
+@pytest.fixture(scope="module")
+def stored(source, texts, modules, tmp_path_factory):
+    """The candidates of every matrix."""
+    candidates = CandidateValues(tmp_path_factory.mktemp("candidates"))
+    presets = presets_of(modules, *mixed.CANDIDATES)
+    store_candidates(load_model(source), modules, texts[0], presets, candidates)
+    return candidates
+
+
+def allocate(source, texts, modules, stored, kl=0.005, **options):
+    """A search on tiny-llama with stored candidates."""
+    model = load_model(source)
+    shapes = {t: tuple(model.get_submodule(m).weight.shape) for t, m in modules.items()}
+    fitted = {t: {n: find_preset(n) for n in mixed.CANDIDATES} for t in modules}
+    setup = Search(Text(texts[1].numpy(), "tasks"), Limit(kl=kl), **options)
+    measurement = Measurement(model, modules, texts[1])
+    return search_formats(measurement, shapes, fitted, stored, setup)
+
+
+def test_a_choice_stays_within_its_limit_when_it_is_measured_anew(
+    source, texts, modules, stored
+):
+    result = allocate(source, texts, modules, stored, kl=0.005)
+    uniform = {choice.name: choice for choice in result.uniform}
+    assert result.chosen.quality.kl <= 0.005 < uniform["lut4-g8"].quality.kl
+    assert result.chosen.bytes < uniform["int8-channel"].bytes
+    fresh = Measurement(load_model(source), modules, texts[1])
+    for tensor, preset in result.chosen.formats.items():
+        fresh.replace_matrix(tensor, stored.load(tensor, preset))
+    assert fresh.quality() == result.chosen.quality
+    assert result.chosen in result.frontier
+    assert np.diff([choice.bytes for choice in result.frontier]).min() > 0
+    assert result.exported is None
+
+
+def test_an_allocation_is_read_from_its_file(source, texts, modules, stored, tmp_path):
+    result = allocate(source, texts, modules, stored)
+    write_allocation(result, tmp_path / "allocation.json")
+    read = read_allocation(tmp_path / "allocation.json")
+
+    def without_formats(choices):
+        return tuple(replace(choice, formats={}) for choice in choices)
+
+    assert read == replace(
+        result,
+        frontier=without_formats(result.frontier),
+        uniform=without_formats(result.uniform),
+    )
+
+
+def test_the_same_seed_gives_the_same_choice(source, texts, modules, stored):
+    first, second = (allocate(source, texts, modules, stored) for _ in range(2))
+    assert first == second
+
+
+class UnpackingChip:
+    """A chip on which every byte takes as long as another one, and a weight in a table as
+    long as one byte."""
+
+    chip = "test"
+
+    def prices(self, weights, preset):
+        return weights * preset.bits / 8, float(weights) * preset.is_table
+
+    def milliseconds(self, weights):
+        parts = [self.prices(n, find_preset(name)) for name, n in weights.items()]
+        return max(map(sum, zip(*parts)))
+
+
+def test_milliseconds_are_minimized_in_place_of_bytes(source, texts, modules, stored):
+    """Where tables take as long as bytes, the fastest choice has matrices in other
+    formats than the smallest one has."""
+    options = {"timing": UnpackingChip()}
+    smallest = allocate(source, texts, modules, stored, **options).chosen
+    fastest = allocate(source, texts, modules, stored, minimizes="ms", **options).chosen
+    assert fastest.quality.kl <= 0.005
+    assert fastest.ms == pytest.approx(fastest.price)
+    assert fastest.ms <= smallest.ms
+    assert fastest.bytes >= smallest.bytes
+
+
+def test_milliseconds_under_a_limit_of_bytes_are_refused(texts):
+    text = Text(texts[1].numpy(), "tasks")
+    with refused("--ms-on.*limit of bytes"):
+        Search(text, Limit(bytes=10**6), UnpackingChip(), minimizes="ms")
+
+
+def test_stored_candidates_are_not_compressed_again(
+    source, texts, modules, stored, monkeypatch
+):
+    def refuse(*arguments):
+        raise AssertionError("compressed again")
+
+    monkeypatch.setattr(mixed, "compress_matrix", refuse)
+    presets = presets_of(modules, *mixed.CANDIDATES)
+    store_candidates(load_model(source), modules, texts[0], presets, stored)
+    stored.path(next(iter(modules)), "lut4-g8").unlink()
+    with pytest.raises(AssertionError, match="compressed again"):
+        store_candidates(load_model(source), modules, texts[0], presets, stored)
+
+
+def test_a_matrix_that_is_no_linear_layer_is_refused(source, model):
+    with refused("mixed.*experts.0"):
+        linear_modules(model, source, ["model.layers.0.mlp.experts.0"])

@@ -1,0 +1,182 @@
+"""The options of `export --compress mixed`, which chooses a format for every matrix."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat
+
+from workbench import paths
+from workbench.check.gates import MAX_KL
+from workbench.cli.common import read_ids, reject_unused
+from workbench.errors import InputError
+
+MIXED = "mixed"  # workbench.bundle.presets, whose package imports NumPy, has it too
+SELECTION = "data/selection.txt"
+"""The text on which formats are chosen where none is named, in a checkout."""
+
+
+@Parameter("*")
+@dataclass(frozen=True)
+class FormatTarget:
+    """What --compress mixed aims at, and the text that it chooses formats on.
+
+    Args:
+        max_kl: The fewest bytes at which the mean KL from Hugging Face's model, in nats
+            on the text of --select, is at most this.
+        size: The least mean KL at which the matrices of the layers and the head have at
+            most this many bytes, such as 90M. The embedding table and the programs come
+            on top.
+        ms_on: The least predicted time of a call on this chip, such as M4, at which the
+            mean KL is at most --max-kl (0.05 where it is left out).
+        select: File of text, UTF-8, about 2,500 tokens, on which formats are chosen;
+            default: data/selection.txt, where the checkout has it.
+        select_ids: The same as token ids: a NumPy file, or a JSON list.
+    """
+
+    max_kl: NonNegativeFloat | None = None
+    size: Annotated[str | None, Parameter(name="--bytes")] = None
+    ms_on: str | None = None
+    select: Path | None = None
+    select_ids: Path | None = None
+
+    def check(self, compress: str) -> None:
+        """Checks the options before anything heavy is imported.
+
+        Raises:
+            InputError: another preset, no target or two of them, two texts or none, a
+                file that is not there.
+        """
+        if compress != MIXED:
+            reject_unused(
+                "--compress mixed",
+                bytes=self.size,
+                ms_on=self.ms_on,
+                select=self.select,
+                select_ids=self.select_ids,
+                max_kl=self.max_kl,
+            )
+            return
+        targets = {"--max-kl": self.max_kl, "--bytes": self.size, "--ms-on": self.ms_on}
+        names = [name for name, value in targets.items() if value is not None]
+        if not names or self.size is not None and len(names) > 1:
+            raise InputError(
+                "--compress mixed",
+                " and ".join(names) or "no target",
+                "one target: --max-kl, --bytes, or --ms-on (with or without --max-kl)",
+                "give for example --max-kl 0.05",
+            )
+        if self.select and self.select_ids:
+            needed = "--select or --select-ids"
+            raise InputError("selection", "two texts", needed, "leave one of them out")
+        path = self.select_ids or self.text_file()
+        if not path.is_file():
+            given = self.select or self.select_ids
+            raise InputError(
+                str(given) if given else "--compress mixed",
+                "no file"
+                if given
+                else f"no text, since this is no checkout with {SELECTION}",
+                "a text to choose formats on",
+                "check the path" if given else "give one: --select TEXT",
+            )
+
+    def text_file(self) -> Path:
+        return self.select or paths.find(SELECTION)
+
+    def search(self, source, options, calibration):
+        """The `Search` of formats for a `Checkpoint` and export `options`.
+
+        Args:
+            calibration: the text that weights are compressed for.
+
+        Raises:
+            InputError: a text that is not in the tokenizer's language or shares a part
+                with the text of calibration, a chip or a size that is none.
+        """
+        from workbench.ane.memory import parse_bytes
+        from workbench.ane.timing import CHIP, Timing
+        from workbench.ane.work import call_work
+        from workbench.check.text import share_part
+        from workbench.exporter.allocation import Limit
+        from workbench.exporter.mixed import Search
+
+        text = self._read(source)
+        if share_part(text.ids, calibration.ids):
+            raise InputError(
+                text.source,
+                f"a part of {calibration.source}, with which weights are calibrated",
+                "another text to choose formats on",
+                "give another one: --select TEXT",
+            )
+        limit = Limit(kl=self.max_kl) if self.max_kl is not None else None
+        if self.size is not None:
+            limit = Limit(bytes=parse_bytes(self.size, "--bytes"))
+        timing = None
+        if not options.plugin:  # rates are those of Core ML programs
+            alike = options.model_copy(update={"compress": "fp16"})
+            timing = Timing(call_work(source, alike), self.ms_on or CHIP)
+        elif self.ms_on:
+            step = "leave --ms-on out"
+            needed = "Core ML programs, whose times are predicted"
+            raise InputError("--ms-on", f"target {options.target}", needed, step)
+        minimizes = "ms" if self.ms_on else "bytes"
+        return Search(text, limit or Limit(kl=MAX_KL), timing, minimizes)
+
+    def _read(self, source):
+        """The windows of the text for selection."""
+        from workbench.check.hf import check_ids
+        from workbench.check.text import UNKNOWN_SHARE
+        from workbench.decode.transcript import encode_text, load_tokenizer
+        from workbench.exporter import mixed
+        from workbench.exporter.calibrate import draw_windows
+
+        path = self.select_ids or self.text_file()
+        if self.select_ids:
+            ids = read_ids(path)
+        else:
+            ids = encode_text(source.tokenizer, paths.read_text(path))
+            unknown = ids.count(load_tokenizer(source.tokenizer).unk_token_id)
+            if unknown > UNKNOWN_SHARE * len(ids):
+                raise InputError(
+                    str(path),
+                    f"{unknown} of {len(ids)} tokens unknown to the tokenizer",
+                    "a text in the model's language",
+                    "give one: --select TEXT",
+                )
+        ids = check_ids(ids, source.config.vocab_size)
+        return draw_windows(
+            ids,
+            path.name,
+            bos=source.config.bos_token_id,
+            window=mixed.WINDOW,
+            windows=mixed.WINDOWS,
+        )
+
+
+def describe_choice(bundle) -> dict:
+    """What was chosen for a mixed bundle, as JSON."""
+    from workbench.exporter.mixed import read_allocation
+
+    selection = bundle.manifest.selection
+    allocation = read_allocation(bundle.root / selection.allocation.path)
+    chosen, exported = allocation.chosen, allocation.exported
+    return {
+        "matrix_bytes": chosen.bytes,
+        "bits": chosen.bits,
+        "kl": exported.kl,
+        "kl_p99": exported.kl_p99,
+        "perplexity_ratio": exported.perplexity_ratio,
+        "selection_tokens": selection.tokens,
+        "predicted_ms": chosen.ms,
+        "predicted_chip": allocation.chip,
+        "formats": count_formats(bundle.manifest.formats),
+    }
+
+
+def count_formats(formats: dict[str, str]) -> dict[str, int]:
+    """Preset → the number of matrices that it stores, most first."""
+    from collections import Counter
+
+    return dict(Counter(formats.values()).most_common())

@@ -1,0 +1,334 @@
+"""Chooses a format for every matrix of a model: the fewest bytes, or the least predicted
+time, at which the mean KL stays within a limit.
+
+Every matrix has a `Cost` in every format: its bytes, its prices and its loss, the
+estimated KL in nats per token that storing this matrix alone in the format causes. Losses
+add up. For one price, the choice that minimizes Σ loss + λ · Σ price takes for each matrix
+the format on the lower convex hull of its costs. Over all λ these choices are nested:
+they form a list in which every choice raises one matrix to a costlier format, the matrix
+whose loss falls most for its price first. Shoham and Gersho (1988) describe the method for
+bits of a quantizer.
+
+A chip streams weights and unpacks lookup tables at the same time, so that the milliseconds
+of a choice are the larger of two sums. Every mean of both prices gives a list of choices;
+`frontier` takes the best ones of several means.
+
+Estimates rank matrices well, but their sizes are wrong by a factor that depends on the
+format. `rescale` multiplies the losses of a format by the measured KL of the model that is
+stored in this format alone over the sum of its estimates. `search` measures choices of the
+frontier until it knows the cheapest one that stays within the limit.
+
+Everything here is arithmetic on records; `workbench.exporter.mixed` measures."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.bundle.presets import MIXED, Preset
+from workbench.errors import InputError
+
+MEASUREMENTS = 8
+"""The most choices that a search measures."""
+NEAR = 0.01
+"""The search ends where the choices that are left differ by a smaller share of the
+price."""
+UNDERESTIMATE = 1.1
+"""The measured KL of a choice of several formats over its rescaled estimate, before a
+choice is measured: 1.08 to 1.11 on SmolLM2-135M."""
+AIM = 0.99
+"""The search aims at this share of the limit: predictions that are right by a fraction of
+a per cent would often miss the limit itself."""
+MEANS = 8
+"""The means of two prices that `frontier` takes, less one."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one matrix costs in one format.
+
+    Args:
+        tensor: name of the checkpoint's tensor.
+        format: name of the candidate, the same for all matrices.
+        preset: name of the preset, the candidate with groups that divide the matrix's
+            rows.
+        weights: number of the matrix's elements.
+        bytes: stored bytes, with tables and scales.
+        prices: what a choice minimizes the largest sum of: the bytes, or the
+            milliseconds of streaming the matrix and those of unpacking it.
+        loss: estimated KL in nats per token.
+    """
+
+    tensor: str
+    format: str
+    preset: str
+    weights: int
+    bytes: int
+    prices: tuple[float, ...]
+    loss: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The measured distance of a model from Hugging Face's.
+
+    Args:
+        kl: mean over the tokens, in nats.
+        kl_p99: 99% quantile over the tokens, in nats.
+        perplexity_ratio: the perplexity over that of Hugging Face's model.
+        same_top: the share of tokens whose most probable next token is the same.
+    """
+
+    kl: float
+    kl_p99: float
+    perplexity_ratio: float
+    same_top: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A format for every matrix.
+
+    Args:
+        name: of the format where all matrices have the same one, else `mixed`.
+        formats: tensor → preset.
+        bytes: stored bytes of these matrices.
+        bits: stored bits per weight of these matrices.
+        price: the largest sum of the matrices' prices.
+        predicted_kl: the sum of the estimated losses, in nats per token.
+        ms: predicted milliseconds of a call on a chip; None: not predicted.
+        quality: of Hugging Face's model with the matrices in these formats, each
+            compressed for the inputs that it has in the unchanged model; None: not
+            measured.
+    """
+
+    name: str
+    formats: dict[str, str]
+    bytes: int
+    bits: float
+    price: float
+    predicted_kl: float
+    ms: float | None = None
+    quality: Quality | None = None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a choice must keep: a mean KL in nats, or a number of bytes of matrices. One
+    of them is None."""
+
+    kl: float | None = None
+    bytes: int | None = None
+
+    def __post_init__(self):
+        if (self.kl is None) == (self.bytes is None):
+            actual = "both" if self.kl is not None else "neither"
+            needed = "one of --max-kl and --bytes"
+            step = "give a mean KL such as --max-kl 0.05, or a size such as --bytes 90M"
+            raise InputError("--compress mixed", actual, needed, step)
+        value = self.kl if self.bytes is None else self.bytes
+        if not value > 0:  # also catches NaN
+            name = "--max-kl" if self.bytes is None else "--bytes"
+            raise InputError(name, f"{value}", "a number above 0", "give a larger one")
+
+
+def matrix_bytes(rows: int, inputs: int, preset: Preset) -> int:
+    """Stored bytes of a matrix [rows, inputs]: elements, scales in fp16, and a table of
+    fp16 values for each group of rows."""
+    values = 0
+    if preset.is_table:
+        tables = rows // (preset.group or rows)
+        values = tables * 2**preset.bits
+    elif preset.granularity == "per_tensor":
+        values = 1
+    elif preset.block:
+        values = rows * (inputs // preset.block)
+    elif preset.is_integer:
+        values = rows
+    return math.ceil(rows * inputs * preset.bits / 8) + 2 * values
+
+
+def rescale(costs: Sequence[Cost], measured: dict[str, float]) -> list[Cost]:
+    """Costs whose losses add up, format by format, to the measured KL (nats) of a model
+    that is stored in the format alone. A format without a measurement keeps its
+    losses."""
+    sums: dict[str, float] = defaultdict(float)
+    for cost in costs:
+        sums[cost.format] += cost.loss
+    factors = {name: kl / sums[name] for name, kl in measured.items() if sums[name] > 0}
+    return [
+        replace(cost, loss=cost.loss * factors.get(cost.format, 1.0)) for cost in costs
+    ]
+
+
+def frontier(costs: Sequence[Cost]) -> list[Choice]:
+    """The choices with the least loss at their price, from the cheapest to the one with
+    the least loss.
+
+    Args:
+        costs: of every matrix in every format, all with one price or all with two.
+    """
+    if len(costs[0].prices) == 1:
+        return nested_choices(costs, (1.0,))
+    choices = []
+    for step in range(MEANS + 1):
+        share = step / MEANS
+        choices += nested_choices(costs, (share, 1 - share))
+    return _undominated(choices)
+
+
+def nested_choices(costs: Sequence[Cost], shares: tuple[float, ...]) -> list[Choice]:
+    """The choices over all λ for the mean of the prices with these shares; each differs
+    from the one before in the format of one matrix."""
+
+    def price(cost: Cost) -> float:
+        return sum(s * p for s, p in zip(shares, cost.prices, strict=True))
+
+    costs_of_tensor = defaultdict(list)
+    for cost in costs:
+        costs_of_tensor[cost.tensor].append(cost)
+    hulls = [hull(group, price) for group in costs_of_tensor.values()]
+    steps = [
+        (_gain(cheaper, better, price), better)
+        for group in hulls
+        for cheaper, better in zip(group, group[1:])
+    ]
+    # a stable sort: equal gains keep the order of the model's matrices
+    steps.sort(key=lambda step: -step[0])
+    current = {group[0].tensor: group[0] for group in hulls}
+    choices = [choice_of(current.values())]
+    for _, better in steps:
+        current[better.tensor] = better
+        choices.append(choice_of(current.values()))
+    return choices
+
+
+def hull(costs: Iterable[Cost], price: Callable[[Cost], float]) -> list[Cost]:
+    """The costs of one matrix on the lower convex hull of loss over price, the cheapest
+    first. A cost with a higher price and no lower loss than another is not on it."""
+    corners: list[Cost] = []
+    for cost in sorted(costs, key=lambda cost: (price(cost), cost.loss)):
+        if corners and cost.loss >= corners[-1].loss:
+            continue
+        while len(corners) > 1 and (
+            _gain(corners[-1], cost, price) >= _gain(corners[-2], corners[-1], price)
+        ):
+            corners.pop()
+        if corners and _gain(corners[-1], cost, price) == math.inf:
+            corners.pop()  # less loss at the same price
+        corners.append(cost)
+    return corners
+
+
+def _gain(cheaper: Cost, better: Cost, price: Callable[[Cost], float]) -> float:
+    """The loss avoided for a unit of price."""
+    difference = price(better) - price(cheaper)
+    return (cheaper.loss - better.loss) / difference if difference > 0 else math.inf
+
+
+def _undominated(choices: Iterable[Choice]) -> list[Choice]:
+    """The choices that lose less than all cheaper ones, the cheapest first."""
+    result: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.price, c.predicted_kl)):
+        if not result or choice.predicted_kl < result[-1].predicted_kl:
+            result.append(choice)
+    return result
+
+
+def uniform(costs: Sequence[Cost], format: str) -> Choice:
+    """The choice of one format for all matrices."""
+    return choice_of([cost for cost in costs if cost.format == format])
+
+
+def choice_of(costs: Iterable[Cost]) -> Choice:
+    """The choice that consists of one cost for each matrix."""
+    costs = list(costs)
+    names = {cost.format for cost in costs}
+    total = sum(cost.bytes for cost in costs)
+    return Choice(
+        name=names.pop() if len(names) == 1 else MIXED.name,
+        formats={cost.tensor: cost.preset for cost in costs},
+        bytes=total,
+        bits=8 * total / sum(cost.weights for cost in costs),
+        price=max(map(sum, zip(*(cost.prices for cost in costs)))),
+        predicted_kl=sum(cost.loss for cost in costs),
+    )
+
+
+def search(
+    choices: Sequence[Choice], limit: Limit, measure: Callable[[Choice], Choice]
+) -> tuple[Choice, list[Choice]]:
+    """The cheapest choice of a frontier that keeps a limit, and all that were measured.
+
+    A limit of bytes decides without a measurement; the choice is measured once. For a
+    limit of KL, every measurement corrects the predictions by the ratio of measured to
+    predicted KL, and the search goes on between the cheapest choice that stayed within
+    the limit and the costliest one that did not.
+
+    Args:
+        measure: returns a choice with its quality.
+
+    Raises:
+        InputError: no choice keeps the limit.
+    """
+    if limit.kl is None:
+        fitting = [choice for choice in choices if choice.bytes <= limit.bytes]
+        if not fitting:
+            least = min(choice.bytes for choice in choices)
+            raise InputError(
+                "--bytes",
+                f"{limit.bytes:,}",
+                f"at least {least:,}, the bytes of the matrices in the smallest formats",
+                "give a larger number, or export a smaller model",
+            )
+        chosen = measure(fitting[-1])
+        return chosen, [chosen]
+    too_lossy, within = -1, len(choices)  # indices
+    factor, measured, best = UNDERESTIMATE, [], None
+    while within - too_lossy > 1 and len(measured) < MEASUREMENTS:
+        aim = AIM * limit.kl / factor
+        index = _first_within(choices, aim, too_lossy, within)
+        if best is None and len(measured) == MEASUREMENTS - 1:
+            index = len(choices) - 1  # the last measurement has to find one
+        choice = measure(choices[index])
+        measured.append(choice)
+        if choice.predicted_kl > 0:
+            factor = choice.quality.kl / choice.predicted_kl
+        if choice.quality.kl <= limit.kl:
+            within, best = index, choice
+        else:
+            too_lossy = index
+        if best and too_lossy >= 0:
+            difference = best.price - choices[too_lossy].price
+            if difference <= NEAR * best.price:
+                break
+    if best is None:
+        least = min(choice.quality.kl for choice in measured)
+        raise InputError(
+            "--max-kl",
+            f"{limit.kl:g}",
+            f"at least {least:.3g}, the mean KL of the costliest formats",
+            "give a larger limit",
+        )
+    return best, measured
+
+
+def _first_within(choices: Sequence[Choice], kl: float, below: int, above: int) -> int:
+    """The index between two others (exclusive) of the cheapest choice whose predicted KL
+    is at most this one; the costliest without one."""
+    inside = range(below + 1, above)
+    within = (i for i in inside if choices[i].predicted_kl <= kl)
+    return next(within, inside[-1])
+
+
+def next_choice(
+    choices: Sequence[Choice], chosen: Choice, kl: float, limit: float
+) -> Choice | None:
+    """The cheapest costlier choice of a frontier that is expected to stay within a limit
+    on the mean KL, where the export of `chosen` has a larger one, `kl`. None: `chosen` is
+    the costliest."""
+    costlier = [choice for choice in choices if choice.price > chosen.price]
+    if not costlier:
+        return None
+    aim = AIM * chosen.predicted_kl * limit / kl
+    return next((c for c in costlier if c.predicted_kl <= aim), costlier[-1])
