@@ -1,6 +1,7 @@
 """A checkout of the project in which each notebook has parameters that run within seconds,
 and which has checkpoints of two random layers beside the trained ones."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -38,6 +39,17 @@ SMALL = {
         "ROUNDS": 1,
         "POSITIONS": 4,
     },
+    "35": {
+        "CHECKPOINT": "data/tiny-llama",
+        "MAX_KL": 0.005,
+        "CALIBRATE": "data/tasks/calibration.txt",
+        "SELECT": "data/tasks/selection.txt",
+        "WINDOWS": 2,
+        "COMPARED": ["int8-tensor"],
+        "MAX_SEQ_LEN": 64,
+        "POSITIONS": 6,
+        "TOKENS": 100,
+    },
 }
 
 
@@ -51,6 +63,7 @@ def project(folder: Path) -> Path:
     shutil.copytree(ROOT / "data", folder / "data", ignore=ignored)
     for family in ("llama", "qwen2", "zaya"):
         random(folder / "data" / f"random-{family}", family, num_hidden_layers=2)
+    write_texts(folder / "data" / "tasks")
     (folder / "notebooks").mkdir()
     for source in (ROOT / "notebooks").glob("*.ipynb"):
         notebook = nbformat.read(source, as_version=4)
@@ -68,6 +81,15 @@ def project(folder: Path) -> Path:
     git(folder, "add", "-A")
     git(folder, "-c", "user.name=x", "-c", "user.email=x", "commit", "-m", "x")
     return folder
+
+
+def write_texts(folder: Path) -> None:
+    """Writes two parts of the held-out tasks, behind the one that judges models, in the
+    place of the English texts of notebook 35."""
+    lines = (folder / "heldout.jsonl").read_text().splitlines()
+    words = " ; ".join(json.loads(line)["prompt"] for line in lines).split()
+    (folder / "calibration.txt").write_text(" ".join(words[600:2000]))
+    (folder / "selection.txt").write_text(" ".join(words[2100:2800]))
 
 
 def git(project: Path, *arguments: str) -> str:

@@ -100,6 +100,7 @@ FILES = {
     "31": {"kl": "cost"},
     "32": {"scores": "orders"},
     "33": {"times": "first_token", "reported": "report"},
+    "35": {"table": "choices"},
     "34": {"rates": "speed", "layers": "layer_ms", "both": "paths", "valid": "choice"},
 }
 """The files of names in an answer, where they are called otherwise."""
@@ -466,6 +467,41 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     one |= {"EXTRACT": True, "rates": one["rates"][lambda rows: rows.run_id < "001"]}
     says("34", one, "Preliminary", "1 interleaved round of 3", "--set EXTRACT=False")
     assert " 4 has more than 1," not in answer("34", one)
+
+
+def of_35() -> dict:
+    """The names in the answer of 35: the figures of SmolLM2, rounded."""
+    choices = pd.DataFrame(
+        [
+            ["one format", "lut4-g8", 65.0, 4.05, 0.227, 1.45, 0.9],
+            ["one format", "lut6-g16", 98.0, 6.1, 0.012, 0.06, 1.1],
+            ["one format", "int8-channel", 129.0, 8.02, 0.003, 0.02, 1.4],
+            ["chosen", "mixed", 84.0, 5.2, 0.049, 0.37, 1.0],
+        ],
+        columns=["kind", "name", "mib", "bits", "kl", "kl_p99", "ms"],
+    )
+    kinds = pd.DataFrame(
+        {"kind": ["head", "q_proj"], "weights": [0.2, 0.8], "loss": [0.4, 0.6]}
+    ).assign(bits=[6.1, 5.0])
+    judged = pd.DataFrame({"bundle": ["mixed"], "tokens": 700, "kl_mean": 0.048})
+    judged = judged.assign(kl_p99=0.3, perplexity_ratio=1.03, same_top=0.87)
+    names = {"table": choices, "kinds": kinds, "judged": judged, "all_gates": []}
+    names |= {"MAX_KL": 0.05, "CHIP": "M4", "decoder": None}
+    return names | {"result": SimpleNamespace(rows=None)}
+
+
+def test_the_answer_of_35_turns_with_its_tables():
+    names = of_35()
+    words = answer("35", names)
+    assert "84.0 MiB of matrices, 5.20 bits per weight" in words
+    assert "lut6-g16 with 98.0 MiB; a format for each matrix needs 14% less" in words
+    assert "head: 20% of the weights cause 40% of the loss" in words
+    assert "above the limit" not in words
+    names["judged"] = names["judged"].assign(kl_mean=0.06)
+    assert "the mean KL is above the limit, by 20%" in answer("35", names)
+    choices = names["table"]
+    names["table"] = choices.assign(kl=choices["kl"].mask(choices["mib"] == 98.0, 0.06))
+    assert "int8-channel with 129.0 MiB" in answer("35", names)
 
 
 OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2"}

@@ -338,6 +338,36 @@ def test_the_front_of_a_tradeoff_says_by_how_much_it_is_faster():
     assert "more than 2% faster than all of a lower KL" in texts(figure)
 
 
+def formats_and_choices() -> pd.DataFrame:
+    """Three formats alone, one of them without any KL, and a frontier with two measured
+    choices."""
+    rows = [
+        ("one format", "fp16", 256.0, 0.0, 0.0, 0.0),
+        ("one format", "lut6-g16", 98.0, 0.012, 0.06, 0.012),
+        ("one format", "lut4-g8", 65.0, 0.23, 1.5, 0.23),
+        ("mixed", "lut4-g8", 65.0, 0.23, 1.5, 0.23),
+        ("mixed", "mixed", 75.0, None, None, 0.1),
+        ("mixed", "mixed", 84.0, 0.049, 0.37, 0.045),
+        ("chosen", "mixed", 84.0, 0.048, 0.36, 0.045),
+    ]
+    columns = ["kind", "name", "mib", "kl", "kl_p99", "predicted_kl"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def test_a_frontier_draws_predicted_means_and_measured_tails():
+    figure = plots.frontier(formats_and_choices(), x="mib", xlabel="MiB", max_kl=0.05)
+    mean, tail = ([line.get_xydata() for line in ax.lines] for ax in figure.axes)
+    assert [point.tolist() for point in mean[0]] == [[65, 0.23], [75, 0.1], [84, 0.049]]
+    assert [point.tolist() for point in tail[0]] == [[65, 1.5], [84, 0.37]]
+    assert len(mean[1]) == len(tail[1]) == 2  # dots
+    words = texts(figure)
+    assert "fp16 has a KL of 0" in words
+    assert "your limit on the mean, 0.05 nats" in words
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert {"fp16", "lut6-g16", "lut4-g8", "chosen"} <= set(labels)
+
+
 SETTINGS = {
     "text.usetex": True,
     "font.family": "serif",

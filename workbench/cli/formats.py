@@ -70,19 +70,20 @@ class FormatTarget:
         if self.select and self.select_ids:
             needed = "--select or --select-ids"
             raise InputError("selection", "two texts", needed, "leave one of them out")
-        path = self.select_ids or self.text_file()
-        if not path.is_file():
-            given = self.select or self.select_ids
+        given = self.select or self.select_ids
+        if given and not given.is_file():
+            needed = "a text to choose formats on"
+            raise InputError(str(given), "no file", needed, "check the path")
+        if not given and not self.text_file().is_file():
             raise InputError(
-                str(given) if given else "--compress mixed",
-                "no file"
-                if given
-                else f"no text, since this is no checkout with {SELECTION}",
+                "--compress mixed",
+                f"no {SELECTION}, since this is no checkout",
                 "a text to choose formats on",
-                "check the path" if given else "give one: --select TEXT",
+                "give one: --select TEXT",
             )
 
     def text_file(self) -> Path:
+        """The file of text, where no ids are given."""
         return self.select or paths.find(SELECTION)
 
     def search(self, source, options, calibration):

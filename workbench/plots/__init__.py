@@ -1,6 +1,6 @@
-"""Seven figures, each a function from a DataFrame to a matplotlib Figure, and `save`.
+"""Eight figures, each a function from a DataFrame to a matplotlib Figure, and `save`.
 
-The data come first; everything else is a keyword. All seven functions have the keywords
+The data come first; everything else is a keyword. All eight functions have the keywords
 `title`, `width` in inches (`COLUMN` or `PAGE`), and `figure`, a figure to draw into,
 such as a widget's canvas, in place of a new one. pyplot neither keeps nor shows the
 figure that they return.
@@ -11,6 +11,7 @@ cannot draw."""
 from workbench.plots.bars import bars
 from workbench.plots.cache_rows import CACHE_ROWS as CACHE_ROWS
 from workbench.plots.cache_rows import cache_rows
+from workbench.plots.frontier import frontier
 from workbench.plots.grid import grid
 from workbench.plots.heatmap import BUDGET as BUDGET
 from workbench.plots.heatmap import HALF_ULP as HALF_ULP
@@ -29,6 +30,7 @@ from workbench.plots.tradeoff import tradeoff
 __all__ = [
     "bars",
     "cache_rows",
+    "frontier",
     "grid",
     "heatmap",
     "lines",

@@ -1,0 +1,85 @@
+"""KL against what the choice of formats costs."""
+
+from itertools import cycle
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workbench.plots.styled import (
+    DASHED,
+    MARKERS,
+    PALETTE,
+    add_legend,
+    panels_in,
+    returns_figure,
+)
+from workbench.plots.text import describe_unplaced, group_by, label_log
+
+CHOSEN, MIXED, ALONE = "chosen", "mixed", "one format"
+"""Values of the column `kind`."""
+STATISTICS = {"kl": "mean", "kl_p99": "99% of the tokens are below"}
+"""The columns that have a panel, and its title."""
+LINE = {"color": PALETTE[0], "linewidth": 1}
+
+
+@returns_figure
+def frontier(
+    choices: pd.DataFrame,
+    figure: Figure,
+    *,
+    x: str,
+    xlabel: str,
+    max_kl: float | None = None,
+) -> None:
+    """KL in nats over bytes or milliseconds, the mean in one panel and the 99% quantile
+    over the tokens in another. A line connects the choices of several formats, whose
+    measured ones are dots; each format alone has a mark, the chosen one a star.
+
+    Args:
+        choices: kind (`CHOSEN`, `MIXED` or `ALONE`), name, kl and kl_p99 (null where a
+            choice was not measured), predicted_kl, and the column `x`.
+        max_kl: the limit on the mean, drawn as a dashed line.
+    """
+    axes = panels_in(figure, len(STATISTICS), 2.2)
+    alone = choices[choices["kind"] == ALONE]
+    keys = {}
+    for ax, (column, title) in zip(axes, STATISTICS.items()):
+        _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
+        styles = zip(group_by(alone, "name"), cycle(PALETTE[1:]), cycle(MARKERS[1:]))
+        for (name, row), colour, marker in styles:
+            mark = {"color": colour, "marker": marker, "linestyle": ""}
+            ax.plot(row[x], row[column].where(row[column] > 0), **mark)
+            keys[name] = Line2D([], [], **mark, label=name)
+        star = {"color": PALETTE[5], "marker": "*", "markersize": 11, "linestyle": ""}
+        chosen = choices[choices["kind"] == CHOSEN]
+        ax.plot(chosen[x], chosen[column], **star)
+        keys[CHOSEN] = Line2D([], [], **star | {"markersize": 8}, label=CHOSEN)
+        if max_kl and column == "kl":
+            ax.axhline(max_kl, **DASHED)
+            limit = f"your limit on the mean, {max_kl:g} nats"
+            keys["limit"] = Line2D([], [], **DASHED, label=limit)
+        ax.set_yscale("log")
+        label_log(ax.yaxis)
+        ax.grid()
+        ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face's model (nats)")
+        ax.label_outer()
+    line = Line2D([], [], **LINE, marker="o", markersize=3, label="mixed formats")
+    notes = ["line: predicted or between measured choices; dots: measured"]
+    for name in alone.loc[alone["kl"] == 0, "name"]:
+        notes.append(f"{name} has a KL of 0, which a logarithmic axis has not")
+    notes += describe_unplaced(alone, [x, "kl"])
+    add_legend(figure, [line, *keys.values()], notes)
+
+
+def _draw_mixed(ax: Axes, mixed: pd.DataFrame, x: str, column: str) -> None:
+    """The line of mixed choices: the mean as predicted where nothing was measured."""
+    mixed = mixed.sort_values(x)
+    values = mixed[column]
+    if column == "kl":
+        values = values.fillna(mixed["predicted_kl"])
+    positive = values > 0
+    ax.plot(mixed.loc[positive, x], values[positive], **LINE)
+    measured = mixed[mixed[column] > 0]
+    ax.plot(measured[x], measured[column], "o", color=LINE["color"], markersize=3)
