@@ -18,7 +18,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from workbench.bundle import Options
-from workbench.log import SCHEMAS, SHIPPED, default_root, store
+from workbench.log import SCHEMAS, SHIPPED, default_root, parquet, store
 from workbench.log.machine import machine_name, software_name
 from workbench.log.runs import scalars
 from workbench.log.schema import VERSION
@@ -45,10 +45,10 @@ def rewrite(root: Path) -> int:
     for table in SCHEMAS:
         for path in sorted([*root.glob(f"{table}/*.parquet")]):
             file = pq.read_table(path)
-            version = int(file.schema.metadata[store.VERSION_KEY])
+            version = int(file.schema.metadata[parquet.VERSION_KEY])
             if version == VERSION:
                 if file.schema.names != SCHEMAS[table].names:
-                    store.write_rows(path, store.with_all_columns(table, file))
+                    parquet.write_rows(path, parquet.with_all_columns(table, file))
                     count += 1
                 continue
             rows = store.to_frame(file)
@@ -60,7 +60,7 @@ def rewrite(root: Path) -> int:
                     row = renamed(row)
                 rows = pd.DataFrame([fitted(row)])
             data = store.to_arrow(table, rows)
-            store.write_rows(path, data)
+            parquet.write_rows(path, data)
             count += 1
     return count
 

@@ -14,7 +14,7 @@ from tiny import DATA
 from workbench import paths
 from workbench.log import project
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep.grid import find
+from workbench.sweep.grid import locate
 
 TINY = DATA / "tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -44,7 +44,9 @@ def test_the_cached_model_is_the_checkpoint_and_keeps_its_name(hub):
     assert checkpoint.path == paths.locate_checkpoint(
         "https://huggingface.co/org/Tiny-Llama"
     )
-    assert find("org/Tiny-Llama", project() / "experiments" / "log") == checkpoint.path
+    assert (
+        locate("org/Tiny-Llama", project() / "experiments" / "log") == checkpoint.path
+    )
     assert checkpoint.name == Checkpoint(checkpoint.path).name == "Tiny-Llama"
 
 

@@ -17,7 +17,7 @@ from refusal import refused
 from tiny import ROOT
 
 from workbench import log
-from workbench.log import store
+from workbench.log import cache, parquet
 
 LAYER = {"layer": 0, "layer_ms": 1.5}
 WRITER = """
@@ -108,13 +108,13 @@ def test_a_run_that_is_added_removed_or_replaced_is_seen_at_once(tmp_path):
 @pytest.fixture
 def files_read(monkeypatch) -> list[str]:
     """The names of the log's files that are read from now on."""
-    names, read_file = [], store._read_file
+    names, read_file = [], parquet.read_file
 
     def reads(table, file):
         names.append(Path(file.path).stem)
         return read_file(table, file)
 
-    monkeypatch.setattr(store, "_read_file", reads)
+    monkeypatch.setattr(parquet, "read_file", reads)
     return names
 
 
@@ -132,7 +132,7 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
     tmp_path, files_read, monkeypatch
 ):
     """Whatever happened to the file with the rows of the first one."""
-    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
+    monkeypatch.setattr(cache, "MIN_UNSAVED", 3)
     row = {"status": "ok", "config": {"key": "value"}, "tokens_per_s": 1.5}
     for name in ("a", "b", "c"):
         log.append("runs", row, tmp_path, name)
@@ -142,7 +142,7 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
     for name in ("b", "d"):
         log.append("runs", row | {"T": 4}, tmp_path, name)
     files_read.clear()
-    store._caches.clear()
+    cache._caches.clear()
     second = log.load("runs", tmp_path)
     assert sorted(files_read) == ["b", "d"]
     assert log.plain(second)[["run_id", "T"]].values.tolist() == [
@@ -150,10 +150,10 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
         ["c", None],
         ["d", 4],
     ]
-    stored = tmp_path / "runs" / store._CACHE_FILE
+    stored = tmp_path / "runs" / cache.FILE_NAME
     for damage in (stored.read_bytes()[:-9], b"", None):
         stored.unlink() if damage is None else stored.write_bytes(damage)
-        store._caches.clear()
+        cache._caches.clear()
         pd.testing.assert_frame_equal(log.load("runs", tmp_path), second)
     assert list(pd.read_parquet(tmp_path / "runs")) == list(first)
 
@@ -161,12 +161,12 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
 def test_runs_that_come_one_at_a_time_are_stored_for_the_next_process(
     tmp_path, files_read, monkeypatch
 ):
-    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
+    monkeypatch.setattr(cache, "MIN_UNSAVED", 3)
     for name in ("a", "b", "c", "d"):
         log.append("runs", {"status": "ok"}, tmp_path, name)
         log.load("runs", tmp_path)
     files_read.clear()
-    store._caches.clear()
+    cache._caches.clear()
     assert log.load("runs", tmp_path)["run_id"].tolist() == ["a", "b", "c", "d"]
     assert files_read == ["d"]
 
@@ -175,23 +175,23 @@ def test_a_copy_of_the_folder_keeps_the_rows_of_unchanged_files(
     tmp_path, files_read, monkeypatch
 ):
     """The times and inodes of a copy are others."""
-    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
+    monkeypatch.setattr(cache, "MIN_UNSAVED", 3)
     for name in ("a", "b", "c"):
         log.append("runs", {"status": "ok", "T": 1}, tmp_path / "one", name)
     first = log.load("runs", tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copyfile)
     files_read.clear()
-    store._caches.clear()
+    cache._caches.clear()
     pd.testing.assert_frame_equal(log.load("runs", tmp_path / "two"), first)
     assert files_read == []
     # the statuses of the copy's files were stored: the next process need not hash them
-    store._caches.clear()
-    monkeypatch.setattr(store, "_is_copy", pytest.fail)
+    cache._caches.clear()
+    monkeypatch.setattr(cache.CachedRows, "has_bytes_of", pytest.fail)
     pd.testing.assert_frame_equal(log.load("runs", tmp_path / "two"), first)
 
 
 def test_a_replaced_file_of_the_same_size_is_read(tmp_path, files_read, monkeypatch):
-    monkeypatch.setattr(store, "_MIN_UNSAVED", 3)
+    monkeypatch.setattr(cache, "MIN_UNSAVED", 3)
     for name in ("a", "b", "c"):
         path = log.append("runs", {"status": "ok", "T": 1}, tmp_path, name)
     log.load("runs", tmp_path)
@@ -200,7 +200,7 @@ def test_a_replaced_file_of_the_same_size_is_read(tmp_path, files_read, monkeypa
     path = log.append("runs", {"status": "ok", "T": 4}, tmp_path, "c")
     assert path.stat().st_size == size
     files_read.clear()
-    store._caches.clear()
+    cache._caches.clear()
     assert log.load("runs", tmp_path)["T"].tolist() == [1, 1, 4]
     assert files_read == ["c"]
 

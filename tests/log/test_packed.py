@@ -16,7 +16,8 @@ import pytest
 from refusal import refused
 
 from workbench import log
-from workbench.log import packed, store
+from workbench.log import cache, packed, parquet
+from workbench.log.schema import VERSION
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_runs_that_were_unpacked_are_not_read_from_their_files(
     filled, tmp_path, monkeypatch
 ):
     """And a run that the log has already is what its file says, whatever was unpacked."""
-    monkeypatch.setattr(store, "_MIN_UNSAVED", 2)
+    monkeypatch.setattr(cache, "MIN_UNSAVED", 2)
     path = tmp_path / "log.zip"
     log.pack(path, filled)
     root = tmp_path / "b"
@@ -59,19 +60,19 @@ def test_runs_that_were_unpacked_are_not_read_from_their_files(
     log.append("runs", {"status": "ok"}, filled, "3-c")
     log.pack(path, filled)
     assert log.unpack(path, root) == ["2-b", "3-c"]
-    files, read_file = [], store._read_file
+    files, read_file = [], parquet.read_file
 
     def reads(table, file):
         files.append(Path(file.path).stem)
         return read_file(table, file)
 
-    monkeypatch.setattr(store, "_read_file", reads)
-    store._caches.clear()
+    monkeypatch.setattr(parquet, "read_file", reads)
+    cache._caches.clear()
     unpacked = log.load("runs", root)
     assert unpacked["status"].tolist() == ["failed", "ok", "ok"]
     assert files == []
-    (root / "runs" / store._CACHE_FILE).unlink()
-    store._caches.clear()
+    (root / "runs" / cache.FILE_NAME).unlink()
+    cache._caches.clear()
     pd.testing.assert_frame_equal(log.load("runs", root), unpacked)
 
 
@@ -93,7 +94,7 @@ def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, dama
     assert not (tmp_path / "b").exists()
 
 
-def parquet(table: str, rows: list[dict] | pa.Table, **options) -> bytes:
+def packed_table(table: str, rows: list[dict] | pa.Table, **options) -> bytes:
     """The file of a table in a packed log, whatever its rows are."""
     if not isinstance(rows, pa.Table):
         fields = [
@@ -101,7 +102,7 @@ def parquet(table: str, rows: list[dict] | pa.Table, **options) -> bytes:
         ]
         rows = pa.Table.from_pylist(rows, pa.schema(fields))
     file = io.BytesIO()
-    metadata = {store.VERSION_KEY: str(store.VERSION)}
+    metadata = {parquet.VERSION_KEY: str(VERSION)}
     pq.write_table(rows.replace_schema_metadata(metadata), file, **options)
     return file.getvalue()
 
@@ -109,7 +110,7 @@ def parquet(table: str, rows: list[dict] | pa.Table, **options) -> bytes:
 def write_zip(path: Path, **tables: list[dict] | pa.Table | bytes) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for table, rows in tables.items():
-            contents = rows if isinstance(rows, bytes) else parquet(table, rows)
+            contents = rows if isinstance(rows, bytes) else packed_table(table, rows)
             archive.writestr(f"{table}/log.parquet", contents)
     return path
 
@@ -188,7 +189,9 @@ def test_one_wrong_row_and_nothing_is_taken_in(filled, tmp_path, tables, named):
 def test_a_table_that_is_there_twice_is_refused(filled, tmp_path):
     path = write_zip(tmp_path / "log.zip", runs=[NEW])
     with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("runs/log.parquet", parquet("runs", [NEW | {"run_id": "8-y"}]))
+        archive.writestr(
+            "runs/log.parquet", packed_table("runs", [NEW | {"run_id": "8-y"}])
+        )
     with refused("occurs twice.*nothing was taken in"):
         log.unpack(path, filled)
 
@@ -208,7 +211,7 @@ def bomb(kind: str) -> bytes:
     if kind == "texts":
         columns["reason"] = repeated("x" * 100_000, len(ids))
     options = {"compression": "zstd"} if kind == "codec" else {}
-    return parquet("runs", pa.table(columns), **options)
+    return packed_table("runs", pa.table(columns), **options)
 
 
 @pytest.mark.parametrize("kind", ["rows", "texts", "codec", "zeros"])

@@ -19,7 +19,7 @@ from refusal import refused
 
 from workbench import log, process, sweep
 from workbench.sweep import cluster, run, summary
-from workbench.sweep.grid import find, stored_cells
+from workbench.sweep.grid import locate, stored_cells
 from workbench.sweep.identity import RUNTIMES
 
 NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
@@ -293,7 +293,7 @@ def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(
 ):
     assert log.project(tmp_path / root) == tmp_path / project
     (tmp_path / project / "model").mkdir(parents=True)
-    assert find("model", tmp_path / root) == tmp_path / project / "model"
+    assert locate("model", tmp_path / root) == tmp_path / project / "model"
 
 
 def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(

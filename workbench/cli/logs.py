@@ -71,7 +71,7 @@ def log_compare(
     """
     from workbench.sweep import summary
 
-    show(summary.difference(run_a, run_b, log), json)
+    show(summary.compare_runs(run_a, run_b, log), json)
 
 
 def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> None:

@@ -8,7 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 _NAME = r"[^\s/'\"`<>|,;:()\[\]{}]*"  # a file's name in an unquoted path
-_BARE = re.compile(rf"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s]){_NAME})((?:/{_NAME})+)")
+# /home/ann/model.bin, ~/model.bin or file:///home/ann/model.bin within running text
+_UNQUOTED = re.compile(
+    rf"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s]){_NAME})((?:/{_NAME})+)"
+)
+# the same within quotes, as '/home/ann/my model.bin', where names may have spaces
 _QUOTED = re.compile(
     r"""(?<=(['"`]))(?:file://)?(?:~|/[^/'"`\n])([^'"`\n]*/[^'"`\n]*)(?=\1)"""
 )
@@ -24,6 +28,7 @@ def anonymous(value, names: Iterable[str] = ()):
     host = socket.gethostname()
     hidden = {name for name in (host, host.partition(".")[0]) if len(name) > 3}
     hidden = sorted({*names, *hidden} - {"localhost"}, key=len, reverse=True)
+    # (?!) matches nothing, for a machine with no name to hide
     words = rf"(?<!\w)(?:{'|'.join(map(re.escape, hidden)) or '(?!)'})(?!\w)"
 
     def change(value):
@@ -33,7 +38,7 @@ def anonymous(value, names: Iterable[str] = ()):
             return type(value)(map(change, value))
         if not isinstance(value, str | Path):
             return value
-        text = _BARE.sub(_short, _QUOTED.sub(_short, str(value)))
+        text = _UNQUOTED.sub(_short, _QUOTED.sub(_short, str(value)))
         return re.sub(words, "…", _UUID.sub("…", text), flags=re.I)
 
     return change(value)

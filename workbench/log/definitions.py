@@ -1,9 +1,11 @@
 """The version of what the columns of `fidelity` mean, and the selection of older rows
 that still mean the same; the two verdicts of older runs.
 
-Null (older rows): a chained update was the layer's output minus the golden's
-input, which counts the error of all earlier layers again.
-2: a chained update is the layer's output minus the input that the layer was given.
+The column `definition` of `fidelity` has the version of a row:
+
+    null   of older rows. A chained update was the layer's output minus the golden's input,
+           so that it counts the error of all earlier layers again.
+    2      A chained update is the layer's output minus the input that the layer was given.
 """
 
 import json
@@ -15,8 +17,9 @@ import pyarrow.compute as pc
 DEFINITION = 2
 """The version of rows that are written now."""
 
-LIMITS = ("max_kl", "answers")
-"""The checks whose RED older runs counted as RED of the whole."""
+OLDER_QUALITY_CHECKS = ("max_kl", "answers")
+"""The checks of quality whose RED made the one verdict of an older run RED. Checks that
+came later, as `transcript` and `stop`, are in no such run."""
 
 UNDECIDED = "export or limit"
 """The quality of an older RED run that does not say which of its gates was RED."""
@@ -24,8 +27,8 @@ UNDECIDED = "export or limit"
 
 def with_both_verdicts(runs: pa.Table) -> pa.Table:
     """Rows of `runs` in which those of before the column `quality` have both verdicts:
-    that on the export counts the gates that their `config` keeps without `LIMITS`, and
-    the quality counts `LIMITS` alone."""
+    the quality counts `OLDER_QUALITY_CHECKS`, and the verdict on the export all other
+    gates that their `config` holds."""
     is_older = pc.and_(pc.is_null(runs["quality"]), pc.is_valid(runs["verdict"]))
     if not pc.any(is_older).as_py():
         return runs
@@ -48,13 +51,15 @@ def split_verdict(verdict: str, config: str | None) -> tuple[str, str]:
     gates = json.loads(config).get("gates", []) if config else []
     if not gates:
         return verdict, UNDECIDED if verdict == "RED" else "not_run"
-    export = {gate["verdict"] for gate in gates if gate["name"] not in LIMITS}
-    limits = {gate["verdict"] for gate in gates if gate["name"] in LIMITS}
+    export = {
+        gate["verdict"] for gate in gates if gate["name"] not in OLDER_QUALITY_CHECKS
+    }
+    checks = {gate["verdict"] for gate in gates if gate["name"] in OLDER_QUALITY_CHECKS}
     verdict = next((word for word in ("RED", "GREEN") if word in export), "not_run")
     if verdict == "RED":
         return verdict, "not_run"
     words = {"RED": "OVER", "GREEN": "WITHIN"}
-    quality = next((words[word] for word in words if word in limits), "not_run")
+    quality = next((words[word] for word in words if word in checks), "not_run")
     return verdict, quality
 
 

@@ -18,18 +18,11 @@ import pyarrow.parquet as pq
 from workbench.errors import InputError
 from workbench.files import check_regular, read_at_most, write_whole
 from workbench.log.anonymous import anonymous, identifiers
+from workbench.log.cache import add_written_rows
+from workbench.log.parquet import VERSION_KEY, with_all_columns, write_rows
 from workbench.log.places import Root, default_root, shipped_root
 from workbench.log.schema import JSON_COLUMNS, SCHEMAS, VERSION
-from workbench.log.store import (
-    RUN_ID,
-    VERSION_KEY,
-    cache_written_rows,
-    load,
-    to_arrow,
-    to_frame,
-    with_all_columns,
-    write_rows,
-)
+from workbench.log.store import RUN_ID, load, to_arrow, to_frame
 
 MOST_BYTES = 1 << 30
 """Bytes in memory of all rows of a packed log; a million samples take about 100 MiB."""
@@ -232,7 +225,7 @@ def _add(tables: dict[str, pa.Table], run_ids: set[str], root: Path) -> None:
         is_new = pc.is_in(
             tables["runs"]["run_id"], pa.array(sorted(run_ids), pa.string())
         )
-        cache_written_rows(root / "runs", tables["runs"].filter(is_new))
+        add_written_rows(root / "runs", tables["runs"].filter(is_new))
     except BaseException:
         for file in added:
             file.unlink(missing_ok=True)

@@ -55,19 +55,12 @@ def compare(
         a, b = ([run_id] for run_id in sides.loc["run_id"])
     first, second = (_by_run(load("samples", root, {"run_id": ids})) for ids in (a, b))
     measures = first.merge(second, "outer", MEASUREMENT, suffixes=("_a", "_b"))
-    counts = measures[["n_a", "n_b"]]
-    enough = counts.ge(MIN_ROUNDS).all(axis=1) & (count_rounds(a, b) >= MIN_ROUNDS)
-    measures["note"] = np.where(enough, None, "not enough runs")
-    measures.loc[counts.isna().any(axis=1), "note"] = "on one side only"
+    measures["note"] = _notes(measures[["n_a", "n_b"]], count_rounds(a, b))
     measures["ratio"] = measures["median_b"] / measures["median_a"]
     if sides.loc["machine"].nunique(dropna=False) > 1:
         measures = measures.assign(note="two machines", ratio=None)
-    compared = measures[measures["note"].isna()]
-    confidence = 1 - _FALSE_ALARMS / max(len(compared), 1)
-    logs = zip(compared["values_b"].map(np.log), compared["values_a"].map(np.log))
-    intervals = [ttest_ind(*pair).confidence_interval(confidence) for pair in logs]
-    bounds = pd.DataFrame(intervals, compared.index, ["low", "high"], dtype=float)
-    measures = measures.join(np.exp(bounds))[[*MEASUREMENT, *_RESULTS]]
+    intervals = _intervals(measures[measures["note"].isna()])
+    measures = measures.join(intervals)[[*MEASUREMENT, *_RESULTS]]
     alike = measures["low"].le(1) & measures["high"].ge(1)
     side_by_side = plain(sides).loc[[*SETTINGS, *_CIRCUMSTANCES]]
     settings = side_by_side[
@@ -75,6 +68,23 @@ def compare(
     ]
     settings = settings.rename_axis("setting").reset_index()
     return settings, measures[~alike].reset_index(drop=True), int(alike.sum())
+
+
+def _notes(counts: pd.DataFrame, rounds: int) -> pd.Series:
+    """Why each measurement has no interval; None for one that has."""
+    enough = counts.ge(MIN_ROUNDS).all(axis=1) & (rounds >= MIN_ROUNDS)
+    notes = pd.Series(np.where(enough, None, "not enough runs"), counts.index, object)
+    notes[counts.isna().any(axis=1)] = "on one side only"
+    return notes
+
+
+def _intervals(compared: pd.DataFrame) -> pd.DataFrame:
+    """The interval `low`, `high` of the ratio of each measurement, b over a."""
+    # Bonferroni: of all intervals together, one in a hundred comparisons has a wrong one
+    confidence = 1 - _FALSE_ALARMS / max(len(compared), 1)
+    logs = zip(compared["values_b"].map(np.log), compared["values_a"].map(np.log))
+    bounds = [ttest_ind(*pair).confidence_interval(confidence) for pair in logs]
+    return np.exp(pd.DataFrame(bounds, compared.index, ["low", "high"], dtype=float))
 
 
 def find(run: str, runs: pd.DataFrame) -> pd.Series:

@@ -95,6 +95,8 @@ def count_rounds(first: Sequence[str], second: Sequence[str]) -> int:
     """The number of interleaved rounds of two sets of run ids: how often, in the order
     of time, both sets had been run equally often."""
     order = sorted([*first, *second])  # run ids sort by time
+    # +1 for a run of the first, −1 for one of the second: a round ends where their sum
+    # is 0 again
     sides = np.where(np.isin(order, list(first)), 1, -1)
     return int((np.cumsum(sides) == 0).sum())
 
@@ -116,8 +118,8 @@ def difference(first: pd.Series, second: pd.Series) -> Difference:
     agree = bool((logs > 0).all() or (logs < 0).all())
     is_large = abs(mean) > max(half_width, np.log(MIN_CHANGE))
     decided = rounds >= MIN_ROUNDS and agree and is_large
-    bounds = np.exp([mean, mean - half_width, mean + half_width]).tolist()
-    return Difference(*bounds, rounds, bool(decided))
+    ratio, low, high = np.exp([mean, mean - half_width, mean + half_width]).tolist()
+    return Difference(ratio, low, high, rounds, bool(decided))
 
 
 def vary_too_much(values: Sequence[float]) -> bool:

@@ -14,7 +14,7 @@ import pandas as pd
 from workbench import log
 from workbench.log.times import MIN_ROUNDS, Difference
 
-Series = dict[Hashable, pd.DataFrame]
+ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
 NOT_SET = "not set"
 """Stands for a null, as in the figures."""
@@ -143,13 +143,13 @@ def describe_choice(
     return " ".join(sentences)
 
 
-def _group_processes(processes: pd.DataFrame, column: str) -> Series:
+def _group_processes(processes: pd.DataFrame, column: str) -> ProcessesBySetting:
     """The processes of each value of a column. A null is a value, `NOT_SET`."""
     groups = processes.groupby(column, dropna=False)
     return {NOT_SET if pd.isna(key) else key: rows for key, rows in groups}
 
 
-def _compare(settings: Series) -> Comparison:
+def _compare(settings: ProcessesBySetting) -> Comparison:
     """The comparison of two settings, the second with the first."""
     first, second = map(_values, settings.values())
     difference = log.difference(first, second)
@@ -179,7 +179,7 @@ def _describe_ratio(change: Difference) -> str:
     )
 
 
-def _objections(settings: Series) -> list[str]:
+def _objections(settings: ProcessesBySetting) -> list[str]:
     """Why nothing is concluded from settings, whatever their values say."""
     reasons = []
     for key, rows in settings.items():

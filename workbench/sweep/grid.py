@@ -134,8 +134,9 @@ class Source:
     """The folder of the tokenizer."""
 
 
-class Measurement(NamedTuple):
-    """Cells with equal measurements are one: one run serves them all."""
+class RunKey(NamedTuple):
+    """By what the log is asked whether it has a cell's run. One run serves all cells
+    with the same key."""
 
     setting: str
     round: int
@@ -173,9 +174,9 @@ class Cell:
             "prompt": identity.prompt_hash(self.validate_ids),
         }
 
-    def measurement(self) -> Measurement:
+    def key(self) -> RunKey:
         columns = self.columns()
-        return Measurement(columns["setting"], columns["round"], columns["prompt"])
+        return RunKey(columns["setting"], columns["round"], columns["prompt"])
 
 
 def load_grid(path: str | Path) -> Grid:
@@ -236,7 +237,7 @@ def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
     """
     from workbench.check.golden import Golden
 
-    golden = Golden.load(find(grid.golden).absolute())
+    golden = Golden.load(locate(grid.golden).absolute())
     hashes = {source.checkpoint_hash for source in sources} - {None, golden.sha256}
     if hashes:
         actual = f"golden of checkpoint {golden.sha256[:12]}"
@@ -329,7 +330,7 @@ def _resolved(
 def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
     """The source and the export options of each bundle of a grid."""
     for path in grid.bundle:
-        bundle = Bundle.open(find(path, root))
+        bundle = Bundle.open(locate(path, root))
         checkpoint = bundle.manifest.checkpoint
         source = Source(
             path=bundle.root,
@@ -341,7 +342,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
         )
         yield source, bundle.manifest.options
     if grid.checkpoint:
-        path = find(grid.checkpoint, root).absolute()
+        path = locate(grid.checkpoint, root).absolute()
         name = paths.model_name(path)
         if path.is_dir():
             files = filter(Path.exists, sorted(path.iterdir()))  # a link may be broken
@@ -384,7 +385,7 @@ def _sha256(folder: Path, stamps: tuple) -> str:
     return Checkpoint(folder).sha256
 
 
-def find(path: str | Path, root: log.Root = None) -> Path:
+def locate(path: str | Path, root: log.Root = None) -> Path:
     """Where a path of a grid lies, which may be relative to the working folder or to
     the project of the log at `root` (see `paths.find`)."""
     project = log.project(root)

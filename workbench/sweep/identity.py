@@ -12,7 +12,10 @@ from workbench.runtime import is_device
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 """Columns that say how much a run measured."""
-HASH_BASE = Options().model_dump(mode="json") | {"compress": "fp16", "target": COREML}
+HASHED_DEFAULTS = Options().model_dump(mode="json") | {
+    "compress": "fp16",
+    "target": COREML,
+}
 """The option values that the hashes leave out. They are the defaults of an export, with
 the preset `fp16`, which was the default when the first runs were logged: another base
 would change the hashes of logged settings."""
@@ -32,8 +35,10 @@ def prompt_hash(ids: Sequence[int]) -> str | None:
 
 
 def run_columns(subject: Bundle | Decoder) -> dict:
-    """The columns of `runs` for a bundle and, given a decoder, for the way it runs; the
-    placement stays null."""
+    """The columns of `runs` for a bundle and, given a decoder, for the way it runs.
+
+    The placement stays null. `setting`, which needs the counts of a run too, is a column
+    of `Cell.columns`."""
     bundle = subject if isinstance(subject, Bundle) else subject.bundle
     manifest = bundle.manifest
     row = export_columns(manifest.options) | {
@@ -66,10 +71,14 @@ def export_columns(options: Options) -> dict:
 
 
 def non_default_options(options: Options) -> dict:
-    """The options that differ from `HASH_BASE`. Hashes contain these alone, so that
+    """The options that differ from `HASHED_DEFAULTS`. Hashes contain these alone, so that
     new options leave other hashes unchanged."""
     settings = options.model_dump(mode="json")
-    return {name: value for name, value in settings.items() if value != HASH_BASE[name]}
+    return {
+        name: value
+        for name, value in settings.items()
+        if value != HASHED_DEFAULTS[name]
+    }
 
 
 def decoder_columns(
@@ -122,7 +131,9 @@ def setting_hash(
         counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    # `reads` is newer than `fast`: "used" hashes as older rows did, with `fast` alone
-    reads_all = execution["fast"] and execution["reads"] == "all"
-    decode_path = "all rows" if reads_all else execution["fast"]
+    # Rows that are older than the column `reads` have the truth value `fast` in this
+    # place of their hash. It stays for reads = "used"; "all rows" stands for the rest.
+    decode_path = execution["fast"]
+    if execution["fast"] and execution["reads"] == "all":
+        decode_path = "all rows"
     return digest(values_hash(contents, options, execution), decode_path, counts)

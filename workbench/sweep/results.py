@@ -40,7 +40,7 @@ def stored_tables(
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    timed, validated = _runs(grid, root, machine)
+    timed, validated = _select_runs(grid, root, machine)
     tables = {}
     for table, runs in (("samples", timed), ("layers", timed), ("fidelity", validated)):
         rows = log.load(table, root, {"run_id": runs["run_id"]})
@@ -79,7 +79,7 @@ def configurations(
         ane_ops_share: the Neural Engine's share of operations (null: no plan).
         invalid: the reason why no run is valid, otherwise null.
     """
-    timed, validated = _runs(grid, root, machine)
+    timed, validated = _select_runs(grid, root, machine)
     validated["quality"] = _qualities(validated, grid.max_kl)
     # grouped by status too: invalid runs must not count as rounds of valid ones
     rows = repeated(timed, ["setting", "status"], validated, root)
@@ -147,16 +147,22 @@ def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
     return [", ".join(f"{k} {v}" for k, v in row.items()) for row in settings]
 
 
-def _runs(
+def _select_runs(
     grid: Grid, root: log.Root, machine: str | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of `runs`: the first of each setting and round of one machine, and the
-    newest validation of each bundle and way to run it."""
+    """Rows of `runs`, for times and for fidelity.
+
+    Returns:
+        timed: of one machine with its newest software, the first run of each setting
+            and round.
+        validated: of any machine, the newest validation of each bundle and way to run
+            it; one on the grid's prompt takes precedence.
+    """
     cells = stored_cells(grid, root)
-    wanted = pd.DataFrame(cell.columns() for cell in cells)
+    of_grid = pd.DataFrame(cell.columns() for cell in cells)
     runs = _measured_runs(grid, cells, root)
-    validated = _validations(runs, wanted)
-    timed = _timed_on_one_machine(runs, wanted, machine)
+    validated = _validations(runs, of_grid)
+    timed = _timed_on_one_machine(runs, of_grid, machine)
     if grid.run.runtime == ["auto"]:
         timed, validated = _on_one_runtime(timed, validated)
     # A later run of a round was made for its validation. If it counted, a validation
@@ -178,20 +184,20 @@ def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
     return runs
 
 
-def _validations(runs: pd.DataFrame, wanted: pd.DataFrame) -> pd.DataFrame:
+def _validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
     """The runs that validated a bundle of the grid; the last one of a bundle counts."""
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
-    validated = validated[validated["values"].isin(wanted["values"])]
+    validated = validated[validated["values"].isin(of_grid["values"])]
     # stable sort by False, True: validations on the grid's prompt come last
-    on_prompt = validated["prompt"].isin(wanted["prompt"].dropna())
+    on_prompt = validated["prompt"].isin(of_grid["prompt"].dropna())
     return validated.loc[on_prompt.sort_values(kind="stable").index]
 
 
 def _timed_on_one_machine(
-    runs: pd.DataFrame, wanted: pd.DataFrame, machine: str | None
+    runs: pd.DataFrame, of_grid: pd.DataFrame, machine: str | None
 ) -> pd.DataFrame:
     """The runs of the grid's settings on one machine, with its newest software."""
-    timed = runs[runs["setting"].isin(wanted["setting"]) & runs["round"].notna()]
+    timed = runs[runs["setting"].isin(of_grid["setting"]) & runs["round"].notna()]
     if timed.empty and machine is None:
         return timed
     timed = timed[timed["machine"] == _machine(timed, machine)]

@@ -27,7 +27,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
 from workbench.runtime import is_device
 from workbench.sweep import cluster, energy, identity, timing
-from workbench.sweep.grid import Cell, Grid, Measurement, cells, check_cells, find
+from workbench.sweep.grid import Cell, Grid, RunKey, cells, check_cells, locate
 from workbench.sweep.lock import measuring_alone
 
 MEASURED = ("ok", "invalid")
@@ -117,7 +117,7 @@ def sweep(
         "invalid": counts["invalid"],
         "log": str(root),
         "reasons": list(dict.fromkeys(reasons)),
-        "settings": {cell.measurement().setting for cell in planned},
+        "settings": {cell.key().setting for cell in planned},
     }
 
 
@@ -135,17 +135,17 @@ def missing(planned: Iterable[Cell], root: log.Root = None) -> list[Cell]:
     """The cells without a run of this machine and its software, as `in_random_order`.
     An invalid run counts, since another one would be invalid again."""
     planned = list(planned)
-    runs = _logged(root, {cell.measurement().setting for cell in planned})
-    return in_random_order(cell for cell in planned if cell.measurement() not in runs)
+    runs = _logged(root, {cell.key().setting for cell in planned})
+    return in_random_order(cell for cell in planned if cell.key() not in runs)
 
 
 def in_random_order(planned: Iterable[Cell]) -> list[Cell]:
     """The cells round by round, in a seeded random order within each round. Cells with the
-    same measurement, such as those that differ only in an axis that their runtime lacks,
-    are represented by the first."""
-    distinct: dict[Measurement, Cell] = {}
+    same key, such as those that differ only in an axis that their runtime lacks, are
+    represented by the first."""
+    distinct: dict[RunKey, Cell] = {}
     for cell in planned:
-        distinct.setdefault(cell.measurement(), cell)
+        distinct.setdefault(cell.key(), cell)
     # in order, a machine that warms up would slow down the last settings of each round
     shuffled = random.Random(0).sample(list(distinct.values()), len(distinct))
     return sorted(shuffled, key=lambda cell: cell.round)
@@ -153,18 +153,19 @@ def in_random_order(planned: Iterable[Cell]) -> list[Cell]:
 
 def _logged(
     root: log.Root, settings: Iterable[str]
-) -> dict[Measurement, tuple[str, str | None]]:
-    """Status and reason of every measurement of the settings that the log has of this
-    machine with its software. A run that also validated its bundle serves the cell
-    without a validation, too."""
+) -> dict[RunKey, tuple[str, str | None]]:
+    """Status and reason of every run of the settings that the log has of this machine
+    with its software. A run that also validated its bundle has two keys: it serves the
+    cell without a validation, too."""
     environment = log.environment()
     where = {name: environment[name] for name in ("machine", "software")}
     where |= {"status": MEASURED, "setting": list(settings)}
     rows = log.load("runs", root, where)
     runs = {}
+    # the rows are in order of time: the status of the newest run of a key counts
     for row in log.plain(rows).itertuples():
         for prompt in (row.prompt, None):
-            key = Measurement(row.setting, row.round, prompt)
+            key = RunKey(row.setting, row.round, prompt)
             runs[key] = row.status, row.reason
     return runs
 
@@ -188,11 +189,11 @@ def run_cell(
         process.Cancelled: `stop` was set, and the running child was killed.
     """
     with measuring_alone(root, stop):
-        measurement = cell.measurement()
-        runs = _logged(root, [measurement.setting])
+        key = cell.key()
+        runs = _logged(root, [key.setting])
         # another process may have logged the cell while this one waited
-        if measurement in runs:
-            return runs[measurement]
+        if key in runs:
+            return runs[key]
         return _measure_and_log(cell, grid, bundles, root, stop, report)
 
 
@@ -213,7 +214,7 @@ def _measure_and_log(
             path = outcome.value
             if report:
                 report(f"measuring {_bundle_words(cell)}")
-            (stop or threading.Event()).wait(cell.run["cool_down_s"])
+            _cool_down(cell.run["cool_down_s"], stop)
             threads = cell.run["threads"]
             outcome = call(measure_in_child, cell, grid, path, threads=threads)
         if outcome.failure is None:
@@ -225,12 +226,13 @@ def _measure_and_log(
                 row = _with_placement(row, path, call)
     if outcome.failure:
         row |= {"status": "failed", "reason": outcome.failure}
-    # the columns of a failed run come from the cell, since no decoder described them
     row["config"] |= {
         "export": cell.options.model_dump(),
         "run": cell.run,
         "stderr": list(outcome.lines),
     }
+    # These name the run in the log, also where it failed and no decoder described it.
+    # Where one did, its columns are equal: both come from `identity`.
     row |= cell.columns() | {
         "command": "sweep",
         "experiment": grid.experiment,
@@ -239,6 +241,11 @@ def _measure_and_log(
     }
     log.record(row, root, **tables)
     return row.get("status", "ok"), row.get("reason")
+
+
+def _cool_down(seconds: float, stop: threading.Event | None) -> None:
+    """Waits that long, or until `stop` is set."""
+    (stop or threading.Event()).wait(seconds)
 
 
 def _bundle_words(cell: Cell) -> str:
@@ -349,7 +356,7 @@ def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
     if not cell.source.finished:
         checkpoint = Checkpoint(cell.source.path)
     if grid.golden:
-        golden = replace(Golden.load(find(grid.golden)), source=checkpoint)
+        golden = replace(Golden.load(locate(grid.golden)), source=checkpoint)
     else:
         folder = path.parent.with_name("golden")
         golden = Golden.of(checkpoint, cell.validate_ids, folder)

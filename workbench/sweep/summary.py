@@ -172,14 +172,8 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     rows["verdict"] = rows["verdict"].fillna(rows["status"].replace("ok", None))
     # a single process is neither the slowest nor the fastest
     rows.loc[rows["n"] == 1, ["slowest", "fastest"]] = None
-    # what is equal in all rows is said once, above the table
     varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
-    common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
-    figures = [name for name in FIGURES if rows[name].notna().any()]
-    if len(rows) > 1:  # every figure of a single row would be "equal"
-        equal = [name for name in figures if rows[name].nunique(dropna=False) == 1]
-        common |= {FIGURES[name]: rows[name].iloc[0] for name in equal}
-        figures = [name for name in figures if name not in equal]
+    common, figures = _split_figures(rows, varied)
     above = ["; ".join(f"{name} {_word(value)}" for name, value in common.items())]
     for name in LETTERED:
         if name in varied:
@@ -210,6 +204,19 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
         *_aligned([ids, *(columns[name] for name in fitting)]),
         *_wrapped(below, width),
     ]
+
+
+def _split_figures(rows: pd.DataFrame, varied: list[str]) -> tuple[dict, list[str]]:
+    """What is equal in all rows, settings and figures by their titles, which is printed
+    once above the table; and the names of the figures that have a column."""
+    common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
+    figures = [name for name in FIGURES if rows[name].notna().any()]
+    # of a single row, every figure would be equal
+    if len(rows) == 1:
+        return common, figures
+    equal = [name for name in figures if rows[name].nunique(dropna=False) == 1]
+    common |= {FIGURES[name]: rows[name].iloc[0] for name in equal}
+    return common, [name for name in figures if name not in equal]
 
 
 def _fitting(columns: dict[str, list[str]], order: list[str], width: int) -> list[str]:
@@ -254,7 +261,7 @@ def _letters() -> Iterator[str]:
             yield "".join(letters)
 
 
-def difference(run_a: str, run_b: str, root: log.Root = None) -> dict:
+def compare_runs(run_a: str, run_b: str, root: log.Root = None) -> dict:
     """Where two runs differ.
 
     Returns:

@@ -13,7 +13,7 @@ from workbench.bundle import PRESETS
 from workbench.experiment import show
 from workbench.exporter import make_options
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep.grid import find
+from workbench.sweep.grid import locate
 from workbench.widgets.controls import control
 
 LENGTHS = [1 << exponent for exponent in range(6, 16)]
@@ -25,7 +25,7 @@ SPEEDS = {"tok/s": "ms", "tok/s at least": "high_ms", "tok/s at most": "low_ms"}
 def planner(checkpoint: str | Path) -> ui.Widget:
     """Memory and predicted speed of a checkpoint's exports, a row for each compression,
     under sliders for max_seq_len, T, chip and memory. Nothing in it is measured."""
-    source = Checkpoint(find(checkpoint))
+    source = Checkpoint(locate(checkpoint))
     caption = (
         f"{source.name} on a Mac, predicted by a formula; nothing here is measured. "
         f"{roofline.describe_fit()}"
