@@ -46,6 +46,7 @@ SMALL = {
         "SELECT": "data/tasks/selection.txt",
         "WINDOWS": 2,
         "COMPARED": ["int8-tensor"],
+        "OTHER_KL": [0.01],
         "MAX_SEQ_LEN": 64,
         "POSITIONS": 6,
         "TOKENS": 100,

@@ -188,6 +188,19 @@ def test_the_same_seed_gives_the_same_choice(source, texts, modules, stored):
     assert first == second
 
 
+def test_other_limits_and_presets_are_measured_beside_the_choice(
+    source, texts, modules, stored
+):
+    plain = allocate(source, texts, modules, stored)
+    more = allocate(source, texts, modules, stored, further=(0.01, 0.002))
+    assert more.chosen == plain.chosen
+    measured = [choice for choice in more.frontier if choice.quality]
+    assert len(measured) == len([c for c in plain.frontier if c.quality]) + 2
+    kls = [choice.quality.kl for choice in measured]
+    assert any(0.005 < kl < 0.0125 for kl in kls)
+    assert any(0.001 < kl < 0.0025 for kl in kls)
+
+
 class UnpackingChip:
     """A chip on which every byte takes as long as another one, and a weight in a table as
     long as one byte."""

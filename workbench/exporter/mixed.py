@@ -102,6 +102,8 @@ class Search:
         minimizes: the bytes of matrices, or the predicted milliseconds of a call.
         compared: further presets that are measured for all matrices alike, and that no
             matrix gets.
+        further: mean KLs in nats; the cheapest choice that is predicted to have at most
+            this one is measured too.
 
     Raises:
         InputError: milliseconds to be minimized under a limit of bytes.
@@ -112,6 +114,7 @@ class Search:
     timing: Timing | None = None
     minimizes: Literal["bytes", "ms"] = "bytes"
     compared: tuple[str, ...] = ()
+    further: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.minimizes == "ms" and self.timing is None:
@@ -128,8 +131,8 @@ class Search:
     def key(self) -> list:
         """What decides the choice, as JSON."""
         chip = self.timing.chip if self.timing else None
-        limit = asdict(self.limit)
-        return [self.text.sha256, limit, self.minimizes, chip, list(self.compared)]
+        measured = [list(self.compared), list(self.further)]
+        return [self.text.sha256, asdict(self.limit), self.minimizes, chip, *measured]
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -532,6 +535,10 @@ def search_formats(
         costs = rescale(costs, {c.name: c.quality.kl for c in uniforms})
         choices = frontier([cost for cost in costs if cost.format in CANDIDATES])
         chosen, measured = search(choices, setup.limit, measure)
+        factor = chosen.quality.kl / chosen.predicted_kl if chosen.predicted_kl else 1.0
+        for kl in setup.further:
+            within = (c for c in choices if factor * c.predicted_kl <= kl)
+            measured.append(measure(next(within, choices[-1])))
     finally:
         progress.close()
     measured_by_formats = {

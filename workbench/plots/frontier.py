@@ -22,6 +22,9 @@ CHOSEN, MIXED, ALONE = "chosen", "mixed", "one format"
 STATISTICS = {"kl": "mean", "kl_p99": "99% of the tokens are below"}
 """The columns that have a panel, and its title."""
 LINE = {"color": PALETTE[0], "linewidth": 1}
+STAR = {"color": PALETTE[5], "marker": "*", "markersize": 11, "linestyle": ""}
+OTHERS = [colour for colour in PALETTE if colour not in (PALETTE[0], PALETTE[5])]
+"""The colours of formats alone."""
 
 
 @returns_figure
@@ -47,30 +50,38 @@ def frontier(
     keys = {}
     for ax, (column, title) in zip(axes, STATISTICS.items()):
         _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
-        styles = zip(group_by(alone, "name"), cycle(PALETTE[1:]), cycle(MARKERS[1:]))
+        styles = zip(group_by(alone, "name"), cycle(OTHERS), cycle(MARKERS[1:]))
         for (name, row), colour, marker in styles:
             mark = {"color": colour, "marker": marker, "linestyle": ""}
-            ax.plot(row[x], row[column].where(row[column] > 0), **mark)
-            keys[name] = Line2D([], [], **mark, label=name)
-        star = {"color": PALETTE[5], "marker": "*", "markersize": 11, "linestyle": ""}
+            placed = row[row[column] > 0]
+            ax.plot(placed[x], placed[column], **mark)
+            if len(placed):
+                keys[name] = Line2D([], [], **mark, label=name)
         chosen = choices[choices["kind"] == CHOSEN]
-        ax.plot(chosen[x], chosen[column], **star)
-        keys[CHOSEN] = Line2D([], [], **star | {"markersize": 8}, label=CHOSEN)
+        ax.plot(chosen[x], chosen[column], **STAR)
+        keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 8}, label=CHOSEN)
         if max_kl and column == "kl":
             ax.axhline(max_kl, **DASHED)
             limit = f"your limit on the mean, {max_kl:g} nats"
             keys["limit"] = Line2D([], [], **DASHED, label=limit)
         ax.set_yscale("log")
+        ax.set_ylim(bottom=_least(alone[column]) / 3)
         label_log(ax.yaxis)
         ax.grid()
         ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face's model (nats)")
         ax.label_outer()
     line = Line2D([], [], **LINE, marker="o", markersize=3, label="mixed formats")
-    notes = ["line: predicted or between measured choices; dots: measured"]
+    notes = ["dots: measured; the line of the mean is predicted between them"]
     for name in alone.loc[alone["kl"] == 0, "name"]:
         notes.append(f"{name} has a KL of 0, which a logarithmic axis has not")
     notes += describe_unplaced(alone, [x, "kl"])
     add_legend(figure, [line, *keys.values()], notes)
+
+
+def _least(values: pd.Series) -> float:
+    """The least positive value; the line goes on below it, to no error at all."""
+    positive = values[values > 0]
+    return positive.min() if len(positive) else 1.0
 
 
 def _draw_mixed(ax: Axes, mixed: pd.DataFrame, x: str, column: str) -> None:
