@@ -168,6 +168,23 @@ def test_an_export_above_the_limit_takes_a_costlier_choice(tmp_path, monkeypatch
     assert predicted == pytest.approx(allocation.chosen.predicted_kl)
 
 
+def test_an_interrupted_search_goes_on_with_the_formats_that_it_has(
+    tmp_path, monkeypatch
+):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    setup = Search(SELECTION, Limit(kl=0.005))
+    with monkeypatch.context() as patched:
+        patched.setattr(mixed, "search_formats", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export_mixed(tmp_path / "b", setup)
+    assert not (tmp_path / "b").exists()
+    monkeypatch.setattr(mixed, "compress_matrix", pytest.fail)
+    assert export_mixed(tmp_path / "b", setup).manifest.selection
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 def test_an_export_that_never_keeps_the_limit_is_refused(tmp_path, monkeypatch):
     worst = mixed.Quality(kl=0.5, kl_p99=1.0, perplexity_ratio=2.0, same_top=0.1)
     monkeypatch.setattr(mixed, "_stored_quality", lambda *arguments: worst)

@@ -128,9 +128,7 @@ def weight_sources(
 
 
 def _preset_of_matrix(weight: WeightSource, presets: Mapping[str, Preset]) -> Preset:
-    """The preset of a matrix of a mixed export; a matrix of zeros has fp16."""
-    if weight.tensor is None:
-        return FP16
+    """The preset of a matrix of a mixed export."""
     if weight.tensor not in presets:
         raise InputError(
             f"format of {weight.tensor!r}",
