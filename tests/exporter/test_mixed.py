@@ -15,6 +15,7 @@ from workbench.decode.transcript import encode_text
 from workbench.exporter import mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import Text
+from workbench.exporter.compress import InputStatistics
 from workbench.exporter.mixed import (
     CandidateValues,
     Measurement,
@@ -94,6 +95,18 @@ def test_each_matrix_is_compressed_for_its_inputs(
     for tensor in modules:
         row = candidates.load(tensor, "lut4-g8")[0]
         torch.testing.assert_close(row, expected[tensor], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lut4-g8", "int8-channel"])
+def test_slices_of_a_matrix_are_compressed_as_the_whole(name, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 32, generator=generator).half()
+    inputs = InputStatistics.of(torch.diag(torch.rand(32, generator=generator) + 0.1))
+    preset = find_preset(name)
+    whole = mixed.compressed_values(values, preset, inputs)
+    monkeypatch.setattr(mixed, "HEAD_ROWS", 16)
+    assert torch.equal(mixed.compressed_values(values, preset, inputs), whole)
+    assert 0 < (whole - values).abs().max() < 1
 
 
 def test_an_unchanged_model_has_no_distance(model, texts, modules):

@@ -51,7 +51,7 @@ from workbench.exporter.calibrate import (
     prepare,
 )
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
-from workbench.exporter.shards import specs
+from workbench.exporter.shards import HEAD_ROWS, specs
 from workbench.exporter.weights import WeightSource, load_values, weight_sources
 from workbench.files import check_room
 from workbench.models.checkpoint import LOCAL, Checkpoint
@@ -361,8 +361,7 @@ def store_candidates(
         def store_in(preset: Preset) -> None:
             result = values
             if preset != FP16:
-                arrays = compress_matrix(values, preset, inputs[0][1])
-                result = decompress(arrays, preset, tuple(values.shape))
+                result = compressed_values(values, preset, inputs[0][1])
             candidates.save(tensor, preset.name, result)
 
         list(pool.map(store_in, missing))  # raises what one of them has raised
@@ -376,6 +375,18 @@ def store_candidates(
             if name == HEAD:  # its logits of all tokens would fill the memory
                 store(tensor, model.get_submodule(name), (hidden,))
     progress.close()
+
+
+def compressed_values(
+    values: torch.Tensor, preset: Preset, inputs: InputStatistics
+) -> torch.Tensor:
+    """The values [R, K] fp16 that a matrix has when it is stored, a slice of rows at a
+    time, as the slices of the head are stored."""
+    pieces = []
+    for piece in values.split(HEAD_ROWS):
+        arrays = compress_matrix(piece, preset, inputs)
+        pieces.append(decompress(arrays, preset, tuple(piece.shape)))
+    return torch.cat(pieces)
 
 
 def _statistics(x: torch.Tensor) -> InputStatistics:
