@@ -1,6 +1,7 @@
 """Exports that the formula predicts to be faster than one, by more than its interval: fewer
 calls, a shorter cache, another format of weights."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ MOST_BYTES = 1_000_000_000
 """Of the weights of a shard: rule G4 reports packages above it on the GPU."""
 SHORTEST = 256
 """Rows of the shortest cache that is proposed."""
-SAME = 1.05
-"""Times that differ by less are called the same."""
+SAME_TIME_RATIO = 1.05
+"""Times whose ratio is smaller are called the same."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ def advise(work: Work, options: Options, chip: str) -> list[Advice]:
     for option, value, reason, proposed_work in _alternatives(work, options, chip):
         proposed = _times(proposed_work, chip)
         speedup = min(
-            current["stored"] / proposed["stored"],
-            current["spread"] / proposed["spread"],
+            current.stored_ms / proposed.stored_ms,
+            current.repeated_ms / proposed.repeated_ms,
         )
         if option == "compress" and _is_finer(value, options.compress):
-            is_better = speedup > 1 / SAME
+            is_better = speedup > 1 / SAME_TIME_RATIO
             reason = "the same time within 5% with finer weights"
         else:
             is_better = speedup > factor
         if is_better and not any(one.option == option for one in advice):
-            before, after = current["prediction"], proposed["prediction"]
+            before, after = current.prediction, proposed.prediction
             advice.append(Advice(option, value, reason, **after, **_as_now(before)))
     return advice
 
@@ -85,16 +86,26 @@ def _is_finer(value: str, compress: str) -> bool:
     return finer.is_table and coarser.is_table and finer.bits > coarser.bits
 
 
-def _times(work: Work, chip: str) -> dict:
-    """The predicted ms of a call, with K and V as stored and for each query head, and
-    the prediction with its interval."""
+@dataclass(frozen=True)
+class _Times:
+    """The predicted ms of one call."""
+
+    stored_ms: float
+    """Where attention reads K and V as they are stored."""
+    repeated_ms: float
+    """Where attention reads K and V repeated for each query head."""
+    prediction: dict[str, float]
+    """ms, low_ms, high_ms: the prediction with its interval."""
+
+
+def _times(work: Work, chip: str) -> _Times:
     row = pd.DataFrame([on_chip(work, chip)])
     prediction = (
         predict_with_intervals(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
     )
-    spread_row = with_rates(row.assign(repeats=True)).iloc[0]
-    spread = float(formula_ms(spread_row, calibration().constants))
-    return {"stored": prediction["ms"], "spread": spread, "prediction": prediction}
+    repeated_row = with_rates(row.assign(repeats=True)).iloc[0]
+    repeated_ms = float(formula_ms(repeated_row, calibration().constants))
+    return _Times(prediction["ms"], repeated_ms, prediction)
 
 
 def _alternatives(
@@ -106,7 +117,7 @@ def _alternatives(
     if options.moe == "dense" and len(layers) > 1:
         stacked = _stacked(layers, options)
         if len(stacked) < len(layers):
-            count = -(-len(layers) * options.layers_per_shard // len(stacked))
+            count = math.ceil(len(layers) * options.layers_per_shard / len(stacked))
             heads = tuple(shard for shard in work.shards if shard not in layers)
             fewer = replace(work, shards=(*stacked, *heads))
             yield (

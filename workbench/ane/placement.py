@@ -100,7 +100,7 @@ def place_operations(shard: str, graph: LintGraph) -> Placement:
     return count_units(shard, plan, "predicted", rules)
 
 
-def plan(
+def read_compute_plan(
     root: Path, shards: list[Shard], runtime: str, compute_units: str
 ) -> list[Placement]:
     """The compute plan of Core ML, or of its stand-in, for every function of shards of
@@ -142,7 +142,7 @@ def count_units(
     )
 
 
-def columns(plans: list[Placement], compute_units: str) -> dict:
+def run_columns(plans: list[Placement], compute_units: str) -> dict:
     """The columns of a `runs` row for Core ML's plans: counts by shard, and the Neural
     Engine's share of all operations.
 
@@ -162,7 +162,7 @@ def columns(plans: list[Placement], compute_units: str) -> dict:
     return row
 
 
-def lines(placements: list[Placement]) -> list[str]:
+def describe(placements: list[Placement]) -> list[str]:
     """Placements as text: a table of one line for all shards of the same counts, then
     one line per rule: id, effect, confidence, statement, advice, sources, disputes."""
     counts = ["ops", "eligible", "ane", "cpu", "gpu", "convolutions"]

@@ -18,7 +18,8 @@ of its source or of its author. The result does not depend on this machine.
 A row of measurements, or of predictions, has the columns `FEATURES`: chip; T; format
 (that of most weights); table (whether weights are in lookup tables); calls in sequence;
 weights_g and head_g (10⁹ weights, of the head alone); streamed_gb; rows of the cache;
-cache_mb (K and V as stored), spread_mb (the same for each query head); recurrent_mb.
+cache_mb (K and V as stored), spread_mb (the same repeated for each query head, which
+grouped-query attention shares between several); recurrent_mb.
 Published exporters repeat K and V for each query head, so that their attention products
 read spread_mb; where a column `repeats` is False, they read cache_mb. Bytes are decimal.
 """
@@ -348,7 +349,8 @@ def published_predictions() -> pd.DataFrame:
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
     predictions = predict_with_intervals(rows, model)
     left_out_ms = rows["id"].map(model.rows.set_index("id")["author_ms"])
-    # the width of an interval stays that of its prediction
+    # Both ends move by the same factor as the prediction, so that the ratio of the ends
+    # stays.
     shift = (left_out_ms / predictions["ms"]).fillna(1.0)
     table = rows[["id", "source", "author", "model", "format", "chip", "route", "T"]]
     table = table.assign(ms=rows["ms"], predicted_ms=predictions["ms"] * shift)
@@ -423,11 +425,16 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
     selected = chips() if names is None else chips()[chips()["chip"].isin(list(names))]
     rows = pd.DataFrame([on_chip(work, chip) for chip in selected["chip"]])
     table = pd.concat([rows[["chip"]], predict_with_intervals(rows)], axis="columns")
-    table.insert(4, "tokens_per_s", 1e3 / table["ms"])
-    table["weights"] = rows["weights"]
-    table["streamed_mib"] = rows["streamed_gb"] * 1e9 / 2**20
-    table["assumed"] = selected["assumed"].tolist()
-    return table
+    table = table.assign(
+        tokens_per_s=1e3 / table["ms"],
+        weights=rows["weights"],
+        streamed_mib=rows["streamed_gb"] * 1e9 / 2**20,
+        assumed=selected["assumed"].tolist(),
+    )
+    columns = (
+        "chip ms low_ms high_ms tokens_per_s extrapolates weights streamed_mib assumed"
+    )
+    return table[columns.split()]
 
 
 def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:

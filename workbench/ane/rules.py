@@ -219,25 +219,36 @@ DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 
 # rule → whether a graph's subject breaks it; a rule without a test is broken by every
-# subject
+# subject. The subjects are what the rule's column `of` names; the comment says what breaks
+# the rule, `says` in the table says it whole, with sources.
 TESTS = {
+    # float32 results
     "T1": lambda g, t: t.dtype == "FLOAT32",
+    # results that are neither fp16, int8, int16 nor bool
     "T3": lambda g, t: t.dtype not in DTYPES,
+    # rank above 5
     "T4": lambda g, t: len(t.shape) > 5,
+    # an input or output whose last axis is shorter than 32: rows are padded to 64 bytes
     "S1": lambda g, t: t.dtype == "FLOAT16" and t.shape and (t.shape[-1] or 1) < 32,
     "S4": _has_long_axis,
     "S10": _moves_width,
     "S12": _spills,
+    # an input of a size known only at run time (D1: slow, D3: off the Neural Engine)
     "D1": lambda g, t: None in t.shape,
     "D3": lambda g, t: None in t.shape,
+    # the same beside state
     "D7": lambda g, t: g.program.states and None in t.shape,
+    # an input of fixed shape beside state and an input whose size varies
     "D8": lambda g, t: (
         g.program.states
         and None not in t.shape
         and any(None in type.shape for type in g.program.inputs.values())
     ),
+    # a state whose last axis is no multiple of 32
     "K2": lambda g, t: t.shape and (t.shape[-1] or 0) % 32,
+    # three or more states
     "K3": lambda g, t: len(g.program.states) >= 3,
+    # several functions with state, of which this one computes T above 1
     "K4": lambda g, t: (
         g.functions > 1
         and min(
@@ -246,23 +257,39 @@ TESTS = {
         )
         > 1
     ),
+    # a 4-bit palette, which has 16 entries, beside state
     "K10": lambda g, op: g.program.states and palette_entries(g, op) == 16,
+    # a cache [1, heads, rows, width] of more than 1024 rows
     "K12": lambda g, t: len(t.shape) == 4 and (t.shape[2] or 0) > 1024,
     "K14": _is_blended,
+    # an operation that no sweep found on the Neural Engine
     "O1": lambda g, op: op.kind not in ON_ANE,
+    # topk before M2, sin and cos before M3
     "O3": lambda g, op: g.generation < (2 if op.kind == "topk" else 3),
     "K16": _is_sliced,
     "O15": _is_spatial,
+    # fused attention with a mask
     "O16": lambda g, op: "attn_mask" in op.inputs,
+    # under 0.6 MB of weights
     "G1": lambda g, op: g.weight_bytes < 600_000,
+    # over 2 GB of weights
     "G2": lambda g, op: g.weight_bytes > 2_000_000_000,
+    # more than 128 programs that one process loads
     "G3": lambda g, op: g.programs > 128,
+    # over 1 GB of weights
     "G4": lambda g, op: g.weight_bytes > 1_000_000_000,
+    # one weight file above 2 GiB
     "G5": lambda g, op: g.largest_file > 2**31,
+    # over 1.70 GB of weights
     "G6": lambda g, op: g.weight_bytes > 1_700_000_000,
+    # int4 weights with a scale for each block of inputs
     "Q3": lambda g, weight: is_blocked(g.shape(weight, "scale")) and is_int4(g, weight),
+    # int8 weights
     "Q4": lambda g, weight: not is_int4(g, weight),
+    # a 4-bit palette
     "Q5": lambda g, op: palette_entries(g, op) == 16,
+    # int8 weights on an M1
     "Q6": lambda g, op: g.generation == 1 and not is_int4(g, op),
+    # a 4-bit palette for each group of 8 output channels
     "Q7": lambda g, op: palette_entries(g, op) == 16 and _channels_of_group(g, op) == 8,
 }

@@ -27,7 +27,7 @@ FORMATS = {name: "int8" for name in PRESETS if name.startswith("int8")}
 """Preset → format, where presets differ only in how many scales they have."""
 WEIGHT_OF = {"conv": "weight", "conv_transpose": "weight", "linear": "weight"}
 # operations that pass rows of a cache on: they move values, or write new rows by a mask
-CARRIES = frozenset(
+MOVES_CACHE_ROWS = frozenset(
     """
     read_state coreml_update_state slice_update slice_by_index slice_by_size select split
     concat stack tile expand_dims squeeze reshape reshape_like transpose identity cast
@@ -44,7 +44,8 @@ class ShardWork:
         weights: format → elements of the weights of products.
         cache_bytes: bytes of K and V that the attention products read, as the program
             builds them.
-        spread_bytes: the same, if K and V were repeated for each query head.
+        spread_bytes: the same, if K and V were repeated for each query head, as the
+            programs of published exporters do before the products.
         recurrent_bytes: bytes of matrix states.
         cache_rows: the longest cache, in rows.
         calls: calls that wait for each other.
@@ -133,9 +134,11 @@ def call_work(source, options: Options | None = None, T: int = 1) -> Work:
     experts = max((s.rows[1] for s, _ in shards if s.kind == "expert"), default=0)
     is_mixture = any(ROUTER_STATE in shard.inputs for shard, _ in shards)
     joined = []
+    # a layer's experts, and the slices of the head, follow each other
     for name, group in groupby(shards, key=lambda pair: joined_name(pair[0])):
-        works = [work for _, work in group]
-        if name.startswith("expert"):
+        members = list(group)
+        works = [work for _, work in members]
+        if members[0][0].kind == "expert":
             largest = max(works, key=lambda work: sum(work.weights.values()))
             calls = min(T * options.batch, experts)
             weights = {f: n * calls for f, n in largest.weights.items()}
@@ -262,7 +265,7 @@ def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWo
                 counted.add(source.name)
                 format = weight_format(graph, graph.producer(source))
                 weights[format] += prod(graph.shape_of(source))
-        if op.kind in CARRIES and cache_values.intersection(op.reads()):
+        if op.kind in MOVES_CACHE_ROWS and cache_values.intersection(op.reads()):
             cache_values.update(name for name, _ in op.outputs)
         elif op.kind in ("matmul", "scaled_dot_product_attention"):
             for name in cache_values.intersection(op.reads()):
@@ -325,7 +328,8 @@ def is_blocked(scale: tuple) -> bool:
 
 def is_int4(graph: Graph, weight: Op) -> bool:
     """Whether a weight is stored in 4 bits, by the range of its values, since the
-    program's reader returns one value per byte."""
+    program's reader returns one value per byte. An int8 weight whose values all fit 4
+    bits is taken for one in 4 bits."""
     data = graph.literal(weight.inputs.get("data"))
     if data is None or not data.size:
         return False

@@ -115,7 +115,7 @@ def plan(
     source_of_units = "predicted"
     if placements:
         source_of_units = placements[0].source
-        lines += ["", *placement.lines(placements), *notes]
+        lines += ["", *placement.describe(placements), *notes]
     result |= {
         "source": source_of_units,
         "chip": placed_on if source_of_units == "predicted" else None,
@@ -195,7 +195,7 @@ def _measured_placement(bundle, device: Device) -> tuple[list, list[str]]:
         return [], []
     # in a process of its own, because reading a plan has aborted a process
     outcome = process.call(
-        placement.plan,
+        placement.read_compute_plan,
         bundle.root,
         bundle.manifest.shards,
         runtime,

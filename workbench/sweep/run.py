@@ -278,12 +278,12 @@ def _with_placement(row: dict, path: Path, call: partial) -> dict:
 
     shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
     units = row["compute_units"]
-    plan = call(placement.plan, path, shards, row["runtime"], units)
+    plan = call(placement.read_compute_plan, path, shards, row["runtime"], units)
     if plan.failure:
         row["config"]["placement"] = plan.failure
         return row
     # where Core ML refused a unit, its reason takes precedence over the plan's
-    return placement.columns(plan.value, units) | row
+    return placement.run_columns(plan.value, units) | row
 
 
 def export_bundle(cell: Cell, bundles: Path) -> Path:
