@@ -110,6 +110,7 @@ MATH = {
 }
 GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi"
 GREEK_AFTER_OMICRON = "pi rho sigma tau upsilon phi chi psi omega"
+# Unicode's names spell it "lamda"
 MATH |= {
     unicodedata.lookup(
         f"GREEK SMALL LETTER {name.replace('lambda', 'lamda')}"

@@ -26,7 +26,8 @@ MAX_TEXT_BYTES = 1 << 26
 
 
 def project_root(start: Path) -> Path | None:
-    """The checkout of this project that `start` lies in, or None."""
+    """The checkout of this project that `start` lies in, or None: the nearest folder above
+    whose pyproject.toml has the line `name = "workbench"`."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
         if file.is_file():
@@ -36,17 +37,17 @@ def project_root(start: Path) -> Path | None:
     return None
 
 
-def note(kind: str, facts: dict[str, str]) -> None:
+def note_verified(kind: str, facts: dict[str, str]) -> None:
     """Records in this checkout that `facts`, a combination of hashes, was verified;
-    `is_noted` then returns True for it. Does nothing where no file can be written."""
+    `was_verified` then returns True for it. Does nothing where no file can be written."""
     path = _note_path(kind, facts)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(facts, sort_keys=True).encode())
 
 
-def is_noted(kind: str, facts: dict[str, str]) -> bool:
-    """Whether `note` recorded `facts` in this checkout. Files beside a bundle or below the
+def was_verified(kind: str, facts: dict[str, str]) -> bool:
+    """Whether `note_verified` recorded `facts` in this checkout. Files beside a bundle or below the
     working directory are not read: a stranger can have written them."""
     try:
         return json.loads(read_bytes(_note_path(kind, facts))) == facts

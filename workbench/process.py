@@ -35,7 +35,7 @@ from typing import NamedTuple
 from miltorch.quiet import coremltools, uncollected
 from workbench.errors import InputError, is_full_disk, last_message
 
-FORKS = sys.platform != "darwin"
+CAN_FORK = sys.platform != "darwin"
 # Most calls import these late; a server imports them before its second call. Its only
 # call may need none of them.
 LATE = "pandas", "transformers.modeling_utils"
@@ -56,8 +56,9 @@ MESSAGES = 100  # of Core ML in an `Outcome` and a row
 # A server answers with a child's exit code, or with this and the errno of a fork that
 # the system refused.
 NO_FORK = 1000
-# A child imports what its caller would and nothing more: `python -m` would put the
-# working folder first, whose random.py would stand for Python's own.
+# A child imports what its caller would and nothing more. It is not started by `python
+# -m`, which puts the working folder first on sys.path: a random.py there would replace
+# Python's.
 SERVE = (
     "import sys; sys.path[:] = {path!r}; from workbench import process; process.serve()"
 )
@@ -155,8 +156,7 @@ def call(
         try:
             with suppress(BrokenPipeError):  # the server has ended
                 print(folder, file=server.process.stdin, flush=True)
-            # no answer: the server has ended, which on a Mac is the child
-            code = int(server.process.stdout.readline() or server.process.wait())
+            code = _read_code(server)
         finally:
             has_ended.set()
         if stop.is_set():
@@ -182,6 +182,20 @@ def call(
         failure = f"exit code {code}: {last_message(lines)}"
     notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
     return Outcome(failure=failure, lines=tuple(notes))
+
+
+def _read_code(server: Server) -> int:
+    """How a call ended.
+
+    Returns:
+        The exit code of the child, which is negative where a signal killed it; from
+        `NO_FORK` on, this and the errno of a fork that the system refused. A server that
+        has ended gives no answer. On a Mac it was the child itself, and its own exit
+        code counts.
+    """
+    if answer := server.process.stdout.readline():
+        return int(answer)
+    return server.process.wait()
 
 
 def _kill_in_time(
@@ -210,12 +224,13 @@ def _server(environment: dict[str, str], stderr: Path) -> Iterator[Server]:
             server = None
     if server is None:
         server = _start_server(code, environment, stderr)
-    waits = False
+    is_reusable = False
     try:
         yield server
-        waits = server.process.poll() is None
+        # it waits for its next call
+        is_reusable = server.process.poll() is None
     finally:
-        if waits:
+        if is_reusable:
             _idle.append(server)
         else:
             server.kill()
@@ -255,7 +270,7 @@ def awake() -> Iterator[None]:
             caffeinate.wait()
 
 
-def invalidating(outcome: Outcome) -> str | None:
+def invalidating_message(outcome: Outcome) -> str | None:
     """The first message of a call which says that the named compute unit was not used;
     None without one. Core ML reports a failed compilation and goes on."""
     return next(filter(INVALIDATING.search, outcome.lines), None)
@@ -284,10 +299,11 @@ def serve() -> None:
         os.dup2(2, 1)
         with uncollected():
             pickle.loads(files.job.read_bytes())  # imports what it names
-        if FORKS and count:
+        # the first call may be the only one, and need none of these modules
+        if CAN_FORK and count:
             _import_late()
         try:
-            child = os.fork() if FORKS else 0
+            child = os.fork() if CAN_FORK else 0
         except OSError as problem:
             print(NO_FORK + problem.errno, file=answers, flush=True)
             continue

@@ -127,8 +127,8 @@ def test_a_note_beside_the_bundle_or_below_the_working_directory_does_not_count(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(files, "__file__", str(tmp_path / "workbench" / "files.py"))
         (tmp_path / "pyproject.toml").write_text('name = "workbench"\n')
-        files.note(gates.NOTES, facts)
-        assert files.is_noted(gates.NOTES, facts)
+        files.note_verified(gates.NOTES, facts)
+        assert files.was_verified(gates.NOTES, facts)
     (noted,) = (tmp_path / "build" / gates.NOTES).iterdir()
     shutil.copytree(tmp_path / "build", bundle.root / "build")
     for folder in (tmp_path, bundle.root):

@@ -277,7 +277,7 @@ def test_messages_of_core_ml_are_logged_and_some_invalidate(line):
     logged, invalid = MESSAGES[line]
     messages = process._messages(["x", line, line])
     assert messages == [line] * logged
-    refused = process.invalidating(process.Outcome(lines=("x", *messages)))
+    refused = process.invalidating_message(process.Outcome(lines=("x", *messages)))
     assert refused == (line if invalid else None)
 
 

@@ -93,7 +93,7 @@ def survivors(running: psutil.Popen, number: signal.Signals) -> list[psutil.Proc
     return alive
 
 
-@pytest.mark.skipif(not process.FORKS, reason="on a Mac the child is the server")
+@pytest.mark.skipif(not process.CAN_FORK, reason="on a Mac the child is the server")
 @SIGNALS
 def test_a_call_leaves_no_process_though_no_thread_of_its_child_can_run(start, number):
     running = start("-c", CALL)

@@ -26,7 +26,7 @@ def importable(monkeypatch):
 
 
 @pytest.mark.slow("imports what cells need, once and once more")
-@pytest.mark.skipif(not process.FORKS, reason="a Mac's frameworks survive no fork")
+@pytest.mark.skipif(not process.CAN_FORK, reason="a Mac's frameworks survive no fork")
 def test_children_are_forks_of_one_idle_process_that_survives_them():
     servers = {process.call(os.getppid).value}
     assert process.call(called.crash, "SIGKILL").failure
@@ -182,7 +182,7 @@ def test_a_child_ends_when_its_caller_is_killed(tmp_path):
     assert ends(orphan)
 
 
-@pytest.mark.skipif(not process.FORKS, reason="on a Mac the child is the server")
+@pytest.mark.skipif(not process.CAN_FORK, reason="on a Mac the child is the server")
 def test_a_server_that_is_killed_keeps_no_caller_waiting_for_its_child():
     outcome = process.call(called.loses_its_server, timeout_s=60)
     assert outcome.failure == "killed by SIGKILL"

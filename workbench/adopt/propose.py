@@ -6,8 +6,9 @@ state holds is recognised by values: the keys and values of one token are compar
 the checkpoint's. At position 0 neither rope nor masks matter, so that a fault of the
 export rarely prevents this.
 
-For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch where
-`describe_functions`, `describe_functions_and_moves` or `count_tokens` decide by names."""
+The manifest only names roles; `workbench/runtime/foreign.py` computes what an input with
+a role is fed. For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch
+where `describe_functions`, `describe_functions_and_moves` or `count_tokens` decide by names."""
 
 import math
 import re
@@ -56,14 +57,17 @@ INPUTS = {
     "position": "positions",
     "ids?$|tokens?$": "ids",
     "hidden|embed|^x$": "x",
+    # any other input is fed zeros; the table of assumptions names it
     "": "zeros",
 }
 OUTPUTS = {
     "val|token_logit|max_logit": "top_value",
     "idx|token|argmax": "top",
     "logit": "logits",
+    # any other output is the stream, which the next package takes
     "": "x",
 }
+UNMATCHED = 1e9  # in place of an error that is not finite; larger than any other
 # a file that ANEMLL writes beside its packages, whose causal masks are of 0 and −inf
 ANEMLL_FILE = "meta.yaml"
 
@@ -82,32 +86,52 @@ class Assumption:
         return {"about": self.subject, "assumed": self.value, "why": self.reason}
 
 
+@dataclass(frozen=True)
 class Package:
-    """A package of another exporter.
+    """A package of another exporter."""
 
-    Attributes:
-        programs: by the names of its functions; None: it has one function alone.
-        program: of the default function.
-        roles: of its inputs and outputs by their names.
-        order: sorts packages as they run: first one that looks tokens up, then those
-            with states, then the head; among these by the numbers in their names.
-    """
+    name: str
+    """Of the folder that was given, which may be a link to `path`."""
+    path: Path
+    programs: dict[str | None, miltorch.Program]
+    """By the names of its functions; None: it has one function alone."""
+    program: miltorch.Program
+    """Of the default function."""
+    input_roles: dict[str, str]
+    output_roles: dict[str, str]
 
-    def __init__(self, path: Path):
-        names = sorted(read_spec(path).mlProgram.functions)
-        if len(names) == 1:
-            names = [None]
-        self.path = path.resolve()
-        self.programs = {name: miltorch.read(path, name) for name in names}
-        self.program = miltorch.read(path)
-        inputs = INPUTS
-        if (self.path.parent / ANEMLL_FILE).is_file():
-            inputs = INPUTS | {"mask": "mask_inf"}
-        self.roles = {name: find_role(inputs, name) for name in self.program.inputs}
-        looks_up = "ids" in self.roles.values()
-        self.order = not looks_up, not self.program.states, natural_key(path.name)
-        for name in sorted(self.program.outputs, key=natural_key):
-            self.roles[name] = find_role(OUTPUTS, name)
+    @property
+    def roles(self) -> dict[str, str]:
+        """Of its inputs and outputs, by their names."""
+        return self.input_roles | self.output_roles
+
+    @property
+    def running_order(self) -> tuple[bool, bool, list]:
+        """Sorts packages as they run: first one that looks tokens up, then those with
+        states, then the head; among these by the numbers in their names."""
+        looks_up = "ids" in self.input_roles.values()
+        # False sorts before True
+        return not looks_up, not self.program.states, natural_key(self.name)
+
+
+def open_package(path: Path) -> Package:
+    """Reads the programs of a package and the roles of its inputs and outputs."""
+    names = sorted(read_spec(path).mlProgram.functions)
+    if len(names) == 1:
+        names = [None]
+    program = miltorch.read(path)
+    patterns = INPUTS
+    if (path.resolve().parent / ANEMLL_FILE).is_file():
+        patterns = INPUTS | {"mask": "mask_inf"}
+    outputs = sorted(program.outputs, key=natural_key)
+    return Package(
+        name=path.name,
+        path=path.resolve(),
+        programs={name: miltorch.read(path, name) for name in names},
+        program=program,
+        input_roles={name: find_role(patterns, name) for name in program.inputs},
+        output_roles={name: find_role(OUTPUTS, name) for name in outputs},
+    )
 
 
 def propose(
@@ -126,8 +150,8 @@ def propose(
         paths_of_source = [source]
         if not paths.is_package(source):
             paths_of_source = source.glob("[!.]*.mlpackage")
-        opened_packages += map(Package, paths_of_source)
-    opened_packages.sort(key=lambda package: package.order)
+        opened_packages += map(open_package, paths_of_source)
+    opened_packages.sort(key=lambda package: package.running_order)
     names = [package.path.name for package in opened_packages]
     if len({*names}) < len(names):
         step = "rename one of them, or leave it out"
@@ -148,35 +172,20 @@ def describe(
 ) -> Manifest:
     """Links packages into the folder `root` and describes them; their caches are still
     in any order."""
-    parts, cache_shapes, roles = [], {}, {}
-    for index, package in enumerate(packages):
-        states = package.program.states
-        # packages that each declare all caches share one state
-        is_shared = len(caches(0, states)) == 2 * plan.dims.L
-        number = 0 if is_shared else index
-        cache_shapes |= caches(number, states)
-        name = package.path.name
-        parts.append(Part(package=name, state=number if states else None))
-        link_package(package.path, root / "layers" / name)
-        roles |= package.roles
+    parts, cache_shapes = link_packages(packages, plan, root)
     check_caches(cache_shapes, plan)
+    roles = {}
+    for package in packages:
+        roles |= package.roles
     functions, moves = describe_functions_and_moves(
         packages, plan, cache_shapes, {*roles.values()}
     )
-    rows = [shape[2] for shape in cache_shapes.values()]
     entries = file_entries(root, root / "layers")
-    # the last token of a call goes through a function that gives logits
-    largest = max(f.t_max + (not f.logits) for f in functions)
-    options = Options(
-        max_seq_len=max(rows),
-        tokens=f"1-{min(largest, max(rows))}",
-        kv_write="slice",
-        compress=nearest_preset(entries, checkpoint),
-        sliding="mask" if min(rows) == max(rows) else "window",
-        layers_per_shard=plan.dims.L,
-    )
+    compress = nearest_preset(entries, checkpoint)
+    options = describe_options(functions, cache_shapes, plan, compress)
     spec = layers_spec(plan, options, 0, plan.dims.L)
-    # a first assignment by shape alone, which `match_caches` corrects
+    # Caches of one shape are in any order here; `match_caches` puts them right. It
+    # permutes names and planes, so that each plane needs a name of its own shape now.
     tensors = sorted(cache_shapes, key=cache_shapes.get)
     states = sorted(spec.states.items(), key=lambda state: state[1].shape)
     spec.states = {
@@ -211,6 +220,48 @@ def describe(
     )
 
 
+def link_packages(
+    packages: list[Package], plan: Plan, root: Path
+) -> tuple[list[Part], dict[str, tuple[int, ...]]]:
+    """Links packages into the folder `root`.
+
+    Returns:
+        The part of the manifest for each package; the shapes of all caches by the names
+        of their planes.
+    """
+    parts, cache_shapes = [], {}
+    for index, package in enumerate(packages):
+        states = package.program.states
+        # packages that each declare all caches share one state
+        is_shared = len(caches(0, states)) == 2 * plan.dims.L
+        number = 0 if is_shared else index
+        cache_shapes |= caches(number, states)
+        name = package.path.name
+        parts.append(Part(package=name, state=number if states else None))
+        link_package(package.path, root / "layers" / name)
+    return parts, cache_shapes
+
+
+def describe_options(
+    functions: list[Function],
+    cache_shapes: dict[str, tuple[int, ...]],
+    plan: Plan,
+    compress: str,
+) -> Options:
+    """The options of an export with which a bundle has these functions and caches."""
+    rows = [shape[2] for shape in cache_shapes.values()]
+    # the last token of a call goes through a function that gives logits
+    largest = max(f.t_max if f.logits else f.t_max + 1 for f in functions)
+    return Options(
+        max_seq_len=max(rows),
+        tokens=f"1-{min(largest, max(rows))}",
+        kv_write="slice",
+        compress=compress,
+        sliding="mask" if min(rows) == max(rows) else "window",
+        layers_per_shard=plan.dims.L,
+    )
+
+
 def link_package(source: Path, target: Path) -> None:
     """Links every file of a package into the folder `target`."""
     for file in files(source):
@@ -223,7 +274,8 @@ def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
     """Raises an InputError unless there are keys and values of every layer, of the
     model's heads and head width."""
     dims = plan.dims
-    sizes = [tuple(shape[1::2]) for shape in shapes.values()]
+    # [1, heads, rows, width]
+    sizes = [(shape[1], shape[3]) for shape in shapes.values()]
     if sizes != [(dims.H_kv, dims.D)] * (2 * dims.L):
         raise InputError(
             "packages",
@@ -301,6 +353,7 @@ def match_caches(
     nearest to the checkpoint's, and the largest relative RMS of these rows."""
     from scipy.optimize import linear_sum_assignment
 
+    # an ordinary token: the first ids are special ones
     token = manifest.dims.V // 2
     trace = hf.trace_reference(checkpoint, None, [token], head=False)
     decoder = Decoder(Bundle(root, manifest), "portable", "exact")
@@ -310,7 +363,7 @@ def match_caches(
     rows = [state.read(name)[0, :, 0] for name in names]
     expected = [state_rows(trace, name) for name in names]
     errors = [[compare.relative_rms(e, row) for row in rows] for e in expected]
-    errors = np.nan_to_num(errors, nan=1e9, posinf=1e9)
+    errors = np.nan_to_num(errors, nan=UNMATCHED, posinf=UNMATCHED)
     nearest = linear_sum_assignment(errors)
     states = {names[i]: entries[j] for i, j in zip(*nearest)}
     shards = [shard.model_copy(update={"states": states})]
@@ -353,7 +406,10 @@ def list_assumptions(
 
 def find_role(roles: dict[str, str], name: str) -> str:
     """The first role whose pattern occurs in a name."""
-    return next(role for p, role in roles.items() if re.search(p, name.lower()))
+    lower_name = name.lower()
+    return next(
+        role for pattern, role in roles.items() if re.search(pattern, lower_name)
+    )
 
 
 def natural_key(name: str) -> list:

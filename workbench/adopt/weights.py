@@ -53,8 +53,8 @@ def find_pieces(matrix: torch.Tensor, constants: dict[str, torch.Tensor]) -> lis
             continue
         if (rows - constant).norm() <= ALIKE * rows.norm():
             pieces.setdefault(first, name)
-    names, end = [], 0
-    while end in pieces:
-        names.append(pieces[end])
-        end += len(constants[pieces[end]])
-    return names if end == len(matrix) else []
+    names, next_row = [], 0
+    while next_row in pieces:
+        names.append(pieces[next_row])
+        next_row += len(constants[pieces[next_row]])
+    return names if next_row == len(matrix) else []

@@ -23,7 +23,14 @@ from workbench.bundle.manifest import (
     first_fault,
 )
 from workbench.errors import InputError
-from workbench.files import is_lfs_pointer, is_noted, locked, note, read_bytes, sha256
+from workbench.files import (
+    is_lfs_pointer,
+    locked,
+    note_verified,
+    read_bytes,
+    sha256,
+    was_verified,
+)
 
 NOTES = (
     "contents"  # the folder of this checkout's notes on files whose hashes are right
@@ -132,7 +139,7 @@ class Bundle:
         Raises:
             InputError: see `verify`.
         """
-        if self.bytes < NOTED_BYTES or not is_noted(NOTES, self._stamp()):
+        if self.bytes < NOTED_BYTES or not was_verified(NOTES, self._stamp()):
             self.verify()
         self._check_embedding()
 
@@ -163,7 +170,7 @@ class Bundle:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
             raise _damaged(path, f"a file that {paths.BUNDLE} does not list")
         if self.bytes >= NOTED_BYTES and stamp == self._stamp():
-            note(NOTES, stamp)
+            note_verified(NOTES, stamp)
 
     def _check_embedding(self) -> None:
         """Refuses tables that do not have the manifest's dimensions."""

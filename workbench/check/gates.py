@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from workbench.errors import InputError
-from workbench.files import is_noted, note, read_bytes, write_whole
+from workbench.files import note_verified, read_bytes, was_verified, write_whole
 
 GREEN = "GREEN"
 RED = "RED"
@@ -228,7 +228,7 @@ def save_verdict(bundle, results: Iterable[Gate]) -> str:
             str(path), reason, "a folder that can be written", step
         ) from None
     digest = hashlib.sha256(contents).hexdigest()
-    note(NOTES, {"bundle": bundle.identity, "verdict": digest})
+    note_verified(NOTES, {"bundle": bundle.identity, "verdict": digest})
     return digest
 
 
@@ -266,4 +266,4 @@ def stored_verdict(bundle, trusted_hash: str | None = None) -> StoredVerdict | N
         return None
     digest = hashlib.sha256(contents).hexdigest()
     facts = {"bundle": bundle.identity, "verdict": digest}
-    return StoredVerdict(results, digest == trusted_hash or is_noted(NOTES, facts))
+    return StoredVerdict(results, digest == trusted_hash or was_verified(NOTES, facts))

@@ -97,7 +97,7 @@ class Runner:
         self.packages += 1
         if self.report:
             self.report(self.packages)
-        refusal = process.invalidating(outcome)
+        refusal = process.invalidating_message(outcome)
         if outcome.failure:
             return PackageRun([], outcome.failure)
         if refusal:
