@@ -315,10 +315,10 @@ def test_making_it_again_frees_the_picture_of_the_one_before(explorer):
     again = Explorer(GRID, explorer.experiment, root=explorer.root)
     check(again)
     gc.collect()
-    assert explorer.closed and not any(picture() for picture in pictures)
+    assert not explorer.is_open and not any(picture() for picture in pictures)
     assert len(_instances) <= before
     other = Explorer(PART, None, root=explorer.root)
-    assert not again.closed and not other.closed
+    assert again.is_open and other.is_open
 
 
 def test_no_box_has_a_scroll_bar(explorer):

@@ -1,5 +1,6 @@
 """Errors by layer and token position."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,26 @@ LEAST_HATCHED = 0.05  # inches: a smaller cell cannot show the lines of a hatch
 
 INDEX = ["layer", "position"]
 LOGITS = -1
-"""The layer of the logits in the log, above all others in a figure."""
+"""The layer of the logits in the log (`log.schema`), above all others in a figure."""
+
+
+@dataclass
+class Panel:
+    """The cells of a heatmap, which may be those of several names."""
+
+    cells: pd.DataFrame
+    """`value` and `beyond` by layer and position."""
+    names: list[str]
+    parts: list[pd.DataFrame]
+    """The rows of each name."""
+
+    @property
+    def title(self) -> str:
+        """The names; of several, whether their tensors are equal too."""
+        if len(self.names) == 1:
+            return self.names[0]
+        names = f"{'; '.join(self.names[:-1])} and {self.names[-1]}"
+        return f"{names}: {_equality(self.parts)}"
 
 
 @dataclass(frozen=True)
@@ -153,23 +173,16 @@ def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
     worst of several rows. Panels that look alike are one panel, whose title has the
     names of all and says whether their tensors are equal."""
     all_cells = pd.MultiIndex.from_product([np.sort(cells[i].unique()) for i in INDEX])
-    distinct = []  # names, panel, and the rows of each name
+    panels: list[Panel] = []
     for name, part in group_by(cells, by):
-        panel = part.groupby(INDEX)[["value", "beyond"]].max().reindex(all_cells)
-        for names, other, parts in distinct:
-            if panel.equals(other):
-                names.append(name)
-                parts.append(part)
-                break
+        drawn = part.groupby(INDEX)[["value", "beyond"]].max().reindex(all_cells)
+        alike = next((panel for panel in panels if panel.cells.equals(drawn)), None)
+        if alike is None:
+            panels.append(Panel(drawn, [name], [part]))
         else:
-            distinct.append(([name], panel, [part]))
-    panels = {}
-    for names, panel, parts in distinct:
-        title = names[0]
-        if len(names) > 1:
-            title = f"{'; '.join(names[:-1])} and {names[-1]}: {_equality(parts)}"
-        panels[title] = panel
-    return panels
+            alike.names.append(name)
+            alike.parts.append(part)
+    return {panel.title: panel.cells for panel in panels}
 
 
 def _equality(parts: Sequence[pd.DataFrame]) -> str:
@@ -211,7 +224,10 @@ def _scale(
     return Scale(
         # a decade at least, so that cells of about the same value look alike
         norm=LogNorm(low, max(high, 10 * low)),
-        block=(-(-layers // MAX_LAYERS), -(-positions // int(CELLS_PER_INCH * width))),
+        block=(
+            math.ceil(layers / MAX_LAYERS),
+            math.ceil(positions / int(CELLS_PER_INCH * width)),
+        ),
         is_hatched=min(cell_width, cell_height) >= LEAST_HATCHED,
         is_raster=len(panels) * layers * positions > MAX_VECTOR_CELLS,
     )

@@ -39,7 +39,7 @@ def lines(
     col: str | None = None,
     spread: Sequence[float] = (0, 1),
     marks: Mapping[str, float] = {},
-    xlog: float = 0,
+    xlog: float | None = None,
     ylog: bool = False,
     xlabel: str | None = None,
     ylabel: str | None = None,
@@ -53,7 +53,7 @@ def lines(
 
     Args:
         marks: names and values of dashed horizontal lines.
-        xlog: base of a logarithmic x axis; 0: linear, with whole numbers.
+        xlog: base of a logarithmic x axis; None: linear, with whole numbers.
         ylabel: "" where each panel shows a quantity of its own, without a common scale.
     """
     panels = group_by(data, col)

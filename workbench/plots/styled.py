@@ -2,6 +2,7 @@
 this look whatever the user's settings are."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -128,7 +129,7 @@ def add_legend(figure: Figure, keys: Sequence, notes: Sequence[str] = ()) -> Non
     # about 16 characters take an inch, and the mark before a label as much as 7
     columns = max(1, int(16 * figure.get_figwidth() / (longest + 7)))
     title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
-    lines = -(-len(keys) // columns) + len(title.splitlines())
+    lines = math.ceil(len(keys) / columns) + len(title.splitlines())
     figure.set_figheight(figure.get_figheight() + lines * LINE)
     legend_options = {"title": title, "alignment": "left"} if title else {}
     figure.legend(

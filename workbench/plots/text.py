@@ -76,9 +76,9 @@ def describe_unplaced(data: pd.DataFrame, columns: Sequence[str]) -> list[str]:
 
 
 def label_log(axis) -> None:
-    """Labels a logarithmic axis: powers of ten, their double and fivefold where it has
-    few decades, and every tick where it is shorter. The labels are plain numbers where
-    all lie from 0.01 to 9999."""
+    """Labels a logarithmic axis. From a ratio of 40 between its ends on it has labels at
+    powers of ten, from 4 on at 1, 2 and 5 times a power of ten, and below at every tick.
+    The labels are plain numbers where all lie from 0.01 to 9999."""
     low, high = axis.get_view_interval()
     is_plain = 0.01 <= low and high < 1e4
     formatter = "{x:g}" if is_plain else LogFormatterSciNotation()

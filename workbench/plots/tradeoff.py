@@ -50,6 +50,7 @@ def tradeoff(
             if quality == "OVER":
                 style |= {"facecolors": "none", "edgecolors": colour}
                 del style["color"]
+            # "verdict not set" where the setting was not validated
             label = label_of("verdict", verdict)
             if verdict == "GREEN":
                 label += f", {label_of('quality', quality)}"

@@ -1,7 +1,7 @@
 """Sliders over what the log holds of a grid."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,10 @@ class Explorer(ui.VBox):
     weights. An Explorer is closed when its cell of a notebook runs again; outside of a
     notebook, when another one shows the same grid.
 
+    What is called when: after a job, and at the start, `refresh` reads the log and
+    calls `draw`; a slider calls `draw_anew`, which calls `draw`; a click calls `draw`,
+    then perhaps a job. `draw` ends with `describe`.
+
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`). Each control begins at the
             first value of its axis.
@@ -61,7 +65,7 @@ class Explorer(ui.VBox):
         self.grid, self.experiment = sweep.make_grid(grid), experiment
         self.root = Path(root or log.default_root()).absolute()
         self.notebook_cell = _notebook_cell()
-        self.closed = True  # until all widgets are there
+        self.is_open = False  # until all widgets are there
         _close_replaced(self)
         self.results = GridResults(self.grid, self.root)
         source = self.results.cells["cell"].iloc[0].source
@@ -87,7 +91,7 @@ class Explorer(ui.VBox):
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         super().__init__([*rows, *pictures], layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
-        self.closed = False
+        self.is_open = True
         _open.append(self)
         self.guarded(self.refresh)
 
@@ -128,21 +132,18 @@ class Explorer(ui.VBox):
 
     def close(self) -> None:
         """Ends its measurement, removes it from the page and frees its figures."""
-        if getattr(self, "closed", True):  # a widget closes when it is deleted
+        # ipywidgets closes a widget when it is deleted, also one that `__init__` left
+        # before it set anything
+        if not getattr(self, "is_open", False):
             super().close()
             return
-        self.closed = True
+        self.is_open = False
         self.queue.cancel()
         if self in _open:
             _open.remove(self)
         for canvas in (self.heatmap.canvas, self.speed.canvas):
             canvas.figure.clear()
-        widgets = [self]
-        for widget in widgets:  # grows by the widgets in a box
-            widgets += getattr(widget, "children", ())
-            # a canvas has a toolbar outside of its children, which refers to it
-            widgets += [widget.toolbar] if hasattr(widget, "toolbar") else []
-        for widget in widgets[1:]:
+        for widget in [*_widgets_within(self)]:
             for part in (widget.layout, getattr(widget, "style", None), widget):
                 if part is not None:
                     part.close()
@@ -154,7 +155,7 @@ class Explorer(ui.VBox):
     def guarded(self, action: Callable[[], None]) -> bool:
         """Runs a callback. Jupyter would swallow its error, so the error is shown here
         and the queued jobs are dropped. Returns whether it succeeded."""
-        if self.closed:
+        if not self.is_open:
             return False
         try:
             action()
@@ -165,12 +166,12 @@ class Explorer(ui.VBox):
             return False
 
     def _show_error(self, problem: Exception) -> None:
-        if not self.closed:
+        if self.is_open:
             text = escape.html(f"{type(problem).__name__}: {problem}")
             self.message.value = f"<pre class='workbench-error'>{text}</pre>"
 
     def _say(self, text: str) -> None:
-        if not self.closed:
+        if self.is_open:
             self.status.value = escape.html(text)
 
     # what is shown
@@ -194,7 +195,7 @@ class Explorer(ui.VBox):
     def _enable(self) -> None:
         """Enables *Cancel* while something is measured, and *Run* while nothing is and
         the log lacks a cell of the grid."""
-        if not self.closed:
+        if self.is_open:
             is_busy = self.queue.is_busy
             self.cancel.disabled = not is_busy
             self.run_button.disabled = is_busy or self.run_button.description == NOTHING
@@ -226,7 +227,7 @@ class Explorer(ui.VBox):
     def _draw_times(self, setting: Setting, S: int) -> str:
         """Draws the times over max_seq_len and T; returns those of the setting."""
         rates, layers = (
-            self.results.rows(table, setting, "max_seq_len", "T")
+            self.results.rows(table, setting, ignoring=("max_seq_len", "T"))
             for table in ("samples", "layers")
         )
         return self.speed.draw(rates, layers, S, setting["T"])
@@ -369,6 +370,17 @@ class Explorer(ui.VBox):
         )
         folder = self.experiment.folder / "figures"
         self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
+
+
+def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
+    """All widgets in a box, also those in its boxes."""
+    widgets = [*getattr(box, "children", ())]
+    # a canvas has a toolbar outside of its children, which refers to it
+    if hasattr(box, "toolbar"):
+        widgets.append(box.toolbar)
+    for widget in widgets:
+        yield widget
+        yield from _widgets_within(widget)
 
 
 def _message(times: str, S: int, shown_S: int | None) -> str:

@@ -54,6 +54,9 @@ class JobQueue:
     def add_first(self, *jobs: Job) -> None:
         """Puts jobs before all others, and starts a thread unless one is at work."""
         self.jobs[:0] = jobs
+        self._start_if_needed()
+
+    def _start_if_needed(self) -> None:
         if self.jobs and not self.is_busy:
             self.is_busy = True
             self.cancelled.clear()
@@ -91,7 +94,7 @@ class JobQueue:
         self.is_busy = False
         self.say(CANCELLED if self.cancelled.is_set() else "")
         self.on_change()
-        self.add_first()  # starts again for jobs that came while the thread ended
+        self._start_if_needed()  # for jobs that came while the thread ended
 
     def _count_down(self, job: Job, ended: threading.Event) -> None:
         """Says every second what is left, until the job has ended."""

@@ -43,6 +43,7 @@ class GridResults:
         if self.grid.run.runtime == ["auto"]:
             # it follows from the target: no control combines one with another's runtime
             names.remove("runtime")
+        # those of `FIRST_AXES` in their order, then the others in theirs
         names.sort(key=lambda name: [*FIRST_AXES, name].index(name))
         values = {name: self.cells[name].unique().tolist() for name in names}
         return {
@@ -64,11 +65,13 @@ class GridResults:
         cells = sweep.missing(self.cells["cell"], self.root)
         return sorted(cells, key=lambda cell: cell.options != first)
 
-    def rows(self, table: str, setting: Setting, *any_value_of: str) -> pd.DataFrame:
-        """The rows of a table at a setting, whatever the values of the axes `any_value_of`;
+    def rows(
+        self, table: str, setting: Setting, *, ignoring: Iterable[str]
+    ) -> pd.DataFrame:
+        """The rows of a table at a setting, whatever the values of the axes `ignoring`;
         those of `fidelity` whatever changes only times, too."""
         name = "values" if table == "fidelity" else "setting"
-        cells = _cells_at(self._stored_cells, setting, any_value_of)
+        cells = _cells_at(self._stored_cells, setting, ignoring)
         hashes = {cell.columns()[name] for cell in cells}
         rows = self.tables[table]
         return rows[rows[name].isin(hashes)]
@@ -77,16 +80,26 @@ class GridResults:
         """The rows of a tensor at the setting's max_seq_len, or else at the nearest one
         that was measured: those of the setting's T and of the smallest T of the grid,
         or of every T where that of the setting was not validated."""
-        rows = self.rows("fidelity", setting, "T", "depth", "fast", "max_seq_len")
+        ignored = "T", "depth", "fast", "max_seq_len"
+        rows = self.rows("fidelity", setting, ignoring=ignored)
         rows = rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode_of(tensor))]
-        T = setting["T"]
-        if (rows["T"] == T).any():
-            smallest = int(self.cells["T"].min())
-            rows = rows[rows["T"].isin([smallest, T])]
-        S = self.options(setting).max_seq_len
-        lengths = rows["max_seq_len"].unique()
-        nearest = min(lengths, key=lambda length: abs(length - S), default=None)
-        return rows[rows["max_seq_len"] == nearest].sort_values("T")
+        rows = self._at_T(rows, setting["T"])
+        rows = _at_nearest_length(rows, self.options(setting).max_seq_len)
+        return rows.sort_values("T")
+
+    def _at_T(self, rows: pd.DataFrame, T: int) -> pd.DataFrame:
+        """The rows of this T and of the smallest T of the grid; all rows where none has
+        this T."""
+        if not (rows["T"] == T).any():
+            return rows
+        return rows[rows["T"].isin([int(self.cells["T"].min()), T])]
+
+
+def _at_nearest_length(rows: pd.DataFrame, S: int) -> pd.DataFrame:
+    """The rows of the max_seq_len that is nearest to S; none of none."""
+    lengths = rows["max_seq_len"].unique()
+    nearest = min(lengths, key=lambda length: abs(length - S), default=None)
+    return rows[rows["max_seq_len"] == nearest]
 
 
 def mode_of(tensor: str) -> str:
@@ -106,10 +119,10 @@ def _table(cells: Iterable[Cell]) -> pd.DataFrame:
 
 
 def _cells_at(
-    cells: pd.DataFrame, setting: Setting, any_value_of: Iterable[str] = ()
+    cells: pd.DataFrame, setting: Setting, ignoring: Iterable[str] = ()
 ) -> list[Cell]:
-    """The cells of a table at a setting, whatever the values of the axes `any_value_of`."""
+    """The cells of a table at a setting, whatever the values of the axes `ignoring`."""
     for name, value in setting.items():
-        if name not in any_value_of:
+        if name not in ignoring:
             cells = cells[cells[name] == value]
     return cells["cell"].tolist()

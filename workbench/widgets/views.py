@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 
 from workbench import log, plots, sweep
+from workbench.log.schema import LOGITS
 from workbench.widgets import sentences
 from workbench.widgets.controls import canvas
 
@@ -19,6 +20,11 @@ class Place(NamedTuple):
     layer: int | None
     """None: the logits."""
     position: int
+
+    @property
+    def layer_in_log(self) -> int:
+        """The layer as the log has it."""
+        return LOGITS if self.layer is None else self.layer
 
 
 class Heatmap:
@@ -36,8 +42,8 @@ class Heatmap:
         self, rows: pd.DataFrame, options: dict, title: str, chosen: Place | None
     ) -> None:
         """Draws rows, and a frame around the chosen cell."""
-        # the log has -1 for the logits' layer
-        self.rows = rows.assign(layer=rows["layer"].fillna(-1).astype(int))
+        layers = rows["layer"].fillna(LOGITS).astype(int)
+        self.rows = rows.assign(layer=layers)
         self.options = options
         figure = self.canvas.figure
         plots.heatmap(self.rows, **options, title=title, figure=figure)
@@ -46,9 +52,8 @@ class Heatmap:
         for ax in self.axes():
             ax.format_coord = lambda x, y: self.describe(self.place_at(x, y))
             if chosen and len(self._rows_of(chosen)):
-                layer = -1 if chosen.layer is None else chosen.layer
                 column = self._positions.index(chosen.position)
-                corner = column, self._layers.index(layer)
+                corner = column, self._layers.index(chosen.layer_in_log)
                 ax.add_patch(Rectangle(corner, 1, 1, **CHOSEN))
         self.canvas.draw_idle()
 
@@ -65,7 +70,8 @@ class Heatmap:
         if not (0 <= y < len(self._layers) and 0 <= x < len(self._positions)):
             return None
         layer = int(self._layers[int(y)])
-        return Place(None if layer < 0 else layer, int(self._positions[int(x)]))
+        position = int(self._positions[int(x)])
+        return Place(None if layer == LOGITS else layer, position)
 
     def describe(self, place: Place | None) -> str:
         """Place and values of a cell at the setting's T, which is the largest in the
@@ -80,8 +86,7 @@ class Heatmap:
     def _rows_of(self, place: Place | None) -> pd.DataFrame:
         if place is None or self.rows.empty:
             return self.rows[:0]
-        layer = -1 if place.layer is None else place.layer
-        is_there = self.rows["layer"].eq(layer)
+        is_there = self.rows["layer"].eq(place.layer_in_log)
         return self.rows[is_there & self.rows["position"].eq(place.position)]
 
 
