@@ -111,6 +111,14 @@ def find_circle(item: pytest.Item) -> str:
     return ""
 
 
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Puts files, and the tests within them, in a random order."""
+    random.Random(seed).shuffle(items)
+    # tests of a file stay together, so that its fixtures are made once
+    places = {}
+    items.sort(key=lambda item: places.setdefault(item.path, len(places)))
+
+
 def skip_on_other_platforms(item: pytest.Item) -> None:
     marks = {mark.name for mark in item.iter_markers()}
     if "shimmed" in getattr(item, "fixturenames", ()):
@@ -123,24 +131,23 @@ def skip_on_other_platforms(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     expression = config.getoption("markexpr")
-    named_circle = ""
+    circle_of_option = ""
     if config.getoption("keyword"):
         # before cases are drawn, so that some of those that fit `-k` are among them
         deselect_by_keyword(items, config)
-        for circle in CIRCLES:
-            if circle in expression:
-                named_circle = circle
-                break
-    draw_from_matrices(items, named_circle)
+        named_circles = (circle for circle in CIRCLES if circle in expression)
+        circle_of_option = next(named_circles, "")
+    draw_from_matrices(items, circle_of_option)
     if seed := config.getoption("shuffle"):
-        random.Random(seed).shuffle(items)
-        # tests of a file stay together, so that its fixtures are made once
-        places = {}
-        items.sort(key=lambda item: places.setdefault(item.path, len(places)))
+        shuffle(items, seed)
     selected, left_out = [], []
     for item in items:
         skip_on_other_platforms(item)
-        if find_circle(item) in expression or is_named(item, config):
+        circle = find_circle(item)
+        # `-m "not wide"` passes wide tests here, and unmarked ones pass `-m wide`: pytest's
+        # own selection by `-m` comes afterwards
+        runs = circle == "" or circle in expression
+        if runs or is_named(item, config):
             selected.append(item)
         else:
             left_out.append(item)

@@ -34,9 +34,9 @@ STORE = cases.STORE / "cases.jsonl"
 TABLES = ROOT / "tests" / "check" / "faults.md"
 INTRODUCTION = """# Planted faults, and the gates that are RED
 
-Written by `make prove` from the cases that ran. Every gate is asked of every fault; interface and
-weights only of faults in files. Sound bundles have to stay below 1, faults above. `device` is asked
-of the portable runtime in the place of a device. `weights` has two limits: halves of a step, and for
+Written by `make prove` from the cases that ran. Every gate runs on every fault; interface and
+weights only on faults in files. Sound bundles have to stay below 1, faults above. `device` runs on
+the portable runtime in the place of a device. `weights` has two limits: halves of a step, and for
 tables the distance to the nearest entry and the squared error over the best table's.
 """
 Records = dict[Case, Record]

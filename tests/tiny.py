@@ -34,6 +34,7 @@ LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
 # the families' default ids lie beyond these vocabularies
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+# of names that several dicts have, the later entry counts
 DIMS = {
     "llama": SMALL | HEADS | dict(vocab_size=97, tie_word_embeddings=True),
     "qwen2": THREE | dict(vocab_size=101),

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,39 +43,50 @@ STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut6-g16")
 TRAINED = [f"tiny-{name}" for name in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
 LLAMA = "data/tiny-llama"
-# Bundles that faults are planted in: a checkpoint's folder or its family, changes of
-# that family's tiny dimensions, and options of the export.
-BASES: dict[str, tuple[str, dict, dict]] = {
-    "llama": (LLAMA, {}, {"max_seq_len": 64}),
-    "fixed": (LLAMA, {}, {"tokens": "4"}),
-    "functions": (LLAMA, {}, {"tokens": "1,4"}),
-    "batch": (LLAMA, {}, {"batch": 3}),
-    "slice": (LLAMA, {}, {"kv_write": "slice"}),
-    "qwen2": ("qwen2", {}, {}),
-    "pairs": ("qwen2", {}, {"layers_per_shard": 2}),
-    "qwen3": ("qwen3", {}, {}),
-    "gemma": ("gemma3_text", {}, {}),
-    "ring": ("gemma3_text", {}, {"sliding": "ring"}),
-    "zaya": ("zaya", {}, {}),
-    "routed": (
+
+
+class Recipe(NamedTuple):
+    """What a bundle is exported from, and how."""
+
+    source: str
+    """A checkpoint's folder, or its family."""
+    changes: dict
+    """Of the family's tiny dimensions."""
+    options: dict
+    """Of the export."""
+
+
+# Bundles that faults are planted in.
+BASES: dict[str, Recipe] = {
+    "llama": Recipe(LLAMA, {}, {"max_seq_len": 64}),
+    "fixed": Recipe(LLAMA, {}, {"tokens": "4"}),
+    "functions": Recipe(LLAMA, {}, {"tokens": "1,4"}),
+    "batch": Recipe(LLAMA, {}, {"batch": 3}),
+    "slice": Recipe(LLAMA, {}, {"kv_write": "slice"}),
+    "qwen2": Recipe("qwen2", {}, {}),
+    "pairs": Recipe("qwen2", {}, {"layers_per_shard": 2}),
+    "qwen3": Recipe("qwen3", {}, {}),
+    "gemma": Recipe("gemma3_text", {}, {}),
+    "ring": Recipe("gemma3_text", {}, {"sliding": "ring"}),
+    "zaya": Recipe("zaya", {}, {}),
+    "routed": Recipe(
         "zaya",
         {"num_hidden_layers": 2, "num_experts": 2},
         {"moe": "routed", "tokens": "1-2"},
     ),
-    "ministral3": ("ministral3", {}, {}),
-    "smollm3": ("smollm3", {}, {}),
-    "olmo2": ("olmo2", {}, {}),
-    "phi3": ("phi3", {}, {}),
-    "lfm2": ("lfm2", {"conv_L_cache": 4}, {}),
-    "qwen3_5": ("qwen3_5_text", {}, {"tokens": "1-8"}),
-    "granite": ("granitemoehybrid", {}, {}),
-    "wide": (
-        "llama",
-        {"vocab_size": 2 * 16_384, "num_hidden_layers": 1},
-        {"max_seq_len": 16},
+    "ministral3": Recipe("ministral3", {}, {}),
+    "smollm3": Recipe("smollm3", {}, {}),
+    "olmo2": Recipe("olmo2", {}, {}),
+    "phi3": Recipe("phi3", {}, {}),
+    "lfm2": Recipe("lfm2", {"conv_L_cache": 4}, {}),
+    "qwen3_5": Recipe("qwen3_5_text", {}, {"tokens": "1-8"}),
+    "granite": Recipe("granitemoehybrid", {}, {}),
+    "wide": Recipe(
+        "llama", {"vocab_size": 2 * 16_384, "num_hidden_layers": 1}, {"max_seq_len": 16}
     ),
 }
-# Layers of these bundles whose shards have one program, with other weights.
+# Layers of these bundles whose shards have one program, with other weights. A bundle without a
+# fault of one layer needs no entry.
 ALL_ALIKE = [(0, 1, 2, 3)]
 ONE_DIFFERS = [(0, 2), (1,)]
 ALIKE: dict[str, list[tuple[int, ...]]] = {
@@ -167,23 +179,23 @@ class Case:
         return fault if self.layer is None else replace(fault, layer=self.layer)
 
     @property
-    def recipe(self) -> tuple[str, dict, dict]:
-        """What the bundle is exported from and how: a checkpoint's folder or its family, changes
-        of the family's tiny dimensions, options of the export."""
+    def recipe(self) -> Recipe:
+        """Of the bundle, in the case's preset."""
         match self.kind:
             case "clean":
-                return clean.draw(int(self.name), self.preset)
+                return Recipe(*clean.draw(int(self.name), self.preset))
             case "trained":
-                family, changes, options = f"data/{self.name}", {}, {}
+                recipe = Recipe(f"data/{self.name}", {}, {})
             case "massive":
-                family, changes, options = "massive", {}, {}
+                recipe = Recipe("massive", {}, {})
             case "deep":
-                family, changes, options = "llama", {"num_hidden_layers": 24}, {}
+                recipe = Recipe("llama", {"num_hidden_layers": 24}, {})
             case "base":
-                family, changes, options = BASES[self.name]
+                recipe = BASES[self.name]
             case "disk" | "memory":
-                family, changes, options = BASES[self.fault.bundle]
-        return family, changes, options | {"compress": self.preset}
+                recipe = BASES[self.fault.bundle]
+        options = recipe.options | {"compress": self.preset}
+        return recipe._replace(options=options)
 
 
 @dataclass(frozen=True)
@@ -376,7 +388,8 @@ def budget_gates(subject: Subject) -> list[Gate]:
     decoder, paths = subject.decoder(), (subject.folder, subject.checkpoint.path)
     Ts = None if decoder.options.shapes else (1, decoder.options.t_max)
     cost = measure(decoder, golden_of(*paths), Ts, budget_of(*paths))
-    return cost.gates()[1:]
+    # the other gate of a cost is `max_kl`, on the quality
+    return [gate for gate in cost.gates() if gate.name == "budget"]
 
 
 def device_gates(subject: Subject) -> list[Gate]:

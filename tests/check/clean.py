@@ -1,7 +1,7 @@
 """Clean bundles of random family, seed, dimensions, compression and options: no bug gate may be RED
 on any of them.
 
-`python -m tests.prove clean` asks all of them. What goes in is a number, what comes out is what to
+`python -m tests.prove clean` runs every gate on all of them. What goes in is a number, what comes out is what to
 make and export.
 """
 

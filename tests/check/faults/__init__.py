@@ -7,7 +7,7 @@ To plant another fault, add a row to `FAULTS` of the module that it belongs to:
     weights, tables, manifest    in a copy of a bundle's files; `copies` has edits of it
     programs, descriptions       in the packages of such a copy
 
-`python -m tests.prove NAME_OF_THE_FAULT` asks every gate. `reuse` has the faults of caches that are
+`python -m tests.prove NAME_OF_THE_FAULT` runs every gate. `reuse` has the faults of caches that are
 stored, restored and batched, which take two decoders and are a table of their own.
 
 Bugs that others reported and that concern one sequence, and the fault that stands for each:

@@ -28,20 +28,21 @@ def scale_constants(copy: Copy, shard: dict, name: str, factor: float) -> None:
             array.write(array.read() * np.float16(factor))
 
 
-# A norm multiplies two constants, …eps0 and …eps1, to its epsilon
+# A norm multiplies two constants, …eps0 and …eps1, to its epsilon: both times 10 give an epsilon
+# times 100
 
 
-def scale_epsilon_of_all_norms(copy):
+def scale_both_epsilon_factors_of_all_norms(copy):
     for layer in range(4):
         scale_constants(copy, copy.shard(layer), "layernorm_eps", 10)
 
 
 def scale_epsilon(name: str, factor: float) -> LayerPlant:
-    """Scales an epsilon of a layer."""
+    """Scales one of the two factors of an epsilon of a layer."""
     return lambda copy, layer: scale_constants(copy, copy.shard(layer), name, factor)
 
 
-def scale_epsilon_of_head(copy):
+def scale_both_epsilon_factors_of_head(copy):
     scale_constants(copy, copy.shard(kind="head"), "eps", 10)
 
 
@@ -283,7 +284,11 @@ def plant_in_function(T: int, plant: Plant | LayerPlant) -> Plant | LayerPlant:
 
 
 FAULTS = [
-    Fault("RMS epsilon times 100", gate="program", plant=scale_epsilon_of_all_norms),
+    Fault(
+        "RMS epsilon times 100",
+        gate="program",
+        plant=scale_both_epsilon_factors_of_all_norms,
+    ),
     Fault(
         "RMS epsilon times 10 in one norm",
         gate="program",
@@ -297,7 +302,9 @@ FAULTS = [
         plant=scale_epsilon("input_layernorm_eps1", 0),
     ),
     Fault(
-        "final norm's epsilon times 100", gate="program", plant=scale_epsilon_of_head
+        "final norm's epsilon times 100",
+        gate="program",
+        plant=scale_both_epsilon_factors_of_head,
     ),
     # Gemma divides by the root of query_pre_attn_scalar, not by that of the width of a head
     Fault(
@@ -480,7 +487,7 @@ FAULTS = [
         "RMS epsilon times 100 in the function of T 1",
         gate="program",
         bundle="functions",
-        plant=plant_in_function(1, scale_epsilon_of_all_norms),
+        plant=plant_in_function(1, scale_both_epsilon_factors_of_all_norms),
     ),
     Fault(
         "silu become sigmoid in the function of T 4",
