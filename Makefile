@@ -32,7 +32,8 @@ PYTEST = $(BIN)/pytest -n 3 --dist worksteal --max-worker-restart 0 $(ORDER)
 test: .venv/ready
 	$(PYTEST)
 
-# the tests that start kernels, processes, pools or sockets, and so could wait for ever
+# the tests that start kernels, processes, pools or sockets, and so could wait for ever: for a run with a time limit after a
+# change of workbench/process.py or workbench/kernel.py
 waiting: .venv/ready
 	$(PYTEST) @tests/waiting.txt
 
@@ -67,7 +68,7 @@ bench: .venv/ready
 judge: .venv/ready
 	$(BIN)/python -m tests.judge ops
 
-# every bug gate on clean and on faulty bundles, tables in tests/check/faults.md, which goes on where it stopped; then the tests
+# every bug gate on sound and on faulty bundles: it goes on where it stopped, and writes tests/check/faults.md; then the tests
 # that take minutes, 200 random programs of each family, and the cases of matrices that the other circles leave out (those of the
 # plug-in only where it is installed)
 prove: .venv/ready

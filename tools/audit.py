@@ -38,7 +38,7 @@ UNITS = {
     "head": "ms",
     "host": "ms",
 }
-# a figure of times → the phase of the samples behind it
+# a figure of times in notebook 34 → the phase of the samples behind it
 QUANTITIES = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
 # phase → the words that the label of an axis must have
 WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
@@ -307,6 +307,18 @@ def check_times(place: str, part: dict, data: pd.DataFrame, log: dict) -> list[F
     return findings
 
 
+@dataclass(frozen=True)
+class Stated:
+    """A setting as an Answer lists it, with the digits that are printed: the median over its
+    processes, their number, and the least and the most of several."""
+
+    key: str
+    median: str
+    count: int
+    least: str = ""
+    most: str = ""
+
+
 def check_answer(
     place: str,
     text: str,
@@ -319,19 +331,19 @@ def check_answer(
     findings = []
     if named is not None:
         findings, text = check_named(place, text, named)
-    groups, pairs = set(), {}
+    settings_measured: set[Stated] = set()
+    pairs = {}  # (first, second) value of an axis → the ratios of their times
     for data in processes.values():
         keys = [name for name in ("max_seq_len", "T", "rows") if name in data]
         settings = list(data.sort_values("run_id").groupby(keys, dropna=False))
         for key, rows in settings:
             values = rows["value"]
-            figures = (
-                f"{values.median():.4g}",
-                f"{values.min():.4g}",
-                f"{values.max():.4g}",
-            )
-            groups |= {(str(k), figures[0], len(values)) for k in key}
-            groups |= {(str(k), *figures, len(values)) for k in key}
+            median, count = f"{values.median():.4g}", len(values)
+            least, most = f"{values.min():.4g}", f"{values.max():.4g}"
+            for name in map(str, key):
+                # an Answer may leave the least and the most out
+                settings_measured.add(Stated(name, median, count))
+                settings_measured.add(Stated(name, median, count, least, most))
         for (first, a), (second, b) in combinations(settings, 2):
             changed = [i for i, (x, y) in enumerate(zip(first, second)) if x != y]
             if len(changed) != 1:
@@ -346,12 +358,10 @@ def check_answer(
             Finding(place, "times", "no number of processes", "a median over processes")
         )
     for key, median, least, most, count in LISTED.findall(text):
-        setting = (key, median, int(count))
-        if least:
-            setting = (key, median, least, most, int(count))
-        names = {group[0] for group in groups}
-        if key in names and setting not in groups:
-            figures = "; ".join(sorted({g[1] for g in groups if g[0] == key}))
+        stated = Stated(key, median, int(count), least, most)
+        of_key = {one for one in settings_measured if one.key == key}
+        if of_key and stated not in of_key:
+            figures = "; ".join(sorted({one.median for one in of_key}))
             findings.append(
                 Finding(place, f"median at {key}", f"{median} of {count}", figures)
             )

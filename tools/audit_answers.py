@@ -212,24 +212,26 @@ def routed_bytes(tables: Tables, match: re.Match) -> list[float]:
     return [read["dense"] / read["routed"]]
 
 
-def first_order(tables: Tables, key: str, first: bool) -> pd.DataFrame:
+def rows_of_order(tables: Tables, key: str, multiplies_first: bool) -> pd.DataFrame:
     """Of one key bias, the order that multiplies first or the one that scales first."""
     rows = tables["tables/orders"]
     order = rows["order"].str.startswith("q k")
-    chosen = (order if first else ~order) & rows["key"].eq(f"key bias of norm {key}")
+    chosen = (order if multiplies_first else ~order) & rows["key"].eq(
+        f"key bias of norm {key}"
+    )
     return rows[chosen].sort_values("query_norm")
 
 
 def without_query(tables: Tables, match: re.Match) -> list[float]:
-    rows = first_order(tables, match.group("key"), True)
+    rows = rows_of_order(tables, match.group("key"), multiplies_first=True)
     return [rows.loc[rows["query_norm"].eq(0), "largest"].iloc[0]]
 
 
-def first_infinite(first: bool) -> Callable[[Tables, re.Match], list[float]]:
+def first_infinite(multiplies_first: bool) -> Callable[[Tables, re.Match], list[float]]:
     """The least query norm with an inf, and its neighbour below, over the key biases."""
 
     def compute(tables: Tables, match: re.Match) -> list[float]:
-        rows = first_order(tables, match.group("key"), first)
+        rows = rows_of_order(tables, match.group("key"), multiplies_first)
         infinite = rows["largest"].gt(np.finfo(np.float16).max)
         return [
             rows.loc[infinite, "query_norm"].min(),
@@ -388,7 +390,7 @@ CLAIMS = {
             "first inf of q kᵀ",
             rf"is infinite in fp16 at a query norm of {NUMBER} \(not of {NUMBER}, its "
             r"neighbour\) per head, key bias of norm (?P<key>\d+)",
-            first_infinite(True),
+            first_infinite(multiplies_first=True),
         ),
         Claim(
             "bits gained", rf"Scaling q first leaves {NUMBER} bits more", bits_gained
@@ -397,7 +399,7 @@ CLAIMS = {
             "first inf with q scaled",
             rf"it overflows at a query norm of {NUMBER} \(not of {NUMBER}, its "
             r"neighbour\), key bias of norm (?P<key>\d+)",
-            first_infinite(False),
+            first_infinite(multiplies_first=False),
         ),
         Claim(
             "masks",

@@ -43,7 +43,7 @@ NAMES = re.compile(
             r"\b(?:macOS|iOS|coremltools) \d[\d.]*(?: to \d+)?|\bM\d(?: Max)?(?: to M\d)?\b",
             r"\b(?:SmolLM2|Qwen2?|Gemma|LFM|Llama|ZAYA1?|Mamba|SHA|UTF)[ -]?\d[\w.-]*(?: \d+M)?",
             r"\bSmolLM2\b|\b\d+[BM]\b",
-            # commits, the numbers of a list, headings
+            # commits ("commit 038f8a64", "table at 2efa6e1)"), the numbers of a list, headings
             r"\bcommit \S+|\bat \w*\d\w*\b(?=\))|^ *\d+\. |^#+ .*$",
         ]
     )

@@ -34,9 +34,12 @@ from workbench.errors import InputError
 ROUTE_CONSTANTS = {"Core AI": ("call", "attend")}
 """Routes other than Core ML that are fitted separately, and their own constants."""
 GROUPS = ("source", "author", "chip")
-FAR_APART = 1.05  # measured times that are closer have no order
-SAME_ORDER = 1.01  # predicted times that are closer have no order
+LEAST_DIFFERENCE = 1.05  # ratio of measured times below which they have no order
+SAME_ORDER = 1.01  # the same of predicted times
 RESAMPLINGS = 100
+ATTENTION_SHARDS = 40
+"""Layers of ZAYA1-8B, whose attention and whose experts have a shard each (experiment 32 of
+ane-book, the row of `speculation.csv` with experts called for each token)."""
 MIN_TERM_SHARE = 0.1  # of a row's predicted time: then the row depends on the constant
 
 app = App(help="How wrong the predicted times are, and predictions for any table.")
@@ -52,7 +55,7 @@ def as_stored(rows: pd.DataFrame) -> pd.DataFrame:
 
 def earlier_roofline(rows: pd.DataFrame, by: str) -> pd.Series:
     """The cross-validated ms of the predictor of commit 2e6baa47, null where it has no
-    answer:
+    answer. It is kept because tests/tools/test_predictor.py shows that the formula is better:
 
         dispatches · t_dispatch + max(flops / peak, stream) / share
         stream = weights / weight rate + 2 · states / activation rate
@@ -281,7 +284,7 @@ def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
     right, wrong = 0, []
     for a, b in combinations(ms.index, 2):
         measured = np.log(ms[a] / ms[b])
-        if abs(measured) <= np.log(FAR_APART):
+        if abs(measured) <= np.log(LEAST_DIFFERENCE):
             continue
         predicted = np.log(predicted_ms[a] / predicted_ms[b])
         if measured * predicted > 0 and abs(predicted) > np.log(SAME_ORDER):
@@ -293,13 +296,18 @@ def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
 
 def all_orders() -> pd.DataFrame:
     """The orders of formats, chips and lengths of the cache, and the gains of lut4 over
-    lut6."""
+    lut6.
+
+    In each of these sets of rows one thing varies."""
     points = roofline.points()
     best = roofline.calibration().constants
+    # one model in five formats on one chip
     formats = points[
         points["model"].str.startswith("Qwen3-VL-2B") & (points["chip"] == "M4 Max")
     ]
+    # "version 1" of a model: the one package that was timed on five chips
     package = points[points["model"].str.contains("version 1")]
+    # one model at several lengths of the cache; by Core AI, which has constants of its own
     lengths = points[(points["model"] == "Qwen3-4B") & (points["route"] == "Core AI")]
     lines = []
     for name, rows, constants_, by in (
@@ -310,6 +318,7 @@ def all_orders() -> pd.DataFrame:
         ms = roofline.predict_ms(rows, constants_)
         lines.append({"orders": name} | orders(rows["ms"], ms, rows[by]))
     times = roofline.predict_ms(formats, best).groupby(formats["format"]).first()
+    # one model in two formats on a phone, with the shortest cache, where weights decide
     small = points[points["model"].eq("MiniCPM5-2B") & points["rows"].eq(256)]
     core_ai = roofline.predict_ms(small, route_constants("Core AI"))
     core_ai = core_ai.groupby(small["format"]).first()
@@ -367,12 +376,11 @@ def verification_cost(row: dict) -> float:
     many = roofline.predict_ms(rows.assign(T=row["tokens"], head_g=0.0), best)
     if row["program"] == "dense":
         return float(many.sum() / plain.sum())
-    # 40 shards of attention for all tokens, and for each token 40 of experts and a head
+    # the shards of attention run for all tokens at once, experts and head for each token
     attention, expert, head = plain
-    experts = 40 * expert + head
-    return float(
-        (40 * many.iloc[0] + row["tokens"] * experts) / (40 * attention + experts)
-    )
+    experts = ATTENTION_SHARDS * expert + head
+    verified = ATTENTION_SHARDS * many.iloc[0] + row["tokens"] * experts
+    return float(verified / (ATTENTION_SHARDS * attention + experts))
 
 
 def speculations() -> pd.DataFrame:

@@ -55,10 +55,10 @@ def rewrite(root: Path) -> int:
             if table == "runs":
                 row = store.plain(rows).to_dict("records")[0]
                 if version < 4:
-                    row = lifted(row, tables_of(root, path.name))
+                    row = from_version_1_to_3(row, tables_of(root, path.name))
                 else:
-                    row = renamed(row)
-                rows = pd.DataFrame([fitted(row)])
+                    row = from_version_4(row)
+                rows = pd.DataFrame([to_present_columns(row)])
             data = store.to_arrow(table, rows)
             parquet.write_rows(path, data)
             count += 1
@@ -85,12 +85,12 @@ def tokens(row: dict) -> str | None:
     return str(int(most)) if t == "fixed" or most == 1 else f"1-{int(most)}"
 
 
-def renamed(row: dict) -> dict:
+def from_version_4(row: dict) -> dict:
     """A row of version 4 with `tokens` in place of its parts, and its hashes."""
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
-    old = chosen(row, DEFAULTS | CALLS)
+    old = options_hashed(row, DEFAULTS | CALLS)
     row["tokens"] = tokens(row)
-    new, counts = chosen(row), {name: row.get(name) for name in COUNTS}
+    new, counts = options_hashed(row), {name: row.get(name) for name in COUNTS}
     if row["setting"]:
         for contents in (row["checkpoint_hash"], row["bundle_hash"]):
             if identity.setting_hash(contents, old, row, counts) == row["setting"]:
@@ -103,7 +103,7 @@ def renamed(row: dict) -> dict:
     return row
 
 
-def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
+def from_version_1_to_3(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     """A row of `runs` of version 1, 2 or 3 in the columns of today."""
     config = json.loads(row.get("config") or "{}")
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
@@ -125,14 +125,16 @@ def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     row["software"] = software_name(row.get("os_build"), versions)
     row |= scalars(**tables) | {"kl_mean": kl_mean(config)}
     if row["checkpoint_hash"] and row["runtime"]:
-        row["values"] = identity.values_hash(row["checkpoint_hash"], chosen(row), row)
+        row["values"] = identity.values_hash(
+            row["checkpoint_hash"], options_hashed(row), row
+        )
         row["setting"] = row.get("setting") and setting(row, config)
     if prompt := (config.get("cell") or "").split("-")[2:]:
         row["prompt"] = prompt[0]
     return row
 
 
-def fitted(row: dict) -> dict:
+def to_present_columns(row: dict) -> dict:
     """A row without the columns that are no more, whose values go to its config."""
     config, names = json.loads(row["config"] or "{}"), SCHEMAS["runs"].names
     older = {k: v for k, v in row.items() if v is not None and k not in names}
@@ -143,7 +145,7 @@ def fitted(row: dict) -> dict:
     return {name: row[name] for name in names}
 
 
-def chosen(row: dict, defaults: dict = DEFAULTS) -> dict:
+def options_hashed(row: dict, defaults: dict = DEFAULTS) -> dict:
     """`identity.non_default_options` of the options in a row's columns."""
     options = {}
     for name, default in defaults.items():
@@ -163,7 +165,7 @@ def setting(row: dict, config: dict) -> str:
     if hashlib.sha256(text.encode()).hexdigest()[:16] != row["setting"]:
         contents = row["bundle_hash"]
     counts = {name: row.get(name) for name in COUNTS}
-    return identity.setting_hash(contents, chosen(row), row, counts)
+    return identity.setting_hash(contents, options_hashed(row), row, counts)
 
 
 def kl_mean(config: dict) -> float | None:
