@@ -187,7 +187,7 @@ def constants(rows: pd.DataFrame) -> pd.DataFrame:
         sample = pd.concat([rows[rows["source"] == name] for name in sampled_sources])
         fits.append(roofline.fit(sample.reset_index(drop=True)))
     best = roofline.fit(rows)
-    parts = roofline.terms(rows.assign(table=roofline.table_shares(rows)), best)
+    parts = roofline.terms(rows, best)
     ms = roofline.predict_ms(rows, best)
     unpacks = (parts["unpack"] >= parts["stream"]) & (parts["unpack"] > 0)
     depends_on = {

@@ -196,10 +196,12 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:
-    """Finds a path that a notebook or a grid names: the path itself if it exists, else the
-    path within `project` (default: the checkout around the working directory), because
-    notebooks run in other folders. For the name of a model on the Hub, returns its folder
-    in the local cache."""
+    """Finds a path that a notebook or a grid names. Commands use `locate_checkpoint` and
+    `check_bundle`, which refuse what they cannot use.
+
+    Returns the path itself if it exists, else the path within `project` (default: the
+    checkout around the working directory), because notebooks run in other folders. For
+    the name of a model on the Hub, returns its folder in the local cache."""
     project = project or project_root(Path.cwd()) or Path.cwd()
     if Path(path).exists():
         return Path(path)

@@ -88,7 +88,10 @@ def points() -> pd.DataFrame:
 
 
 def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """Adds the rates of the rows' chips, weights_gb_s and tflops; measured_rate, whether
+    """Converts the features to numbers, `table` to the share of the weights that are in
+    lookup tables.
+
+    Adds the rates of the rows' chips, weights_gb_s and tflops; measured_rate, whether
     somebody measured the rate of weights; and read_mb, the MB that attention products
     read. Chips without a rate get the rate of the first chip of their generation, or of
     the latest chip."""
@@ -100,6 +103,7 @@ def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
     rates["measured_rate"] &= names == rows["chip"]
     numbers = [c for c in FEATURES + ["ms"] if c in rows and c not in TEXT_FEATURES]
     rows = rows.assign(**{c: pd.to_numeric(rows[c]) for c in numbers})
+    rows["table"] = rows["table"].map(_table_share)
     repeats = rows["repeats"] if "repeats" in rows else pd.Series(True, rows.index)
     read_mb = rows["spread_mb"].where(repeats, rows["cache_mb"])
     return rows.assign(**rates, repeats=repeats, read_mb=read_mb)
@@ -116,17 +120,16 @@ def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
     """The ms of every term of the formula, for columns of `FEATURES` and rates, and
     `read_mb`, the MB of K and V that the attention products read. `table` is the share of
     the weights that are in lookup tables."""
-    k = constants
-    tables = rows["table"] * rows["weights_g"] / k.unpack
+    tables = rows["table"] * rows["weights_g"] / constants.unpack
     body_g = rows["weights_g"] - rows["head_g"]
     products_g = body_g * rows["T"] + rows["head_g"]  # the head of one token
     return {
-        "call": k.call * rows["calls"],
+        "call": constants.call * rows["calls"],
         "stream": 1e3 * rows["streamed_gb"] / rows["weights_gb_s"],
         "unpack": 1e3 * tables,
         "products": 2 * products_g / (HALF * rows["tflops"]),
-        "cache": rows["read_mb"] / k.attend,
-        "state": rows["recurrent_mb"] / k.recur,
+        "cache": rows["read_mb"] / constants.attend,
+        "state": rows["recurrent_mb"] / constants.recur,
     }
 
 
@@ -147,7 +150,6 @@ def fit(
     from scipy.optimize import least_squares
 
     medians = np.log([getattr(PRIORS, name) for name in names])
-    rows = rows.assign(table=table_shares(rows))
     columns = [name for name in FEATURES if name not in ("chip", "format")]
     columns += ["weights_gb_s", "tflops", "read_mb"]
     arrays = {name: rows[name].to_numpy() for name in columns}
@@ -166,21 +168,16 @@ def fit(
     return replace(base, **dict(zip(names, np.exp(solution.x).tolist())))
 
 
-def table_shares(rows: pd.DataFrame) -> np.ndarray:
-    """The share of the weights of each row that are in lookup tables. Published rows have
-    all or none of their weights in tables: True, False, or these words in a CSV file."""
-    return rows["table"].map(_table_share).to_numpy()
-
-
 def _table_share(value: bool | float | str) -> float:
-    """The share that a cell of the column `table` stands for."""
+    """The share of weights in lookup tables that a cell of the column `table` stands for.
+    Published rows have all or none there: True, False, or these words in a CSV file."""
     words = {"True": 1.0, "False": 0.0}
     return words[str(value)] if str(value) in words else float(value)
 
 
 def predict_ms(rows: pd.DataFrame, constants: Constants) -> pd.Series:
     """The predicted ms of every row of `with_rates`."""
-    return formula_ms(rows.assign(table=table_shares(rows)), constants)
+    return formula_ms(rows, constants)
 
 
 def cross_validated_ms(
@@ -319,7 +316,7 @@ def predict_with_intervals(
     model = model or calibration()
     out = []
     for _, row in with_rates(rows).iterrows():
-        row = row.to_dict() | {"table": _table_share(row["table"])}
+        row = row.to_dict()
         if pd.isna([row[name] for name in FEATURES]).any():
             out.append({"ms": np.nan, "low_ms": np.nan, "high_ms": np.nan})
             out[-1]["extrapolates"] = {"program": "features are missing"}

@@ -20,9 +20,12 @@ _TYPES = {
 
 
 def _schema(lines: str) -> pa.Schema:
-    """Schema from lines of ``type: names``; a name that ends in ``!`` is never null."""
+    """Schema from lines of ``type: names``; a name that ends in ``!`` is never null, and a
+    line that begins with ``#`` is a comment."""
     fields = []
     for line in lines.strip().splitlines():
+        if line.strip().startswith("#"):
+            continue
         kind, names = line.split(":")
         for name in names.split():
             nullable = not name.endswith("!")
@@ -31,27 +34,27 @@ def _schema(lines: str) -> pa.Schema:
 
 
 SCHEMAS: dict[str, pa.Schema] = {
-    # One row per run. `values` names everything that decides what the run computes on
-    # any machine, `setting` everything that decides its times on one; runs of a setting
-    # are its rounds, each in a process of its own, numbered by `round`. `prompt`
-    # names the token ids of a validation. The machine's state is as of the moment
-    # the row was written. Of a run that measured times, `load_start` and `load_end` are the
-    # processes that ran or waited to run, averaged over the minute before the first
-    # and after the last call, and `steal` is the share of processor time between them
-    # that a hypervisor gave to other machines (null: not on Linux). `cold_s` and
-    # `warm_s` are of older rows. `verdict` is on the export, `quality` on its cost (see
-    # `definitions` for older rows).
+    # One row per run, with the machine's state at the moment the row was written.
     "runs": _schema("""
         text:  run_id!
         time:  time
+        # verdict is on the export, quality on its cost (older rows: see `definitions`)
         text:  experiment command status! reason verdict quality config
+        # prompt names the token ids of a validation
         text:  checkpoint checkpoint_hash bundle bundle_hash family prompt
         text:  commit versions platform machine software
         text:  power_source thermal_pressure
         bool:  low_power
         int:   swap_bytes
+        # of a run that measured times: the processes that ran or waited to run, averaged
+        # over the minute before the first and after the last call; and the share of
+        # processor time between them that a hypervisor gave to other machines (null: not
+        # on Linux)
         float: load_start load_end steal
+        # hashes of everything that decides what a run computes on any machine, and of
+        # everything that decides its times on one (see `sweep.identity`)
         text:  values setting
+        # runs of a setting, each in a process of its own, are numbered by it
         int:   round
         text:  runtime precision reads compute_units hints
         bool:  fast
@@ -60,6 +63,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:   max_seq_len batch layers_per_shard bundle_bytes
         text:  compress kv_write layout moe tokens sliding target
         text:  placement placement_source
+        # cold_s and warm_s are of older rows
         float: ane_ops_share ane_joules tokens_per_s call_ms call_p90_ms cold_s warm_s
         float: worst_update worst_cosine kl_mean
     """),

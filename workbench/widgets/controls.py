@@ -11,14 +11,17 @@ from workbench import plots
 WIDTH = 9.5  # inches: width of a canvas
 
 
-def control(label: str, values: list) -> ui.Widget:
-    """A slider over whole numbers, or a list of other values; it begins at the first
-    value."""
+def control(label: str, values: list, initial: int | None = None) -> ui.Widget:
+    """A slider over whole numbers, or a list of other values.
+
+    Args:
+        initial: the number at which a slider begins; default: the first one. A list
+            begins at its first value.
+    """
     appearance = {"description": label, "style": {"description_width": "initial"}}
     if type(values[0]) is int:
-        return ui.SelectionSlider(
-            options=sorted(set(values)), value=values[0], **appearance
-        )
+        value = values[0] if initial is None else initial
+        return ui.SelectionSlider(options=sorted(values), value=value, **appearance)
     return ui.Dropdown(options=values, **appearance)
 
 

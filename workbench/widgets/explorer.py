@@ -76,7 +76,8 @@ class Explorer(ui.VBox):
         self.cell_s = CELL_S
         self.chosen_cell: Place | None = None
         self.search_results: dict[tuple, str] = {}  # of `search`, by setting and place
-        self.shown_options = None  # the options of the export whose rows are drawn
+        self.shown_rows = pd.DataFrame()  # of `fidelity`, that are drawn
+        self.shown_options = None  # the options of the export that these rows are of
         self.queue = JobQueue(
             say=self._say,
             on_change=self._enable,

@@ -54,10 +54,10 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         display(show(pd.DataFrame(rows)).set_caption(words))
 
     controls = {
-        "S": control("tokens in the cache (max_seq_len)", [512, *LENGTHS]),
-        "T": control("tokens a call (T)", [4, *range(1, 33)]),
+        "S": control("tokens in the cache (max_seq_len)", LENGTHS, 512),
+        "T": control("tokens a call (T)", [*range(1, 33)], 4),
         "chip": control("chip", sorted(chips()["chip"])),
-        "gib": control("memory of the Mac, GiB", [16, *range(4, 193, 4)]),
+        "gib": control("memory of the Mac, GiB", [*range(4, 193, 4)], 16),
     }
     for widget in controls.values():  # room for a slider beside its label
         widget.layout.width = "32em"
