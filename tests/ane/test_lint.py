@@ -186,7 +186,6 @@ def test_eligible_and_expected_are_told_apart(id, eligible, ane):
 
 
 # --- real exports
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_shard_as_experiment_30_s_keeps_its_convolutions(exports):

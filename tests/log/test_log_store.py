@@ -32,7 +32,6 @@ for _ in range(int(sys.argv[2])):
 
 
 # --- writers
-# ------------------------------------------------------------------------------------------------
 
 
 def test_writers_in_several_processes_lose_nothing_and_a_killed_one_adds_no_row(
@@ -86,7 +85,6 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_written(
 
 
 # --- readers
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_added_removed_or_replaced_is_seen_at_once(tmp_path):
@@ -365,7 +363,6 @@ def test_filters_that_mean_nothing_are_refused(filled, where):
 
 
 # --- where it is
-# ------------------------------------------------------------------------------------------------
 
 
 def test_the_default_log_is_the_checkouts_from_any_folder_in_it(tmp_path, monkeypatch):

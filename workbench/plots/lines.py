@@ -82,13 +82,8 @@ def lines(
                 medians = medians[medians > 0]
             if medians.empty:
                 continue
-            low, high = (points.quantile(share)[medians.index] for share in spread)
-            bars = [medians - low, high - medians]
-            drawn = ax.errorbar(
-                medians.index, medians, bars, **line_styles[name], capsize=2
-            )
-            for artist in drawn.get_children():
-                artist.set_rasterized(is_crowded)
+            ends = [points.quantile(share)[medians.index] for share in spread]
+            _draw_line(ax, medians, ends, line_styles[name], is_crowded)
             keys[name] = Line2D([], [], **line_styles[name])
         for value in marks.values():
             ax.axhline(value, **DASHED)
@@ -111,10 +106,7 @@ def lines(
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
     notes = []
     if has_several:
-        ends = "the least to the most"
-        if tuple(spread) != (0, 1):
-            ends = "{:.0%} to {:.0%} of the values".format(*spread)
-        notes.append(f"points: medians; bars: {ends}")
+        notes.append(f"points: medians; bars: {_describe_spread(spread)}")
     if outside_x:
         points = format_count(outside_x, "point")
         notes.append(f"{xlabel or x} ≤ 0 is not on the logarithmic axis: {points}")
@@ -124,6 +116,29 @@ def lines(
         notes.append(f"{ylabel or y} ≤ 0 is not on the logarithmic axis: {points}")
     notes += describe_unplaced(data, [x, y])
     add_legend(figure, legend, notes)
+
+
+def _draw_line(
+    ax: Axes,
+    medians: pd.Series,
+    ends: Sequence[pd.Series],
+    style: Mapping,
+    is_raster: bool,
+) -> None:
+    """Draws points, by the values of x, with bars between `ends`; as an image also in a
+    vector format if `is_raster`."""
+    low, high = ends
+    bars = [medians - low, high - medians]
+    line = ax.errorbar(medians.index, medians, bars, **style, capsize=2)
+    for artist in line.get_children():
+        artist.set_rasterized(is_raster)
+
+
+def _describe_spread(spread: Sequence[float]) -> str:
+    """What the bars span, in words."""
+    if tuple(spread) == (0, 1):
+        return "the least to the most"
+    return "{:.0%} to {:.0%} of the values".format(*spread)
 
 
 def _set_log_x(ax: Axes, values: pd.Series, base: float) -> None:
