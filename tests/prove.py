@@ -7,6 +7,7 @@ when a sound bundle is RED, every gate is GREEN on a fault, or a gate broke.
 
     python -m tests.prove -j 2             every case, in two processes
     python -m tests.prove disk int4        cases whose names contain all of these words
+    python -m tests.prove clean FAMILY     the random draws of a family
     python -m tests.prove --list           what fails so far, running nothing
 """
 
@@ -47,6 +48,13 @@ Records = dict[Case, Record]
 
 def all_cases() -> list[Case]:
     return cases.sound_cases() + cases.faulty_cases() + cases.relocated_cases()
+
+
+def fits(case: Case, word: str) -> bool:
+    """Whether a word is in the name of a case, or is the family of a random draw."""
+    if case.kind == "clean" and word == cases.clean.family_of(int(case.name)):
+        return True
+    return word in str(case)
 
 
 def read_store() -> Records:
@@ -276,7 +284,7 @@ def main() -> int:
     chosen = [
         case
         for case in all_cases()
-        if all(word in str(case) for word in arguments.words)
+        if all(fits(case, word) for word in arguments.words)
     ]
     records = read_store()
     if not arguments.list:

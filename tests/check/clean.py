@@ -38,6 +38,11 @@ HYBRID = {
 }
 
 
+def family_of(seed: int) -> str:
+    """The family of a draw: families take turns."""
+    return FAMILIES[seed % len(FAMILIES)]
+
+
 def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
     """A family, changes to its tiny dimensions, and export options; families take turns, and
     presets unless one is given."""
@@ -47,7 +52,7 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "hidden_size": int(rng.choice([64, 96, 128])),
         "num_hidden_layers": int(rng.choice([2, 3])),
     }
-    family = FAMILIES[seed % len(FAMILIES)]
+    family = family_of(seed)
     if kinds := sorted(set(DIMS[family].get("layer_types", []))):
         changes["layer_types"] = rng.choice(
             kinds[::-1], changes["num_hidden_layers"]

@@ -47,3 +47,13 @@ def test_the_tables_name_the_commit(monkeypatch):
     assert "commit 1234abcd, with uncommitted changes." in tables()
     answers["rev-parse"] = ""
     assert "a checkout without a history" in tables()
+
+
+def test_the_name_of_a_family_finds_its_random_draws():
+    chosen = [
+        case
+        for case in cases.sound_cases()
+        if all(prove.fits(case, word) for word in ("clean", "zaya", "fp16"))
+    ]
+    assert {case.recipe.source for case in chosen} == {"zaya"}
+    assert len(chosen) == cases.clean.COUNT / len(cases.clean.FAMILIES)

@@ -91,6 +91,7 @@ class Prompt:
         return check_ids(ids, V)[: self.tokens].tolist()
 
 
+# cyclopts calls a validator with the option's type and its value
 def check_units(_, name: str) -> None:
     """Refuses compute units that Core ML lacks, on every runtime."""
     from workbench.runtime import check_compute_units
