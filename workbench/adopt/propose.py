@@ -274,8 +274,8 @@ def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
     """Raises an InputError unless there are keys and values of every layer, of the
     model's heads and head width."""
     dims = plan.dims
-    # [1, heads, rows, width]
-    sizes = [(shape[1], shape[3]) for shape in shapes.values()]
+    # heads and width of [1, heads, rows, width]; a state of another rank has other sizes
+    sizes = [tuple(shape[1::2]) for shape in shapes.values()]
     if sizes != [(dims.H_kv, dims.D)] * (2 * dims.L):
         raise InputError(
             "packages",
