@@ -126,3 +126,9 @@ def test_importing_what_starts_often_stays_light():
 def test_the_code_is_formatted():
     command = [sys.executable, "-m", "ruff", "format", "--check", "."]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports a file by its name alone, and refuses a second one of that name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -267,8 +267,7 @@ def routes() -> pd.DataFrame:
             by_core_ml=roofline.predict_ms(rows, roofline.calibration().constants),
             by_own=roofline.predict_ms(rows, own_constants),
             as_fp16=roofline.predict_ms(
-                rows.assign(streamed_gb=2 * rows["weights_g"], table=0.0),
-                own_constants,
+                rows.assign(streamed_gb=2 * rows["weights_g"], table=0.0), own_constants
             ),
         )
         lines.append(table)
