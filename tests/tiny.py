@@ -289,6 +289,18 @@ def as_device(decoder: Decoder) -> Decoder:
     return decoder
 
 
+def export(path: Path, target: Path, **options) -> Bundle:
+    """Exports a checkpoint. Without a text the weights are rounded to the nearest in any preset,
+    those that the public `export` refuses without one among them: the tests of how formats are
+    stored and run ask nothing of the values."""
+    from workbench import exporter
+
+    if "calibration" in options:
+        return exporter.export(path, target, **options)
+    source = checkpoint.Checkpoint(path)
+    return exporter._export(source, exporter.make_options(**options), target)
+
+
 class Exports:
     """Checkpoints and bundles on demand. Each is made once for all tests, and for all processes
     with the same `root`: a checkpoint for each family with its dimensions, a bundle for each set
@@ -305,8 +317,6 @@ class Exports:
 
     def bundle(self, checkpoint: Path | str, **options) -> Bundle:
         """The bundle of a checkpoint; a family's name stands for its tiny checkpoint."""
-        from workbench.exporter import export
-
         if isinstance(checkpoint, str):
             checkpoint = self.checkpoint(checkpoint)
         options = {"max_seq_len": 32, "compress": "fp16"} | options

@@ -6,10 +6,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import tiny
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
-from workbench.exporter import export, read_plan, template
+from workbench.exporter import read_plan, template
 from workbench.exporter.shards import specs
 from workbench.exporter.tables import group_tables, nearest_entries
 from workbench.exporter.template import read_package
@@ -18,9 +19,8 @@ from workbench.models.checkpoint import Checkpoint
 
 
 def small(checkpoint: Path, target: Path, **options) -> Bundle:
-    return export(
-        checkpoint, target, **{"max_seq_len": 16, "compress": "fp16"} | options
-    )
+    options = {"max_seq_len": 16, "compress": "fp16"} | options
+    return tiny.export(checkpoint, target, **options)
 
 
 def files(bundle: Bundle) -> dict[str, list[FileEntry]]:

@@ -6,13 +6,16 @@ import torch
 from conversions import small
 from refusal import refused
 
+from workbench import exporter
 from workbench.bundle import find_preset
 from workbench.check.text import check_held_out
+from workbench.check.weights import open_parts
 from workbench.cli.common import CalibrationText
 from workbench.exporter import calibrate, compress
-from workbench.exporter.calibrate import draw_windows, summed_inputs
+from workbench.exporter.calibrate import InputSum, draw_windows, summed_inputs
 from workbench.exporter.compress import InputStatistics
 from workbench.exporter.weights import WeightSource, stored
+from workbench.sweep.grid import make_grid
 
 SIZE = {"num_hidden_layers": 2, "vocab_size": 320}
 PRESETS = ["int8-channel", "lut6-g16", "lut4-g8", "int4-block32", "int8-tensor"]
@@ -32,6 +35,17 @@ def correlated_inputs(width: int, seed: int = 0) -> torch.Tensor:
     return x.T @ x / len(x)
 
 
+def statistics_of(hessian: torch.Tensor) -> InputStatistics:
+    return InputStatistics.of(hessian, 0.01 * float(hessian.diagonal().mean()))
+
+
+def squared_error(arrays, preset, values: torch.Tensor, hessian: torch.Tensor) -> float:
+    """Σ Δ H Δᵀ of stored values."""
+    stored = compress.decompress(arrays, preset, values.shape)
+    change = (stored - values).float()
+    return float((change @ hessian * change).sum())
+
+
 def rounded_to_nearest(values: torch.Tensor, preset) -> dict[str, np.ndarray]:
     """The arrays of an export without a text."""
     weight = WeightSource("w.weight", "w", (*values.shape, 1, 1), preset=preset)
@@ -42,19 +56,15 @@ def rounded_to_nearest(values: torch.Tensor, preset) -> dict[str, np.ndarray]:
 def test_error_feedback_lowers_the_error_of_the_product(name):
     preset, hessian = find_preset(name), correlated_inputs(128)
     values = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).half()
-
-    def error(arrays) -> float:
-        stored = compress.decompress(arrays, preset, values.shape)
-        change = (stored - values).float()
-        return float((change @ hessian * change).sum())
-
-    fitted = compress.compress_matrix(values, preset, InputStatistics.of(hessian))
-    assert error(fitted) < 0.6 * error(rounded_to_nearest(values, preset))
+    fitted = compress.compress_matrix(values, preset, statistics_of(hessian))
+    plain = rounded_to_nearest(values, preset)
+    least = squared_error(plain, preset, values, hessian)
+    assert squared_error(fitted, preset, values, hessian) < 0.6 * least
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_equal_arguments_give_equal_arrays_and_leave_the_values(name):
-    preset, inputs = find_preset(name), InputStatistics.of(correlated_inputs(64))
+    preset, inputs = find_preset(name), statistics_of(correlated_inputs(64))
     values = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).half()
     before = values.clone()
     first, second = (compress.compress_matrix(values, preset, inputs) for _ in range(2))
@@ -66,10 +76,111 @@ def test_uncorrelated_inputs_give_the_nearest_entries():
     preset = find_preset("lut4-g8")
     values = torch.randn(16, 64, generator=torch.Generator().manual_seed(4)).half()
     plain = rounded_to_nearest(values, preset)
-    inputs = InputStatistics.of(torch.eye(64))
-    fed = compress.compress_matrix(values, preset, inputs)
+    fed = compress.compress_matrix(values, preset, statistics_of(torch.eye(64)))
     assert np.array_equal(plain["lut"], fed["lut"])
     assert np.array_equal(plain["indices"].reshape(-1), fed["indices"])
+
+
+def test_the_order_of_the_inputs_does_not_matter():
+    """GPTQ takes them by their E[x²], whatever their places."""
+    values, tables, _, hessian = random_tables(8, 16, 6)
+    places = torch.randperm(96, generator=torch.Generator().manual_seed(7))
+    exchanged = statistics_of(hessian[places][:, places])
+    first = compress._feed_tables(values, tables, statistics_of(hessian))
+    second = compress._feed_tables(values[:, places], tables, exchanged)
+    # sums are rounded in another order, so that a value midway may fall on either side
+    assert (first[:, places.numpy()] == second).mean() > 0.999
+
+
+def random_tables(group: int, entries: int, seed: int):
+    """Values [32, 96], tables of groups, random indices, and a Hessian."""
+    rng = np.random.default_rng(seed)
+    values = torch.from_numpy(rng.standard_normal((32, 96), np.float32))
+    tables = np.sort(rng.standard_normal((32 // group, entries)), 1)
+    tables = np.float32(np.float16(tables))
+    indices = rng.integers(0, entries, (32, 96)).astype(np.uint8)
+    return values, tables, indices, correlated_inputs(96, seed).float()
+
+
+def group_errors(values, tables, indices, hessian) -> np.ndarray:
+    """Δ H Δᵀ of each group, by the definition."""
+    dense = np.take_along_axis(tables, indices.reshape(len(tables), -1).astype(int), 1)
+    change = np.float64(dense.reshape(values.shape) - values.numpy())
+    errors = np.einsum("ri,ij,rj->r", change, hessian.double().numpy(), change)
+    return errors.reshape(len(tables), -1).sum(1)
+
+
+@pytest.mark.parametrize("group, entries", [(8, 16), (16, 64)])
+def test_entries_are_the_least_squares_of_their_indices(group, entries):
+    values, tables, indices, hessian = random_tables(group, entries, 8)
+    cholesky = torch.linalg.cholesky(hessian.double()).numpy()
+    places = indices.reshape(len(tables), group, -1)
+    least = []
+    for rows, table_places in zip(values.numpy().reshape(places.shape), places):
+        one_hot = np.eye(entries)[table_places]  # [group, C, entries]
+        design = np.einsum("ic,gie->gce", cholesky, one_hot).reshape(-1, entries)
+        target = (rows @ cholesky).reshape(-1)
+        entries_of_group = np.linalg.lstsq(design, target, rcond=None)[0]
+        least.append(((design @ entries_of_group - target) ** 2).sum())
+    before = group_errors(values, tables, indices, hessian)
+    compress._fit_entries(values, tables, indices, hessian)
+    after = group_errors(values, tables, indices, hessian)
+    assert (after >= np.array(least) * (1 - 1e-6)).all()
+    assert (after - least < 0.02 * (before - least)).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_step_raises_the_error_of_a_group(seed):
+    """And tables ascend in values of fp16."""
+    values, tables, indices, hessian = random_tables(8, 16, seed)
+    for _ in range(3):
+        before = group_errors(values, tables, indices, hessian)
+        compress._fit_entries(values, tables, indices, hessian)
+        between = group_errors(values, tables, indices, hessian)
+        assert (between <= before * (1 + 1e-5)).all()
+        gradient = (compress._entries(tables, indices) - values) @ hessian
+        compress._exchange_indices(
+            gradient.numpy(), indices, tables, hessian.numpy(), 8, 1
+        )
+        after = group_errors(values, tables, indices, hessian)
+        assert (after <= between * (1 + 1e-5)).all()
+        assert (np.diff(tables, axis=1) >= 0).all()
+        assert np.array_equal(tables, np.float32(np.float16(tables)))
+    assert after.sum() < 0.5 * group_errors(*random_tables(8, 16, seed)).sum()
+
+
+def test_an_attention_sink_leaves_the_other_inputs_their_correlations():
+    """Planted: an input five hundred times as long as the others."""
+    generator = torch.Generator().manual_seed(9)
+    mixing = torch.randn(8, 64, generator=generator)
+    x = torch.randn(4, 256, 8, generator=generator) @ mixing
+    x += 0.3 * torch.randn(x.shape, generator=generator)
+    flat = x.reshape(-1, 64)
+    ordinary = flat.T @ flat / len(flat)
+    x[2, 5] *= 500
+    total = InputSum()
+    total.add(x)
+    values = torch.randn(32, 64, generator=generator).half()
+    preset = find_preset("lut4-g8")
+
+    def error(inputs: InputStatistics) -> float:
+        fitted = compress.compress_matrix(values, preset, inputs)
+        return squared_error(fitted, preset, values, ordinary)
+
+    hessian = total.total / total.count
+    by_mean = InputStatistics.of(hessian, 0.01 * float(hessian.diagonal().mean()))
+    assert total.count == 4 * 256
+    assert error(total.statistics) < 0.7 * error(by_mean)
+
+
+def test_inputs_that_are_zero_are_rounded_to_the_nearest():
+    total = InputSum()
+    total.add(torch.zeros(1, 8, 64))
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(4)).half()
+    preset = find_preset("lut4-g8")
+    fitted = compress.compress_matrix(values, preset, total.statistics)
+    plain = rounded_to_nearest(values, preset)
+    assert np.array_equal(plain["indices"].reshape(-1), fitted["indices"])
 
 
 class Block(torch.nn.Module):
@@ -200,5 +311,33 @@ def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):
     with refused("lut4-g16.*no text.*--calibrate TEXT"):
         CalibrationText().check("lut4-g16")
     CalibrationText().check("lut6-g16")
+    with refused("lut4-g8.*no text.*draw_windows"):
+        exporter.export(checkpoint, tmp_path / "b", compress="lut4-g8")
+    with refused("lut4-g8.*no text.*bundle"):
+        make_grid({"checkpoint": str(checkpoint), "export": {"compress": ["lut4-g8"]}})
+    assert not (tmp_path / "b").exists()
     with refused("fp16.*a text.*no calibration"):
         small(checkpoint, tmp_path / "b", compress="fp16", calibration=random_text())
+
+
+@pytest.mark.slow("exports three bundles")
+def test_the_manifest_names_what_the_text_decided_nothing_of(exports, tmp_path):
+    """Experts are stacked: no linear module of Hugging Face's model has their matrices."""
+    options = {"compress": "lut6-g16", "calibration": random_text()}
+    llama = small(exports.checkpoint("llama", **SIZE), tmp_path / "a", **options)
+    assert "nearest" not in (llama.root / "bundle.json").read_text()
+    zaya = small(exports.checkpoint("zaya"), tmp_path / "b", **options)
+    nearest = zaya.manifest.calibration.nearest
+    assert nearest and all(".experts." in name for name in nearest)
+    plain = small(exports.checkpoint("zaya"), tmp_path / "c", compress="lut6-g16")
+    shards = [shard for shard in plain.manifest.shards if nearest[0] in shard.weights]
+    assert shards
+    for shard in shards:
+        twin = next(s for s in zaya.manifest.shards if s.name == shard.name)
+        values = [
+            open_parts(bundle, one, next(iter(one.functions or [None])))(nearest[0])
+            for bundle, one in ((plain, shard), (zaya, twin))
+        ]
+        assert all(
+            np.array_equal(values[0][role], values[1][role]) for role in values[0]
+        )

@@ -309,6 +309,9 @@ class Calibration(ManifestModel):
         method: `gptq`, the error feedback of arXiv 2210.17323 onto the entries of
             tables and onto integers.
         source: the name of the text's file.
+        nearest: the compressed tensors that the text decides nothing of, such as stacks
+            of experts: their weights are rounded to the nearest. Left out where every
+            matrix was fitted.
     """
 
     file: FileEntry
@@ -318,6 +321,7 @@ class Calibration(ManifestModel):
     seed: Position
     method: Literal["gptq"] = "gptq"
     source: str
+    nearest: list[str] = Field([], exclude_if=_is_empty)
 
 
 class Selection(ManifestModel):

@@ -1,8 +1,11 @@
-"""The presets of `--compress`: their names, bits and scales, in one table. A leaf."""
+"""The presets of `--compress`: their names, bits and scales, in one table. A leaf but for
+the error that it raises."""
 
 import math
 import re
 from dataclasses import dataclass, replace
+
+from workbench.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -96,3 +99,18 @@ def find_preset(name: str) -> Preset:
     bits = int(match[1])
     needs_calibration = PRESETS[REPLACED[f"lut{bits}"]].needs_calibration
     return Preset(name, bits, group=int(match[2]), needs_calibration=needs_calibration)
+
+
+def check_calibrated(preset: Preset, has_text: bool, next_step: str) -> None:
+    """Checks that a preset which needs a text to calibrate with has one.
+
+    Args:
+        next_step: how the caller takes a text.
+
+    Raises:
+        InputError: it has none.
+    """
+    if preset.needs_calibration and not has_text:
+        subject = f"compress = {preset.name}"
+        needed = "a text of about 8,192 tokens to calibrate with"
+        raise InputError(subject, "no text", needed, next_step)

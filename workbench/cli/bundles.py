@@ -76,7 +76,15 @@ def export(
     }
     if formats is not None:
         result["mixed"] = describe_choice(exported)
+    record = exported.manifest.calibration
+    if record:
+        result["rounded_to_nearest"] = len(record.nearest)
     lines = format_result(result)
+    if record and record.nearest:
+        lines.append(
+            f"Not fitted to the text but rounded to the nearest: {record.nearest[0]} "
+            "and the other tensors under calibration.nearest in bundle.json."
+        )
     if not result["tokenizer"]:
         lines.append(
             "The checkpoint has no tokenizer, so that prompts are token ids: --prompt-ids."

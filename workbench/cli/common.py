@@ -194,7 +194,7 @@ class CalibrationText:
             InputError: both a text and ids, a file that cannot be read, a seed without
                 a text, or a preset that needs a text and has none.
         """
-        from workbench.bundle.presets import find_preset
+        from workbench.bundle.presets import check_calibrated, find_preset
 
         if self.calibrate and self.calibrate_ids:
             step = "leave one of them out"
@@ -210,14 +210,11 @@ class CalibrationText:
             preset = find_preset(compress)
         except ValueError:
             return  # `export` names the presets that there are
-        if preset.needs_calibration and path is None:
-            raise InputError(
-                f"--compress {compress}",
-                "no text",
-                "a text of about 8,192 tokens to calibrate with",
-                "give one: --calibrate TEXT, such as data/calibration.txt of a checkout, "
-                "or --calibrate-ids FILE without a tokenizer",
-            )
+        step = (
+            "give one: --calibrate TEXT, such as data/calibration.txt of a checkout, "
+            "or --calibrate-ids FILE without a tokenizer"
+        )
+        check_calibrated(preset, path is not None, step)
 
     def read(self, source):
         """The windows of the text for a `Checkpoint`."""

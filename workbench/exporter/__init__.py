@@ -37,7 +37,14 @@ from workbench.bundle import (
 )
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
-from workbench.bundle.presets import FP16, MIXED, REPLACED, Preset, find_preset
+from workbench.bundle.presets import (
+    FP16,
+    MIXED,
+    REPLACED,
+    Preset,
+    check_calibrated,
+    find_preset,
+)
 from workbench.errors import InputError
 from workbench.exporter.shards import Spec, specs
 from workbench.exporter.template import Template
@@ -117,14 +124,16 @@ def export(
 
     Raises:
         InputError: unusable checkpoint, unsupported family or option, a target where
-            something is already, no space on the disk, a text for fp16, `mixed`
-            without formats or without a text.
+            something is already, no space on the disk, a text for fp16, no text for a
+            preset that needs one, `mixed` without formats.
     """
     options = make_options(**fields)
+    step = "pass calibration=workbench.exporter.calibrate.draw_windows(ids, name)"
+    check_calibrated(options.preset, calibration is not None, step)
     if options.preset == FP16 and calibration is not None:
         step = "leave the text out, or choose another --compress"
         raise InputError("--compress fp16", "a text", "no calibration", step)
-    check_formats(options, calibration, formats)
+    check_formats(options, formats)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         folder = output_root() / "data" / "bundles"
@@ -132,11 +141,9 @@ def export(
     return _export(source, options, Path(bundle), calibration, formats)
 
 
-def check_formats(
-    options: Options, calibration: "Text | None", formats: "Formats | None"
-) -> None:
-    """Raises an InputError for `mixed` without formats or without a text to calibrate
-    with, for formats without `mixed`, and for a preset that no matrix can have."""
+def check_formats(options: Options, formats: "Formats | None") -> None:
+    """Raises an InputError for `mixed` without formats, for formats without `mixed`, and
+    for a preset that no matrix can have."""
     if formats is not None and options.preset != MIXED:
         actual = f"compress = {options.compress}"
         raise InputError("formats", actual, "compress = mixed", "leave formats out")
@@ -150,10 +157,6 @@ def check_formats(
             "run: workbench export CHECKPOINT BUNDLE --compress mixed --calibrate TEXT "
             "--max-kl 0.05",
         )
-    if calibration is None:
-        needed = "a text of about 8,192 tokens to calibrate with"
-        step = "give one: --calibrate TEXT, or --calibrate-ids FILE without a tokenizer"
-        raise InputError("--compress mixed", "no text", needed, step)
     if not isinstance(formats, Mapping):
         return
     for tensor, name in formats.items():
@@ -187,14 +190,7 @@ def _export(
                 paths.check_new_bundle(bundle)
                 work = stack.enter_context(calibrate.work_folder(bundle))
                 if formats is None or isinstance(formats, Mapping):
-                    presets = find_presets(formats)
-                    weights = [
-                        weight
-                        for spec in specs(plan, options)
-                        for weight in weight_sources(
-                            spec, source, plan, options, presets
-                        )
-                    ]
+                    weights = all_weights(source, plan, options, formats)
                     calibrated = calibrate.calibrate(source, weights, calibration, work)
                 else:
                     from workbench.exporter import mixed
@@ -210,7 +206,10 @@ def _export(
             )
             records = {}
             if calibration is not None:
-                records["calibration"] = calibration.record(folder)
+                nearest = calibrated.unfitted(
+                    all_weights(source, plan, options, stored_formats)
+                )
+                records["calibration"] = calibration.record(folder, nearest)
             if allocation is not None:
                 records["selection"] = allocation.record(folder, formats.text)
             manifest.model_copy(update=records).save(folder)
@@ -220,6 +219,18 @@ def _export(
         needed = "files that can be read and written"
         step = "correct this, or choose another target"
         raise InputError(f"bundle {bundle}", reason, needed, step) from problem
+
+
+def all_weights(
+    source: Checkpoint, plan: Plan, options: Options, formats: Mapping | None
+) -> list[WeightSource]:
+    """The weights of all shards, with the presets of `formats`."""
+    presets = find_presets(formats)
+    return [
+        weight
+        for spec in specs(plan, options)
+        for weight in weight_sources(spec, source, plan, options, presets)
+    ]
 
 
 def find_presets(formats: Mapping[str, str] | None) -> dict[str, Preset]:

@@ -13,7 +13,7 @@ to the nearest."""
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +37,9 @@ from workbench.progress import bar
 
 WINDOW = 512
 WINDOWS = 16
+LONGEST = (
+    4  # squared length of an input over the median's, beyond which it is shortened
+)
 IDS = "calibration.npy"
 KEY = "key.json"
 Arrays = dict[str, np.ndarray]
@@ -60,8 +63,12 @@ class Text:
     def sha256(self) -> str:
         return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
 
-    def record(self, folder: Path) -> Calibration:
-        """Writes the ids to a bundle's folder; returns their entry in its manifest."""
+    def record(self, folder: Path, nearest: list[str]) -> Calibration:
+        """Writes the ids to a bundle's folder; returns their entry in its manifest.
+
+        Args:
+            nearest: the compressed tensors that were not fitted to them.
+        """
         np.save(folder / IDS, self.ids.astype("<i4"))
         windows, window = self.ids.shape
         return Calibration(
@@ -71,6 +78,7 @@ class Text:
             window=window,
             seed=self.seed,
             source=self.source,
+            nearest=nearest,
         )
 
 
@@ -124,6 +132,12 @@ class Calibrated:
             return None
         with np.load(path) as file:
             return dict(file)
+
+    def unfitted(self, weights: Iterable[WeightSource]) -> list[str]:
+        """The names of the compressed tensors of `weights` that no linear module has."""
+        compressed = [w for w in weights if w.tensor and w.preset != FP16]
+        paths = {self._path(w.tensor, w.rows): w.tensor for w in compressed}
+        return sorted({name for path, name in paths.items() if not path.is_file()})
 
     def save(self, tensor: str, rows: slice | None, arrays: Arrays) -> None:
         path = self._path(tensor, rows)
@@ -184,7 +198,7 @@ class CompressingLayer(WrappedLayer):
             statistics = {}  # the matrices of one input share them
             for name, total in sums.items():
                 if id(total) not in statistics:
-                    statistics[id(total)] = InputStatistics.of(total.mean)
+                    statistics[id(total)] = total.statistics
                 weight = weights[name]
                 matrix = load_values(weight, self.calibration.source)
                 matrix = matrix.reshape(weight.shape[:2])
@@ -204,17 +218,29 @@ class InputSum:
 
     def __init__(self):
         self.total = torch.zeros(())
-        self.count = 0
+        self.squares: list[torch.Tensor] = []  # |x|² of every input
 
     def add(self, x: torch.Tensor) -> None:
         """Adds inputs [.., C], a window at a time."""
         for window in x.reshape(-1, *x.shape[-2:]):
             self.total = self.total + (window.T @ window).double()
-        self.count += x.numel() // x.shape[-1]
+        self.squares.append(x.square().sum(-1).flatten())
 
     @property
-    def mean(self) -> torch.Tensor:
-        return self.total / self.count
+    def count(self) -> int:
+        """The number of inputs."""
+        return sum(map(len, self.squares))
+
+    @property
+    def statistics(self) -> InputStatistics:
+        """What the rounding of the modules' matrices needs to know.
+
+        The damping is the median |x|² over the number of inputs: the sampling error of
+        an ordinary input's correlations. The mean of H's diagonal would not do. An
+        attention sink's input of a down projection can be hundreds of times as long as
+        any other, and damping that grows with it would drown all others."""
+        median = float(torch.cat(self.squares).median())
+        return InputStatistics.of(self.total / self.count, median / self.count)
 
 
 @contextmanager
@@ -296,7 +322,7 @@ def calibrate(
         hidden = run_base(base, text.ids, embed, read, use_cache=False)
         total = InputSum()
         total.add(hidden)
-        statistics = InputStatistics.of(total.mean)
+        statistics = total.statistics
         for weight in head:
             if results.arrays(weight) is None:
                 values = load_values(weight, source).reshape(weight.shape[:2])

@@ -2,9 +2,13 @@
 
 The error of a weight matters by what it adds to the product, ½ Δ H Δᵀ for a change Δ of
 the matrix and H = E[x xᵀ] of its inputs. GPTQ (arXiv 2210.17323) rounds the inputs of a
-row one after the other and moves the error of each onto those that follow, by the
-Cholesky factor of H⁻¹. It is defined for integers; here it also rounds to the entries of
-lookup tables, which k-means chooses with squared errors weighted by E[x²]."""
+row one after the other, those with the largest E[x²] first, and moves the error of each
+onto those that follow, by the Cholesky factor of H⁻¹. It is defined for integers; here
+it also rounds to the entries of lookup tables. k-means chooses these with squared errors
+weighted by √E[x²]; after the rounding, entries and indices are improved in turn. For
+fixed indices the best entries are a least-squares problem, and for fixed entries the
+index of one weight after another is exchanged for a better one, so that Δ H Δᵀ never
+rises."""
 
 from dataclasses import dataclass
 
@@ -16,9 +20,11 @@ from workbench.bundle.presets import Preset
 from workbench.exporter.tables import group_tables
 from workbench.exporter.weights import quantize
 
-DAMPING = 0.01  # of the mean of H's diagonal, which is added to it
 BLOCK = 64  # inputs that are rounded before their errors reach the others
 ROWS = 1024  # rows that are in float32 at a time, a multiple of every group
+ROUNDS = 1  # times that entries and indices of tables are improved
+STEPS = 5  # of conjugate gradients for the entries of a table
+SWEEPS = 2  # over the indices of a row in each round
 
 
 @dataclass(frozen=True)
@@ -27,24 +33,29 @@ class InputStatistics:
 
     Args:
         importance: E[x²] [C], float64.
-        factor: the upper Cholesky factor of (H + damping)⁻¹ [C, C], float32.
+        hessian: H with damping [C, C], float32.
+        order: the inputs [C] by falling E[x²].
+        factor: the upper Cholesky factor of the inverse of `hessian` with its inputs in
+            `order` [C, C], float32.
     """
 
     importance: np.ndarray
-    factor: np.ndarray
+    hessian: torch.Tensor
+    order: torch.Tensor
+    factor: torch.Tensor
 
     @classmethod
-    def of(cls, hessian: torch.Tensor) -> "InputStatistics":
-        """The statistics of inputs with `hessian` = E[x xᵀ] [C, C]."""
+    def of(cls, hessian: torch.Tensor, damping: float) -> "InputStatistics":
+        """The statistics of inputs with `hessian` = E[x xᵀ] [C, C], to whose diagonal
+        `damping` is added: estimated correlations hold less on other text."""
         damped = hessian.double().clone()
         importance = damped.diagonal().clone()
-        # an input that is always zero has no errors to move
-        unused = importance <= 0
-        damped[unused, unused] = 1
-        damped.diagonal().add_(DAMPING * float(importance.mean()) + 1e-30)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        # inputs that are mostly zero have no damping of their own
+        damped.diagonal().add_(damping + 1e-5 * float(importance.mean()) + 1e-30)
+        order = torch.argsort(importance, descending=True, stable=True)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
         factor = torch.linalg.cholesky(inverse, upper=True)
-        return cls(importance.numpy(), factor.float().numpy())
+        return cls(importance.numpy(), damped.float(), order, factor.float())
 
 
 def compress_matrix(
@@ -61,16 +72,35 @@ def compress_matrix(
         `data` [R·C] int8 and `scale` fp16; `indices` [R·C] uint8 and `lut`
         [R / group, 2^bits] fp16, by role.
     """
+    rows, width = values.shape
+    # equal pieces whatever the number of threads, since products round by their shape
+    pieces = [slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS)]
     if preset.is_integer:
         arrays = quantize(values.clone(), preset)
-        _feed_rows(values, arrays["data"], inputs, preset, arrays["scale"])
+        integers = arrays["data"].reshape(rows, width)
+        block = preset.block or width
+        scales = np.float32(arrays["scale"]).reshape(-1, width // block)
+        scales = np.broadcast_to(scales, (rows, width // block))
+        limit = 2 ** (preset.bits - 1) - 1
+        for piece in pieces:
+            of_inputs = torch.from_numpy(np.repeat(scales[piece], block, axis=1))
+            integers[piece] = _feed_integers(
+                values[piece].float(), of_inputs, limit, inputs
+            )
         return arrays
     matrix = (values + 0).numpy()  # 0, never -0
-    group = preset.group or len(matrix)
-    luts = group_tables(matrix, group, 1 << preset.bits, inputs.importance)
-    indices = np.empty(matrix.size, np.uint8)
-    _feed_rows(values, indices, inputs, preset, luts)
-    return {"indices": indices, "lut": luts}
+    group = preset.group
+    importance = np.sqrt(inputs.importance)
+    luts = group_tables(matrix, group, 1 << preset.bits, importance)
+    indices = np.empty((rows, width), np.uint8)
+    for piece in pieces:
+        groups = slice(piece.start // group, piece.stop // group)
+        part = values[piece].float()
+        tables = np.float32(luts[groups])
+        indices[piece] = _feed_tables(part, tables, inputs)
+        _improve(part, tables, indices[piece], inputs.hessian)
+        luts[groups] = tables
+    return {"indices": indices.reshape(-1), "lut": luts}
 
 
 def decompress(
@@ -87,56 +117,169 @@ def decompress(
     return torch.from_numpy(np.float16(dense).reshape(shape))
 
 
-def _feed_rows(
-    values: torch.Tensor,
-    codes: np.ndarray,
-    inputs: InputStatistics,
-    preset: Preset,
-    levels: np.ndarray,
-) -> None:
-    """Fills `codes` [R·C] with the integers or indices of the rows of `values` [R, C].
+def _feed_tables(
+    values: torch.Tensor, tables: np.ndarray, inputs: InputStatistics
+) -> np.ndarray:
+    """The indices [R, C] of the entries of float32 `tables` to which GPTQ rounds float32
+    `values` [R, C]."""
+    indices = np.empty(values.shape, np.uint8)
+    group = len(values) // len(tables)
+
+    def round_block(part, errors, factor, columns):
+        block = np.empty(part.shape, np.uint8)
+        _round_to_tables(part, errors, factor, tables, group, block)
+        indices[:, columns] = block
+
+    _feed(values, inputs, round_block)
+    return indices
+
+
+def _feed_integers(
+    values: torch.Tensor, scales: torch.Tensor, limit: int, inputs: InputStatistics
+) -> np.ndarray:
+    """The integers [R, C] up to ±`limit` to whose products with `scales` [R, C] GPTQ
+    rounds float32 `values` [R, C]."""
+    integers = np.empty(values.shape, np.int8)
+
+    def round_block(part, errors, factor, columns):
+        block = np.empty(part.shape, np.int8)
+        of_inputs = scales[:, columns].contiguous().numpy()
+        _round_to_integers(part, errors, factor, of_inputs, limit, block)
+        integers[:, columns] = block
+
+    _feed(values, inputs, round_block)
+    return integers
+
+
+def _feed(values: torch.Tensor, inputs: InputStatistics, round_block) -> None:
+    """Rounds the columns of float32 `values` [R, C] in the order of `inputs`, block
+    after block, and moves the errors of each block onto the columns that follow.
 
     Args:
-        levels: the scales of the integers, or the tables."""
-    rows, width = values.shape
-    codes = codes.reshape(rows, width)
-    factor = torch.from_numpy(inputs.factor)
-    if preset.is_integer:
-        limit = 2 ** (preset.bits - 1) - 1
-        block = preset.block or width
-        scales = np.float32(levels).reshape(-1, width // block)
-        scales = np.broadcast_to(scales, (rows, width // block))
-    else:
-        luts = np.float32(levels)
-        group = rows // len(luts)
-    # equal pieces whatever the number of threads, since products round by their shape
-    for first in range(0, rows, ROWS):
-        piece = slice(first, min(first + ROWS, rows))
-        matrix = values[piece].float()
-        for start in range(0, width, BLOCK):
-            stop = min(start + BLOCK, width)
-            part = matrix[:, start:stop].contiguous()
-            errors = torch.empty_like(part)
-            triangle = factor[start:stop, start:stop].contiguous()
-            arrays = part.numpy(), errors.numpy(), triangle.numpy()
-            target = codes[piece, start:stop]
-            if preset.is_integer:
-                of_inputs = np.repeat(scales[piece], block, axis=1)[:, start:stop]
-                _round_to_integers(
-                    *arrays, np.ascontiguousarray(of_inputs), limit, target
-                )
-            else:
-                _round_to_tables(*arrays, luts, group, first, target)
-            if stop < width:
-                matrix[:, stop:] -= errors @ factor[start:stop, stop:]
+        round_block: called with the block's values [R, B], an array for its errors, the
+            block's part of the factor and the numbers of its columns [B].
+    """
+    rest = values[:, inputs.order]
+    width = rest.shape[1]
+    for start in range(0, width, BLOCK):
+        stop = min(start + BLOCK, width)
+        part = rest[:, start:stop].contiguous()
+        errors = torch.empty_like(part)
+        triangle = inputs.factor[start:stop, start:stop].contiguous()
+        columns = inputs.order[start:stop].numpy()
+        round_block(part.numpy(), errors.numpy(), triangle.numpy(), columns)
+        if stop < width:
+            rest[:, stop:] -= errors @ inputs.factor[start:stop, stop:]
+
+
+def _improve(
+    values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
+) -> None:
+    """Lowers the error Δ H Δᵀ of every group in turn by its entries and its indices,
+    which are changed in their place.
+
+    Args:
+        values: [R, C] float32.
+        tables: [G, K] float32 with values of fp16, ascending.
+        indices: [R, C] uint8 into the table of each row's group.
+    """
+    group = len(values) // len(tables)
+    for _ in range(ROUNDS):
+        _fit_entries(values, tables, indices, hessian)
+        gradient = (_entries(tables, indices) - values) @ hessian
+        _exchange_indices(
+            gradient.numpy(), indices, tables, hessian.numpy(), group, SWEEPS
+        )
+    _fit_entries(values, tables, indices, hessian)
+
+
+def _entries(tables: np.ndarray, indices: np.ndarray) -> torch.Tensor:
+    """The values [R, C] at indices into tables [G, K]."""
+    grouped = indices.reshape(len(tables), -1).astype(np.intp)
+    return torch.from_numpy(
+        np.take_along_axis(tables, grouped, 1).reshape(indices.shape)
+    )
+
+
+def _fit_entries(
+    values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
+) -> None:
+    """Replaces the table of each group whose error falls by the entries that are best
+    for its indices.
+
+    The normal equations of a group, K × K, are never written out: conjugate gradients
+    with the diagonal as preconditioner need one product with H for all groups in each
+    step."""
+    places = torch.from_numpy(indices.reshape(len(tables), -1).astype(np.int64))
+
+    def spread(entries: torch.Tensor) -> torch.Tensor:
+        """The values [R, C] of entries [G, K]."""
+        return entries.gather(1, places).reshape(values.shape)
+
+    def collect(products: torch.Tensor) -> torch.Tensor:
+        """The sums [G, K] of products [R, C] over the weights of each entry."""
+        sums = torch.zeros(tables.shape)
+        return sums.scatter_add_(1, places, products.reshape(len(tables), -1))
+
+    def errors(change: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+        return (change * products).reshape(len(tables), -1).double().sum(1)
+
+    old = torch.from_numpy(tables)
+    change = spread(old) - values
+    products = change @ hessian
+    before = errors(change, products)
+    diagonal = collect(hessian.diagonal().expand(values.shape)).clamp(min=1e-30)
+    entries = old.clone()
+    residual = -collect(products)
+    direction = residual / diagonal
+    size = (residual * direction).sum(1)
+    for _ in range(STEPS):
+        curved = collect(spread(direction) @ hessian)
+        length = size / (direction * curved).sum(1).clamp(min=1e-30)
+        entries += length[:, None] * direction
+        residual -= length[:, None] * curved
+        scaled = residual / diagonal
+        size, last = (residual * scaled).sum(1), size
+        direction = scaled + (size / last.clamp(min=1e-30))[:, None] * direction
+    entries = entries.half().float() + 0  # 0, never -0
+    change = spread(entries) - values
+    is_better = errors(change, change @ hessian) < before
+    entries, order = torch.where(is_better[:, None], entries, old).sort(
+        dim=1, stable=True
+    )
+    tables[:] = entries.numpy()
+    ranks = torch.argsort(order, 1)  # an entry's old place → its new one
+    indices[:] = ranks.gather(1, places).reshape(indices.shape).to(torch.uint8).numpy()
 
 
 @njit(cache=True, nogil=True)
-def _round_to_tables(part, errors, factor, tables, group, first, indices):
-    """Rounds `part` [R, B], whose rows begin at row `first` of the matrix."""
+def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
+    """Exchanges the index of one weight after the other for that of the entry with the
+    least error, given all other weights of its row.
+
+    `gradient` [R, C] is (stored − values) H; it is changed."""
+    rows, width = gradient.shape
+    for r in range(rows):
+        table = tables[r // group]
+        middles = (table[1:] + table[:-1]) / 2
+        slope = gradient[r]
+        for _ in range(sweeps):
+            for i in range(width):
+                entry = table[indices[r, i]]
+                best = entry - slope[i] / hessian[i, i]
+                index = np.searchsorted(middles, best)
+                change = table[index] - entry
+                if change != 0:
+                    indices[r, i] = index
+                    slope += change * hessian[i]
+
+
+@njit(cache=True, nogil=True)
+def _round_to_tables(part, errors, factor, tables, group, indices):
+    """Rounds `part` [R, B] to entries of the tables of groups of rows."""
     rows, width = part.shape
     for r in range(rows):
-        table = tables[(first + r) // group]
+        table = tables[r // group]
         middles = (table[1:] + table[:-1]) / 2
         row = part[r]
         for i in range(width):

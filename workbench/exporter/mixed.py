@@ -393,7 +393,7 @@ def _statistics(x: torch.Tensor) -> InputStatistics:
     """The statistics of inputs [windows, window, C]."""
     total = InputSum()
     total.add(x)
-    return InputStatistics.of(total.mean)
+    return total.statistics
 
 
 @contextmanager

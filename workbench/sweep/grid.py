@@ -24,7 +24,7 @@ from pydantic import (
 from workbench import exporter, log, paths
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import first_fault
-from workbench.bundle.presets import MIXED
+from workbench.bundle.presets import check_calibrated
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
@@ -358,15 +358,13 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             contents=sha256,
             tokenizer=path,
         )
+        step = (
+            "a grid names no text: run workbench export --calibrate TEXT, and name the "
+            "bundle in a grid under bundle"
+        )
         for values in itertools.product(*grid.export.values()):
             options = exporter.make_options(**dict(zip(grid.export, values)))
-            if options.preset == MIXED:
-                raise InputError(
-                    "grid",
-                    "compress = mixed",
-                    "a preset that needs no text: a grid has none to choose formats on",
-                    "list the finished bundle: bundle: [path of the mixed bundle]",
-                )
+            check_calibrated(options.preset, False, step)
             yield source, options
 
 

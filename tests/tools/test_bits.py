@@ -1,0 +1,98 @@
+"""The table of presets: figures of a text, rows that are there, and the page made of them."""
+
+import json
+from dataclasses import asdict
+
+import bits
+import numpy as np
+import pytest
+import torch
+from tiny import ROOT
+
+from workbench.models.checkpoint import Checkpoint
+
+
+def windows(V: int, seed: int = 0) -> bits.Windows:
+    ids = np.random.default_rng(seed).integers(0, V, (3, 40)).astype(np.int32)
+    return bits.Windows("random", f"{seed}", ids)
+
+
+def test_figures_are_those_of_their_definitions(exports, tmp_path, monkeypatch):
+    monkeypatch.setattr(bits, "WORK", tmp_path)
+    monkeypatch.setattr(bits, "SCORED", 7)
+    monkeypatch.setattr(bits, "TAIL", 0.1)
+    source = Checkpoint(exports.checkpoint("llama", num_hidden_layers=2))
+    text = windows(source.config.vocab_size)
+    same = bits.score(source, source.tensor, text)
+    assert same.ratio == 1 and same.mean_kl == 0 and same.same_top_share == 1
+
+    def changed(name: str) -> torch.Tensor:
+        return source.tensor(name) * (1.3 if "mlp" in name else 1)
+
+    result = bits.score(source, changed, text)
+    logits = []
+    for weights in (None, changed):
+        model = bits.open_reference(source)
+        model.weights = weights
+        hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
+        logits.append(torch.stack([model.logits(row[:-1]) for row in hidden]).double())
+    p, q = (torch.log_softmax(value, -1) for value in logits)
+    kl = (p.exp() * (p - q)).sum(-1).flatten()
+    targets = torch.from_numpy(text.ids[:, 1:].astype(np.int64))[..., None]
+    gain = (p.gather(2, targets) - q.gather(2, targets)).mean()
+    assert result.tokens == 3 * 39 and result.scored == [39, 39, 39]
+    assert result.mean_kl == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0
+    assert result.kl_99 == pytest.approx(kl.quantile(0.99).item(), rel=1e-4)
+    assert result.ratio == pytest.approx(gain.exp().item(), rel=1e-5)
+    same_top = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    assert result.same_top_share == pytest.approx(same_top)
+
+
+def test_a_passage_of_64_tokens_is_found():
+    row = np.arange(200)
+    assert bits.shares_passage([row], [[7, *row[50:114], 7]])
+    assert not bits.shares_passage([row], [[7, *row[50:113], 7]])
+
+
+def row(preset: str, seed: int | None, kl: float) -> dict:
+    score = bits.Score("0", 5, [4], [2.0], [1.0], [4 * kl], [3], [3 * kl, 2 * kl])
+    return {
+        "preset": preset,
+        "seed": seed,
+        "bits": 4.054,
+        "export_cpu_seconds": None if seed is None else 100.0 + seed,
+        "texts": {"prose": asdict(score)},
+    }
+
+
+def test_the_table_gives_the_range_of_the_seeds_and_says_what_is_missing(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    rows = [row("int8-channel", None, 0.5), row("lut4-g8", 0, 0.1)]
+    rows += [row("lut4-g8", 1, 0.2), row("llama.cpp Q4_0", None, 0.3)]
+    for number, document in enumerate(rows):
+        (folder / f"{number}.json").write_text(json.dumps(document))
+    title, _, head, _, int8, lut4, llama, _ = bits.table(tmp_path)
+    assert title == "### model" and head.startswith("| preset | bits | calibrated |")
+    assert lut4.startswith("| `lut4-g8` | 4.05 | 2 seeds | 1.284 / 0.1000–0.2000 / ")
+    assert lut4.endswith("| 100–101 CPU s | not measured |")
+    assert int8.endswith("| not measured | not measured |")
+    assert llama.startswith("| llama.cpp Q4_0 | 4.05 | no |")
+
+
+def test_a_row_of_other_texts_is_measured_again(tmp_path):
+    path = tmp_path / "lut4-g8.json"
+    text = windows(9)
+    assert not bits.is_current(path, [text])
+    path.write_text(json.dumps({"texts": {"random": {"sha256": "0"}}}))
+    assert bits.is_current(path, [text])
+    assert not bits.is_current(path, [windows(9, seed=1)])
+    assert not bits.is_current(path, [text, windows(9, seed=1)])
+
+
+def test_the_page_is_made_of_the_rows(tmp_path):
+    page = tmp_path / "presets.md"
+    text = (ROOT / "docs" / "presets.md").read_text()
+    page.write_text(text)
+    bits.write_page(page)
+    assert page.read_text() == text

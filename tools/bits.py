@@ -1,0 +1,460 @@
+"""What each preset costs a model in bits and in quality, on text that nothing was fitted to.
+
+    python tools/bits.py measure CHECKPOINT --text prose=FILE --text code=FILE
+    python tools/bits.py gguf CHECKPOINT Q4_0=FILE.gguf --text prose=FILE
+    python tools/bits.py table
+
+`measure` exports the checkpoint in every preset: with `data/calibration.txt` for each seed, and
+without where a preset needs no text. Hugging Face's model then runs on the stored weights and on
+the checkpoint's, over windows of each text. `gguf` does the same with the weights of llama.cpp's
+files. Each row is a file in `experiments/bits`. A row that is there is not measured again, so that
+a run that was ended goes on. `table` writes the rows to docs/presets.md."""
+
+import argparse
+import hashlib
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from workbench import Bundle
+from workbench.ane.work import stored_format
+from workbench.bundle.presets import PRESETS, find_preset
+from workbench.check.evaluate import open_reference
+from workbench.check.golden import stored_weights
+from workbench.check.text import SHARED_TOKENS, check_held_out
+from workbench.decode.transcript import encode_text
+from workbench.errors import InputError
+from workbench.exporter.calibrate import draw_windows
+from workbench.log import machine
+from workbench.models.checkpoint import Checkpoint
+
+ROOT = Path(__file__).parent.parent
+ROWS = ROOT / "experiments" / "bits"
+WORK = ROOT / "build" / "bits"
+PAGE = ROOT / "docs" / "presets.md"
+BEGIN, END = "<!-- presets -->", "<!-- /presets -->"
+CALIBRATION = ROOT / "data" / "calibration.txt"
+SELECTION = ROOT / "data" / "selection.txt"
+WINDOW = 256  # tokens that the model reads at a time
+WINDOWS = 17  # of a text; each but its first token is scored
+SCORED = 64  # tokens whose logits are in memory at a time
+TAIL = 0.02  # share of the largest KLs that a row keeps
+NOT_MEASURED = "not measured"
+RULES = {
+    "int8-channel": ["Q4", "Q6"],
+    "int8-tensor": ["Q4", "Q6"],
+    "lut4-g8": ["Q5", "Q7"],
+    "int4-block32": ["Q3"],
+}
+"""Preset → rules of `data/sources/ane_rules.csv` that concern it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a text says of one set of weights; lists have a number for each window.
+
+    Args:
+        sha256: of the text's file.
+        window: tokens of a window.
+        scored: tokens whose distribution was compared.
+        nll: nats of the text's tokens, summed; `golden_nll` with the checkpoint's weights.
+        kl: nats from the checkpoint's distributions to the others, summed.
+        same_top: tokens for which both have the same largest logit.
+        largest_kl: the largest KLs of all tokens, a share `TAIL`, falling.
+    """
+
+    sha256: str
+    window: int
+    scored: list[int]
+    nll: list[float]
+    golden_nll: list[float]
+    kl: list[float]
+    same_top: list[int]
+    largest_kl: list[float]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.scored)
+
+    @property
+    def ratio(self) -> float:
+        """Perplexity over that with the checkpoint's weights."""
+        return float(np.exp((sum(self.nll) - sum(self.golden_nll)) / self.tokens))
+
+    @property
+    def mean_kl(self) -> float:
+        return sum(self.kl) / self.tokens
+
+    @property
+    def kl_99(self) -> float:
+        """The 99% quantile of the KL, interpolated between tokens."""
+        place = 0.01 * (self.tokens - 1)  # from the largest
+        low, high = int(place), int(place) + 1
+        pair = self.largest_kl[low], self.largest_kl[high]
+        return pair[0] + (place - low) * (pair[1] - pair[0])
+
+    @property
+    def same_top_share(self) -> float:
+        return sum(self.same_top) / self.tokens
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A text as windows of token ids [windows, window]."""
+
+    name: str
+    sha256: str
+    ids: np.ndarray
+
+
+def read_windows(source: Checkpoint, argument: str, count: int) -> Windows:
+    """The windows of NAME=FILE.
+
+    Raises:
+        InputError: a text that is too short, or that shares a passage with the text of selection.
+    """
+    name, _, file = argument.partition("=")
+    data = Path(file).read_bytes()
+    ids = encode_text(source.tokenizer, data.decode())
+    bos = source.config.bos_token_id
+    ids = draw_windows(ids, file, bos=bos, window=WINDOW, windows=count).ids
+    if len(ids) < count:
+        step = "give a longer text, or fewer --windows"
+        raise InputError(file, f"{len(ids)} windows of {WINDOW}", f"{count}", step)
+    selection = encode_text(source.tokenizer, SELECTION.read_text(encoding="utf-8"))
+    if shares_passage(ids, [selection]):
+        needed = "a text that nothing is selected by"
+        raise InputError(
+            file, "a passage of data/selection.txt", needed, "give another"
+        )
+    return Windows(name, hashlib.sha256(data).hexdigest(), ids)
+
+
+def shares_passage(some: Iterable, others: Iterable) -> bool:
+    """Whether two lists of token sequences have `SHARED_TOKENS` in a row in common."""
+
+    def passages(rows: Iterable) -> set[bytes]:
+        found = set()
+        for row in rows:
+            row = np.asarray(row, np.int32)
+            if len(row) >= SHARED_TOKENS:
+                views = np.lib.stride_tricks.sliding_window_view(row, SHARED_TOKENS)
+                found |= {view.tobytes() for view in views}
+        return found
+
+    return not passages(some).isdisjoint(passages(others))
+
+
+@torch.inference_mode()
+def score(source: Checkpoint, weights, text: Windows) -> Score:
+    """The figures of weights (a reader of tensors by name) on a text."""
+    golden_model, model = open_reference(source), open_reference(source)
+    model.weights = weights
+    golden_hidden = last_hidden(source, golden_model, text)
+    hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
+    columns = {name: [] for name in ("scored", "nll", "golden_nll", "kl", "same_top")}
+    all_kl = []
+    for ids, golden_row, row in zip(text.ids, golden_hidden, hidden):
+        sums = np.zeros(5)
+        for start in range(0, len(ids) - 1, SCORED):
+            part = slice(start, min(start + SCORED, len(ids) - 1))
+            p = torch.log_softmax(golden_model.logits(golden_row[part]), -1)
+            q = torch.log_softmax(model.logits(row[part]), -1)
+            targets = torch.from_numpy(ids[1:][part].astype(np.int64))[:, None]
+            kl = (p.exp() * (p - q)).sum(-1).double()
+            all_kl.append(kl)
+            same = (p.argmax(-1) == q.argmax(-1)).sum()
+            nll, golden_nll = (-x.gather(1, targets).double().sum() for x in (q, p))
+            sums += [len(kl), nll, golden_nll, kl.sum(), same]
+        for (name, values), value in zip(columns.items(), sums.tolist()):
+            values.append(int(value) if name in ("scored", "same_top") else value)
+    largest = torch.cat(all_kl).sort(descending=True).values
+    largest = largest[: int(TAIL * len(largest)) + 2].tolist()
+    return Score(text.sha256, text.ids.shape[1], largest_kl=largest, **columns)
+
+
+def last_hidden(source: Checkpoint, model, text: Windows) -> torch.Tensor:
+    """What the head reads with the checkpoint's weights; computed once for a text."""
+    key = f"{source.sha256[:12]}-{hashlib.sha256(text.ids.tobytes()).hexdigest()[:12]}"
+    path = WORK / f"{key}.npy"
+    if not path.is_file():
+        hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
+        WORK.mkdir(parents=True, exist_ok=True)
+        np.save(path, hidden.numpy())
+    return torch.from_numpy(np.load(path))
+
+
+def measure(source: Checkpoint, preset: str, seed: int | None, texts: list[Windows]):
+    """Exports one preset and scores it; writes its row.
+
+    Args:
+        seed: of the calibration's windows; None: without a text.
+    """
+    name = preset if seed is None else f"{preset}-s{seed}"
+    bundle = WORK / f"{source.name}-{name}"
+    shutil.rmtree(bundle, ignore_errors=True)
+    is_resumed = bundle.with_name(f".{bundle.name}.calibration").exists()
+    command = [sys.executable, "-m", "workbench", "export", source.path, bundle]
+    command += ["--compress", preset, "--max-seq-len", "256", "--json"]
+    if seed is not None:
+        command += ["--calibrate", CALIBRATION, "--seed", str(seed)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    exported = json.loads(output.stdout)
+    opened = Bundle.open(bundle)
+    for text in texts:
+        for ids in text.ids:
+            check_held_out(opened, ids)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    row = {
+        "preset": preset,
+        "seed": seed,
+        "bits": bits_of_bundle(source, opened),
+        "bytes": opened.bytes,
+        # of an export that went on with what an earlier one had finished: nothing
+        "export_seconds": None if is_resumed else exported["seconds"],
+        "export_cpu_seconds": None if is_resumed else cpu,
+        "peak_rss_bytes": exported["peak_rss_bytes"],
+    }
+    if opened.manifest.calibration:
+        record = opened.manifest.calibration.model_dump(exclude={"file"})
+        row["calibration"] = record
+    write_row(source, name, row, stored_weights(source, opened), texts)
+    shutil.rmtree(bundle)
+
+
+def write_row(source: Checkpoint, name: str, row: dict, weights, texts: list[Windows]):
+    scores = {text.name: asdict(score(source, weights, text)) for text in texts}
+    columns = machine.environment()
+    document = {
+        "checkpoint": {"name": source.name, "sha256": source.sha256},
+        **row,
+        "machine": columns["machine"],
+        "commit": columns["commit"],
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "texts": scores,
+    }
+    path = row_path(source, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(rounded(document), indent=1) + "\n")
+    unfinished.rename(path)
+
+
+def row_path(source: Checkpoint, name: str) -> Path:
+    return ROWS / source.name / f"{name}.json"
+
+
+def rounded(value):
+    """A document with six digits of every float."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [*map(rounded, value)] if isinstance(value, list) else value
+
+
+def bits_of_bundle(source: Checkpoint, bundle: Bundle) -> float:
+    """Bits of a weight file for each of its weights: tables, scales and norms count."""
+    files = [file for shard in bundle.manifest.shards for file in shard.files]
+    stored = sum(file.bytes for file in files if file.path.endswith("weight.bin"))
+    count = 0
+    for shard in bundle.manifest.shards:
+        rows = slice(*shard.rows) if shard.rows[1] else None
+        for tensor in shard.weights:
+            sizes = source.shape(tensor, rows if tensor == source.head else None)
+            count += int(np.prod(sizes))
+    return 8 * stored / count
+
+
+def measure_gguf(source: Checkpoint, argument: str, texts: list[Windows]) -> None:
+    """Scores NAME=FILE.gguf, a file of llama.cpp's with the checkpoint's weights."""
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM
+
+    name, _, file = argument.partition("=")
+    path = Path(file)
+    tensors = GGUFReader(path).tensors
+    stored = sum(int(tensor.n_bytes) for tensor in tensors)
+    count = sum(int(tensor.n_elements) for tensor in tensors)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    values = model.state_dict()
+    types = pd.Series([tensor.tensor_type.name for tensor in tensors])
+    row = {
+        "preset": f"llama.cpp {name}",
+        "seed": None,
+        "bits": 8 * stored / count,
+        "bytes": path.stat().st_size,
+        "types": types.value_counts().to_dict(),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    write_row(source, f"llama.cpp-{name}", row, values.__getitem__, texts)
+
+
+def is_current(path: Path, texts: list[Windows]) -> bool:
+    """Whether a row was measured on these texts."""
+    if not path.is_file():
+        return False
+    scores = json.loads(path.read_text())["texts"]
+    return {n: s["sha256"] for n, s in scores.items()} == {
+        text.name: text.sha256 for text in texts
+    }
+
+
+def table(folder: Path = ROWS) -> list[str]:
+    """The lines of the page's tables, one table for each checkpoint."""
+    lines = []
+    for checkpoint in sorted(path for path in folder.glob("*") if path.is_dir()):
+        rows = [
+            json.loads(path.read_text()) for path in sorted(checkpoint.glob("*.json"))
+        ]
+        texts = list(dict.fromkeys(name for row in rows for name in row["texts"]))
+        columns = ["preset", "bits", "calibrated", *texts, "export", "peak"]
+        lines += [f"### {checkpoint.name}", "", f"| {' | '.join(columns)} |"]
+        lines.append("|---" * len(columns) + "|")
+        groups: dict[tuple[str, bool], list[dict]] = {}
+        for row in rows:
+            key = row["preset"], row["seed"] is not None
+            groups.setdefault(key, []).append(row)
+        order = [*PRESETS]
+        for preset, is_calibrated in sorted(
+            groups,
+            key=lambda key: (order.index(key[0]) if key[0] in order else 99, *key),
+        ):
+            seeds = groups[preset, is_calibrated]
+            words = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
+            cells = [
+                f"`{preset}`" if preset in PRESETS else preset,
+                f"{seeds[0]['bits']:.2f}",
+                words if is_calibrated else "no",
+                *(text_cell(seeds, text) for text in texts),
+                spread(
+                    [row.get("export_cpu_seconds") for row in seeds], "{:.0f} CPU s"
+                ),
+                spread([megabytes(row) for row in seeds], "{:.0f} MB"),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def text_cell(rows: list[dict], text: str) -> str:
+    """Perplexity ratio, mean KL, 99% of the KL and same top of one text."""
+    scores = [Score(**row["texts"][text]) for row in rows if text in row["texts"]]
+    figures = {"ratio": "{:.3f}", "mean_kl": "{:.4f}", "kl_99": "{:.3f}"}
+    figures |= {"same_top_share": "{:.3f}"}
+    parts = [
+        spread([getattr(score, name) for score in scores], form)
+        for name, form in figures.items()
+    ]
+    return NOT_MEASURED if NOT_MEASURED in parts else " / ".join(parts)
+
+
+def megabytes(row: dict) -> float | None:
+    peak = row.get("peak_rss_bytes")
+    return None if peak is None else peak / 1e6
+
+
+def spread(values: list[float | None], form: str) -> str:
+    """The value, or the least and the largest of several."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return NOT_MEASURED
+    low, high = form.format(min(values)), form.format(max(values))
+    if low == high:
+        return low
+    number, _, unit = form.partition("}")
+    return f"{(number + '}').format(min(values))}–{high}"
+
+
+def presets_table() -> list[str]:
+    """Bits, need of a text, and the chips that stream each preset as it is stored."""
+    streams = pd.read_csv(ROOT / "data/sources/weight_streams.csv").set_index("format")
+    rules = pd.read_csv(ROOT / "data/sources/ane_rules.csv")
+    names = {re.sub(r"^\d+:", "", rule): rule for rule in rules["id"]}
+    lines = [
+        "| preset | bits | needs a text | streamed as stored on | rules |",
+        "|---|---|---|---|---|",
+    ]
+    for preset in PRESETS.values():
+        bits = preset.stored_bits
+        if preset.group:
+            bits = (
+                f"{bits} and {2**preset.bits * 16} for a table of {preset.group} rows"
+            )
+        first = streams["from_generation"].get(stored_format(preset))
+        chips = "every chip" if first == 1 else f"M{first} and later"
+        rule_ids = RULES.get(preset.name, [])
+        assert set(rule_ids) <= names.keys(), rule_ids
+        needs = "yes" if preset.needs_calibration else "no"
+        cells = [
+            f"`{preset.name}`",
+            str(bits),
+            needs,
+            chips,
+            ", ".join(rule_ids) or "–",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def write_page(page: Path = PAGE, folder: Path = ROWS) -> None:
+    """Replaces what stands between the two marks of the page."""
+    block = "\n".join([BEGIN, "", *presets_table(), "", *table(folder), END])
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    text = page.read_text()
+    page.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measure", "gguf", "table"])
+    parser.add_argument("checkpoint", nargs="?", type=Path)
+    parser.add_argument("files", nargs="*", help="NAME=FILE.gguf")
+    parser.add_argument("--text", action="append", default=[], help="NAME=FILE")
+    parser.add_argument("--preset", nargs="+", default=[*PRESETS])
+    parser.add_argument("--seed", nargs="*", type=int, default=[0])
+    parser.add_argument("--windows", type=int, default=WINDOWS)
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        return write_page()
+    source = Checkpoint(arguments.checkpoint)
+    texts = [read_windows(source, text, arguments.windows) for text in arguments.text]
+    start = time.time()
+    for file in arguments.files:
+        path = row_path(source, f"llama.cpp-{file.partition('=')[0]}")
+        if not is_current(path, texts):
+            measure_gguf(source, file, texts)
+        print(f"{path.relative_to(ROOT)}  {time.time() - start:.0f} s", flush=True)
+    if arguments.what == "gguf":
+        return None
+    for seed in (None, *arguments.seed):
+        for name in arguments.preset:
+            preset = find_preset(name)
+            if preset.bits == 16 and seed is not None:
+                continue
+            if preset.needs_calibration and seed is None:
+                continue
+            path = row_path(source, name if seed is None else f"{name}-s{seed}")
+            if not is_current(path, texts):
+                measure(source, name, seed, texts)
+            print(f"{path.relative_to(ROOT)}  {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
