@@ -180,7 +180,7 @@ class CalibrationText:
             to.
         calibrate_ids: The same as token ids, for a checkpoint without a tokenizer: a
             NumPy file, or a JSON list.
-        seed: Draws 16 windows of 512 tokens from a longer text.
+        seed: Draws 64 windows of 128 tokens from a longer text.
     """
 
     calibrate: Path | None = None
