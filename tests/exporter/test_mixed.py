@@ -101,7 +101,8 @@ def test_each_matrix_is_compressed_for_its_inputs(
 def test_slices_of_a_matrix_are_compressed_as_the_whole(name, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(64, 32, generator=generator).half()
-    inputs = InputStatistics.of(torch.diag(torch.rand(32, generator=generator) + 0.1))
+    importance = torch.rand(32, generator=generator) + 0.1
+    inputs = InputStatistics.of(torch.diag(importance), 0.01)
     preset = find_preset(name)
     whole = mixed.compressed_values(values, preset, inputs)
     monkeypatch.setattr(mixed, "HEAD_ROWS", 16)
@@ -207,11 +208,12 @@ def test_other_limits_and_presets_are_measured_beside_the_choice(
     plain = allocate(source, texts, modules, stored)
     more = allocate(source, texts, modules, stored, further=(0.01, 0.002))
     assert more.chosen == plain.chosen
-    measured = [choice for choice in more.frontier if choice.quality]
-    assert len(measured) == len([c for c in plain.frontier if c.quality]) + 2
-    kls = [choice.quality.kl for choice in measured]
-    assert any(0.005 < kl < 0.0125 for kl in kls)
-    assert any(0.001 < kl < 0.0025 for kl in kls)
+    kls = [choice.quality.kl for choice in more.frontier if choice.quality]
+    plain_kls = [choice.quality.kl for choice in plain.frontier if choice.quality]
+    # a choice that is measured for the limit itself serves a further one near to it
+    assert len(plain_kls) < len(kls) <= len(plain_kls) + 2
+    for limit in (0.01, 0.002):
+        assert any(limit / 2 < kl < 1.5 * limit for kl in kls)
 
 
 class UnpackingChip:
