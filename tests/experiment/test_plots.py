@@ -367,6 +367,9 @@ def test_a_frontier_draws_predicted_means_and_measured_tails():
     labels = [text.get_text() for text in legend.get_texts()]
     assert {"lut6-g16", "lut4-g8", "chosen"} <= set(labels)
     assert "fp16" not in labels
+    for ax in figure.axes:
+        (least, most), (left, right) = ax.get_ylim(), ax.get_xlim()
+        assert least < 0.012 and most > 1.5 and left < 65 and right > 98
 
 
 SETTINGS = {

@@ -47,17 +47,16 @@ def frontier(
     """
     axes = panels_in(figure, len(STATISTICS), 2.2)
     alone = choices[choices["kind"] == ALONE]
+    placed = alone[alone["kl"] > 0]
+    chosen = choices[choices["kind"] == CHOSEN]
     keys = {}
     for ax, (column, title) in zip(axes, STATISTICS.items()):
         _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
-        styles = zip(group_by(alone, "name"), cycle(OTHERS), cycle(MARKERS[1:]))
+        styles = zip(group_by(placed, "name"), cycle(OTHERS), cycle(MARKERS[1:]))
         for (name, row), colour, marker in styles:
             mark = {"color": colour, "marker": marker, "linestyle": ""}
-            placed = row[row[column] > 0]
-            ax.plot(placed[x], placed[column], **mark)
-            if len(placed):
-                keys[name] = Line2D([], [], **mark, label=name)
-        chosen = choices[choices["kind"] == CHOSEN]
+            ax.plot(row[x], row[column], **mark)
+            keys[name] = Line2D([], [], **mark, label=name)
         ax.plot(chosen[x], chosen[column], **STAR)
         keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 8}, label=CHOSEN)
         if max_kl and column == "kl":
@@ -65,23 +64,23 @@ def frontier(
             limit = f"your limit on the mean, {max_kl:g} nats"
             keys["limit"] = Line2D([], [], **DASHED, label=limit)
         ax.set_yscale("log")
-        ax.set_ylim(bottom=_least(alone[column]) / 3)
         label_log(ax.yaxis)
         ax.grid()
         ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face's model (nats)")
         ax.label_outer()
+    # the line goes on from the marks to no error at all; the panels share their axes
+    visible = pd.concat([placed, chosen])
+    values = visible[list(STATISTICS)].to_numpy(float)
+    if (values > 0).any():
+        axes[0].set_ylim(values[values > 0].min() / 2, values.max() * 2)
+        margin = 0.05 * (visible[x].max() - visible[x].min() or 1.0)
+        axes[0].set_xlim(visible[x].min() - margin, visible[x].max() + margin)
     line = Line2D([], [], **LINE, marker="o", markersize=3, label="mixed formats")
     notes = ["dots: measured; the line of the mean is predicted between them"]
     for name in alone.loc[alone["kl"] == 0, "name"]:
         notes.append(f"{name} has a KL of 0, which a logarithmic axis has not")
     notes += describe_unplaced(alone, [x, "kl"])
     add_legend(figure, [line, *keys.values()], notes)
-
-
-def _least(values: pd.Series) -> float:
-    """The least positive value; the line goes on below it, to no error at all."""
-    positive = values[values > 0]
-    return positive.min() if len(positive) else 1.0
 
 
 def _draw_mixed(ax: Axes, mixed: pd.DataFrame, x: str, column: str) -> None:
