@@ -1,19 +1,17 @@
 """A report is written from the files of one run, says how to repeat it, and refuses a mixture."""
 
+import base64
 import json
 import shlex
 import shutil
 
-import nbformat
 from bs4 import BeautifulSoup
 from experiment import toy
 from experiment.toy import NAME, example, run_of
 from in_process import cli
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from refusal import refused
 
-from workbench.experiment import folders, last_run, report, write_again, write_html
-from workbench.files import write_whole
+from workbench.experiment import last_run, write_again, write_html
 
 
 def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project):
@@ -78,55 +76,40 @@ def test_a_mixture_of_runs_is_refused(project):
     assert not (project / "experiments" / NAME).exists()
 
 
-def executed(run_id: str, *outputs) -> bytes:
-    """An executed notebook that concluded a run."""
-    run = {"run_id": run_id, "folder": "build/experiments/x/y"}
-    conclusion = new_output(
-        "display_data", {"text/plain": "GREEN"}, metadata={"workbench": run}
-    )
-    cells = [
-        new_markdown_cell("# 07"),
-        new_code_cell("", outputs=[*outputs, conclusion]),
+def test_a_page_shows_what_the_report_shows_and_no_path(project):
+    experiment = example("<b>&", MAX_KL=0.05)
+    experiment.conclude(f"It holds, in {project}/build/x.")
+    path = write_html(experiment.folder)
+    assert path == experiment.folder / "report.html"
+    text = path.read_text()
+    assert str(project) not in text and "It holds, in …/x." in text
+    page = BeautifulSoup(text, "html.parser")
+    (picture,) = page("img")
+    assert picture["alt"] == "bars of ms"
+    kind, _, encoded = picture["src"].partition(",")
+    drawn = (experiment.folder / "figures" / "times-1.5.svg").read_bytes()
+    assert kind == "data:image/svg+xml;base64" and base64.b64decode(encoded) == drawn
+    # nothing is loaded from elsewhere
+    assert not page(["script", "link", "iframe"]) and "http" not in page.body.text
+    report = (experiment.folder / "report.md").read_text()
+    (command,) = [
+        line for line in report.splitlines() if line.startswith("workbench run")
     ]
-    return nbformat.writes(new_notebook(cells=cells)).encode()
+    assert command in page.pre.text and "MAX_KL=0.05" in command
+    verdicts = [cell.text for cell in page("td", class_=["good", "bad"])]
+    assert verdicts == ["✗ RED"] and "12 more rows" in page.text
+    assert [card.b.text for card in page(class_="verdict")] == ["RED", "not judged"]
 
 
-def test_a_page_is_of_the_run_that_it_is_written_beside(project):
+def test_a_page_goes_to_the_file_that_is_named(project, tmp_path):
     experiment = example()
     experiment.conclude("It holds.")
-    with refused("no executed copy"):
-        write_html(experiment.folder)
-    saved = folders.executed_folder() / f"{NAME}.ipynb"
-    saved.parent.mkdir(parents=True)
-    write_whole(saved, executed("20200101T000000000000Z-00000000"))
-    with refused("of a run 20200101T000000000000Z-00000000"):
-        write_html(experiment.folder)
-    write_whole(saved, executed(experiment.run_id))
-    assert experiment.run_id in write_html(experiment.folder).read_text()
-
-
-def test_a_page_shows_no_widget_no_progress_and_no_path(project):
-    experiment = example("<b>&", MAX_KL=0.05)
-    experiment.conclude("It holds.")
-    widget = {"text/plain": "Explorer(children=())", report.WIDGET: {"model_id": "a"}}
-    svg = '<svg xmlns="http://www.w3.org/2000/svg"/>'
-    described = {report.SVG: {"alt": 'cosine of "q" <k>'}}
-    outputs = [
-        new_output("display_data", widget),
-        new_output("stream", name="stderr", text="  0%|      | 0/4"),
-        new_output("stream", name="stdout", text=f"saved in {project}/build/x"),
-        new_output("display_data", {report.SVG: svg}, metadata=described),
-    ]
-    copy = experiment.folder / folders.NOTEBOOK
-    write_whole(copy, executed(experiment.run_id, *outputs))
-    page = write_html(experiment.folder).read_text()
-    assert "Explorer(" not in page and "0%" not in page.partition("<body")[2]
-    assert "saved in build/x" in page and str(project) not in page
-    assert [image["alt"] for image in BeautifulSoup(page, "html.parser")("img")] == [
-        'cosine of "q" <k>'
-    ]
-    assert "No description" not in page
-    assert ">MAX_KL</td>" in page and "&lt;b&gt;&amp;" in page
+    target = tmp_path / "page.html"
+    result = cli("report", "7", "--html", target)
+    assert result.exit_code == 0 and str(target) in result.stdout
+    assert not (experiment.folder / "report.html").exists()
+    result = cli("report", "7", "--html")
+    assert (experiment.folder / "report.html").read_bytes() == target.read_bytes()
 
 
 def test_the_newest_run_is_written_again(project):

@@ -191,6 +191,7 @@ def validate(
     max_kl: float = gates.MAX_KL,
     again: bool = False,
     alone: bool = False,
+    fresh: bool = False,
 ) -> Validation:
     """Validates a bundle: bug gates, every layer × position × T against `golden`, and
     the cost.
@@ -204,13 +205,14 @@ def validate(
             runtime can.
         alone: do not load a second copy of the bundle as portable. Gate `device` is then
             not_run if `device_reference` has no file.
+        fresh: see `stored_gates`.
     """
     bundle = decoder.bundle
     source = golden.source
     check_exported_from(golden, bundle)
     # gate `program` and the budget need the same values of the bundle's files
     read_weights = cache(partial(stored_weights, source, bundle, half=True))
-    bugs = stored_gates(decoder, source, again, golden.verdict, read_weights)
+    bugs = stored_gates(decoder, source, again, golden.verdict, read_weights, fresh)
     inner = decoder.shows_inner_layers
     stage("validate: rounding of Hugging Face's model")
     budget = source and measure_budget(bundle, source, golden, inner, read_weights())
@@ -357,6 +359,7 @@ def stored_gates(
     again: bool = False,
     trusted_hash: str | None = None,
     read_weights: Callable[[], StoredWeights] | None = None,
+    fresh: bool = False,
 ) -> list[Gate]:
     """The bug gates of verdict.json, if it counts. If it does not, or if `again` is set,
     they are run with the checkpoint `source` and stored. Without a checkpoint only the
@@ -366,12 +369,16 @@ def stored_gates(
     Args:
         trusted_hash: of the verdict.json that the user's golden names.
         read_weights: see `Subject`.
+        fresh: no stored verdict counts, whoever wrote it.
 
     Raises:
         InputError: see `bug_gates` and `save_verdict`.
     """
     bundle = decoder.bundle
-    stored = gates.stored_verdict(bundle, trusted_hash)
+    if fresh:
+        stored = None
+    else:
+        stored = gates.stored_verdict(bundle, trusted_hash)
     results = stored.gates if stored and stored.counts else None
     if source and (again or results is None):
         # a verdict that is stored for the files must not come from a decoder that may
@@ -382,7 +389,7 @@ def stored_gates(
         fresh_gates = states.state_gates(decoder) if decoder.is_device else []
     elif results is None:
         bundle.verify()
-        results = _unknown_gates(bundle, stored)
+        results = _unknown_gates(bundle, stored, fresh)
         fresh_gates = [interface.interface_gate(bundle), *states.state_gates(decoder)]
     else:
         bundle.verify()
@@ -391,12 +398,16 @@ def stored_gates(
     return [g if g.verdict == gates.RED else by_name.get(g.name, g) for g in results]
 
 
-def _unknown_gates(bundle: Bundle, stored: gates.StoredVerdict | None) -> list[Gate]:
+def _unknown_gates(
+    bundle: Bundle, stored: gates.StoredVerdict | None, fresh: bool
+) -> list[Gate]:
     """The bug gates as not_run, with the bundle's own claim about each and the command
     that runs it."""
     if not stored:
         exists = (bundle.root / gates.VERDICT).is_file()
         state = "is of another bundle or by other gates" if exists else "is missing"
+        if fresh:
+            state = "does not count with --fresh"
         reason = f"needs --checkpoint: the bundle's {gates.VERDICT} {state}"
         return [gates.not_run(name, reason) for name in BUG_GATES]
     command = f"workbench validate {bundle.root.name} --checkpoint CHECKPOINT"

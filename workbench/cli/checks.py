@@ -1,5 +1,6 @@
 """`validate` tests whether a bundle is right and measures what compression costs."""
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
@@ -20,6 +21,7 @@ from workbench.cli.common import (
     show,
     validation_json,
 )
+from workbench.cli.keeping import describe_command, keep_validation
 from workbench.errors import InputError
 from workbench.progress import stage
 
@@ -55,6 +57,7 @@ def validate(
     tasks: ExistingFile | None = None,
     text: TranscriptOptions = TranscriptOptions(),
     max_kl: NonNegativeFloat = gates.MAX_KL,
+    fresh: bool = False,
     json: Json = False,
 ) -> None:
     """Tests a bundle for faults (export: GREEN or RED) and measures what compression
@@ -63,7 +66,8 @@ def validate(
     With a checkpoint every gate runs, and the verdict is stored in the bundle. With a
     golden alone the stored verdict is shown and the runtime is compared. Without both
     the stored verdict is shown, or interface, states and cache are tested. A stored
-    verdict counts where this checkout wrote it, or the one that wrote the golden.
+    verdict counts where this checkout wrote it, or the one that wrote the golden. What
+    was measured is kept in the bundle, for `workbench report BUNDLE`.
 
     `validate units BUNDLE` compares the compute units. The word `units` is that
     subcommand; a folder of this name is `./units`.
@@ -76,7 +80,9 @@ def validate(
         single_copy: On Core ML: load no second copy of the bundle as portable.
         tasks: Prompts with known answers (JSON lines); needs --checkpoint.
         max_kl: Your limit on the mean KL from Hugging Face's model, in nats.
+        fresh: Let no stored verdict count, whoever wrote it.
     """
+    start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
     needs_reference = bool(prompt.sources or prompt.tokens or max_kl != gates.MAX_KL)
     _check_reference_options(prompt, checkpoint, golden, needs_reference)
@@ -91,11 +97,25 @@ def validate(
     from workbench.check import validate as checks
     from workbench.check.tasks import answers_gate, load_tasks
     from workbench.check.transcript import load_prompts
+    from workbench.decode.transcript import token_labels
 
     questions = load_tasks(tasks) if tasks else []
     prompts = load_prompts(text.prompts or "") if text.transcript else []
     is_device = _check_single_copy(exported, execution.runtime, single_copy)
     reference = _load_reference(exported, prompt, source, golden)
+    command = describe_command(
+        exported,
+        prompt,
+        execution,
+        has_checkpoint=source is not None,
+        golden=golden,
+        tasks=tasks,
+        text=text,
+        max_kl=max_kl,
+        fresh=fresh,
+    )
+    # a stored verdict that is only shown measures nothing
+    measures = fresh or reference is not None
     stage("validate: opening the bundle")
     try:
         # before the decoder, so that one copy of the bundle is in memory at a time
@@ -103,18 +123,32 @@ def validate(
             checks.device_reference(exported, reference, single_copy)
         decoder = execution.decoder(exported)
         if reference is None:
-            return show(_stored_result(exported, decoder), json)
+            found = _stored_result(decoder, fresh)
+            if measures:
+                keep_validation(exported, found, command, start, decoder)
+            return show(found, json)
         result = workbench.validate(
-            decoder, reference, max_kl=max_kl, alone=single_copy, again=True
+            decoder,
+            reference,
+            max_kl=max_kl,
+            alone=single_copy,
+            again=True,
+            fresh=fresh,
         )
     except InputError as problem:
-        return show(_unopened_result(exported, source, problem), json)
+        found = _unopened_result(exported, source, problem)
+        if measures:
+            keep_validation(exported, found, command, start)
+        return show(found, json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
     texts = {}
     if prompts:
         texts = _add_transcript(result, decoder, source, prompts, text)
     found = result.json() | texts
+    labels = token_labels(exported.tokenizer, reference.ids)
+    rows = result.rows.assign(over_rounding=result.cost.over_rounding)
+    keep_validation(exported, found, command, start, decoder, labels, rows)
     show(found, json, None if json else format_result(_shortened(found)))
 
 
@@ -239,12 +273,12 @@ def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
     return replace(reference, source=checkpoint)
 
 
-def _stored_result(bundle, decoder) -> dict:
+def _stored_result(decoder, fresh: bool) -> dict:
     """The result without a reference: the stored verdict, or the gates that need the
     bundle alone."""
     from workbench.check import validate as checks
 
-    return validation_json(checks.stored_gates(decoder))
+    return validation_json(checks.stored_gates(decoder, fresh=fresh))
 
 
 def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:

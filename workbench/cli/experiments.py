@@ -18,6 +18,7 @@ from workbench.cli.common import (
     show,
 )
 from workbench.errors import InputError, visible
+from workbench.files import write_whole
 
 # The notebooks that ask what presets cost: OVER is their answer, and no failure.
 ASK_THE_COST = ("30", "31", "34", "35")
@@ -114,19 +115,57 @@ def _print_run(result: dict) -> None:
     print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
 
 
+# `--html` alone, or `--html FILE`
+OptionalFile = Annotated[list[Path] | None, Parameter(consume_multiple=(0, 1))]
+
+
 def report(
-    number: str, /, *, publish: bool = False, html: bool = False, json: Json = False
+    subject: str,
+    /,
+    *,
+    html: OptionalFile = None,
+    markdown: Path | None = None,
+    publish: bool = False,
+    json: Json = False,
 ) -> None:
-    """Draws the figures of an experiment's newest run again from their data, and writes
+    """Writes what was measured as a page: of a bundle, or of an experiment.
+
+    Of a bundle: both verdicts, what was run, heatmap, gates, cost, transcript and the
+    commands that repeat it, from what `workbench validate` kept in its folder. It is
+    printed as Markdown, or written as files. What this checkout has no record of is
+    marked as stated by the bundle.
+
+    Of an experiment's newest run: draws the figures again from their data, and writes
     its report again. Without a run of your own it takes the shipped one.
 
-    Example: workbench report 05
+    Example: workbench report build/llama --html llama.html
 
     Args:
-        number: The experiment's number, such as 05.
-        publish: Make this the shipped write-up.
-        html: Also the executed notebook as one HTML page without code.
+        subject: A bundle's folder, or the number of an experiment, such as 05.
+        html: One self-contained HTML file, which prints on A4. Of an experiment, FILE
+            may be left out.
+        markdown: For a bundle: the page as Markdown, for an issue or a pull request.
+        publish: For an experiment: make this the shipped write-up.
     """
+    for option, path in (("--markdown", markdown), ("--html", html and html[0])):
+        if path:
+            paths.prepare_output(option, path)
+    if re.fullmatch(r"\d{1,2}", subject):
+        reject_unused("a bundle", markdown=markdown)
+        result = _report_experiment(subject, html, publish)
+        show(result, json, list(result.values()))
+        return
+    reject_unused("the number of an experiment", publish=publish)
+    if html == []:
+        needed, step = "a file for the page of a bundle", "write --html page.html"
+        raise InputError("--html", "no file", needed, step)
+    _report_bundle(Path(subject), html and html[0], markdown, json)
+
+
+def _report_experiment(
+    number: str, html: list[Path] | None, publish: bool
+) -> dict[str, str]:
+    """Writes an experiment's report; returns the path of each file."""
     from workbench import experiment
 
     run = experiment.last_run(number)
@@ -134,9 +173,39 @@ def report(
     run = experiment.writable_run(run, experiment.read_run(run))
     folder = experiment.publish_run(run) if publish else run
     result = {"report": str(experiment.write_again(folder))}
+    if html is not None:
+        page = html[0] if html else None
+        result["html"] = str(experiment.write_html(folder, page))
+    return result
+
+
+def _report_bundle(
+    folder: Path, html: Path | None, markdown: Path | None, json: bool
+) -> None:
+    """Writes the page of a bundle, or prints it."""
+    bundle = workbench.Bundle.open(folder)
+    from workbench.check.record import load_record
+    from workbench.experiment import page
+    from workbench.experiment.validation import validation_page
+
+    record = load_record(bundle)
+    written = validation_page(record)
+    result = {
+        "verdict": record.results.verdict,
+        "quality": record.results.quality,
+        "checked_here": record.is_noted,
+    }
     if html:
-        result["html"] = str(experiment.write_html(run))
-    show(result, json, list(result.values()))
+        write_whole(html, page.html(written).encode())
+        result["html"] = str(html)
+    if markdown or not html:
+        text = page.markdown(written)
+    if markdown:
+        write_whole(markdown, text.encode())
+        result["markdown"] = str(markdown)
+    lines = [str(path) for path in (html, markdown) if path]
+    # the page says what the verdicts are; writing it went well
+    show(result, json, lines or [text.rstrip("\n")], code=0)
 
 
 def sweep(

@@ -5,10 +5,12 @@ A finished run is a folder, `build/experiments/NN_slug/NAME-HASH`, of one checkp
 the hash of its content: ``figures/NAME.json`` and ``.parquet`` are a figure's options
 and data, from which ``.svg``, ``.pdf`` and ``.png`` are drawn; ``tables/NAME.parquet``
 and ``.tex``; ``run.json`` has verdict, gates, parameters and the ids of all runs behind
-the figures; ``report.md`` is written from these files alone, ``report.html`` from the
-executed notebook. All of them have one run id, and readers refuse a mixture. A run that
-has not finished lies in a folder of its own and replaces the finished one as a
-whole."""
+the figures; ``report.md`` and ``report.html`` are written from these files alone. All
+of them have one run id, and readers refuse a mixture. A run that has not finished lies
+in a folder of its own and replaces the finished one as a whole.
+
+`page` has the blocks that reports consist of, and writes them as Markdown or HTML;
+`validation` makes the page of a bundle of them."""
 
 from workbench.errors import CellError
 from workbench.experiment.folders import (

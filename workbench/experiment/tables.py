@@ -9,6 +9,7 @@ from pandas.io.formats.style import Styler
 
 from workbench import escape
 from workbench.check import gates
+from workbench.errors import visible
 
 SIGNS = {
     "RED": "✗ RED",
@@ -17,9 +18,16 @@ SIGNS = {
     "WITHIN": "✓ WITHIN",
     "not_run": "– not run",
 }
+# of the cells of a page
+COLOURS = {
+    SIGNS[word]: f' class="{kind}"'
+    for kind, words in {"good": ("GREEN", "WITHIN"), "bad": ("RED", "OVER")}.items()
+    for word in words
+}
 NULL = "–"
 # of the longest text of a column that LaTeX breaks into lines
 LONG_TEXT = 32
+SHORT_TEXT = 24  # characters of a column of a page whose cells are not broken
 LINE = 90  # characters of a line of a page in LaTeX's small type
 
 
@@ -78,6 +86,36 @@ def markdown_table(table: pd.DataFrame) -> str:
     return "\n".join(
         [line(headings), f"|{'|'.join(ruler)}|", *map(line, zip(*columns))]
     )
+
+
+def html_table(table: pd.DataFrame, caption: str = "") -> str:
+    """A table of a page, below its caption, in which backticks mark code. A cell that is
+    a verdict has its colour."""
+    texts = set(text_columns(table))
+    classes = []
+    for name in table.columns:
+        longest = max(map(len, map(words_of, [name, *table[name]])))
+        kind = "" if longest > SHORT_TEXT else ' class="short"'
+        classes.append(kind if name in texts else ' class="number"')
+
+    def line(tag: str, cells: Iterable[object], kinds: Iterable[str]) -> str:
+        written = [
+            f"<{tag}{kind}>{escape.html(visible(words_of(cell)))}</{tag}>"
+            for cell, kind in zip(cells, kinds)
+        ]
+        return f"<tr>{''.join(written)}</tr>"
+
+    rows = []
+    for row in table.itertuples(index=False):
+        kinds = [COLOURS.get(words_of(v), kind) for v, kind in zip(row, classes)]
+        rows.append(line("td", row, kinds))
+    head = line("th", table.columns, classes)
+    above = ""
+    if caption:
+        # a caption element would be as narrow as its table
+        above = f'<p class="note">{escape.html_sentence(visible(caption))}</p>\n'
+    body = "\n".join(rows)
+    return f"{above}<table><thead>{head}</thead>\n<tbody>\n{body}\n</tbody></table>"
 
 
 def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:

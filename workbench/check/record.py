@@ -1,0 +1,320 @@
+"""BUNDLE/validation.parquet: what a validation of the bundle measured, from which
+`workbench report` draws its page.
+
+The rows of the file are those of the log's table `fidelity`; everything else is JSON in
+the file's metadata. One file that is renamed into place is the earlier or the new one
+whole, whenever a validation is killed. The file is bound to the bundle's identity and to
+the gates' source. As for verdict.json, only a file whose hash this checkout noted is a
+measurement; any other one is a claim of whoever made the bundle."""
+
+import hashlib
+import io
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from workbench import escape
+from workbench.bundle import Bundle
+from workbench.check.gates import (
+    EXPORT_WORDS,
+    QUALITY_WORDS,
+    Gate,
+    gates_version,
+    jsonable,
+)
+from workbench.errors import InputError
+from workbench.files import is_noted, note, read_bytes, write_whole
+
+RECORD = "validation.parquet"
+NOTES = "validations"  # the folder of this checkout's notes on these files
+FORMAT = 1  # of the JSON: raised when a field changes its meaning
+KEY = b"workbench-validation"  # of the JSON in the file's metadata
+# Bounds of what is read from a bundle of unknown origin. 2,048 tokens of a model of 64
+# layers have 2.6 million rows in four kinds of calls.
+MAX_FILE_BYTES = 1 << 28
+MAX_ROWS = 1 << 23
+# the columns of `rows` that a page needs, and whether each holds text
+COLUMNS = {
+    "layer": False,
+    "position": False,
+    "T": False,
+    "tensor": True,
+    "mode": True,
+    "cosine": False,
+    "error": False,
+    "budget": False,
+    "ratio": False,
+    "over_rounding": False,
+    "max_abs": False,
+    "finite": False,
+    "routing_tie": False,
+    "digest": False,
+}
+
+
+@dataclass(frozen=True)
+class Kl:
+    """Nats over positions."""
+
+    mean: float
+    median: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What rounding alone causes."""
+
+    kl: Kl
+
+
+@dataclass(frozen=True)
+class CostFigures:
+    """`Cost.json`, as far as a page needs it."""
+
+    kl: Kl
+    same_top: float
+    budget: Budget | None = None
+
+
+@dataclass(frozen=True)
+class PromptFigures:
+    """One prompt of `Transcript.json`."""
+
+    prompt: str
+    text: str
+    agreed: float
+    ties: int
+    ended: bool
+    bundle_ends: bool
+    first_difference: int | None = None
+    bundle_text: str | None = None
+    cause: str | None = None
+
+
+@dataclass(frozen=True)
+class TranscriptFigures:
+    """`Transcript.json`."""
+
+    agreed: float
+    interval: tuple[float, float]
+    ties: int
+    sigma: float
+    error: float
+    prompts: list[PromptFigures]
+
+
+@dataclass(frozen=True)
+class StopFigures:
+    """How many of Hugging Face's texts end, and after how many of them the bundle's
+    does."""
+
+    ends: int
+    bundle_ends: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """The JSON of `workbench validate`, as far as a page needs it; the other keys are
+    kept in the file."""
+
+    verdict: str
+    quality: str
+    gates: list[Gate]
+    cost: CostFigures | None = None
+    min_cosine: float | None = None
+    mean_cosine: float | None = None
+    transcript: TranscriptFigures | None = None
+    stop: StopFigures | None = None
+    recommendation: dict | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Of `workbench.log.environment`, what a page needs."""
+
+    machine: str
+    platform: str
+    versions: dict[str, str | None]
+    time: str
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How and where a bundle was validated.
+
+    Attributes:
+        command: the words behind `workbench validate BUNDLE` that repeat the
+            validation, with names in the place of paths.
+        inputs: name → SHA-256 of each file that the command reads.
+        execution: runtime, and its arithmetic or its compute units; empty where no
+            runtime opened the bundle.
+        seconds: wall time of the validation.
+        peak_rss_bytes: largest resident memory of the process.
+    """
+
+    command: list[str]
+    inputs: dict[str, str]
+    execution: dict[str, str]
+    environment: Environment
+    seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One validation.
+
+    Attributes:
+        tokens: the label of the token at each position of `rows`.
+        rows: see `workbench.check.validate.measure`, with `over_rounding`; empty where
+            nothing was measured.
+        is_noted: whether this checkout wrote the file.
+    """
+
+    bundle: Bundle
+    results: Results
+    setup: Setup
+    tokens: list[str]
+    rows: pd.DataFrame
+    is_noted: bool
+
+
+def save_record(
+    bundle: Bundle, results: dict, setup: Setup, tokens: list[str], rows: pd.DataFrame
+) -> Path:
+    """Writes what a validation measured into the bundle's folder, and notes in this
+    checkout that it did. Returns the path.
+
+    Args:
+        results: the JSON of `workbench validate`.
+        rows: see `Record`.
+
+    Raises:
+        OSError: a folder that cannot be written. An earlier file stays.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fields = {
+        "format": FORMAT,
+        "version": gates_version(),
+        "bundle": bundle.identity,
+        "results": results,
+        "setup": asdict(setup),
+        "tokens": tokens,
+    }
+    text = json.dumps(jsonable(fields), default=str, allow_nan=False)
+    # not the frame's own metadata, which name the machine's version of pandas
+    table = pa.Table.from_pandas(rows, preserve_index=False)
+    contents = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({KEY: text.encode()}), contents)
+    path = bundle.root / RECORD
+    write_whole(path, contents.getvalue())
+    digest = hashlib.sha256(contents.getvalue()).hexdigest()
+    note(NOTES, {"bundle": bundle.identity, "record": digest})
+    return path
+
+
+def load_record(bundle: Bundle) -> Record:
+    """The validation that is kept in the folder of a bundle, whose files are compared
+    with the manifest's hashes.
+
+    Raises:
+        InputError: there is none, it is of another bundle or of gates with another
+            source, it is damaged, or a file of the bundle is. The next step is the
+            command that measures again.
+    """
+    bundle.verify()
+    path = bundle.root / RECORD
+    subject = f"validation of bundle {bundle.root.name}"
+    needed = "what workbench validate measured of these files with these gates"
+    words = ["workbench", "validate", str(bundle.root), "--checkpoint", "CHECKPOINT"]
+    step = f"run: {escape.shell(words)}"
+    try:
+        contents = read_bytes(path, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        raise InputError(subject, "none in its folder", needed, step) from None
+    try:
+        fields, rows = _parse(contents)
+        version, identity = fields["version"], fields["bundle"]
+        if fields["format"] != FORMAT or version != gates_version():
+            raise InputError(subject, "one by gates of another version", needed, step)
+        if identity != bundle.identity:
+            raise InputError(subject, "one of another bundle", needed, step)
+        results, setup, tokens = _checked(fields, rows, bundle)
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as problem:
+        actual = f"a damaged {RECORD} ({type(problem).__name__})"
+        raise InputError(subject, actual, needed, step) from None
+    digest = hashlib.sha256(contents).hexdigest()
+    facts = {"bundle": bundle.identity, "record": digest}
+    return Record(bundle, results, setup, tokens, rows, is_noted(NOTES, facts))
+
+
+def _parse(contents: bytes) -> tuple[dict, pd.DataFrame]:
+    """The JSON and the rows of a file.
+
+    Raises:
+        ValueError: no Parquet file (pyarrow's errors are of this class), or one of too
+            many rows.
+        KeyError: no JSON, or a column is missing.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [name for name, is_text in COLUMNS.items() if is_text]
+    # a repeated text of a dictionary is not copied for each row
+    file = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts)
+    fields = json.loads(file.schema_arrow.metadata[KEY])
+    if file.metadata.num_rows > MAX_ROWS:
+        raise ValueError(f"{file.metadata.num_rows} rows")
+    if not file.metadata.num_rows:
+        return fields, pd.DataFrame()
+    for name, is_text in COLUMNS.items():
+        kind = file.schema_arrow.field(name).type
+        holds_text = pa.types.is_dictionary(kind) or pa.types.is_string(kind)
+        holds_numbers = pa.types.is_primitive(kind) or pa.types.is_null(kind)
+        if not (holds_text if is_text else holds_numbers):
+            raise ValueError(f"column {name} of {kind}")
+    rows = file.read([*COLUMNS]).to_pandas()
+    return fields, rows.astype(dict.fromkeys(texts, object))
+
+
+def _checked(
+    fields: dict, rows: pd.DataFrame, bundle: Bundle
+) -> tuple[Results, Setup, list[str]]:
+    """Results, setup and tokens in the JSON of a file.
+
+    Raises:
+        ValueError: a value of another type (pydantic's errors are of this class), a
+            word that no verdict is, or a row of a layer, position or T that the bundle
+            lacks.
+        KeyError: a value is missing.
+    """
+    from pydantic import TypeAdapter
+
+    # "nan" is nan again
+    results = TypeAdapter(Results).validate_python(fields["results"])
+    setup = TypeAdapter(Setup).validate_python(fields["setup"])
+    tokens = TypeAdapter(list[str]).validate_python(fields["tokens"])
+    words = {gate.verdict for gate in results.gates}
+    if not words <= EXPORT_WORDS | QUALITY_WORDS:
+        raise ValueError("a verdict of another word")
+    if results.verdict not in EXPORT_WORDS or results.quality not in QUALITY_WORDS:
+        raise ValueError("a verdict of another word")
+    options = bundle.manifest.options
+    ranges = {
+        "layer": (-1, bundle.manifest.dims.L - 1),
+        "position": (0, min(len(tokens), options.max_seq_len) - 1),
+        "T": (1, options.t_max),
+    }
+    for name, (least, most) in ranges.items():
+        if len(rows) and not rows[name].between(least, most).all():
+            raise ValueError(f"a {name} that the bundle lacks")
+    return results, setup, tokens

@@ -1,0 +1,358 @@
+"""The page of a bundle: one validation, drawn from what `validate` kept of it and from
+nothing else."""
+
+import io
+import json
+from collections.abc import Mapping
+from os.path import commonprefix
+
+import pandas as pd
+
+from workbench import escape, plots
+from workbench.bundle.manifest import COREML, Manifest
+from workbench.check import gates
+from workbench.check.compare import compared
+from workbench.check.gates import Gate
+from workbench.check.record import PromptFigures, Record, Setup
+from workbench.check.transcript import LEAST_ENDS
+from workbench.experiment.page import (
+    Block,
+    Commands,
+    Continuations,
+    Heading,
+    Page,
+    Paragraph,
+    Picture,
+    Table,
+    Verdict,
+    Verdicts,
+)
+from workbench.experiment.tables import gate_table, words_of
+from workbench.log.anonymous import anonymous
+
+WORST_CELLS = 6  # rows of the table of the largest errors
+COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
+STATED = "not checked here"
+
+
+def validation_page(record: Record) -> Page:
+    """The page of a bundle's validation. Where this checkout did not write the record,
+    the page says that the bundle states it."""
+    results, manifest = record.results, record.bundle.manifest
+    title = f"{manifest.checkpoint.get('name', 'model')} · {manifest.options.compress}"
+    blocks: list[Block] = [_verdicts(record)]
+    if not record.is_noted:
+        blocks.append(
+            Paragraph(
+                "Everything below is stated by the bundle and was not checked here: "
+                "this checkout has no record that it made this validation. The command "
+                "under Reproduce checks it."
+            )
+        )
+    blocks += _recommendation(results.recommendation)
+    blocks += [Heading("What was run"), _setup_table(record)]
+    blocks += _heatmap(record)
+    checked = [_without_places(gate) for gate in results.gates]
+    blocks += [Heading("Gates"), Table(_gates(checked, record.is_noted))]
+    blocks += _cost(record)
+    blocks += _transcript(record)
+    blocks += [Heading("Reproduce"), *_reproduce(record.setup, manifest)]
+    return Page(title, tuple(blocks))
+
+
+def _without_places(gate: Gate) -> Gate:
+    """A gate whose reason names no folder of the machine."""
+    fields = gate.__dict__ | {"reason": anonymous(gate.reason)}
+    return Gate(**fields)
+
+
+def _verdicts(record: Record) -> Verdicts:
+    results = record.results
+    checked = [_without_places(gate) for gate in results.gates]
+    export = results.verdict.replace("_", " ")
+    quality = gates.describe_quality(results.gates)
+    if not record.is_noted:
+        return Verdicts(
+            Verdict("Export", STATED, f"The bundle states: {export}."),
+            Verdict("Quality", STATED, f"The bundle states: {quality}."),
+        )
+    return Verdicts(
+        Verdict("Export", export, _export_reason(checked)),
+        Verdict("Quality", quality, _quality_reason(checked)),
+    )
+
+
+def _export_reason(checked: list[Gate]) -> str:
+    """Which gates decide the word on the export."""
+    if faults := gates.faults(checked):
+        first, *others = faults
+        also = f" Also RED: {', '.join(gate.name for gate in others)}."
+        return f"{first.name}: {_sentence(first.reason)}{also if others else ''}"
+    count = sum(gate.verdict == gates.GREEN for gate in checked)
+    names = [
+        gate.name
+        for gate in checked
+        if gate.verdict == gates.NOT_RUN and gate.name not in QUALITY_CHECKS
+    ]
+    rest = f" Not run: {', '.join(names)}." if names else ""
+    if missing := gates.missing(checked):
+        reasons = {gate.name: gate.reason for gate in checked}
+        return f"{_sentence(reasons[missing[0]])}{rest}"
+    return f"{count} gates ran and found no fault.{rest}"
+
+
+QUALITY_CHECKS = ("max_kl", "answers", "transcript", "stop")
+
+
+def _quality_reason(checked: list[Gate]) -> str:
+    """The figures of the checks of quality beside their limits."""
+    words = {
+        "max_kl": "mean KL",
+        "answers": "answers",
+        "transcript": "tokens agreed",
+        "stop": "ends agreed",
+    }
+    parts = [
+        f"{words[gate.name]} {words_of(gate.value)} (limit {words_of(gate.threshold)})"
+        for gate in checked
+        if gate.name in words and gate.value is not None
+    ]
+    return _sentence("; ".join(parts)) if parts else ""
+
+
+def _sentence(text: str) -> str:
+    """A text that begins with a capital letter and ends with a full stop."""
+    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "."
+
+
+def _pairs(rows: Mapping[str, object]) -> pd.DataFrame:
+    """A table of names and values in words; those without a value are left out."""
+    kept = [(name, str(value)) for name, value in rows.items() if value]
+    return pd.DataFrame(kept, columns=["setting", "value"], dtype=object)
+
+
+def _listed(values: Mapping) -> str:
+    """Names and values on one line: `name value, …`."""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value)
+
+
+def _setup_table(record: Record) -> Table:
+    """What was run, and where."""
+    setup, bundle, manifest = record.setup, record.bundle, record.bundle.manifest
+    environment = setup.environment
+    calibration = None
+    if manifest.calibration:
+        calibration = (
+            f"{manifest.calibration.source}, {manifest.calibration.tokens} tokens, "
+            f"ids' SHA-256 {manifest.calibration.ids_sha256}"
+        )
+    digests = {name: f"(SHA-256 {digest})" for name, digest in setup.inputs.items()}
+    rows = {
+        "checkpoint": manifest.checkpoint.get("name"),
+        "checkpoint's SHA-256": manifest.checkpoint.get("sha256"),
+        "family": manifest.family,
+        "bundle's SHA-256": bundle.identity,
+        "size of the bundle": f"{bundle.bytes / 2**20:,.1f} MiB",
+        "export options": _listed(manifest.options.model_dump(mode="json")),
+        "exported with": _listed(manifest.packages),
+        "calibrated with": calibration,
+        "run on": _listed(setup.execution) or "no runtime opened the bundle",
+        "parameters": escape.shell(setup.command),
+        "files read": _listed(digests),
+        "prompt": f"{len(record.tokens)} tokens" if record.tokens else None,
+        "machine": environment.machine,
+        "system": environment.platform,
+        "versions": _listed(environment.versions),
+        "commit": environment.commit,
+        "date": environment.time,
+        "time": f"{setup.seconds:.1f} s",
+        "largest memory": f"{setup.peak_rss_bytes / 2**20:,.0f} MiB",
+    }
+    return Table(_pairs(rows))
+
+
+def _heatmap(record: Record) -> list[Block]:
+    """The error of every layer and position, and the largest ones as a table."""
+    rows = record.rows
+    if rows.empty:
+        return []
+    isolated = rows[rows["mode"] == "isolated"]
+    tensors = [t for t in ("update", "k", "v") if (isolated["tensor"] == t).any()]
+    if not tensors:
+        return []
+    has_budget = bool(isolated["ratio"].notna().any())
+    T = isolated["T"].astype(int)
+    several = f"T = 2 to {T.max()}, the worst" if T.max() > 2 else "T = 2"
+    panels = isolated.assign(
+        calls=T.map(lambda count: "T = 1" if count == 1 else several)
+    )
+    what = {"update": "update", "k": "row of K", "v": "row of V"}[tensors[0]]
+    measure = "Error" if has_budget else "1 − cosine"
+    over = " over its tolerance" if has_budget else ""
+    figure = plots.heatmap(
+        panels,
+        metric="error" if has_budget else "cosine",
+        by="calls",
+        tensor=tensors[0],
+        tokens=record.tokens,
+    )
+    picture = io.BytesIO()
+    # a date would change the bytes of equal pages
+    figure.savefig(picture, format="svg", metadata={"Date": None})
+    alt = (
+        f"{measure} of each layer's {what}{over}, by layer and token, each layer fed "
+        "Hugging Face's input; T is the number of tokens of a call."
+    )
+    order = "ratio" if has_budget else "over_rounding"
+    ranked = compared(rows).sort_values(order, ascending=False, na_position="first")
+    ranked = ranked.drop_duplicates(["tensor", "layer", "position"]).head(WORST_CELLS)
+    labels = [record.tokens[position] for position in ranked["position"]]
+    worst = pd.DataFrame(
+        {
+            "tensor": ranked["tensor"],
+            "layer": ranked["layer"].astype(int),
+            "position": ranked["position"].astype(int),
+            "token": labels,
+            "T": ranked["T"].astype(int),
+            "error": ranked["error"],
+            "rounding alone": ranked["budget"],
+            "error over rounding": ranked[order],
+            "cosine": ranked["cosine"],
+        }
+    )
+    caption = (
+        "The cells whose error is the largest multiple of what rounding alone causes, "
+        "each at its worst T. Error and rounding alone are relative RMS."
+    )
+    return [
+        Heading("Where the error lies"),
+        Picture(picture.getvalue(), alt),
+        Table(worst.dropna(axis="columns", how="all"), caption),
+    ]
+
+
+def _gates(checked: list[Gate], is_noted: bool) -> pd.DataFrame:
+    table = gate_table(checked)
+    if is_noted:
+        return table
+    # a claim has no sign of a pass
+    stated = table["verdict"].str.replace("^[✗✓–] ", "stated: ", regex=True)
+    return table.assign(verdict=stated)
+
+
+def _cost(record: Record) -> list[Block]:
+    cost = record.results.cost
+    if cost is None:
+        return []
+    names = {"mean": "mean", "median": "median", "p99": "99th percentile", "max": "max"}
+    table = pd.DataFrame({"KL (nats)": names.values()})
+    table["bundle"] = [getattr(cost.kl, name) for name in names]
+    if cost.budget:
+        table["rounding alone"] = [getattr(cost.budget.kl, name) for name in names]
+    caption = (
+        f"KL from Hugging Face's logits over {len(record.tokens)} tokens, layers in a "
+        f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions."
+    )
+    if record.results.min_cosine is not None:
+        caption += (
+            f" The smallest cosine of a layer's update is "
+            f"{record.results.min_cosine:.5f}, the mean {record.results.mean_cosine:.5f}."
+        )
+    return [Heading("Cost"), Table(table, caption)]
+
+
+def _transcript(record: Record) -> list[Block]:
+    """The figures of every prompt, and both texts from shortly before the first
+    difference on."""
+    figures = record.results.transcript
+    if figures is None:
+        return []
+    low, high = figures.interval
+    caption = (
+        f"The bundle, fed Hugging Face's own greedy text, takes its token at "
+        f"{figures.agreed:.1%} of the positions (95% interval {low:.1%} to {high:.1%}, "
+        f"prompts resampled), {figures.ties} ties included. σ is {figures.sigma:.3g} "
+        f"logits; the bundle's error on Hugging Face's stored weights is "
+        f"{figures.error:.3g} times what rounding causes."
+    )
+    rows = [
+        {
+            "prompt": row.prompt,
+            "agreed": f"{row.agreed:.1%}",
+            "ties": row.ties,
+            "first difference": words_of(row.first_difference),
+            "cause": words_of(row.cause),
+            "ends": _ends(row),
+        }
+        for row in figures.prompts
+    ]
+    blocks: list[Block] = [Heading("Transcript"), Table(pd.DataFrame(rows), caption)]
+    if stop := record.results.stop:
+        words = f"Hugging Face's text ends after {stop.ends} of {len(rows)} prompts"
+        if stop.ends:
+            words += f", and the bundle ends at {stop.bundle_ends} of these places"
+        if stop.ends < LEAST_ENDS:
+            words += f"; {LEAST_ENDS} ends are needed to judge"
+        blocks.append(Paragraph(f"{words}."))
+    blocks += [
+        _continuations(row) for row in figures.prompts if row.bundle_text is not None
+    ]
+    blocks.append(
+        Paragraph(
+            "Greedy text cannot show an error that changes no best token, such as "
+            "logits that are too large by one factor; the gates above ask for that."
+        )
+    )
+    return blocks
+
+
+def _ends(row: PromptFigures) -> str:
+    """Which of the texts after a prompt end."""
+    if not row.ended:
+        return words_of(None)
+    return "both" if row.bundle_ends else "Hugging Face's alone"
+
+
+def _continuations(row: PromptFigures) -> Continuations:
+    """Both texts of a prompt, from shortly before the first difference on."""
+    common = commonprefix([row.text, row.bundle_text])
+    rests = [text[len(common) :] for text in (row.text, row.bundle_text)]
+    if len(common) > COMMON_CHARACTERS:
+        common = f"… {common[-COMMON_CHARACTERS:].split(' ', 1)[-1]}"
+    note = f"first difference at token {row.first_difference}, cause: {row.cause}"
+    return Continuations(row.prompt, common, *rests, note)
+
+
+def _recommendation(recommendation: dict | None) -> list[Block]:
+    if not recommendation:
+        return []
+    values = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in recommendation.items()
+    }
+    return [Heading("Recommendation"), Table(_pairs(values))]
+
+
+def _reproduce(setup: Setup, manifest: Manifest) -> list[Block]:
+    """The commands that make and measure the bundle again, and what they need."""
+    validate = ["workbench", "validate", "BUNDLE", *setup.command]
+    report = ["workbench", "report", "BUNDLE", "--html", "page.html"]
+    words = (
+        "CHECKPOINT is the folder of the checkpoint whose SHA-256 is above, and BUNDLE "
+        "a new folder."
+    )
+    if manifest.foreign:
+        make = ["workbench", "adopt", "PACKAGES", "--checkpoint", "CHECKPOINT"]
+        make += ["--out", "BUNDLE"]
+        words += " PACKAGES are the other exporter's."
+    else:
+        make = ["workbench", "export", "CHECKPOINT", "BUNDLE"]
+        for name, value in manifest.options.model_dump(mode="json").items():
+            if (name, value) != ("target", COREML):
+                make += [f"--{name.replace('_', '-')}", str(value)]
+    if calibration := manifest.calibration:
+        make += ["--calibrate", calibration.source, "--seed", str(calibration.seed)]
+    if setup.inputs or manifest.calibration:
+        words += " Files are those whose SHA-256 is above."
+    lines = tuple(escape.shell(line) for line in (make, validate, report))
+    return [Commands(lines), Paragraph(words)]
