@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kernel": "",
     "sweep": "log explain check ane decode runtime exporter models bundle",
     "doctor": "sweep log runtime",
-    "experiment": "kernel sweep log plots check decode models",
+    "experiment": "kernel sweep log plots check decode models bundle",
     "widgets": "bundle experiment sweep log plots ane decode exporter models",
     "cli": None,
     "harness": "decode",

@@ -121,7 +121,8 @@ def test_a_record_of_a_stranger_is_stated_and_never_a_pass(validated, tmp_path):
     rewrite(root, results=results)
     page = tmp_path / "page.html"
     written = invoke("report", root, "--html", page)
-    assert not written["checked_here"] and written["verdict"] == "not_run"
+    assert (written["verdict"], written["quality"]) == ("not_run", "not_run")
+    assert written["stated"]["verdict"] == "GREEN"
     text = cli("report", root).stdout
     assert "**Export not checked here, quality not checked here**" in text
     assert "stated: GREEN" in text and "✓" not in text + page.read_text()

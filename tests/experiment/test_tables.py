@@ -97,9 +97,9 @@ def test_a_latex_table_is_ascii_and_long_text_wraps():
     text = latex_table(table, "Of `a_b` & −", "tab:07-a")
     assert text.isascii() and r"\caption{Of \texttt{a\_b} \& \ensuremath{-}}" in text
     kinds = re.search(r"\\begin\{tabular\}\{(.*)\}", text)[1]
-    share = re.fullmatch(r"lrp\{(0\.\d+)\\linewidth\}", kinds)[1]
-    assert 0.3 < float(share) < 1
-    assert r"\ensuremath{\times} RED & 1.5 & relative" in text
+    points = re.fullmatch(r"lrp\{(\d+)pt\}", kinds)[1]
+    assert 200 < float(points) < 340
+    assert r"\ensuremath{\times} RED & 1.5 & \raggedright" in text
 
 
 def compile_latex(folder: Path, tables: list[str]) -> str:
@@ -147,6 +147,23 @@ def test_pdflatex_compiles_cells_of_odd_text(tmp_path):
         {"[ids]": texts, "*": [1.5] * len(texts), "long": ["word " * 60] * len(texts)}
     )
     compile_latex(tmp_path, [latex_table(table, "Of `[a_b]` & −", "tab:07-a")])
+
+
+TENSOR = "model.layers.17.self_attn.q_proj.weight"
+
+
+@needs_latex
+@pytest.mark.parametrize("count", [1, 3])
+def test_long_cells_and_headings_stay_within_the_line(tmp_path, count):
+    """Sentences, names of tensors, hashes, and headings longer than their numbers."""
+    table = pd.DataFrame({"gate": ["✓ GREEN", "✗ RED"]})
+    for number in range(count):
+        text = f"worst of 129,910: {TENSOR}, layer 6, SHA-256 {'0123456789abcdef' * 4}"
+        table[f"reason {number}"] = [text, "in words alone " * 9]
+        table[f"error over_rounding {number}"] = [1.234e-5, 7.0]
+    printed = compile_latex(tmp_path, [latex_table(table, "Gates", "tab:07-a")])
+    beyond = re.findall(r"Overfull \\hbox \((\d+)", printed)
+    assert not [points for points in beyond if int(points) > 3], printed[-1500:]
 
 
 @needs_latex

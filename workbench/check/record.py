@@ -103,17 +103,46 @@ class TranscriptFigures:
     interval: tuple[float, float]
     ties: int
     sigma: float
-    error: float
+    error: float | None
     prompts: list[PromptFigures]
 
 
 @dataclass(frozen=True)
 class StopFigures:
     """How many of Hugging Face's texts end, and after how many of them the bundle's
-    does."""
+    does; what the end tokens of the checkpoint contradict, in a sentence."""
 
     ends: int
     bundle_ends: int
+    contradiction: str | None = None
+
+
+@dataclass(frozen=True)
+class RecommendationFigures:
+    """The preset that keeps the limits where the bundle's does not.
+
+    Attributes:
+        kl: mean, in nats.
+        interval: 95%, of `kl`.
+        bundle_bytes: of the bundle that was validated.
+        command: exports with that preset.
+    """
+
+    compress: str
+    kl: float
+    bytes: int
+    interval: tuple[float, float] | None = None
+    bundle_bytes: int | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class TriedPresets:
+    """What presets were judged on, and what each was found to cost."""
+
+    text: str
+    seconds: float
+    presets: list[dict[str, str | float | None]]
 
 
 @dataclass(frozen=True)
@@ -129,7 +158,8 @@ class Results:
     mean_cosine: float | None = None
     transcript: TranscriptFigures | None = None
     stop: StopFigures | None = None
-    recommendation: dict | None = None
+    recommendation: RecommendationFigures | None = None
+    tried: TriedPresets | None = None
 
 
 @dataclass(frozen=True)
@@ -185,14 +215,18 @@ class Record:
 
 
 def save_record(
-    bundle: Bundle, results: dict, setup: Setup, tokens: list[str], rows: pd.DataFrame
+    bundle: Bundle,
+    results: dict,
+    setup: Setup,
+    tokens: list[str],
+    rows: pd.DataFrame | None = None,
 ) -> Path:
     """Writes what a validation measured into the bundle's folder, and notes in this
     checkout that it did. Returns the path.
 
     Args:
         results: the JSON of `workbench validate`.
-        rows: see `Record`.
+        rows: see `Record`; None where nothing was measured.
 
     Raises:
         OSError: a folder that cannot be written. An earlier file stays.
@@ -209,6 +243,8 @@ def save_record(
         "tokens": tokens,
     }
     text = json.dumps(jsonable(fields), default=str, allow_nan=False)
+    if rows is None:
+        rows = pd.DataFrame(columns=[*COLUMNS])
     # not the frame's own metadata, which name the machine's version of pandas
     table = pa.Table.from_pandas(rows, preserve_index=False)
     contents = io.BytesIO()

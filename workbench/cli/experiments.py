@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 import workbench
 from workbench import paths
+from workbench.check.gates import NOT_RUN
 from workbench.cli import ending
 from workbench.cli.common import (
     Json,
@@ -190,11 +191,10 @@ def _report_bundle(
 
     record = load_record(bundle)
     written = validation_page(record)
-    result = {
-        "verdict": record.results.verdict,
-        "quality": record.results.quality,
-        "checked_here": record.is_noted,
-    }
+    words = {"verdict": record.results.verdict, "quality": record.results.quality}
+    result = words
+    if not record.is_noted:
+        result = dict.fromkeys(words, NOT_RUN) | {"stated": words}
     if html:
         write_whole(html, page.html(written).encode())
         result["html"] = str(html)

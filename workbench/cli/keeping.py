@@ -6,9 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
-
-from workbench import log
+import workbench
 from workbench.cli.common import Execution, Prompt
 from workbench.errors import one_line
 from workbench.files import sha256
@@ -91,7 +89,7 @@ def keep_validation(
     start: float,
     decoder=None,
     tokens: list[str] | None = None,
-    rows: pd.DataFrame | None = None,
+    rows=None,
 ) -> None:
     """Writes a validation's record into the bundle's folder; warns where that cannot be
     written.
@@ -100,6 +98,8 @@ def keep_validation(
         results: the JSON of the command.
         start: `time.perf_counter` at its start.
         decoder: None where no runtime opened the bundle.
+        tokens: the label of the token at each position of `rows`.
+        rows: a DataFrame, see `Record`; None where nothing was measured.
     """
     from workbench.ane.memory import peak_rss
     from workbench.check.record import Environment, Setup, save_record
@@ -111,7 +111,7 @@ def keep_validation(
             execution["compute_units"] = decoder.compute_units
         else:
             execution["precision"] = decoder.precision
-    here = log.environment()
+    here = workbench.log.environment()
     environment = Environment(
         machine=here["machine"],
         platform=here["platform"],
@@ -127,8 +127,6 @@ def keep_validation(
         seconds=time.perf_counter() - start,
         peak_rss_bytes=peak_rss(),
     )
-    if rows is None:
-        rows = pd.DataFrame()
     try:
         save_record(bundle, results, setup, tokens or [], rows)
     except OSError as problem:

@@ -2,7 +2,10 @@
 Values are the same words in each; text arrives as it is."""
 
 import math
+import re
+import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pandas as pd
 from pandas.io.formats.style import Styler
@@ -25,10 +28,7 @@ COLOURS = {
     for word in words
 }
 NULL = "–"
-# of the longest text of a column that LaTeX breaks into lines
-LONG_TEXT = 32
 SHORT_TEXT = 24  # characters of a column of a page whose cells are not broken
-LINE = 90  # characters of a line of a page in LaTeX's small type
 
 
 def words_of(value: object) -> str:
@@ -119,35 +119,134 @@ def html_table(table: pd.DataFrame, caption: str = "") -> str:
 
 
 def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
-    """A table of a paper, for pdflatex with the package booktabs. A column of long text
-    is a paragraph, whose width is what the other columns leave."""
+    """A table of a paper, for pdflatex with the package booktabs. Where the table is
+    wider than the page, columns of text become paragraphs, the widest first, and
+    headings that are longer than their numbers have several lines."""
     texts = set(text_columns(table))
-    written = table.map(_latex_cell)
-    written.columns = [_latex_cell(name) for name in table.columns]
-    lengths = {
-        name: max([len(str(name)), *(len(words_of(value)) for value in table[name])])
+    values = {
+        name: max((len(words_of(v)) for v in table[name]), default=0)
         for name in table.columns
     }
-    long = {n: size for n, size in lengths.items() if n in texts and size > LONG_TEXT}
-    rest = LINE - sum(size + 2 for name, size in lengths.items() if name not in long)
+    headings = {}
+    for name in table.columns:
+        if name in texts:
+            headings[name] = [str(name)]
+        else:
+            headings[name] = _lines_of(str(name), max(values[name], SHORT_HEADING))
+    natural = {
+        name: max(values[name], *map(len, headings[name])) for name in table.columns
+    }
+    size, columns = _fitting_widths(natural, texts)
+    written = pd.DataFrame(
+        {
+            name: [_latex_cell(v, columns[name] < natural[name]) for v in table[name]]
+            for name in table.columns
+        }
+    )
     kinds = []
     for name in table.columns:
-        if name in long:
-            share = max(rest, LINE / 3) / LINE * long[name] / sum(long.values())
-            kinds.append(rf"p{{{0.95 * share:.2f}\linewidth}}")
+        if columns[name] < natural[name]:
+            kinds.append(rf"p{{{columns[name] * size.character:.0f}pt}}")
         else:
             kinds.append("l" if name in texts else "r")
-    return written.to_latex(
+    written.columns = [
+        _latex_heading(headings[name], columns[name] < natural[name])
+        for name in table.columns
+    ]
+    text = written.to_latex(
         index=False,
         escape=False,
         column_format="".join(kinds),
         caption=escape.latex_sentence(caption),
         label=label,
     )
+    look = f"{size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
+    return text.replace("\\begin{tabular}", f"{look}\\begin{{tabular}}", 1)
 
 
-def _latex_cell(value: object) -> str:
-    text = escape.latex(words_of(value)).replace(NULL, "--")
+@dataclass(frozen=True)
+class TypeSize:
+    """A size of LaTeX's type, and the mean width of a character of it in points."""
+
+    command: str
+    character: float
+
+
+# The mean widths of letters and digits of Computer Modern, digits weighing most.
+TYPE_SIZES = (
+    TypeSize(r"\small", 4.7),
+    TypeSize(r"\footnotesize", 4.3),
+    TypeSize(r"\scriptsize", 3.9),
+    TypeSize(r"\tiny", 3.4),
+)
+LINE_WIDTH = 340  # points: of the class article in 10 pt, the narrowest common one
+SEPARATION = 7  # points between two columns
+LEAST_PARAGRAPH = 9  # characters
+READABLE_PARAGRAPH = 14  # characters: for a narrower one a smaller type is taken
+SHORT_HEADING = 6  # characters of a heading's line that always fit
+
+
+def _fitting_widths(
+    natural: dict[str, int], texts: set[str]
+) -> tuple[TypeSize, dict[str, int]]:
+    """The largest type in which a table fits the line, and the characters of each
+    column: its natural ones, or fewer for a text that is broken into lines. In the
+    smallest type a table may still be wider than the line."""
+    for size in TYPE_SIZES:
+        room = (LINE_WIDTH - SEPARATION * len(natural)) / size.character
+        room -= sum(count for name, count in natural.items() if name not in texts)
+        counts = [natural[name] for name in natural if name in texts]
+        # the most characters of a text for which all columns fit
+        most = max(counts, default=0)
+        while most > LEAST_PARAGRAPH and sum(min(n, most) for n in counts) > room:
+            most -= 1
+        if sum(min(count, most) for count in counts) <= room and (
+            most >= READABLE_PARAGRAPH or most == max(counts, default=0)
+        ):
+            break
+    widths = {
+        name: min(count, most) if name in texts else count
+        for name, count in natural.items()
+    }
+    return size, widths
+
+
+def _lines_of(heading: str, width: int) -> list[str]:
+    """A heading in lines of about `width` characters, broken at spaces and behind
+    underscores."""
+    lines: list[str] = []
+    for piece in re.findall(r"[^\s_]+_?\s*|_\s*|\s+", heading):
+        if lines and len((lines[-1] + piece).rstrip()) <= width:
+            lines[-1] += piece
+        else:
+            lines.append(piece)
+    return [line.rstrip() for line in lines] or [""]
+
+
+def _latex_heading(lines: list[str], is_paragraph: bool) -> str:
+    if len(lines) == 1:
+        return _latex_cell(lines[0], is_paragraph)
+    stacked = r"\\".join(map(_latex_cell, lines))
+    return rf"\shortstack[r]{{{stacked}}}"
+
+
+# A word of more characters, such as a tensor's name, may be broken behind these signs.
+LONG_WORD = 12
+PIECES = re.compile(r"[^._/:,=-]{1,16}[._/:,=-]*|[._/:,=-]+")
+
+
+def _latex_cell(value: object, is_paragraph: bool = False) -> str:
+    """A cell; in a paragraph, lines end at spaces and within long words."""
+    text = unicodedata.normalize("NFC", words_of(value))
+    if is_paragraph:
+        words = []
+        for word in text.split():
+            pieces = PIECES.findall(word) if len(word) > LONG_WORD else [word]
+            words.append(r"\allowbreak{}".join(map(escape.latex, pieces)))
+        # \raggedright gives \\ another meaning than the end of a row
+        begin = r"\raggedright\let\\\tabularnewline\hspace{0pt}"
+        return begin + " ".join(words)
+    text = escape.latex(text)
     # behind the end of a row, [ begins a length and * forbids a page break
     return f"{{}}{text}" if text.startswith(("[", "*")) else text
 

@@ -2,7 +2,6 @@
 nothing else."""
 
 import io
-import json
 from collections.abc import Mapping
 from os.path import commonprefix
 
@@ -13,7 +12,7 @@ from workbench.bundle.manifest import COREML, Manifest
 from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.gates import Gate
-from workbench.check.record import PromptFigures, Record, Setup
+from workbench.check.record import PromptFigures, Record, Results, Setup
 from workbench.check.transcript import LEAST_ENDS
 from workbench.experiment.page import (
     Block,
@@ -49,7 +48,7 @@ def validation_page(record: Record) -> Page:
                 "under Reproduce checks it."
             )
         )
-    blocks += _recommendation(results.recommendation)
+    blocks += _recommendation(results)
     blocks += [Heading("What was run"), _setup_table(record)]
     blocks += _heatmap(record)
     checked = [_without_places(gate) for gate in results.gates]
@@ -272,9 +271,13 @@ def _transcript(record: Record) -> list[Block]:
         f"The bundle, fed Hugging Face's own greedy text, takes its token at "
         f"{figures.agreed:.1%} of the positions (95% interval {low:.1%} to {high:.1%}, "
         f"prompts resampled), {figures.ties} ties included. σ is {figures.sigma:.3g} "
-        f"logits; the bundle's error on Hugging Face's stored weights is "
-        f"{figures.error:.3g} times what rounding causes."
+        "logits."
     )
+    if figures.error is not None:
+        caption += (
+            f" Beside Hugging Face's model with the stored weights, the bundle's error "
+            f"is {figures.error:.3g} times what rounding causes."
+        )
     rows = [
         {
             "prompt": row.prompt,
@@ -293,7 +296,9 @@ def _transcript(record: Record) -> list[Block]:
             words += f", and the bundle ends at {stop.bundle_ends} of these places"
         if stop.ends < LEAST_ENDS:
             words += f"; {LEAST_ENDS} ends are needed to judge"
-        blocks.append(Paragraph(f"{words}."))
+        if stop.contradiction:
+            words += f"; {stop.contradiction}"
+        blocks.append(Paragraph(_sentence(words)))
     blocks += [
         _continuations(row) for row in figures.prompts if row.bundle_text is not None
     ]
@@ -319,18 +324,35 @@ def _continuations(row: PromptFigures) -> Continuations:
     rests = [text[len(common) :] for text in (row.text, row.bundle_text)]
     if len(common) > COMMON_CHARACTERS:
         common = f"… {common[-COMMON_CHARACTERS:].split(' ', 1)[-1]}"
-    note = f"first difference at token {row.first_difference}, cause: {row.cause}"
+    note = f"first difference at token {row.first_difference}"
+    if row.cause:
+        note += f", cause: {row.cause}"
     return Continuations(row.prompt, common, *rests, note)
 
 
-def _recommendation(recommendation: dict | None) -> list[Block]:
-    if not recommendation:
-        return []
-    values = {
-        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in recommendation.items()
-    }
-    return [Heading("Recommendation"), Table(_pairs(values))]
+def _recommendation(results: Results) -> list[Block]:
+    """The preset that keeps the limits, and what was tried."""
+    blocks: list[Block] = []
+    if chosen := results.recommendation:
+        words = f"{chosen.compress}: KL {chosen.kl:.3g}"
+        if chosen.interval:
+            low, high = chosen.interval
+            words += f" [{low:.3g}, {high:.3g}]"
+        words += f", {chosen.bytes / 2**20:,.1f} MiB"
+        if chosen.bundle_bytes:
+            words += f" instead of {chosen.bundle_bytes / 2**20:,.1f}"
+        blocks.append(Paragraph(f"{words}."))
+        if chosen.command:
+            blocks.append(Commands((anonymous(chosen.command),)))
+    if (tried := results.tried) and tried.presets:
+        table = pd.DataFrame(tried.presets).dropna(axis="columns", how="all")
+        caption = (
+            f"Presets by Hugging Face's model with their weights, on {tried.text}, in "
+            f"{tried.seconds:.0f} s; KL is the mean in nats, with its 95% interval."
+        )
+        table = table.drop(columns="command", errors="ignore")
+        blocks.append(Table(table, caption))
+    return [Heading("Recommendation"), *blocks] if blocks else []
 
 
 def _reproduce(setup: Setup, manifest: Manifest) -> list[Block]:
