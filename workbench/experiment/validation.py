@@ -2,18 +2,21 @@
 nothing else."""
 
 import io
+import json
 from collections.abc import Mapping
 from os.path import commonprefix
 
 import pandas as pd
 
 from workbench import escape, plots
-from workbench.bundle.manifest import COREML, Manifest
+from workbench.bundle import Bundle
+from workbench.bundle.manifest import COREML
 from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.gates import Gate
 from workbench.check.record import PromptFigures, Record, Results, Setup
 from workbench.check.transcript import LEAST_ENDS
+from workbench.errors import InputError
 from workbench.experiment.page import (
     Block,
     Commands,
@@ -27,6 +30,7 @@ from workbench.experiment.page import (
     Verdicts,
 )
 from workbench.experiment.tables import gate_table, words_of
+from workbench.files import read_bytes
 from workbench.log.anonymous import anonymous
 
 WORST_CELLS = 6  # rows of the table of the largest errors
@@ -55,7 +59,7 @@ def validation_page(record: Record) -> Page:
     blocks += [Heading("Gates"), Table(_gates(checked, record.is_noted))]
     blocks += _cost(record)
     blocks += _transcript(record)
-    blocks += [Heading("Reproduce"), *_reproduce(record.setup, manifest)]
+    blocks += [Heading("Reproduce"), *_reproduce(record.setup, record.bundle)]
     return Page(title, tuple(blocks))
 
 
@@ -145,6 +149,12 @@ def _setup_table(record: Record) -> Table:
             f"{manifest.calibration.source}, {manifest.calibration.tokens} tokens, "
             f"ids' SHA-256 {manifest.calibration.ids_sha256}"
         )
+    selection = None
+    if manifest.selection:
+        selection = (
+            f"{manifest.selection.source}, {manifest.selection.tokens} tokens, "
+            f"ids' SHA-256 {manifest.selection.ids_sha256}"
+        )
     digests = {name: f"(SHA-256 {digest})" for name, digest in setup.inputs.items()}
     rows = {
         "checkpoint": manifest.checkpoint.get("name"),
@@ -155,6 +165,7 @@ def _setup_table(record: Record) -> Table:
         "export options": _listed(manifest.options.model_dump(mode="json")),
         "exported with": _listed(manifest.packages),
         "calibrated with": calibration,
+        "formats chosen on": selection,
         "run on": _listed(setup.execution) or "no runtime opened the bundle",
         "parameters": escape.shell(setup.command),
         "files read": _listed(digests),
@@ -355,8 +366,35 @@ def _recommendation(results: Results) -> list[Block]:
     return [Heading("Recommendation"), *blocks] if blocks else []
 
 
-def _reproduce(setup: Setup, manifest: Manifest) -> list[Block]:
+def _selection_options(bundle: Bundle) -> list[str]:
+    """The options of an export that chose a format for every matrix.
+
+    Raises:
+        InputError: an allocation that is damaged although its hash is the manifest's.
+    """
+    selection = bundle.manifest.selection
+    if selection is None:
+        return []
+    path = bundle.root / selection.allocation.path
+    try:
+        fields = json.loads(read_bytes(path))
+        limit, chip = fields["limit"], fields["chip"]
+        options = ["--select", selection.source]
+        if fields["minimizes"] == "ms":
+            options += ["--ms-on", str(chip)]
+        if limit["kl"] is None:
+            return [*options, "--bytes", str(limit["bytes"])]
+        return [*options, "--max-kl", str(limit["kl"])]
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        actual = f"no allocation ({type(problem).__name__})"
+        step = "export the bundle again"
+        needed = "limit, chip and what was minimized"
+        raise InputError(str(path), actual, needed, step) from None
+
+
+def _reproduce(setup: Setup, bundle: Bundle) -> list[Block]:
     """The commands that make and measure the bundle again, and what they need."""
+    manifest = bundle.manifest
     validate = ["workbench", "validate", "BUNDLE", *setup.command]
     report = ["workbench", "report", "BUNDLE", "--html", "page.html"]
     words = (
@@ -372,9 +410,10 @@ def _reproduce(setup: Setup, manifest: Manifest) -> list[Block]:
         for name, value in manifest.options.model_dump(mode="json").items():
             if (name, value) != ("target", COREML):
                 make += [f"--{name.replace('_', '-')}", str(value)]
+    make += _selection_options(bundle)
     if calibration := manifest.calibration:
         make += ["--calibrate", calibration.source, "--seed", str(calibration.seed)]
-    if setup.inputs or manifest.calibration:
+    if setup.inputs or manifest.calibration or manifest.selection:
         words += " Files are those whose SHA-256 is above."
     lines = tuple(escape.shell(line) for line in (make, validate, report))
     return [Commands(lines), Paragraph(words)]
