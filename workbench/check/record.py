@@ -25,7 +25,7 @@ from workbench.check.gates import (
     jsonable,
 )
 from workbench.errors import InputError
-from workbench.files import is_noted, note, read_bytes, write_whole
+from workbench.files import note_verified, read_bytes, was_verified, write_whole
 
 RECORD = "validation.parquet"
 NOTES = "validations"  # the folder of this checkout's notes on these files
@@ -252,7 +252,7 @@ def save_record(
     path = bundle.root / RECORD
     write_whole(path, contents.getvalue())
     digest = hashlib.sha256(contents.getvalue()).hexdigest()
-    note(NOTES, {"bundle": bundle.identity, "record": digest})
+    note_verified(NOTES, {"bundle": bundle.identity, "record": digest})
     return path
 
 
@@ -290,7 +290,7 @@ def load_record(bundle: Bundle) -> Record:
         raise InputError(subject, actual, needed, step) from None
     digest = hashlib.sha256(contents).hexdigest()
     facts = {"bundle": bundle.identity, "record": digest}
-    return Record(bundle, results, setup, tokens, rows, is_noted(NOTES, facts))
+    return Record(bundle, results, setup, tokens, rows, was_verified(NOTES, facts))
 
 
 def _parse(contents: bytes) -> tuple[dict, pd.DataFrame]:
