@@ -109,7 +109,7 @@ def run_cell(monkeypatch):
     """Names the cell that runs, and counts its executions."""
 
     def set_cell(cell: str | None) -> None:
-        current = recording.Cell(cell, object())
+        current = recording.CellExecution(cell, object())
         monkeypatch.setattr(recording, "current_cell", lambda: current)
 
     return set_cell

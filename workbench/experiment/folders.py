@@ -28,9 +28,11 @@ from workbench.files import (
 
 RUN, REPORT, PAGE, NOTEBOOK = "run.json", "report.md", "report.html", "notebook.ipynb"
 KINDS = "figures", "tables"
-HASH_DIGITS = 8  # of a checkpoint's SHA-256 in the name of a folder
+HASH_DIGITS = 8
+"""Of a checkpoint's SHA-256 in the name of a folder."""
 UNFINISHED = ".unfinished"
-NEW_S = 60  # an unfinished folder as young as this may have no lock yet
+NEW_S = 60
+"""Seconds: an unfinished folder as young as this may have no lock yet."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Source:
 
 
 def source_of(parameters: Mapping) -> Source:
-    """The checkpoint that a notebook's `CHECKPOINT` names; `run` for one without a
-    name, such as `.` and `..`, and for a notebook that has none.
+    """The checkpoint that a notebook's `CHECKPOINT` names. A notebook without a checkpoint
+    has the source `run`, and so has a checkpoint without a name, such as `.` and `..`.
 
     Raises:
         InputError: a checkpoint whose files cannot be read.
@@ -226,6 +228,13 @@ def is_shipped(folder: Path) -> bool:
     return folder.parent == checkout() / "experiments"
 
 
+def _restore_interrupted(number: str) -> None:
+    """Puts back finished runs whose replacement was interrupted between two renames."""
+    for folder in experiments().glob(f"{number}_*"):
+        for waiting in folder.glob(".*.earlier"):
+            restore_folder(folder / waiting.name[1 : -len(".earlier")])
+
+
 def last_run(number: str) -> Path:
     """The folder of an experiment's newest run below `build/experiments`, else of the
     shipped one.
@@ -234,9 +243,7 @@ def last_run(number: str) -> Path:
         InputError: there is no finished run.
     """
     number = number.zfill(2)
-    for folder in experiments().glob(f"{number}_*"):
-        for waiting in folder.glob(".*.earlier"):
-            restore_folder(folder / waiting.name[1 : -len(".earlier")])
+    _restore_interrupted(number)
     runs = experiments().glob(f"{number}_*/[!.]*/{RUN}")
     shipped = (checkout() / "experiments").glob(f"{number}_*/{RUN}")
     newest = sorted(runs, key=lambda path: path.stat().st_mtime) or list(shipped)

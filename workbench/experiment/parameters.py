@@ -25,7 +25,8 @@ from workbench.experiment.notebooks import cells_of, find_notebook, named_notebo
 from workbench.files import checkout, sha256
 
 TAG = "parameters"
-# printed by a kernel as the last output of the evaluated cell
+# Executed in the kernel behind the evaluated cell, whose last output it prints. Braces are
+# doubled because `str.format` fills in the names.
 EVALUATED = """
 def _evaluated(values):
     import json

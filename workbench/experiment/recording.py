@@ -27,12 +27,14 @@ GATE = "gate"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The cell that runs, and which of its executions this is; without an id where code
-    runs outside a cell, or where the front end names none."""
+class CellExecution:
+    """An execution of a cell of the notebook."""
 
     id: str | None
+    """Of the cell; None where code runs outside of cells, or where the front end names
+    none."""
     execution: object
+    """The same object for all calls during one execution, and for no other."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,28 @@ class Entry:
 
     kind: str
     name: str
-    cell: Cell
+    cell: CellExecution
     gate: Gate | None = None
 
-    def gives_way(self, kind: str, names: set[str], cell: Cell) -> bool:
-        """Whether what an execution of a cell gives replaces this entry: an earlier
-        execution of the same cell gave it, or it has the same name and no cell, or its
-        files are written again."""
+    def is_replaced_by(self, kind: str, names: set[str], cell: CellExecution) -> bool:
+        """Whether entries `names` of a kind, which an execution of a cell gives, replace
+        this entry."""
         same_name = self.kind == kind and self.name in names
+        # its files are written again
         if same_name and kind != GATE:
             return True
+        # one execution may give several; those of other cells stay
         if self.cell.execution is cell.execution or self.cell.id != cell.id:
             return False
+        # an earlier execution of the same cell gave it; outside of cells its name decides
         return cell.id is not None or same_name
 
 
-def current_cell() -> Cell:
+_executions: dict[str, object] = {}
+"""The id of the message by which a front end asked for an execution → its object."""
+
+
+def current_cell() -> CellExecution:
     """The cell that the kernel executes; JupyterLab sends its id with every
     execution."""
     kernel = getattr(get_ipython(), "kernel", None)
@@ -64,12 +72,16 @@ def current_cell() -> Cell:
     header = message.get("header", {})
     cell_id = message.get("metadata", {}).get("cellId")
     if header.get("msg_type") != "execute_request" or not cell_id:
-        return Cell(None, object())
+        return CellExecution(None, object())
     # the entries of one execution have one object, found by its message
-    return Cell(cell_id, _executions.setdefault(header["msg_id"], object()))
+    return CellExecution(cell_id, _executions.setdefault(header["msg_id"], object()))
 
 
-_executions: dict[str, object] = {}
+def _copy_parts(source: Path, target: Path) -> None:
+    """Copies the figures and tables of a run's folder."""
+    for kind in folders.KINDS:
+        if (source / kind).is_dir():
+            shutil.copytree(source / kind, target / kind)
 
 
 class Experiment:
@@ -178,11 +190,17 @@ class Experiment:
         self._replace(entries, GATE, cell)
         return tables.show(tables.gate_table(results))
 
-    def _replace(self, entries: list[Entry], kind: str, cell: Cell) -> None:
-        """Puts entries in the place of those that give way to them, else behind the
-        last one of the cell's execution, else at the end."""
+    def _replace(self, entries: list[Entry], kind: str, cell: CellExecution) -> None:
+        """Adds entries, and removes those that they replace.
+
+        1. The cell ran before: they stand where its first entry stood, and all that it
+           gave then goes.
+        2. The same execution gives more: they stand behind its last entry.
+        3. Code outside of cells gives a name again: they stand in its place.
+        4. Else they stand at the end.
+        """
         names = {entry.name for entry in entries}
-        earlier = [e for e in self._entries if e.gives_way(kind, names, cell)]
+        earlier = [e for e in self._entries if e.is_replaced_by(kind, names, cell)]
         written = {(entry.kind, entry.name) for entry in entries}
         for entry in earlier:
             if entry.kind != GATE and (entry.kind, entry.name) not in written:
@@ -198,16 +216,23 @@ class Experiment:
         after = [e for e in self._entries[place:] if e not in earlier]
         self._entries = before + entries + after
 
-    def conclude(self, words: str, decoder: Decoder | None = None, **rows) -> None:
-        """Logs the run as one row with its tables `rows` (`fidelity`, `samples`,
-        `layers`), writes the report, puts the run in the place of the finished one, and
-        prints both verdicts, `words` and the report's path."""
+    def conclude(
+        self, answer: str, decoder: Decoder | None = None, **log_tables
+    ) -> None:
+        """Logs the run, writes the report, puts the run in the place of the finished one,
+        and prints both verdicts, the answer and the report's path.
+
+        Args:
+            answer: to the notebook's question, in lines of text.
+            decoder: whose bundle and settings the row describes.
+            log_tables: `fidelity`, `samples` and `layers` of the run.
+        """
         result = judged = None
         if self.gates:
             result, judged = verdict(self.gates), quality(self.gates)
         config = {
             "parameters": self.portable_parameters,
-            "conclusion": words,
+            "conclusion": answer,
             "gates": [gate.json() for gate in self.gates],
         }
         number = self.name[:2]
@@ -220,7 +245,7 @@ class Experiment:
             manifest = decoder.bundle.manifest
             options = identity.export_columns(manifest.options)
             options |= {name: described[name] for name in RUNTIME_COLUMNS}
-        run_id = log.record(row, **rows)
+        run_id = log.record(row, **log_tables)
         parts = folders.read_parts(self.unfinished)
         run_ids = {run_id}.union(*(part["run_ids"] for part in parts))
         run = {"run_id": run_id, "experiment": self.name}
@@ -231,7 +256,10 @@ class Experiment:
         run["checkpoint"] = checkpoint | {"label": self.source.label}
         named = {name: value for name, value in options.items() if value is not None}
         run |= {"options": named, "environment": log.environment()}
-        self._finish(self.unfinished, run, self._order())
+        whole = folders.make_unfinished(self.name)
+        with locked(whole):
+            _copy_parts(self.unfinished, whole)
+            self._finish(whole, run, self._order())
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
@@ -239,28 +267,20 @@ class Experiment:
         if self.gates:
             word = "not run" if result == NOT_RUN else result
             verdicts = f"export {word}, quality {describe_quality(self.gates)}"
-        text = "\n\n".join([verdicts, words, f"report: {relative_path}"])
+        text = "\n\n".join([verdicts, answer, f"report: {relative_path}"])
         self._announce(text)
 
     def _order(self) -> list[tuple[str, str]]:
         """Kind and name of figures and tables in the order of the cells."""
         return [(e.kind, e.name) for e in self._entries if e.kind != GATE]
 
-    def _finish(self, parts: Path, run: Mapping, order: list[tuple[str, str]]) -> None:
-        """Copies figures and tables to a new folder, completes it to a whole run, and
-        puts it in the place of the finished one."""
-        whole = folders.make_unfinished(self.name)
-        with locked(whole):
-            for kind in folders.KINDS:
-                if (parts / kind).is_dir():
-                    shutil.copytree(parts / kind, whole / kind)
-            for name in (folders.NOTEBOOK, folders.PAGE):
-                if run["run_id"] == self.run_id and (parts / name).is_file():
-                    shutil.copy(parts / name, whole / name)
-            folders.stamp(whole, run["run_id"], order)
-            folders.write_json(whole / folders.RUN, run)
-            report.write_report(whole)
-            folders.finish(whole, self.finished)
+    def _finish(self, whole: Path, run: Mapping, order: list[tuple[str, str]]) -> None:
+        """Completes a folder of figures and tables to a run, and puts it in the place of
+        the finished one."""
+        folders.stamp(whole, run["run_id"], order)
+        folders.write_json(whole / folders.RUN, run)
+        report.write_report(whole)
+        folders.finish(whole, self.finished)
 
     def _join(self, kind: str, name: str) -> None:
         """Adds one figure or table to the concluded run."""
@@ -274,24 +294,24 @@ class Experiment:
             raise InputError(str(self.finished), actual, needed, step)
         whole = folders.make_unfinished(self.name)
         try:
-            for entry in folders.KINDS:
-                if (self.finished / entry).is_dir():
-                    shutil.copytree(self.finished / entry, whole / entry)
-            folders.remove_part(whole, kind, name)
-            stem = self.unfinished / kind / name
-            (whole / kind).mkdir(exist_ok=True)
-            for path in stem.parent.iterdir():
-                if path.name.startswith(f"{name}.") and path.stem == name:
-                    shutil.copy(path, whole / kind)
-            order = [(p["kind"], p["name"]) for p in folders.read_parts(whole)]
-            run_ids = {*run["run_ids"]}
-            for part in folders.read_parts(whole):
-                run_ids.update(part["run_ids"])
-            run["run_ids"] = sorted(run_ids)
-            for file in (folders.NOTEBOOK, folders.PAGE):
-                if (self.finished / file).is_file():
-                    shutil.copy(self.finished / file, whole / file)
-            self._finish(whole, run, order)
+            with locked(whole):
+                _copy_parts(self.finished, whole)
+                # the run is the same, and its executed notebook and page stay
+                for file in (folders.NOTEBOOK, folders.PAGE):
+                    if (self.finished / file).is_file():
+                        shutil.copy(self.finished / file, whole / file)
+                folders.remove_part(whole, kind, name)
+                stem = self.unfinished / kind / name
+                (whole / kind).mkdir(exist_ok=True)
+                for path in stem.parent.iterdir():
+                    if path.name.startswith(f"{name}.") and path.stem == name:
+                        shutil.copy(path, whole / kind)
+                order = [(p["kind"], p["name"]) for p in folders.read_parts(whole)]
+                run_ids = {*run["run_ids"]}
+                for part in folders.read_parts(whole):
+                    run_ids.update(part["run_ids"])
+                run["run_ids"] = sorted(run_ids)
+                self._finish(whole, run, order)
         finally:
             shutil.rmtree(whole, ignore_errors=True)
 
