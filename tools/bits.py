@@ -206,7 +206,7 @@ def measure(source: Checkpoint, preset: str, seed: int | None, texts: list[Windo
     bundle = WORK / f"{source.name}-{name}"
     shutil.rmtree(bundle, ignore_errors=True)
     is_resumed = bundle.with_name(f".{bundle.name}.calibration").exists()
-    command = [sys.executable, "-m", "workbench", "export", source.path, bundle]
+    command = [sys.executable, "-m", "workbench.cli", "export", source.path, bundle]
     command += ["--compress", preset, "--max-seq-len", "256", "--json"]
     if seed is not None:
         command += ["--calibrate", CALIBRATION, "--seed", str(seed)]

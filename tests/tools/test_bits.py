@@ -80,6 +80,21 @@ def test_the_table_gives_the_range_of_the_seeds_and_says_what_is_missing(tmp_pat
     assert llama.startswith("| llama.cpp Q4_0 | 4.05 | no |")
 
 
+@pytest.mark.slow("exports a bundle in a process of its own")
+def test_a_preset_is_exported_and_scored(tmp_path, monkeypatch):
+    monkeypatch.setattr(bits, "WORK", tmp_path / "work")
+    monkeypatch.setattr(bits, "ROWS", tmp_path / "rows")
+    source = Checkpoint(ROOT / "data" / "tiny-llama")
+    text = windows(source.config.vocab_size)
+    bits.measure(source, "int4-block32", None, [text])
+    document = json.loads(bits.row_path(source, "int4-block32").read_text())
+    assert 4.5 < document["bits"] < 5.5 and document["export_cpu_seconds"] > 0
+    result = bits.Score(**document["texts"]["random"])
+    assert 0 < result.mean_kl < result.kl_99 and result.tokens == 3 * 39
+    assert bits.is_current(bits.row_path(source, "int4-block32"), [text])
+    assert [path.suffix for path in (tmp_path / "work").iterdir()] == [".npy"]
+
+
 def test_a_row_of_other_texts_is_measured_again(tmp_path):
     path = tmp_path / "lut4-g8.json"
     text = windows(9)
