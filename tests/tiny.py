@@ -32,6 +32,13 @@ HYBRID = SMALL | dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_l
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+GEMMA4 = dict(
+    num_attention_heads=4,
+    head_dim=16,
+    global_head_dim=32,
+    sliding_window=5,
+    final_logit_softcapping=30.0,
+)
 # the families' default ids lie beyond these vocabularies
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 # of names that several dicts have, the later entry counts
@@ -49,6 +56,31 @@ DIMS = {
         query_pre_attn_scalar=24,
         vocab_size=107,
         layer_types=SLIDING,
+    ),
+    # E2B-like: the last two layers share K and V, have MLPs of twice the width, and two
+    # head sizes
+    "gemma4_text": SMALL
+    | GEMMA4
+    | dict(
+        num_hidden_layers=5,
+        num_key_value_heads=1,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=101,
+        vocab_size=101,
+        layer_types=["sliding_attention"] * 2 + ["full_attention", *SLIDING[:2]],
+    ),
+    # 31B-like: V is K in full layers, which have fewer key heads
+    "gemma4_unified_text": SMALL
+    | GEMMA4
+    | dict(
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        vocab_size=109,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
     ),
     "zaya": HEADS
     | dict(

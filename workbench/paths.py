@@ -39,6 +39,8 @@ ADAPTER = "adapter_config.json"
 # transformers' model_type of every family in `workbench.models`, which imports torch
 FAMILIES = (
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "granitemoehybrid",
     "hunyuan_v1_dense",
     "lfm2",

@@ -22,6 +22,7 @@ from workbench.bundle.manifest import (
     Shard,
     first_fault,
 )
+from workbench.bundle.names import PER_LAYER
 from workbench.errors import InputError
 from workbench.files import (
     is_lfs_pointer,
@@ -178,7 +179,12 @@ class Bundle:
 
         dims = self.manifest.dims
         vector = "F32", [dims.C]
-        allowed = {"weight": ("F16", [dims.V, dims.C]), "bias": vector, "scale": vector}
+        allowed = {
+            "weight": ("F16", [dims.V, dims.C]),
+            "bias": vector,
+            "scale": vector,
+            PER_LAYER: ("F16", [dims.V, dims.L * dims.P]),
+        }
         path = self.root / self.manifest.embedding.file.path
         try:
             with safe_open(path, "np") as file:
@@ -186,7 +192,8 @@ class Bundle:
                 stored = {n: (t.get_dtype(), t.get_shape()) for n, t in tables.items()}
         except SafetensorError as problem:
             raise _damaged(path, f"no whole safetensors file ({problem})") from None
-        sets_of_names = {"weight"}, {"weight", "bias", "scale"}
+        second = {PER_LAYER} if dims.P else set()
+        sets_of_names = {"weight"} | second, {"weight", "bias", "scale"}
         if stored.keys() not in sets_of_names or any(
             allowed[name] != entry for name, entry in stored.items()
         ):
@@ -196,7 +203,7 @@ class Bundle:
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:
         """The tables that the host reads, in their file: `weight` [V, C] fp16 and, where
-        the family has them, `bias` and `scale` [C] fp32."""
+        the family has them, `bias` and `scale` [C] fp32, `per_layer` [V, L·P] fp16."""
         from safetensors import safe_open
 
         path = self.root / self.manifest.embedding.file.path
@@ -236,6 +243,17 @@ class Bundle:
         if "bias" in table:
             hidden = (hidden + table["bias"]) * table["scale"]
         return hidden * np.float32(self.manifest.embedding.scale)
+
+    def embed_per_layer(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids [B, T] → the second embedding of every layer [B, T, L·P] float32, √P
+        times the table's rows.
+
+        Raises:
+            InputError: see `embed`.
+        """
+        _check_size(self.root, self.manifest.embedding.file)
+        rows = self.embedding[PER_LAYER][ids].astype(np.float32)
+        return rows * np.float32(self.manifest.dims.P**0.5)
 
 
 @contextmanager

@@ -18,11 +18,13 @@ from workbench.bundle.foreign import (
 )
 from workbench.bundle.names import (
     ATTN_MASK,
+    K_ROWS,
     KV_WRITE_MASK,
     LOGITS,
     ROPE_COS,
     ROPE_SIN,
     STATES,
+    V_ROWS,
 )
 from workbench.bundle.presets import Preset, find_preset
 from workbench.bundle.tiling import Tiling
@@ -63,6 +65,12 @@ RopeName = Literal["", "local", "global", "nope"]
 Shapes = dict[str, list[int | Literal["T"]]]
 
 
+def _is_unused(value: int | None) -> bool:
+    """Whether a field is left out of the file, so that bundles of families without it
+    keep their bytes."""
+    return not value and value != 0
+
+
 class Dims(ManifestModel):
     """Sizes of the model; `names` explains the axes."""
 
@@ -72,6 +80,7 @@ class Dims(ManifestModel):
     D: Count
     L: Count
     V: Count
+    P: Position = Field(0, exclude_if=(0).__eq__)
 
 
 class Options(ManifestModel):
@@ -224,11 +233,27 @@ class Layer(ManifestModel):
         rope: the name of the rope table.
         attends: whether the layer attends; one that does not has no cache and takes
             none of these inputs.
+        H_kv, D: where they differ from the model's.
+        source: the earlier layer whose cache rows this layer keeps a copy of, in place
+            of rows of its own.
     """
 
     window: Count | None = None
     rope: RopeName = ""
     attends: bool = True
+    H_kv: Count | None = Field(None, exclude_if=_is_unused)
+    D: Count | None = Field(None, exclude_if=_is_unused)
+    source: Position | None = Field(None, exclude_if=_is_unused)
+
+    def heads(self, dims: Dims) -> tuple[int, int]:
+        """The number of key heads and the channels of a head."""
+        return self.H_kv or dims.H_kv, self.D or dims.D
+
+    @property
+    def shared_rows(self) -> tuple[str, str]:
+        """Names of the tensors that carry a call's K and V rows from a source to the
+        layers that copy them."""
+        return K_ROWS + self.suffix, V_ROWS + self.suffix
 
     @property
     def suffix(self) -> str:
@@ -255,7 +280,8 @@ class Shard(ManifestModel):
     of its contents.
 
     `rows` are the rows [start, stop) of the checkpoint tensors that the shard holds in
-    part: vocabulary rows of a head slice, the one expert of an expert shard.
+    part: vocabulary rows of a head slice, the one expert of an expert shard, the rows of
+    the projection per layer that belong to a shard's layers.
     """
 
     name: str

@@ -2,13 +2,20 @@
 leaf.
 
 Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H
-query heads; H_kv key/value heads; D head_dim; L decoder layers; V vocabulary; R router
-width; E experts. A dimension written "T" in a shape is the free one. Shapes of
-activations are those of the layout bct1; bc1t swaps the last two axes."""
+query heads; H_kv key/value heads; D head_dim; L decoder layers; V vocabulary; P width
+of a layer's second embedding; R router width; E experts. A dimension written "T" in a
+shape is the free one. Shapes of activations are those of the layout bct1; bc1t swaps
+the last two axes."""
 
 import re
 
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
+X0 = "x0"  # [B, C, T, 1]: the first shard's x, which every shard reads
+# [B, n·P, T, 1]: the second embedding of the n layers of a shard
+PER_LAYER = "per_layer"
+# [B, H_kv, T, D]: the cache rows of a call, for later layers that keep a copy of the
+# cache; plus the suffix of the layer's rope table
+K_ROWS, V_ROWS = "k_rows", "v_rows"
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
 IDS = "ids"  # [B, T]: packages of another exporter may read ids in place of x
 EMBEDDING = "embedding"  # the weight in which such packages look ids up

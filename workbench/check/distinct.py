@@ -61,7 +61,12 @@ def program_key(bundle: Bundle, shard: Shard, modules: list[str]) -> str:
     tables = {rope.name: rope.model_dump() for rope in manifest.rope}
     for layer in span:
         host = manifest.layers[layer]
-        parts.append([host.model_dump(), tables.get(host.rope), modules[layer]])
+        source = host.source
+        where = ""  # its place, not its distance, which differs from layer to layer
+        if source is not None:
+            where = source - span.start if source in span else "outside"
+        host = host.model_copy(update={"source": None})
+        parts.append([host.model_dump(), where, tables.get(host.rope), modules[layer]])
     return _hash(parts)
 
 

@@ -67,6 +67,9 @@ class Layer(WrappedLayer):
         output = functional_call(self.layer, weights, args, kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
         self.record(x=args[0], **dict(zip(("hidden", "router"), outputs)))
+        if "layer_scalar" in weights:
+            rows = len(self.reference.sequences), self.reference.count, 1
+            self.record(scalar=weights["layer_scalar"].expand(rows))
         return output
 
     def record_choice(self, module, args, output) -> None:
@@ -110,7 +113,6 @@ class Reference:
         self.weights = weights
         self.model = model or empty_model(checkpoint.config, attention)
         self.base = self.model.model
-        self.base.embed_tokens.padding_idx = None
         for i, layer in enumerate(self.base.layers):
             self.base.layers[i] = Layer(layer, i, self)
         self.sequences: Sequence[Row] = ()  # during `run_rows`
@@ -149,6 +151,15 @@ class Reference:
         if router is not None:
             others[0] = torch.cat(routers)
         return torch.cat(inputs), *others
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """Layer that has no K and V rows of its own → the earlier layer whose rows it
+        attends to."""
+        modes = getattr(self.model.config, "kv_sharing_modes", [])
+        types = self.model.config.layer_types if modes else []
+        owners = {types[i]: i for i, mode in enumerate(modes) if mode == "store"}
+        return {i: owners[types[i]] for i, mode in enumerate(modes) if mode == "reuse"}
 
     def rows(self, tensor: torch.Tensor) -> np.ndarray:
         """A tensor of R sequences of n tokens as rows [R, n, W] in float32."""
@@ -196,6 +207,9 @@ class Reference:
         last = self.last_hidden(repeated, past_key_values=cache, use_cache=True)
         for layer, (k, v) in cache.rows.items():
             trace.layers[layer].k, trace.layers[layer].v = self.rows(k), self.rows(v)
+        for layer, source in self.sources.items():
+            trace.layers[layer].k = trace.layers[source].k
+            trace.layers[layer].v = trace.layers[source].v
         trace.normed = self.rows(last)
         self.trace, self.sequences = None, ()
         traces = unstack(trace, R)
@@ -211,13 +225,14 @@ class Reference:
         once for all of them. `arguments` go to the model's forward pass."""
         return run_base(self.base, ids, self.embed, self.reader(""), **arguments)
 
-    def embed(self, rows: np.ndarray) -> torch.Tensor:
-        """The embeddings [R, C] of token ids [R]."""
-        table = getattr(self.weights, "embedding", None)
-        if table is not None:  # packages look tokens up
-            return table[rows]
-        name = f"{self.checkpoint.prefix}embed_tokens.weight"
-        embedded = self.checkpoint.tensor(name, rows.tolist())
+    def embed(self, table: str, ids: np.ndarray) -> torch.Tensor:
+        """The rows [R, W] of token ids [R] in an embedding table."""
+        packaged = getattr(self.weights, "embedding", None)
+        if packaged is not None:  # packages look tokens up
+            return packaged[ids]
+        embedded = self.checkpoint.tensor(
+            f"{self.checkpoint.prefix}{table}", ids.tolist()
+        )
         return embedded.half() if self.weights else embedded
 
     @torch.inference_mode()
@@ -247,7 +262,11 @@ class Reference:
                 matrix = stored[rows].float()
             parts.append(hidden @ matrix.T)
         divisor = getattr(self.model.config, "logits_scaling", None) or 1.0
-        return torch.cat(parts, dim=-1).div_(float(divisor))
+        logits = torch.cat(parts, dim=-1).div_(float(divisor))
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        if softcap:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        return logits
 
 
 def trace_reference(

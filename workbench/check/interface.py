@@ -20,8 +20,10 @@ from workbench.bundle.names import (
     K_STATE,
     KV_WRITE_MASK,
     LOGITS,
+    PER_LAYER,
     POS,
     V_STATE,
+    X0,
     X,
     is_cache,
 )
@@ -128,7 +130,8 @@ def _shapes(m: Manifest, shard: Shard) -> Facts:
     """Shapes of a shard's inputs, outputs and caches as dimensions and options require
     them."""
     o, d = m.options, m.dims
-    widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), d.C)
+    widths = dict.fromkeys((X, X0, HIDDEN, BASE, EXPERT_IN, ACC), d.C)
+    widths[PER_LAYER] = (shard.layers[1] - shard.layers[0]) * d.P
     widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
     shapes = {name: o.plane(width) for name, width in widths.items()}
     halves = {rope.name: len(rope.inv_freq) for rope in m.rope}
@@ -142,8 +145,11 @@ def _shapes(m: Manifest, shard: Shard) -> Facts:
             shapes |= {} if masked else {POS: [1]}
             for leaf in (K_STATE, V_STATE):
                 cache = f"layers.{i}.{leaf}"
-                shapes[cache] = [o.batch, d.H_kv, o.cache_rows(layer.window), d.D]
+                H_kv, D = layer.heads(d)
+                shapes[cache] = [o.batch, H_kv, o.cache_rows(layer.window), D]
                 shapes[f"ring of {cache}"] = o.ring_rows(layer.window)
+            for name in layer.shared_rows:
+                shapes[name] = [o.batch, H_kv, "T", D]
     return shapes
 
 
@@ -361,13 +367,47 @@ def checkpoint_facts(m: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]
     ours = {"family": m.family, "bos": m.tokens.bos, "eos": m.tokens.eos}
     theirs = {"family": config.model_type, "bos": config.bos_token_id}
     theirs["eos"] = checkpoint.eos
-    for name, size in SIZES.items():
+    sizes_of_model = dict(SIZES)
+    if getattr(config, "is_heterogeneous", False):
+        del sizes_of_model["num_key_value_heads"]  # each layer has its own
+        ours |= _layer_facts(m)
+        theirs |= _configured_layers(config)
+    for name, size in sizes_of_model.items():
         ours[size], theirs[size] = getattr(m.dims, size), getattr(config, name)
     for entry in m.tokens.files:
         ours[f"tokenizer file {entry.path.rpartition('/')[2]}"] = entry.sha256[:12]
     for path in checkpoint.tokenizer_files():
         theirs[f"tokenizer file {path.name}"] = sha256(path)[:12]
     return ours, theirs
+
+
+def _layer_facts(m: Manifest) -> Facts:
+    """Key heads, head size and source of every layer of the manifest."""
+    return {
+        f"key heads, head size and source of layer {i}": (
+            *layer.heads(m.dims),
+            layer.source,
+        )
+        for i, layer in enumerate(m.layers)
+    }
+
+
+def _configured_layers(config) -> Facts:
+    """The same of a configuration whose layers differ."""
+    facts = {}
+    modes = getattr(config, "kv_sharing_modes", [None] * config.num_hidden_layers)
+    for i, mode in enumerate(modes):
+        layer, source = config.per_layer_config[i], None
+        if mode == "reuse":
+            source = max(
+                j
+                for j in range(i)
+                if modes[j] != "reuse"
+                and config.layer_types[j] == config.layer_types[i]
+            )
+        name = f"key heads, head size and source of layer {i}"
+        facts[name] = layer.num_key_value_heads, layer.head_dim, source
+    return facts
 
 
 def sizes(shape: list, T: int | str) -> list:

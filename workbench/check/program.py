@@ -360,7 +360,7 @@ def _sequence_errors(
     another exporter show nothing but their states."""
     stretch = plan.stretches[seq]
     reference = stretch.trace
-    update_sizes = [STEP / LIMIT * rms(layer.hidden) for layer in reference.layers]
+    update_sizes = [STEP / LIMIT * rms(layer.unscaled) for layer in reference.layers]
     rows = errors(reference, trace, tensors, update_sizes=update_sizes)
     if rows.empty:
         return []
@@ -420,7 +420,7 @@ def reference_stretches(
         start = run_stretch(reference, ids[:start_count], cache, chained=True)
         starts.append(start)
         if end_count:
-            before = extend(cache, start.trace, end_start)
+            before = extend(cache, start.trace, end_start, reference.sources)
             end_ids = ids[start_count:]
             ends.append(
                 run_stretch(
@@ -461,7 +461,8 @@ def run_stretch(
     traces = reference.run_rows(ids, rows, cache)
     for number, trace in enumerate(traces):
         states = recurrent_states(cache, number)
-        for layer, layer_states in zip(trace.layers, states, strict=True):
+        # layers that copy another's rows have none in the cache, and come last
+        for layer, layer_states in zip(trace.layers, states):
             layer.states = layer_states
     cache.reorder_cache(torch.zeros(1, dtype=torch.long))
     trace, *perturbed = traces
@@ -492,15 +493,16 @@ def scaled_inputs(stretch: Stretch, count: int) -> Trace:
     return feed
 
 
-def extend(cache, trace: Trace, start: int) -> Trace:
+def extend(cache, trace: Trace, start: int, sources: dict[int, int]) -> Trace:
     """Extends `cache`, which holds the tokens of `trace`, to `start` tokens with rows
-    drawn from its own in random order. Returns all states as a trace."""
+    drawn from its own in random order. Returns all states as a trace. `sources`: see
+    `Reference`."""
     before = Trace.empty(len(trace.layers))
-    for layer, states in zip(before.layers, recurrent_states(cache), strict=True):
+    for layer, states in zip(before.layers, recurrent_states(cache)):
         layer.states = states
     rng = np.random.default_rng(start)
     for i, layer in enumerate(cache.layers):
-        if trace.layers[i].k is None:
+        if trace.layers[i].k is None or i in sources:
             continue
         count = len(trace.layers[i].k)
         # row 0 is left out: many copies of an attention sink would hide every other row
@@ -514,6 +516,9 @@ def extend(cache, trace: Trace, start: int) -> Trace:
             planes.append(plane.transpose(0, 1)[None])
         if start > count:
             layer.update(*planes)
+    for i, source in sources.items():
+        before.layers[i].k = before.layers[source].k
+        before.layers[i].v = before.layers[source].v
     return before
 
 

@@ -244,6 +244,8 @@ def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
     recorder = _Recorder(decoder, prompt_run, trace, inputs)
     for call in prompt_run.calls:
         trace.T[call.seq, call.position] = call.counts.max()
+    for layer, reference in zip(trace.layers, prompt_run.reference.layers):
+        layer.scalar = reference.scalar
     if prompt_run.isolated:
         for layer, fed in zip(trace.layers, prompt_run.reference.layers):
             layer.x = fed.x
@@ -295,8 +297,24 @@ class _Recorder:
             fed = {X: self.plane(call, x)}
             if router is not None:
                 fed[ROUTER_STATE] = self.plane(call, router)
+            fed |= self.source_rows(shard, call)
             inputs.append(outputs | fed)
         return inputs
+
+    def source_rows(self, shard: Shard, call: Call) -> Inputs:
+        """The reference's cache rows [B, H_kv, width, D] that a shard copies from layers
+        of earlier shards."""
+        manifest, fed = self.decoder.manifest, {}
+        for layer in manifest.layers[slice(*shard.layers)]:
+            if layer.source is None or layer.shared_rows[0] not in shard.inputs:
+                continue
+            source = self.prompt_run.reference.layers[layer.source]
+            for name, rows in zip(layer.shared_rows, (source.k, source.v)):
+                columns = call.columns(rows)
+                shape = len(columns), *layer.heads(manifest.dims), call.width
+                heads = columns.reshape(shape).swapaxes(2, 3)
+                fed[name] = np.ascontiguousarray(heads)
+        return fed
 
     def plane(self, call: Call, rows: np.ndarray) -> np.ndarray:
         """The rows of a call's tokens in the bundle's layout."""

@@ -19,6 +19,7 @@ from workbench.bundle.names import (
     BASE,
     HIDDEN,
     IDS,
+    K_STATE,
     LOGITS,
     V_STATE,
     is_cache,
@@ -59,15 +60,26 @@ def with_shards(decoder: Decoder, names: Shards) -> Decoder:
     are kept, because each is compiled separately."""
     if names is None or decoder.is_device:
         return decoder
+    layers = decoder.manifest.layers
+    shards = [m.shard for m in decoder.layers if m.shard.name in names]
+    # shards that copy cache rows read them from the shards of their sources
+    sources = {layer.source for s in shards for layer in layers[slice(*s.layers)]}
     restricted = copy.copy(decoder)
-    restricted.layers = [model for model in decoder.layers if model.shard.name in names]
+    restricted.layers = [
+        model
+        for model in decoder.layers
+        if model.shard.name in names or sources & {*range(*model.shard.layers)}
+    ]
     return restricted
 
 
 def state_life_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
     return gates.no_faults(
         "state_life",
-        list(_lifetime_faults(with_shards(decoder, representatives))),
+        [
+            *_lifetime_faults(with_shards(decoder, representatives)),
+            *_copy_faults(decoder),
+        ],
         "states start as zeros, stay apart, and refuse a token past max_seq_len",
     )
 
@@ -126,6 +138,40 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
         if not is_written(seqs):
             return
     yield "a token past max_seq_len is written"
+
+
+def _copy_faults(decoder: Decoder) -> Iterator[str]:
+    """Layers whose cache is not, bit for bit, that of the layer whose rows they copy:
+    after calls, after an undo and a further call, and in a sequence that a snapshot
+    restores."""
+    layers = decoder.manifest.layers
+    copies = {i: x.source for i, x in enumerate(layers) if x.source is not None}
+    options = decoder.options
+    T = callable_ts(options)[-1]
+    if not copies or 2 * T > options.max_seq_len:
+        return
+
+    def differing(seqs: Sequences, when: str) -> Iterator[str]:
+        caches = {name: state.read(name) for state, name in seqs.named_states}
+        for layer, source in copies.items():
+            for leaf in (K_STATE, V_STATE):
+                rows = caches[f"layers.{layer}.{leaf}"]
+                if not np.array_equal(rows, caches[f"layers.{source}.{leaf}"]):
+                    yield f"{when}, {leaf} of layer {layer} is not that of layer {source}"
+
+    rng = np.random.default_rng(0)
+    shape = 3, options.batch, T
+    first, second, third = rng.integers(0, decoder.manifest.dims.V, shape).tolist()
+    seqs = decoder.new_sequences()
+    seqs.advance(first)
+    seqs.advance(second)
+    yield from differing(seqs, "after two calls")
+    for seq in range(options.batch):
+        seqs.trim(T, seq)
+    seqs.advance(third)
+    yield from differing(seqs, "after an undo")
+    snapshots = [seqs.snapshot(seq) for seq in range(options.batch)]
+    yield from differing(decoder.new_sequences(snapshots), "after a restore")
 
 
 def _reading_faults(decoder: Decoder) -> Iterator[str]:

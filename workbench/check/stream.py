@@ -51,6 +51,7 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
     parts = []
     for layer, behind in enumerate(hidden):
         x, update = layers[layer].x, layers[layer].update
+        scalar = 1.0 if layers[layer].scalar is None else layers[layer].scalar
         size = rms(behind)
         largest = np.abs(behind).max(-1)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -58,6 +59,7 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
         errors = [
             rounded(torch.from_numpy(value)).numpy() - value for value in (x, behind)
         ]
+        errors[1] = errors[1] / scalar
         part = {
             "layer": layer,
             "position": positions,

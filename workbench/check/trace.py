@@ -11,7 +11,7 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]  # by name
 # a layer's arrays in files, each with the layer's number: x.0, hidden.0, k.0
-STORED = ("x", "hidden", "k", "v", "router", "expert", "margin")
+STORED = ("x", "hidden", "k", "v", "router", "expert", "margin", "scalar")
 STORED_ONCE = ("normed", "logits", "T")
 
 
@@ -27,6 +27,8 @@ class LayerTrace:
         router: [n, R], the router state that it passes to the next layer.
         expert: [n, 1], the number of the expert that it chose.
         margin: [n, 1], that expert's score less the second best.
+        scalar: [n, 1], the number by which the layer multiplies its whole output, the
+            same in every row; None: there is none.
         states: by kind (`conv`, `v_delayed`, `matrix`), its recurrent states behind the
             last position, which have no row for each position.
     """
@@ -38,15 +40,26 @@ class LayerTrace:
     router: np.ndarray | None = None
     expert: np.ndarray | None = None
     margin: np.ndarray | None = None
+    scalar: np.ndarray | None = None
     states: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
+    def unscaled(self) -> np.ndarray | None:
+        """[n, C]: the output before the layer's scalar multiplies it."""
+        if self.hidden is None or self.scalar is None:
+            return self.hidden
+        return self.hidden / self.scalar
+
+    @property
     def update(self) -> np.ndarray | None:
-        """[n, C]: what the layer adds to the stream, `hidden − x`."""
+        """[n, C]: what the layer adds to the stream, `hidden / scalar − x`.
+
+        `hidden − x` of a layer with a small scalar s is (s − 1) · x and little else, so
+        that it would hide a missing update."""
         if self.hidden is None or self.x is None:
             return None
         with np.errstate(invalid="ignore"):  # inf − inf, beyond the range of fp16
-            return self.hidden - self.x
+            return self.unscaled - self.x
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ import torch
 import miltorch
 from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import MIN_NORMAL
+from workbench.bundle.names import MIN_NORMAL, PER_LAYER
 from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.compare import blocks, safe_ratio
@@ -61,6 +61,7 @@ HOST_TENSORS = {
     "weight": "embed_tokens.weight",
     "bias": "input_hidden_states_bias",
     "scale": "input_hidden_states_scale",
+    PER_LAYER: "embed_tokens_per_layer.weight",
 }
 
 

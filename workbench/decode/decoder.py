@@ -19,10 +19,14 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import (
     HIDDEN,
     IDS,
+    K_ROWS,
     LOGITS,
     MATRIX_STATE,
+    PER_LAYER,
     ROUTER_STATE,
     ROUTER_STATE_OUT,
+    V_ROWS,
+    X0,
     X,
     is_cache,
 )
@@ -252,6 +256,8 @@ class Sequences:
         lowest = max(self.min_lengths[seq], snapshot.floor(manifest, offset))
         states = {}
         for state, name in self.named_states:
+            if snapshot.source_name(manifest, name) != name:
+                continue  # a copy, which `put` makes again
             value, first = state.read(name)[seq], 0
             # older rows of a ring are overwritten already, and no token reads them
             if state.shard.states[name].ring:
@@ -278,7 +284,8 @@ class Sequences:
             batch = state.read(name)
             batch[seq] = 0
             if stored and is_cache(name):
-                snapshot.fill(batch[seq], stored.states[name], stored.offset)
+                rows = stored.states[snapshot.source_name(manifest, name)]
+                snapshot.fill(batch[seq], rows, stored.offset)
             elif stored:
                 batch[seq] = stored.states[name]
             state.write(name, batch)
@@ -449,7 +456,20 @@ class Decoder:
         counts = np.array([len(tokens) for tokens in chunk])
         io = self.host.inputs(offsets, counts, T)
         x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        if self.manifest.dims.P:
+            rows = self.bundle.embed_per_layer(ids)
+            io |= {X0: x, PER_LAYER: self.plane(rows.transpose(0, 2, 1))}
         return io | {X: x, IDS: ids}
+
+    def read_inputs(
+        self, shard: Shard, io: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """What a shard reads of `io`: of second embeddings those of its layers."""
+        inputs = {name: io[name] for name in shard.inputs}
+        if PER_LAYER in inputs:
+            start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
+            inputs[PER_LAYER] = np.ascontiguousarray(io[PER_LAYER][:, start:stop])
+        return inputs
 
     def run_calls(
         self,
@@ -476,10 +496,11 @@ class Decoder:
 
         Returns:
             `ios` for the next shard: `x` is this shard's hidden output, `router_state`
-            its router state where the family has one.
+            its router state where the family has one; cache rows that later layers
+            copy have their names.
         """
         shard, results = model.shard, []
-        inputs = [{name: io[name] for name in shard.inputs} for io in ios]
+        inputs = [self.read_inputs(shard, io) for io in ios]
         calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
         if on_call:
             outputs = [_observed(model, *call, on_call) for call in zip(*calls)]
@@ -495,6 +516,9 @@ class Decoder:
             for name, next_input in NEXT_INPUTS.items():
                 if name in out:
                     io = io | {next_input: out[name]}
+            for name, rows in out.items():
+                if name.startswith((K_ROWS, V_ROWS)):
+                    io = io | {name: rows}
             results.append(io)
         return results
 

@@ -38,7 +38,8 @@ class Snapshot:
             snapshot.
         states: by logical name, without the batch axis, in the dtype that `State.read`
             gives: caches [H_kv, rows, D] in the order of the tokens (of a ring the rows
-            that a token after `floor` may attend to), recurrent states whole.
+            that a token after `floor` may attend to), recurrent states whole. Caches that
+            copy an earlier layer's are left out.
         floor: the fewest tokens that the snapshot can be trimmed to.
     """
 
@@ -123,6 +124,14 @@ def floor(manifest: Manifest, offset: int) -> int:
 def has_recurrent_state(manifest: Manifest) -> bool:
     """Whether some state is overwritten by every call, so that only a copy leads back."""
     return any(not is_cache(name) for shard in manifest.shards for name in shard.states)
+
+
+def source_name(manifest: Manifest, name: str) -> str:
+    """The logical state whose rows the state `name` holds: another one where its layer
+    keeps a copy of an earlier layer's cache."""
+    layer, leaf = split_layer(name)
+    source = manifest.layers[layer].source
+    return name if source is None else f"layers.{source}.{leaf}"
 
 
 def window(manifest: Manifest, name: str) -> int:

@@ -29,6 +29,7 @@ from workbench.bundle import (
     Bundle,
     Embedding,
     FileEntry,
+    Layer,
     Manifest,
     Options,
     Shard,
@@ -36,7 +37,7 @@ from workbench.bundle import (
     new_bundle,
 )
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
-from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
+from workbench.bundle.names import HIDDEN, MATRIX_STATE, PER_LAYER, split_layer
 from workbench.bundle.presets import (
     FP16,
     MIXED,
@@ -379,7 +380,7 @@ def write_bundle(
         for spec in specs(plan, options)
     ]
     needed = sum(weight.bytes for _, weights in shards for weight in weights)
-    needed += 2 * math.prod(source.shape(source.prefix + "embed_tokens.weight"))
+    needed += 2 * plan.dims.V * (plan.dims.C + plan.dims.L * plan.dims.P)
     check_room(folder, needed, f"bundle in {folder.parent}")
     convert = options.plugin.template if options.plugin else Template
     templates = {}
@@ -468,10 +469,20 @@ def versions(options: Options) -> dict[str, str]:
 
 def _program_key(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
     """A key of a shard's program. Shards with equal keys have equal programs."""
-    layers = plan.layers[slice(*spec.layers)]
+    layers = [_placed(layer, spec) for layer in plan.layers[slice(*spec.layers)]]
     states = list(spec.states.values())
     parameters = [replace(weight, tensor=None, rows=None) for weight in weights]
     return repr([spec.kind, spec.inputs, spec.outputs, states, layers, parameters])
+
+
+def _placed(layer: Layer, spec: Spec) -> tuple[Layer, str]:
+    """A layer without the number of its source, and where the source is: at a place in
+    the shard, or outside."""
+    if layer.source is None:
+        return layer, ""
+    place = layer.source - spec.layers[0]
+    where = f"inside the shard, at {place}" if place >= 0 else "outside"
+    return layer.model_copy(update={"source": None}), where
 
 
 def _write_shard(
@@ -521,12 +532,15 @@ def _write_shard(
 
 
 def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
-    """Writes the embedding table as fp16, and the vectors that are applied to it as
+    """Writes the embedding tables as fp16, and the vectors that are applied to it as
     fp32, to a safetensors file, never holding the table whole in memory."""
     tables, header, end = [], {}, 0
     for key, name in ({"weight": "embed_tokens.weight"} | plan.embedding).items():
-        dtype = torch.float16 if key == "weight" else torch.float32
-        shape = [plan.dims.V, plan.dims.C] if key == "weight" else [plan.dims.C]
+        shape, dtype = [plan.dims.C], torch.float32
+        if key == "weight":
+            shape, dtype = [plan.dims.V, plan.dims.C], torch.float16
+        elif key == PER_LAYER:
+            shape, dtype = [plan.dims.V, plan.dims.L * plan.dims.P], torch.float16
         weight = WeightSource(key, source.prefix + name, tuple(shape))
         check_shape(weight, source)
         start = end

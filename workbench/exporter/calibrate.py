@@ -304,7 +304,6 @@ def calibrate(
     whole = {w.tensor: w for w in matrices if w.rows is None}
     model = empty_model(source.config, "sdpa")
     base = model.model
-    base.embed_tokens.padding_idx = None
     layers = len(base.layers)
     with bar(
         total=layers + len(head), desc="calibrate", unit="layer", leave=False
@@ -317,9 +316,8 @@ def calibrate(
         def read(name: str) -> torch.Tensor:
             return source.tensor(source.prefix + name).half()
 
-        def embed(rows: np.ndarray) -> torch.Tensor:
-            table = f"{source.prefix}embed_tokens.weight"
-            return source.tensor(table, rows.tolist()).half()
+        def embed(table: str, ids: np.ndarray) -> torch.Tensor:
+            return source.tensor(source.prefix + table, ids.tolist()).half()
 
         hidden = run_base(base, text.ids, embed, read, use_cache=False)
         total = InputSum()

@@ -19,6 +19,7 @@ from workbench.bundle.names import (
     LOGITS,
     MATRIX_STATE,
     ORDER,
+    PER_LAYER,
     POS,
     ROUTER_PROBS,
     ROUTER_SCORES,
@@ -26,11 +27,12 @@ from workbench.bundle.names import (
     ROUTER_STATE_OUT,
     TAIL_KEEP,
     TAIL_SELECT,
+    X0,
     X,
     is_cache,
     split_layer,
 )
-from workbench.models.family import Plan
+from workbench.models.family import LAYER_INPUT, Plan
 
 HEAD_ROWS = 16_384
 
@@ -98,6 +100,8 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
             inputs[TAIL_KEEP] = [B, n, n]
     if any(MATRIX_STATE in states for states in sides):
         inputs[ORDER] = [B, 1, "T", 1]
+    if P := plan.dims.P:
+        inputs |= {X0: C, PER_LAYER: options.plane((last - first) * P)}
     kind = "layers"
     name = f"layers_{first:02d}_{last - 1:02d}"
     outputs = {HIDDEN: C}
@@ -108,6 +112,15 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     if plan.router_width:
         R = options.plane(plan.router_width)
         inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
+    for i, layer in enumerate(plan.layers):
+        is_inside = first <= i < last
+        if layer.source is None or is_inside == (first <= layer.source < last):
+            continue
+        # rows that cross the border of the shard, in one direction or the other
+        H_kv, D = layer.heads(plan.dims)
+        side = inputs if is_inside else outputs
+        if is_inside or first <= layer.source < last:
+            side |= dict.fromkeys(layer.shared_rows, [B, H_kv, "T", D])
     states = {}
     for i in range(first, last):
         prefix = f"layers_{i - first}_" if last - first > 1 else ""
@@ -115,15 +128,20 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
             ring = options.ring_rows(plan.layers[i].window) if is_cache(leaf) else None
             entry = StateEntry(tensor=prefix + leaf, shape=[B, *sizes], ring=ring)
             states[f"layers.{i}.{leaf}"] = entry
-    return Spec(name, kind, inputs, outputs, (first, last), states=states)
+    rows = first * plan.dims.P, last * plan.dims.P
+    return Spec(name, kind, inputs, outputs, (first, last), rows, states)
 
 
 class LayerStack(nn.Module):
     """Decoder layers that run one after the other, each on the states of its layer;
-    inputs and outputs are in the order of the spec."""
+    inputs and outputs are in the order of the spec. `shared` gives each layer its input
+    `LAYER_INPUT`, in families that have one."""
 
-    def __init__(self, blocks: list[nn.Module], spec: Spec):
+    def __init__(
+        self, blocks: list[nn.Module], spec: Spec, shared: nn.Module | None = None
+    ):
         super().__init__()
+        self.shared = shared
         self.blocks = nn.ModuleList(blocks)
         self.inputs = list(spec.inputs)
         self.outputs = list(spec.outputs)
@@ -136,7 +154,11 @@ class LayerStack(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         io = dict(zip(self.inputs, tensors, strict=True))
         x = io[X]
-        for block, states in zip(self.blocks, self.states, strict=True):
+        layer_inputs = self.shared(io) if self.shared else [None] * len(self.blocks)
+        for block, states, layer_input in zip(
+            self.blocks, self.states, layer_inputs, strict=True
+        ):
+            io[LAYER_INPUT] = layer_input
             cache = {leaf: self.get_buffer(name) for leaf, name in states.items()}
             x = block(x, cache, io)
         io[HIDDEN] = x

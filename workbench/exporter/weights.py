@@ -29,6 +29,7 @@ from workbench.models.family import Plan
 
 # coremltools doubles the largest weight in fp16 on the way to an integer scale
 MAX_SCALED = 32752.0
+SHARED = "shared."  # begins the path of what the layers of a shard share
 ROUTER = ".mlp.gate."  # in the path of every parameter of a router
 
 
@@ -75,7 +76,10 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
     if spec.kind == "expert":
         return family.expert(plan, options)
     blocks = [family.layer(plan, i, options) for i in range(*spec.layers)]
-    return LayerStack(blocks, spec)
+    shared = None
+    if hasattr(family, "shared"):
+        shared = family.shared(plan, *spec.layers)
+    return LayerStack(blocks, spec, shared)
 
 
 def weight_sources(
@@ -110,7 +114,7 @@ def weight_sources(
             path,
             _tensor_name(path, spec, source, plan) if parameter.requires_grad else None,
             shape,
-            rows=slice(*spec.rows) if is_part else None,
+            rows=slice(*spec.rows) if is_part else getattr(owner, "rows", None),
             offset=getattr(owner, "offset", 0.0),
         )
         if weight.is_compressible:
@@ -146,6 +150,8 @@ def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
     path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
         return source.prefix + path
+    if path.startswith(SHARED):
+        return source.prefix + path.removeprefix(SHARED)
     index = "0"
     if spec.kind != "expert":
         _, index, path = path.split(".", 2)  # blocks.0.self_attn.q_proj.weight

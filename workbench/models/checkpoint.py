@@ -491,6 +491,9 @@ def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
     # transformers sets the last bias, the skip class's, to -1 whenever it loads a model
     if leaf == "balancing_biases":
         return torch.cat([0.1 * noise[:-1], -torch.ones(1)])
+    if leaf == "layer_scalar":
+        # published values run from 0.005 to 0.92, another in each layer
+        return 0.02 + 0.88 * torch.special.ndtr(noise)
     if leaf.endswith("bias"):
         return 0.1 * noise
     if "embed_tokens" in name:

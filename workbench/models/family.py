@@ -11,6 +11,8 @@ from workbench.bundle.names import CONV_STATE, K_STATE, MATRIX_STATE, V_STATE
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry, RMSNorm
 
+# the entry of `io` in which a layer finds what its shard computed for it alone
+LAYER_INPUT = "layer_input"
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -64,7 +66,8 @@ class Plan:
         layer = self.layers[index]
         states = {}
         if layer.attends:
-            cache = d.H_kv, options.cache_rows(layer.window), d.D
+            H_kv, D = layer.heads(d)
+            cache = H_kv, options.cache_rows(layer.window), D
             states = {K_STATE: cache, V_STATE: cache}
         if self.side_states:
             states |= self.side_states[index]
@@ -75,7 +78,8 @@ class Plan:
         d = self.dims
         layer = self.layers[index]
         (half,) = (len(r.inv_freq) for r in self.rope if r.name == layer.rope)
-        sizes = options.batch, d.H, d.H_kv, d.D, options.cache_rows(layer.window)
+        H_kv, D = layer.heads(d)
+        sizes = options.batch, d.H, H_kv, D, options.cache_rows(layer.window)
         return AttentionGeometry(*sizes, options.layout, 2 * half, layer.suffix)
 
 
@@ -114,7 +118,10 @@ def rope(
     kind = parameters["rope_type"]
     if kind not in kinds:
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
-    width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
+    sizes = config
+    if layer_type and getattr(config, "is_heterogeneous", False):
+        sizes = config.per_layer_config[layer_type]
+    width = int(head_dim(sizes) * parameters.get("partial_rotary_factor", 1.0))
     if width % 2:
         needed = "an even width, so that it splits into two halves"
         refuse(config, f"a rotary width of {width}", needed)
@@ -191,17 +198,19 @@ def head_dim(config) -> int:
     return width or config.hidden_size // config.num_attention_heads
 
 
-def dims(config) -> Dims:
-    """The sizes of a model; refuses query heads that key heads do not divide."""
-    H, H_kv = config.num_attention_heads, config.num_key_value_heads
+def dims(config, **sizes: int) -> Dims:
+    """The sizes of a model; refuses query heads that key heads do not divide. `sizes`
+    are H_kv, D and others that the configuration does not state for the whole model."""
+    if not sizes:
+        sizes = {"H_kv": config.num_key_value_heads, "D": head_dim(config)}
+    H, H_kv = config.num_attention_heads, sizes["H_kv"]
     if H_kv and H % H_kv:
         actual = f"{H} query heads, {H_kv} key heads"
         refuse(config, actual, "a multiple of the key heads as query heads")
     return Dims(
         C=config.hidden_size,
         H=H,
-        H_kv=H_kv,
-        D=head_dim(config),
         L=config.num_hidden_layers,
         V=config.vocab_size,
+        **sizes,
     )

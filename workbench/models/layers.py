@@ -116,10 +116,19 @@ class RMSNorm(nn.Module):
         exponent: x is 2^-exponent of the model's, so eps is scaled alike and the result
             is the model's.
         gain: power of two that multiplies the result before the weight does.
+        has_weight: whether a weight multiplies the result.
     """
 
     def __init__(
-        self, width: int, eps: float, dim: int = 1, *, offset=0.0, exponent=0, gain=1.0
+        self,
+        width: int,
+        eps: float,
+        dim: int = 1,
+        *,
+        offset=0.0,
+        exponent=0,
+        gain=1.0,
+        has_weight=True,
     ):
         super().__init__()
         shape = [1, 1, 1, 1]
@@ -128,7 +137,7 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.unit = 2.0**-exponent
         self.gain = gain
-        self.weight = nn.Parameter(torch.zeros(shape))
+        self.weight = nn.Parameter(torch.zeros(shape)) if has_weight else None
         first, second, *rest = (*split(eps), 1.0)
         self.third = math.prod(rest)
         for i, factor in enumerate((first, second)):
@@ -144,6 +153,8 @@ class RMSNorm(nn.Module):
         eps = scaled(self.eps0 / peak, self.unit * self.third)
         eps = eps * scaled(self.eps1 / peak, self.unit)
         root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
+        if self.weight is None:
+            return y * scaled(root, self.gain)
         return y * scaled(root, self.gain) * self.weight
 
 
@@ -350,13 +361,24 @@ class GatedMLP(nn.Module):
 
 class Head(nn.Module):
     """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T,
-    1], divided by `divisor`."""
+    1], divided by `divisor`; with a softcap s, s · tanh(logits / s)."""
 
-    def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float):
+    def __init__(
+        self,
+        norm: RMSNorm,
+        C: int,
+        rows: int,
+        divisor: float,
+        softcap: float | None = None,
+    ):
         super().__init__()
+        self.softcap = softcap
         self.norm = norm
         self.lm_head = Conv(C, rows)
         self.factor = 1 / divisor
 
     def forward(self, x):
-        return scaled(self.lm_head(self.norm(x)), self.factor)
+        if not self.softcap:
+            return scaled(self.lm_head(self.norm(x)), self.factor)
+        logits = scaled(self.lm_head(self.norm(x)), self.factor / self.softcap)
+        return scaled(torch.tanh(logits), self.softcap)

@@ -28,7 +28,7 @@ class WrappedLayer(nn.Module):
 def run_base(
     base: nn.Module,
     ids: np.ndarray,
-    embed: Callable[[np.ndarray], torch.Tensor],
+    embed: Callable[[str, np.ndarray], torch.Tensor],
     read: Callable[[str], torch.Tensor],
     **arguments,
 ) -> torch.Tensor:
@@ -36,14 +36,21 @@ def run_base(
 
     Args:
         base: Hugging Face's model without its head, whose layers have their own weights.
-        embed: token ids [R], each once → their rows [R, C] of the embedding table.
+        embed: name of an embedding table, and token ids [R], each once → their rows
+            [R, W] of the table.
         read: name of a parameter outside the layers → its values.
         arguments: of the model's forward pass.
     """
     rows, places = np.unique(ids, return_inverse=True)
-    outer = {"embed_tokens.weight": embed(rows).float()}
+    outer = {}
+    for name, module in base.named_modules():
+        if isinstance(module, nn.Embedding):
+            table = f"{name}.weight"
+            outer[table] = embed(table, rows).float()
+            # the id of padding may lie beyond the rows that are read
+            module.padding_idx = None
     for name, _ in base.named_parameters():
-        if not name.startswith(("layers.", "embed_tokens.")):
+        if not name.startswith("layers.") and name not in outer:
             outer[name] = read(name).float()
     arguments["input_ids"] = torch.from_numpy(places.reshape(ids.shape))
     return functional_call(base, outer, (), arguments)[0]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from workbench.bundle import Layer, Options
+from workbench.bundle import Dims, Layer, Options
 from workbench.models.family import (
     ROPE_TYPES,
     Plan,
@@ -38,6 +38,7 @@ class DecoderLayer(nn.Module):
         fused_mlp: see `fused` of `GatedMLP`.
         mixer: name and module of another mixer in place of attention.
         gain: multiplies the updates of attention and MLP.
+        inner: channels of the MLP (default: the configuration's).
         attention: further keywords of `Attention`.
     """
 
@@ -52,6 +53,7 @@ class DecoderLayer(nn.Module):
         fused_mlp=False,
         mixer: tuple[str, nn.Module] | None = None,
         gain: float = 1.0,
+        inner: int | None = None,
         **attention,
     ):
         super().__init__()
@@ -73,7 +75,7 @@ class DecoderLayer(nn.Module):
         # the checkpoint names the mixer, and parameters have its names
         self.mixer, module = mixer
         self.add_module(self.mixer, module)
-        inner = config.intermediate_size
+        inner = inner or config.intermediate_size
         self.mlp = GatedMLP(C, inner, act, flag(config, "mlp_bias"), fused_mlp)
         self.gain = gain
 
@@ -88,12 +90,20 @@ class DecoderLayer(nn.Module):
         return x + scaled(self.normed(3, self.mlp(self.normed(2, x))), self.gain)
 
 
-def plan(config, *, partial_rotary: bool = False, act: str = "silu", **fields) -> Plan:
+def plan(
+    config,
+    *,
+    partial_rotary: bool = False,
+    act: str = "silu",
+    sizes: Dims | None = None,
+    **fields,
+) -> Plan:
     """The plan of a family like Llama.
 
     Args:
         partial_rotary: whether a rope table may be narrower than a head.
         act: the only activation that the family's layers compute.
+        sizes: of the model (default: those that the configuration states).
         fields: fields of `Plan`; by default one rope table and no window.
     """
     if not getattr(config, "is_causal", True):
@@ -101,7 +111,7 @@ def plan(config, *, partial_rotary: bool = False, act: str = "silu", **fields) -
     fields = {"layers": [Layer()] * config.num_hidden_layers} | fields
     if "rope" not in fields:
         fields["rope"] = [rope(config)]
-    d = dims(config)
+    d = sizes or dims(config)
     is_full = all(2 * len(table.inv_freq) == d.D for table in fields["rope"])
     if not (partial_rotary or is_full):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
@@ -116,10 +126,14 @@ def plan(config, *, partial_rotary: bool = False, act: str = "silu", **fields) -
 layer = DecoderLayer
 
 
-def head(plan: Plan, rows: int, divisor: float = 1.0) -> nn.Module:
-    """Final norm and `rows` rows of the vocabulary; `divisor` divides the logits."""
+def head(
+    plan: Plan, rows: int, divisor: float = 1.0, softcap: float | None = None
+) -> nn.Module:
+    """Final norm and `rows` rows of the vocabulary; `divisor` divides the logits,
+    `softcap` bounds them (see `Head`)."""
     C = plan.dims.C
-    return Head(plan.norm(C, exponent=plan.residual_exponent), C, rows, divisor)
+    norm = plan.norm(C, exponent=plan.residual_exponent)
+    return Head(norm, C, rows, divisor, softcap)
 
 
 class Family(NamedTuple):

@@ -1,0 +1,38 @@
+import pytest
+import tiny
+from refusal import refused
+from transformers import AutoConfig
+
+from workbench.models import gemma4
+
+E2B = tiny.DIMS["gemma4_text"]
+
+
+def config(**fields):
+    return AutoConfig.for_model("gemma4_text", **(E2B | fields))
+
+
+def test_the_last_layers_copy_the_rows_of_the_last_owner_of_their_type():
+    plan = gemma4.plan(config())
+    assert [layer.source for layer in plan.layers] == [None, None, None, 1, 2]
+    assert [layer.heads(plan.dims) for layer in plan.layers] == [
+        (1, 16),
+        (1, 16),
+        (1, 32),
+        (1, 16),
+        (1, 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields, actual",
+    [
+        ({"enable_moe_block": True}, "enable_moe_block = true"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all"),
+        ({"vocab_size_per_layer_input": 90}, "vocab_size_per_layer_input = 90"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3"),
+    ],
+)
+def test_refuses_by_name(fields, actual):
+    with refused(actual):
+        gemma4.plan(config(**fields))
