@@ -40,6 +40,8 @@ num_experts_per_tok router_hidden_size""".split()
 GENERATION = "generation_config.json"
 EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+# families in which no constant multiplies q kᵀ
+UNSCALED_SCORES = "gemma4_text", "gemma4_unified_text"
 PREFIXES = "model.", "model.language_model.", "language_model.model."
 # endings of the names of tensors that hold packed values or their scales
 PACKED = (
@@ -478,14 +480,17 @@ def random(
     for file, names in parts.filename_to_tensors.items():
         values = {}
         for name in names:
-            drawn = _random_tensor(name, noise(tensors[name].shape))
+            drawn = _random_tensor(name, noise(tensors[name].shape), settings)
             values[name] = drawn.to(settings.dtype)
         save_file(values, path / file, metadata={"format": "pt"})
     return path
 
 
-def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
+def _random_tensor(name: str, noise: torch.Tensor, config) -> torch.Tensor:
     leaf = name.rpartition(".")[2]
+    if config.model_type in UNSCALED_SCORES and ".self_attn." in name and "norm" in name:
+        # the weights of both norms together hold the factor D^-½
+        return (1 + 0.1 * noise) * noise.shape[-1] ** -0.25
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise
     # transformers sets the last bias, the skip class's, to -1 whenever it loads a model
@@ -496,6 +501,9 @@ def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.02 + 0.88 * torch.special.ndtr(noise)
     if leaf.endswith("bias"):
         return 0.1 * noise
+    if "embed_tokens_per_layer" in name:
+        # as large as the projection that is added to it: the model multiplies by √P
+        return noise / config.hidden_size_per_layer_input**0.5
     if "embed_tokens" in name:
         return noise
     inputs = noise.shape[-1] if "experts" in name else noise.shape[1:].numel()
