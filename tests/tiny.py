@@ -4,6 +4,7 @@ Nothing here computes a layer: goldens come from transformers alone, in float32 
 attention.
 """
 
+import copy
 import fcntl
 import hashlib
 import json
@@ -224,6 +225,13 @@ def golden(model, ids: list[int]) -> Golden:
     """Runs `ids` through transformers' model in one call."""
     with torch.inference_mode():
         return Golden(ids, model(torch.tensor([ids])).logits[0].numpy())
+
+
+def float64_distance(model, golden: Golden) -> float:
+    """The `relative` error of a golden's logits against the same model in float64."""
+    with torch.inference_mode():
+        logits = copy.deepcopy(model).double()(torch.tensor([golden.ids])).logits[0]
+    return relative(golden.logits, logits.numpy())
 
 
 def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:

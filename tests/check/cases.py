@@ -81,6 +81,9 @@ BASES: dict[str, Recipe] = {
     "lfm2": Recipe("lfm2", {"conv_L_cache": 4}, {}),
     "qwen3_5": Recipe("qwen3_5_text", {}, {"tokens": "1-8"}),
     "granite": Recipe("granitemoehybrid", {}, {}),
+    "gemma4": Recipe("gemma4_text", {}, {}),
+    "gemma4_dense": Recipe("gemma4_unified_text", {}, {}),
+    "small_scalar": Recipe("small_scalar", {}, {}),
     "wide": Recipe(
         "llama", {"vocab_size": 2 * 16_384, "num_hidden_layers": 1}, {"max_seq_len": 16}
     ),
@@ -107,6 +110,10 @@ ALIKE: dict[str, list[tuple[int, ...]]] = {
     "lfm2": ONE_DIFFERS,
     "qwen3_5": ONE_DIFFERS,
     "granite": ONE_DIFFERS,
+    # layers 1 and 2 are those whose rows layers 3 and 4 copy
+    "gemma4": [(layer,) for layer in range(5)],
+    "gemma4_dense": [(0, 1), (2,)],
+    "small_scalar": [(layer,) for layer in range(5)],
 }
 # The kinds of sound bundles.
 SOUND = {
@@ -268,6 +275,8 @@ def export_sound(exports: tiny.Exports, case: Case) -> tuple[Path, Checkpoint]:
     family, changes, options = case.recipe
     if family == "massive":
         path = make_massive(exports)
+    elif family == "small_scalar":
+        path = make_small_scalar(exports)
     elif "/" in family:
         path = ROOT / family
     else:
@@ -289,6 +298,18 @@ def make_massive(exports: tiny.Exports) -> Path:
             row[5], row[40] = 1500, -820
 
     return tiny.once(exports.root / "massive", make)
+
+
+def make_small_scalar(exports: tiny.Exports) -> Path:
+    """A checkpoint of Gemma 4 whose layer 1 multiplies its output by 0.02."""
+    source = exports.checkpoint("gemma4_text")
+
+    def make(folder: Path) -> None:
+        shutil.copytree(source, folder)
+        with tiny.edited_weights(folder) as tensors:
+            tensors["model.layers.1.layer_scalar"][:] = 0.02
+
+    return tiny.once(exports.root / "small_scalar", make)
 
 
 class Subject:

@@ -31,11 +31,17 @@ def llama(exports):
 
 @pytest.mark.parametrize("width", [0, 4])
 @pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *map(wide, ([1], [2], [3], [4]))])
-def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes, width):
+def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes, width, exports):
     """A call of a larger width has dummy columns, whose garbage must not enter any state."""
-    _, decoder, g = family
-    # DeltaNet solves for the mutual changes of a call's tokens by three or more products
-    limit = 5e-6 if decoder.manifest.family == "qwen3_5_text" else 2e-6
+    checkpoint, decoder, g = family
+    limit = 2e-6
+    if decoder.manifest.family == "qwen3_5_text":
+        # DeltaNet solves for the mutual changes of a call's tokens by three or more products
+        limit = 5e-6
+    elif decoder.manifest.family.startswith("gemma4"):
+        # A small scalar leaves little of the stream beside the next update, so that layers
+        # amplify rounding: two sound implementations are each about as far from float64.
+        limit = max(limit, 2 * tiny.float64_distance(exports.hf(checkpoint), g))
     assert tiny.logits_error(decoder, g, *sizes, width=width) < limit
 
 

@@ -40,12 +40,15 @@ class Row:
         perturb: changes what enters every layer and the final norm, such as `half` or
             `nudge`.
         head: whether logits are computed.
+        token_scales: [n], what multiplies the embeddings of every token, from all
+            tables; None: nothing does.
     """
 
     feed: Trace | None = None
     follows: bool = False
     perturb: Perturb | None = None
     head: bool = True
+    token_scales: np.ndarray | None = None
 
 
 class Layer(WrappedLayer):
@@ -121,6 +124,9 @@ class Reference:
         norm = getattr(self.base, "norm", None) or self.base.embedding_norm
         L = len(self.base.layers)
         norm.register_forward_pre_hook(lambda norm, args: self.replace_inputs(L, args))
+        for module in self.base.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(self.scale_embeddings)
 
     def replace_inputs(self, index: int, args: tuple) -> tuple:
         """The arguments that layer `index` reads in place of `args`, or the final norm,
@@ -151,6 +157,14 @@ class Reference:
         if router is not None:
             others[0] = torch.cat(routers)
         return torch.cat(inputs), *others
+
+    def scale_embeddings(self, module, args, output: torch.Tensor) -> torch.Tensor:
+        """Hook of an embedding table: multiplies its output [R, n, W] by the
+        `token_scales` of each row."""
+        for number, row in enumerate(self.sequences):
+            if row.token_scales is not None:
+                output[number] *= torch.from_numpy(row.token_scales)[:, None]
+        return output
 
     @property
     def sources(self) -> dict[int, int]:

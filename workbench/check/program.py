@@ -18,7 +18,8 @@ layer and the final norm are also fed inputs whose RMS grows from 2^-44 to 1 in 
 at most 16 times, if the cache has `SCALES` positions. What a layer's inner norms read
 lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the way. The
 smallest inputs come first, so that no larger value of an earlier position hides a
-smaller one."""
+smaller one. Embeddings that layers read beside their input are multiplied by the same
+scales: a norm hides a factor of its input wherever the input is large."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Stretch:
         perturbed: the trace when the last bit of every layer's input is changed, by mode:
             `isolated`, and `chained` if layers in a row are compared.
         final_input: [n, C], what the final norm reads.
+        token_scales: see `Row`.
     """
 
     start: int
@@ -93,6 +95,7 @@ class Stretch:
     before: Trace
     perturbed: dict[str, Trace]
     final_input: np.ndarray
+    token_scales: np.ndarray | None = None
 
     @property
     def end(self) -> int:
@@ -266,6 +269,9 @@ class StretchPlan:
     def make_run(self, decoder: Decoder, reference: Trace) -> PromptRun:
         """The run. `reference`: the stacked traces of its stretches."""
         ids = np.stack([stretch.ids for stretch in self.stretches])
+        token_scales = None
+        if self.stretches[0].token_scales is not None:
+            token_scales = np.stack([s.token_scales for s in self.stretches])
         calls = plan_calls(
             decoder.options,
             ids.shape,
@@ -281,6 +287,7 @@ class StretchPlan:
             starts=np.array([stretch.start for stretch in self.stretches]),
             make_state=partial(state_before, self.stretches),
             shards=self.shards,
+            token_scales=token_scales,
         )
 
 
@@ -428,8 +435,13 @@ def reference_stretches(
                 )
             )
         cache = recording_cache(reference.model.config)
-        feed = scaled_inputs(start, scaled_count)
-        scaled.append(run_stretch(reference, ids[:scaled_count], cache, feed=feed))
+        scales = np.exp2(np.linspace(SMALLEST, 0, scaled_count)).astype(np.float32)
+        feed = scaled_inputs(start, scales)
+        scaled.append(
+            run_stretch(
+                reference, ids[:scaled_count], cache, feed=feed, token_scales=scales
+            )
+        )
     stretches = {"start": tuple(starts), "scaled": tuple(scaled)}
     if ends:
         stretches["end"] = tuple(ends)
@@ -444,18 +456,21 @@ def run_stretch(
     before: Trace | None = None,
     *,
     feed: Trace | None = None,
+    token_scales: np.ndarray | None = None,
     chained: bool = False,
 ) -> Stretch:
     """Runs `ids` after the `start` tokens of `cache`, updating it in place.
 
     Args:
         feed: inputs of layers; None: each reads the output of the one before.
+        token_scales: see `Row`.
         chained: whether layers in a row are compared. A third row with nudged inputs
             then gives their tolerance.
     """
-    rows = [Row(feed), Row(feed, follows=True, perturb=nudge(start))]
+    row = partial(Row, token_scales=token_scales)
+    rows = [row(feed), row(feed, follows=True, perturb=nudge(start))]
     if chained:
-        rows.append(Row(perturb=nudge(start + 1)))
+        rows.append(row(perturb=nudge(start + 1)))
     if start:  # every row continues the same tokens
         cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))
     traces = reference.run_rows(ids, rows, cache)
@@ -474,17 +489,18 @@ def run_stretch(
         before or Trace.empty(len(trace.layers)),
         dict(zip(("isolated", "chained"), perturbed)),
         final_input,
+        token_scales,
     )
 
 
-def scaled_inputs(stretch: Stretch, count: int) -> Trace:
-    """The first `count` inputs of every layer and of the final norm, scaled."""
-    scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
+def scaled_inputs(stretch: Stretch, scales: np.ndarray) -> Trace:
+    """The first inputs of every layer and of the final norm, with an RMS of `scales`
+    [n]."""
 
     def scale(x: np.ndarray) -> np.ndarray:
-        x = x[:count]
+        x = x[: len(scales)]
         size = np.sqrt(np.mean(np.square(x), -1, keepdims=True))
-        return np.float32(x / np.maximum(size, 1e-30) * scales)
+        return np.float32(x / np.maximum(size, 1e-30) * scales[:, None])
 
     feed = Trace.empty(len(stretch.trace.layers))
     feed.final_input = scale(stretch.final_input)

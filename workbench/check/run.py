@@ -19,7 +19,15 @@ import numpy as np
 import torch
 
 from workbench.bundle import Options, Shard
-from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
+from workbench.bundle.names import (
+    K_STATE,
+    PER_LAYER,
+    ROUTER_SCORES,
+    ROUTER_STATE,
+    V_STATE,
+    X0,
+    X,
+)
 from workbench.check.golden import Golden, check_fits
 from workbench.check.hf import half
 from workbench.check.trace import LayerTrace, Trace, stack, unstack
@@ -176,6 +184,8 @@ class PromptRun:
         starts: [B], the number of tokens before the first; None: zeros.
         make_state: gives the state of a shard before the first call.
         shards: names of the shards to run, for an isolated pass; None: all.
+        token_scales: [B, n], what multiplies the embeddings of every token that shards
+            read beside `x`; None: nothing does.
     """
 
     ids: np.ndarray
@@ -186,6 +196,7 @@ class PromptRun:
     starts: np.ndarray | None = None
     make_state: Callable[[Model], State] = empty_state
     shards: Collection[str] | None = None
+    token_scales: np.ndarray | None = None
 
     def runs(self, shard: Shard) -> bool:
         return self.shards is None or shard.name in self.shards
@@ -241,6 +252,8 @@ def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
     trace = Trace.empty(len(decoder.manifest.layers))
     trace.T = np.zeros(prompt_run.ids.shape, int)
     inputs = call_inputs(decoder, prompt_run.ids, prompt_run.calls, prompt_run.starts)
+    if prompt_run.token_scales is not None:
+        inputs = _scaled_embeddings(decoder, prompt_run, inputs)
     recorder = _Recorder(decoder, prompt_run, trace, inputs)
     for call in prompt_run.calls:
         trace.T[call.seq, call.position] = call.counts.max()
@@ -253,6 +266,21 @@ def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
         for call, first in zip(prompt_run.calls, inputs):
             recorder.record(trace.layers[0], "x", call, first[X] * recorder.scale)
     return recorder
+
+
+def _scaled_embeddings(
+    decoder: Decoder, prompt_run: PromptRun, inputs: list[Inputs]
+) -> list[Inputs]:
+    """The inputs of each call, with `x0` and `per_layer` multiplied by the
+    `token_scales` of their tokens; a bundle without them keeps its inputs."""
+    scaled = []
+    for call, values in zip(prompt_run.calls, inputs, strict=True):
+        scales = decoder.plane(call.columns(prompt_run.token_scales[..., None]))
+        products = {
+            name: values[name] * scales for name in (X0, PER_LAYER) if name in values
+        }
+        scaled.append(values | products)
+    return scaled
 
 
 @dataclass

@@ -488,7 +488,11 @@ def random(
 
 def _random_tensor(name: str, noise: torch.Tensor, config) -> torch.Tensor:
     leaf = name.rpartition(".")[2]
-    if config.model_type in UNSCALED_SCORES and ".self_attn." in name and "norm" in name:
+    if (
+        config.model_type in UNSCALED_SCORES
+        and ".self_attn." in name
+        and "norm" in name
+    ):
         # the weights of both norms together hold the factor D^-½
         return (1 + 0.1 * noise) * noise.shape[-1] ** -0.25
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":

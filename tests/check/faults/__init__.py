@@ -4,6 +4,7 @@ To plant another fault, add a row to `FAULTS` of the module that it belongs to:
 
     host, states, model, undo    in a loaded decoder of any family; `decoders` has edits of it
     zaya, hybrids                in a loaded decoder of the families with states beside the cache
+    gemma4                       in a loaded decoder of the family that shares rows between layers
     weights, tables, manifest    in a copy of a bundle's files; `copies` has edits of it
     programs, descriptions       in the packages of such a copy
 
@@ -27,6 +28,7 @@ Bugs that others reported and that concern one sequence, and the fault that stan
 
 from faults import (
     descriptions,
+    gemma4,
     host,
     hybrids,
     manifest,
@@ -47,6 +49,7 @@ IN_MEMORY: list[Fault] = [
     *model.FAULTS,
     *undo.FAULTS,
     *zaya.FAULTS,
+    *gemma4.FAULTS,
 ]
 ON_DISK: list[Fault] = [
     *weights.FAULTS,

@@ -300,14 +300,16 @@ class Copy:
         op.outputs.add(name=name).type.CopyFrom(value.type)
         return name
 
-    def edit_embedding(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Changes the host's embedding table [V, C]."""
+    def edit_embedding(
+        self, change: Callable[[np.ndarray], np.ndarray], name: str = "weight"
+    ) -> None:
+        """Changes one of the host's tables: `weight` [V, C] or `per_layer` [V, L·P]."""
         from safetensors.numpy import load_file, save_file
 
         path = self.root / self.manifest["embedding"]["file"]["path"]
         tensors = load_file(path)
-        table = tensors["weight"]
-        tensors["weight"] = change(table.copy()).astype(table.dtype)
+        table = tensors[name]
+        tensors[name] = change(table.copy()).astype(table.dtype)
         save_file(tensors, path)
 
     def edit_file(self, path: str, change: Callable[[bytes], bytes]) -> None:
