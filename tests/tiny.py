@@ -63,14 +63,14 @@ DIMS = {
     "gemma4_text": SMALL
     | GEMMA4
     | dict(
-        num_hidden_layers=5,
+        num_hidden_layers=6,
         num_key_value_heads=1,
         num_kv_shared_layers=2,
         use_double_wide_mlp=True,
-        hidden_size_per_layer_input=16,
+        hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=101,
         vocab_size=101,
-        layer_types=["sliding_attention"] * 2 + ["full_attention", *SLIDING[:2]],
+        layer_types=["sliding_attention"] * 3 + ["full_attention", *SLIDING[:2]],
     ),
     # 31B-like: V is K in full layers, which have fewer key heads
     "gemma4_unified_text": SMALL
@@ -227,11 +227,17 @@ def golden(model, ids: list[int]) -> Golden:
         return Golden(ids, model(torch.tensor([ids])).logits[0].numpy())
 
 
-def float64_distance(model, golden: Golden) -> float:
-    """The `relative` error of a golden's logits against the same model in float64."""
+def exact_limit(model, golden: Golden, limit: float) -> float:
+    """The largest `relative` error of logits that `exact` arithmetic may have against a golden.
+
+    In Gemma 4 a layer's small scalar leaves little of the stream beside the next update, so that
+    every layer amplifies rounding. Two sound implementations are each about as far from float64 as
+    transformers' float32 is."""
+    if not model.config.model_type.startswith("gemma4"):
+        return limit
     with torch.inference_mode():
         logits = copy.deepcopy(model).double()(torch.tensor([golden.ids])).logits[0]
-    return relative(golden.logits, logits.numpy())
+    return max(limit, 2 * relative(golden.logits, logits.numpy()))
 
 
 def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:

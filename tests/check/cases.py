@@ -110,10 +110,10 @@ ALIKE: dict[str, list[tuple[int, ...]]] = {
     "lfm2": ONE_DIFFERS,
     "qwen3_5": ONE_DIFFERS,
     "granite": ONE_DIFFERS,
-    # layers 1 and 2 are those whose rows layers 3 and 4 copy
-    "gemma4": [(layer,) for layer in range(5)],
+    # layers 4 and 5 copy the rows of layers 2 and 3
+    "gemma4": [(0, 1), (2,), (3,), (4,), (5,)],
     "gemma4_dense": [(0, 1), (2,)],
-    "small_scalar": [(layer,) for layer in range(5)],
+    "small_scalar": [(0, 1), (2,), (3,), (4,), (5,)],
 }
 # The kinds of sound bundles.
 SOUND = {
@@ -301,13 +301,14 @@ def make_massive(exports: tiny.Exports) -> Path:
 
 
 def make_small_scalar(exports: tiny.Exports) -> Path:
-    """A checkpoint of Gemma 4 whose layer 1 multiplies its output by 0.02."""
+    """A checkpoint of Gemma 4 whose layers 0 and 1 multiply their outputs by 0.02."""
     source = exports.checkpoint("gemma4_text")
 
     def make(folder: Path) -> None:
         shutil.copytree(source, folder)
         with tiny.edited_weights(folder) as tensors:
-            tensors["model.layers.1.layer_scalar"][:] = 0.02
+            for layer in (0, 1):
+                tensors[f"model.layers.{layer}.layer_scalar"][:] = 0.02
 
     return tiny.once(exports.root / "small_scalar", make)
 

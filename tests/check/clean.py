@@ -22,7 +22,9 @@ EVEN, ANY = [(4, 2), (4, 1), (2, 2)], [(4, 2), (3, 1), (3, 3)]
 HEADS = dict.fromkeys(("llama", "olmo2", "olmo3"), EVEN) | dict.fromkeys(
     ("qwen2", "qwen3", "mistral", "ministral3", "smollm3", "hunyuan_v1_dense"), ANY
 )
-WINDOWED = "gemma3_text", "mistral", "olmo3"
+WINDOWED = "gemma3_text", "gemma4_text", "gemma4_unified_text", "mistral", "olmo3"
+# Families whose layers depend on each other, and numbers of key/value heads to choose from.
+FIXED_LAYERS = {"gemma4_text": [1, 2], "gemma4_unified_text": [2, 4]}
 # Families with layers that do not attend, and numbers of these layers' sizes to choose from.
 HYBRID = {
     "lfm2": {"conv_L_cache": [2, 3, 4]},
@@ -53,7 +55,10 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "num_hidden_layers": int(rng.choice([2, 3])),
     }
     family = family_of(seed)
-    if kinds := sorted(set(DIMS[family].get("layer_types", []))):
+    if key_heads := FIXED_LAYERS.get(family):
+        del changes["num_hidden_layers"]
+        changes["num_key_value_heads"] = int(rng.choice(key_heads))
+    elif kinds := sorted(set(DIMS[family].get("layer_types", []))):
         changes["layer_types"] = rng.choice(
             kinds[::-1], changes["num_hidden_layers"]
         ).tolist()

@@ -14,8 +14,9 @@ def config(**fields):
 
 def test_the_last_layers_copy_the_rows_of_the_last_owner_of_their_type():
     plan = gemma4.plan(config())
-    assert [layer.source for layer in plan.layers] == [None, None, None, 1, 2]
+    assert [layer.source for layer in plan.layers] == [None, None, None, None, 2, 3]
     assert [layer.heads(plan.dims) for layer in plan.layers] == [
+        (1, 16),
         (1, 16),
         (1, 16),
         (1, 32),

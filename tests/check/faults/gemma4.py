@@ -21,17 +21,17 @@ from faults.fault import Fault
 from workbench.bundle.names import K_STATE, PER_LAYER, V_STATE, X0, X
 from workbench.decode.snapshot import source_name
 
-LAYERS = range(5)
-FIRST_SLIDING, COPYING_SLIDING = 0, 3  # the rows that layer 3 copies are layer 1's
+LAYERS = range(6)
+FIRST_SLIDING, COPYING_SLIDING = 0, 4  # the rows that layer 4 copies are layer 2's
 K_ROWS, V_ROWS = "k_rows_local", "v_rows_local"
 PROJECTION = "model.per_layer_model_projection.weight"
-SQRT_C, SQRT_P = np.float32(8), np.float32(4)
+C, P = 64, 32
 
 # Shared rows
 
 
 def share_rows_of_first_layer(decoder):
-    """Gives layer 3 the rows of the first sliding layer, where that layer ran in the same call."""
+    """Gives layer 4 the rows of the first sliding layer, where that layer ran in the same call."""
     # A call's `x0` is one array for all shards; it is kept, so that no other array gets its id.
     rows_by_call = {}
 
@@ -102,7 +102,6 @@ def edit_second_embedding(change: ArrayChange) -> Plant:
 
 
 def read_slice_of_next_layer(second):
-    P = int(SQRT_P**2)
     return np.roll(second, -P, axis=-1)
 
 
@@ -168,7 +167,7 @@ FAULTS = [
         "second embedding without its root",
         gate="program",
         bundle="gemma4",
-        plant=edit_second_embedding(lambda second: second / SQRT_P),
+        plant=edit_second_embedding(lambda second: second / np.float32(P**0.5)),
     ),
     Fault(
         "second embedding times 1.01",
@@ -207,13 +206,13 @@ FAULTS = [
         "first embedding divided by the root of its width",
         gate="program",
         bundle="gemma4",
-        plant=edit_shard_input(LAYERS, X0, lambda x0: x0 / SQRT_C),
+        plant=edit_shard_input(LAYERS, X0, lambda x0: x0 / np.float32(C**0.5)),
     ),
     Fault(
         "first embedding times the root of its width",
         gate="program",
         bundle="gemma4",
-        plant=edit_shard_input(LAYERS, X0, lambda x0: x0 * SQRT_C),
+        plant=edit_shard_input(LAYERS, X0, lambda x0: x0 * np.float32(C**0.5)),
     ),
     # two factors, each a tenth
     Fault(
@@ -229,14 +228,14 @@ FAULTS = [
         "sum of both embeddings times the root of two",
         gate="program",
         bundle="gemma4",
-        layer=3,
+        layer=4,
         plant=forget_half_power,
     ),
     Fault(
         "scalar of a layer lost",
         gate="program",
         bundle="gemma4",
-        layer=3,
+        layer=5,
         plant=edit_weight("layer_scalar", torch.ones_like),
     ),
     Fault(
