@@ -173,6 +173,8 @@ class Reference:
         modes = getattr(self.model.config, "kv_sharing_modes", [])
         types = self.model.config.layer_types if modes else []
         owners = {types[i]: i for i, mode in enumerate(modes) if mode == "store"}
+        # the model may have been cut to its first layers
+        modes = modes[: len(self.base.layers)]
         return {i: owners[types[i]] for i, mode in enumerate(modes) if mode == "reuse"}
 
     def rows(self, tensor: torch.Tensor) -> np.ndarray:

@@ -7,6 +7,7 @@ whose updates, K and V equal the bundle's within rounding is the cause; if there
 none, the fault is of another kind. Gate `host` checks the embeddings."""
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -196,7 +197,8 @@ class Trial:
             errors = {}
             for other in range(max(0, layer - 1), min(L, layer + 2)):
                 values = self.checkpoint.tensor(name.format(other)).numpy()
-                errors[other] = compare.relative_rms(values, stored)
+                if values.shape == stored.shape:
+                    errors[other] = compare.relative_rms(values, stored)
             best = min(errors, key=errors.get)
             if errors[layer] > UNRELATED > errors[best]:
                 order[layer] = best
@@ -307,7 +309,8 @@ def _settings(config) -> Settings:
     for description, size in sizes.items():
         yield f"window {size}, {description}", {"sliding_window": max(size, 1)}
     yield "no window", {"sliding_window": 1 << 30}
-    if len({*types}) == 2:
+    # where the sizes of heads follow the type, another type does not fit the weights
+    if len({*types}) == 2 and not getattr(config, "is_heterogeneous", False):
         first, second = {*types}
         exchanged = [second if kind == first else first for kind in types]
         yield "layers with and without window exchanged", {"layer_types": exchanged}
@@ -327,6 +330,8 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
         if not hasattr(attention, names[0]):
             continue
         yield "q/k norm left out", partial(_place_norms, names, "")
+        if not _rotates_together(attention):
+            continue  # a rotation of one tensor does not know whether it is q or k
         if getattr(attention, names[0]).weight.numel() == attention.head_dim:
             side = "before" if names == QK_NORMS[1] else "after"
             yield f"q/k norm {side} rope", partial(_place_norms, names, side)
@@ -343,6 +348,12 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
     for scale, name in scales.items():
         if scale != attention.scaling:  # the configured scale is no variant
             yield f"attention scale {name}", partial(_set_scale, scale)
+
+
+def _rotates_together(attention: nn.Module) -> bool:
+    """Whether transformers' rotation takes q and k in one call."""
+    rotate = getattr(sys.modules[type(attention).__module__], ROTATE)
+    return "k" in inspect.signature(rotate).parameters
 
 
 def _patched(name: str, wrap: Callable[[Callable], Callable]) -> Change:
@@ -362,23 +373,36 @@ def _tiled(repeat: Callable) -> Callable:
 
 def _reversed(rotate: Callable) -> Callable:
     """A rotation by the negative angle."""
-    return lambda q, k, cos, sin: rotate(q, k, cos, -sin)
+
+    def rotation(*arrays, **keywords):
+        *heads, cos, sin = arrays
+        return rotate(*heads, cos, -sin, **keywords)
+
+    return rotation
 
 
 def _unrotated(rotate: Callable) -> Callable:
     """Leaves q and k as they are."""
-    return lambda q, k, cos, sin: (q, k)
+
+    def rotation(*arrays, **keywords):
+        *heads, _, _ = arrays
+        return heads if len(heads) > 1 else heads[0]
+
+    return rotation
 
 
 def _interleaved(rotate: Callable) -> Callable:
     """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of
     halves."""
 
-    def rotation(q, k, cos, sin):
-        order = torch.arange(q.shape[-1])
+    def rotation(*arrays, **keywords):
+        *heads, cos, sin = arrays
+        order = torch.arange(heads[0].shape[-1])
         width = cos.shape[-1]
         order[:width] = order[:width].reshape(-1, 2).T.flatten()
-        rotated = rotate(q[..., order], k[..., order], cos, sin)
+        rotated = rotate(*(x[..., order] for x in heads), cos, sin, **keywords)
+        if len(heads) == 1:
+            return rotated[..., order.argsort()]
         return tuple(x[..., order.argsort()] for x in rotated)
 
     return rotation
@@ -395,12 +419,17 @@ def _place_norms(names: tuple[str, str], side: str, base: nn.Module):
     for layer in filter(hf.has_attention, base.layers):
         norms = {}
         for name in names:
-            module = getattr(layer.self_attn, name)
+            module = getattr(layer.self_attn, name, None)
+            if module is None:  # a layer that copies its keys has no norm of keys
+                continue
             norms[name] = module.forward
             module.forward = lambda x: x
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, norms=norms: running.update(norms)
         )
+
+    if not side:
+        return None
 
     def normalize(*heads):
         return [running[name](x) for name, x in zip(names, heads)]
