@@ -68,7 +68,7 @@ CONFIGURATIONS = {
     "rope scaling linear 3": ("qwen2", rope(rope_type="linear", factor=3.0)),
     "rope scaling llama3 8": ("llama", rope(**variants.LLAMA3, factor=8.0)),
     "eps 0.0001": ("llama", {"rms_norm_eps": 1e-4}),
-    "eps 1e-05": ("gemma4_text", {"rms_norm_eps": 1e-5}),
+    "eps 0.001": ("gemma4_text", {"rms_norm_eps": 1e-3}),
     "no window": ("gemma3_text", {"sliding_window": 32}),
     "window 2, a half": ("gemma3_text", {"sliding_window": 2}),
     "window 10, twice as much": ("gemma3_text", {"sliding_window": 10}),

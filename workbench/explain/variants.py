@@ -244,12 +244,20 @@ def _ropes(parameters: dict, tables: list[list[float]]) -> Settings:
         if len(sets) > 1:
             choices += [[kind] for kind in sets]
         for kinds in choices:
-            changed = sets | {kind: sets[kind] | change for kind in kinds}
+            changed = sets | {kind: _with_change(sets[kind], change) for kind in kinds}
             where = "" if len(kinds) == len(sets) else f" in {kinds[0]}"
             yield (
                 name + where,
                 {"rope_parameters": changed if has_kinds else changed[""]},
             )
+
+
+def _with_change(parameters: dict, change: dict) -> dict:
+    """Rope parameters with a change. Another type than `proportional`, which pads its
+    table to the whole head, turns all pairs."""
+    if parameters.get("rope_type") == "proportional" and "rope_type" in change:
+        change = change | {"partial_rotary_factor": 1.0}
+    return parameters | change
 
 
 def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> Settings:
