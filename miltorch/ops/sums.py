@@ -51,7 +51,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def panel_product(x: torch.Tensor, weight) -> torch.Tensor:
     """x [N, K] float32 by weight [R, K] → float32 [N, R]; rows of the weight, a tensor or
-    `stored.Stored`, become float32 a panel at a time."""
+    `stored.StoredWeight`, become float32 a panel at a time."""
     x, rows = x.contiguous(), -(-PANEL // x.shape[1])
     out = x.new_empty(len(x), len(weight))
     for first in range(0, len(weight), rows):

@@ -70,7 +70,7 @@ class Template:
         modules: program value → module path, layers counted from the shard's first.
         constants: parameter's path → name of the constant that holds it.
         arrays: parameter's path → its stored arrays.
-        others: (place, bytes) of the rest of the weight file: headers, records,
+        fixed_bytes: (offset, bytes) of the rest of the weight file: headers, records,
             padding, constants that are no parameters.
 
     Raises:
@@ -116,10 +116,11 @@ class Template:
             for stored in self.arrays.values()
             for array in stored
         )
-        for start, stop in [*spans, (len(blob), 0)]:
+        for start, stop in spans:
             assert start >= end, "parameters that share bytes"
             self.fixed_bytes.append((end, blob[end:start]))
             end = stop
+        self.fixed_bytes.append((end, blob[end:]))
 
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable

@@ -2,9 +2,10 @@
 the arrays that coremltools 9.0 stores for them, bit for bit.
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output
-channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables:
-k-means over the distinct values, weighted by the number of times that they occur, by
-coremltools' exact solver, for tensors of every size. By default coremltools passes
+channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables
+for groups of rows are made in `tables.py`. One table for a whole tensor, as earlier
+bundles have it: k-means over the distinct values, weighted by the number of times that
+they occur, by coremltools' exact solver, for tensors of every size. By default coremltools passes
 tensors below 10,000 values to scikit-learn, whose tables had 5% to 23% more squared
 error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
 tests/exporter/test_compress.py compares the bytes with coremltools' own."""
