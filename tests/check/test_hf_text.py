@@ -2,6 +2,7 @@
 from ties, and a lost end token from another text."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,11 @@ from in_process import cli, invoke
 from refusal import refused
 
 from workbench import Decoder
-from workbench.check import gates, transcript
+from workbench.check import end_tokens, gates, transcript
+from workbench.check.greedy import Text
 from workbench.check.hf import Reference, half
-from workbench.check.transcript import Text, Transcript
+from workbench.check.transcript import Transcript
+from workbench.models.checkpoint import Checkpoint
 
 PROMPTS = ["The keeper of the light", "A ferry leaves", "Bread", "Who repairs boilers?"]
 
@@ -151,7 +154,8 @@ def test_a_bundle_whose_tokenizer_makes_other_ids_is_red(tiny_llama, exports, tm
     """Planted: the bundle's tokenizer has another text for two of its tokens."""
     bundle = exports.bundle(tiny_llama.path, max_seq_len=64, compress="fp16")
     decoder = Decoder(bundle, "portable")
-    assert transcript.differing_ids(decoder, tiny_llama, PROMPTS) is None
+    expected = transcript.encode_prompts(tiny_llama, PROMPTS)
+    assert transcript.differing_ids(decoder, expected) is None
     path = bundle.root / "tokenizer" / "tokenizer.json"
     original = path.read_text()
     fields = json.loads(original)
@@ -162,7 +166,7 @@ def test_a_bundle_whose_tokenizer_makes_other_ids_is_red(tiny_llama, exports, tm
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     try:
         path.write_text(json.dumps(fields))
-        gate = transcript.differing_ids(decoder, tiny_llama, PROMPTS)
+        gate = transcript.differing_ids(decoder, expected)
     finally:
         path.write_text(original)
     assert (gate.name, gate.verdict) == ("interface", gates.RED)
@@ -196,3 +200,67 @@ def test_the_error_on_a_device_is_reported_and_gate_device_judges_it(
     result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
     gate, *_ = replace(result, is_device=True).gates()
     assert gate.verdict == "not_run" and f"{result.error:.3g}" in gate.reason
+
+
+def test_a_golden_with_texts_judges_transcript_and_stop_without_a_checkpoint(
+    tiny_llama, exports, tmp_path
+):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=96, compress="fp16")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    out = tmp_path / "golden"
+    ids = "--prompt-ids", "1,69,142,4"
+    command = "golden", tiny_llama.path, "--out", out, *ids
+    written = invoke(*command, "--transcript", "--prompts", file)
+    assert written["prompts"] == 4 and 0 < written["sigma"] < 0.1
+    found = invoke("validate", bundle.root, "--golden", out, "--transcript")
+    named = {gate["name"]: gate["verdict"] for gate in found["gates"]}
+    assert named["transcript"] == "WITHIN" and named["text_budget"] == "not_run"
+    assert named["stop"] in ("not_run", "WITHIN")
+    assert found["transcript"]["sigma"] == written["sigma"]
+    assert {row["cause"] for row in found["transcript"]["prompts"]} == {None}
+    strict = cli(
+        *("validate", bundle.root, "--golden", out, "--transcript"),
+        *("--min-agreed", "1.01"),
+    )
+    assert strict.exit_code == 4
+    invoke(*command)
+    with refused("no texts"):
+        invoke("validate", bundle.root, "--golden", out, "--transcript")
+
+
+def test_a_third_token_is_a_difference_where_its_logit_is_not_stored():
+    text = Text("", [1], [5, 5, 5], False)
+    text.best_tokens = np.array([[5, 6]] * 3)
+    text.best_logits = np.array([[2.0, 1.5]] * 3)
+    gap = transcript.gaps(text, np.array([5, 6, 7]))
+    assert gap.tolist() == [0.0, 0.5, np.inf]
+
+
+TEMPLATE = "{% for turn in messages %}{{ turn.content }} {{ END }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "generation", "clause"),
+    [
+        ("{{ eos_token }}", None, ""),
+        ("", None, "ends an answer without an end token"),
+        ("{{ bos_token }}", None, "at which generation does not stop"),
+        ("{{ eos_token }}", [7], "generation_config.json does not"),
+    ],
+)
+def test_end_tokens_that_contradict_each_other_are_named(
+    tiny_llama, tmp_path, template, generation, clause
+):
+    """Planted: a chat template without the end token, and other end tokens."""
+    folder = shutil.copytree(tiny_llama.path, tmp_path / "model")
+    file = folder / "chat_template.jinja"
+    file.write_text(TEMPLATE.replace("{{ END }}", template))
+    if generation:
+        fields = json.dumps({"eos_token_id": generation})
+        (folder / "generation_config.json").write_text(fields)
+    checkpoint = Checkpoint(folder)
+    ends = end_tokens.read_end_tokens(checkpoint)
+    assert ends.has_template and ends.configuration == tiny_llama.configured_eos
+    sentence = end_tokens.describe_contradictions(ends, checkpoint)
+    assert clause in sentence and bool(sentence) == bool(clause)

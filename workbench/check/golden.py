@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from workbench import paths
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
+from workbench.check.greedy import ARRAYS, METADATA, GreedyTexts
 from workbench.check.hf import Weights, trace_reference
 from workbench.check.text import default_ids
 from workbench.check.trace import STORED, Arrays, Trace, parse_name
@@ -42,6 +43,7 @@ class Golden:
             bundle.
         source: the checkpoint, with which `validate` runs the gates that need it.
         file: where the golden is stored.
+        texts: Hugging Face's greedy texts; None where the golden stores none.
     """
 
     ids: np.ndarray
@@ -49,6 +51,7 @@ class Golden:
     meta: dict[str, str]
     source: Checkpoint | None = None
     file: Path | None = None
+    texts: GreedyTexts | None = None
 
     @classmethod
     def of(
@@ -107,7 +110,11 @@ class Golden:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = self.trace.arrays() | {"ids": self.ids}
-        save_arrays(path, arrays, {"workbench-golden": json.dumps(self.meta)})
+        metadata = {"workbench-golden": json.dumps(self.meta)}
+        if self.texts is not None:
+            arrays |= self.texts.arrays()
+            metadata[METADATA] = self.texts.metadata()
+        save_arrays(path, arrays, metadata)
         return path
 
     @classmethod
@@ -122,6 +129,10 @@ class Golden:
             ids = arrays.pop("ids")
             if not isinstance(meta["checkpoint"], str):
                 raise TypeError
+            texts = None
+            if METADATA in metadata:
+                stored = {name: arrays.pop(name) for name in ARRAYS}
+                texts = GreedyTexts.of(stored, metadata[METADATA])
         except InputError:  # no regular file
             raise
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
@@ -131,7 +142,7 @@ class Golden:
         if fault := first_fault(ids, arrays):
             raise InputError(subject, *fault, step)
         trace = Trace.from_arrays(arrays, count_layers(arrays))
-        return cls(ids, trace, meta, file=Path(path))
+        return cls(ids, trace, meta, file=Path(path), texts=texts)
 
 
 def count_layers(arrays: Arrays) -> int:

@@ -12,6 +12,10 @@ error  the RMS of what the bundle does to that difference, where Hugging Face's 
        has the bundle's *stored* weights, over √(σ² + r²). r is the RMS of what rounding
        those logits to fp16, as packages output them, does to it.
 
+With the texts that a golden stored (`workbench golden --transcript`) in place of the
+checkpoint there are gaps alone: no error, and no cause of a difference. A token that is
+neither of the two best counts as a difference there, whatever its logit.
+
 A gap of at most `TIE` σ is a tie, every other one a difference. The share of tokens that
 agree, ties included, is the check of quality `transcript`, and the share of Hugging
 Face's ends at which the bundle ends too is the check `stop`. The gate `text_budget` on
@@ -19,8 +23,8 @@ the export limits the error: greedy text alone hides a program that is wrong
 everywhere by the same factor."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +33,15 @@ import torch
 from workbench import paths
 from workbench.bundle.names import is_cache
 from workbench.check import gates
+from workbench.check.end_tokens import (
+    EndTokens,
+    describe_contradictions,
+    read_end_tokens,
+)
 from workbench.check.evaluate import last_outputs, open_reference
 from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
+from workbench.check.greedy import GreedyTexts, Text
 from workbench.check.hf import Reference, half, whole_model
 from workbench.decode import Decoder
 from workbench.decode.transcript import encode_chat, encode_text, text_of
@@ -57,59 +67,32 @@ RESAMPLES = 1000
 
 
 @dataclass
-class Text:
-    """Hugging Face's text after one prompt.
-
-    Attributes:
-        ids: of the prompt.
-        tokens: the new ones, an end token included.
-        ended: whether the last token is an end token.
-        bundle_tokens: the bundle's token at each position, fed Hugging Face's text.
-        gap: of the bundle's token at each position, in logits.
-        weights_explain: whether Hugging Face's model with the stored weights takes the
-            bundle's token too, or is tied with it.
-    """
-
-    prompt: str
-    ids: list[int]
-    tokens: list[int]
-    ended: bool
-    bundle_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, int))
-    gap: np.ndarray = field(default_factory=lambda: np.empty(0))
-    weights_explain: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
-
-    @property
-    def input_ids(self) -> list[int]:
-        """What a model reads to predict every new token."""
-        return self.ids + self.tokens[:-1]
-
-    @property
-    def predicting_positions(self) -> slice:
-        """The positions of `input_ids` whose logits predict the new tokens."""
-        return slice(len(self.ids) - 1, len(self.input_ids))
-
-
-@dataclass
 class Transcript:
     """Every prompt's text, and the figures of all of them.
 
     Attributes:
         sigma: in logits, see the module.
-        error: over what rounding causes, see the module.
+        error: over what rounding causes, see the module; None where a golden's texts
+            stand for the checkpoint.
         row_error: the largest RMS error of one row of the vocabulary, over the median
             row's, and that row.
         worst_row: the row of `row_error`.
         is_device: whether a device ran the bundle: then gate `device` judges its
             arithmetic, and the error is only reported.
+        checkpoint_ends: the end tokens that the checkpoint names; None where a golden's
+            texts stand for it.
+        contradiction: what these contradict, in a sentence; empty for nothing.
     """
 
     texts: list[Text]
     sigma: float
-    error: float
+    error: float | None
     row_error: float
     worst_row: int
     end_tokens: frozenset[int]
     is_device: bool = False
+    checkpoint_ends: EndTokens | None = None
+    contradiction: str = ""
 
     def agrees(self, text: Text) -> np.ndarray:
         """Where the bundle's token is Hugging Face's, or tied with it."""
@@ -117,6 +100,12 @@ class Transcript:
 
     def is_tie(self, text: Text) -> np.ndarray:
         return self.agrees(text) & (text.bundle_tokens != np.array(text.tokens))
+
+    @property
+    def input_ids(self) -> list[list[int]]:
+        """What a model reads of each text, in one length: behind a text stand tokens
+        that no causal model reads before them."""
+        return _padded(self.texts)
 
     @property
     def agreed(self) -> float:
@@ -128,11 +117,7 @@ class Transcript:
         """95% interval of `agreed`, prompts resampled: neighbours are alike."""
         right = np.array([self.agrees(text).sum() for text in self.texts])
         count = np.array([len(text.tokens) for text in self.texts])
-        draws = np.random.default_rng(0).integers(
-            0, len(right), (RESAMPLES, len(right))
-        )
-        shares = right[draws].sum(1) / count[draws].sum(1)
-        return np.percentile(shares, [2.5, 97.5]).tolist()
+        return resampled_interval(right, count)
 
     @property
     def stops(self) -> tuple[int, int]:
@@ -160,6 +145,9 @@ class Transcript:
         return [self._budget(), agreed, self._stop(min_stops)]
 
     def _budget(self) -> Gate:
+        if self.error is None:
+            reason = "needs --checkpoint, whose model runs with the stored weights"
+            return gates.not_run("text_budget", reason)
         value, limit = self.error, ERROR_LIMIT
         reason = (
             "RMS error of the difference between Hugging Face's two best logits, with "
@@ -186,12 +174,16 @@ class Transcript:
                 f"Hugging Face ended after {ends} of {len(self.texts)} prompts, and "
                 f"{LEAST_ENDS} are needed"
             )
+            if self.contradiction:
+                reason += f"; {self.contradiction}"
             return gates.not_run("stop", reason)
         reason = (
             f"the bundle ends at {right} of the {ends} places where Hugging Face ends"
         )
         if not right:
             reason += ": it never ends"
+        if self.contradiction:
+            reason += f"; {self.contradiction}"
         return gates.reached("stop", right / ends, min_stops, reason)
 
     def json(self, decoder: Decoder) -> tuple[dict, dict]:
@@ -215,8 +207,9 @@ class Transcript:
             if len(differs):
                 tokens = _bundle_text(decoder, text, differs[0])
                 row["bundle_text"] = text_of(folder, tokens)
-                is_program = not text.weights_explain[differs].all()
-                row["cause"] = "the program" if is_program else "the weights"
+                if self.error is not None:
+                    is_program = not text.weights_explain[differs].all()
+                    row["cause"] = "the program" if is_program else "the weights"
             prompts.append(row)
         right, ends = self.stops
         transcript = {
@@ -227,7 +220,24 @@ class Transcript:
             "error": self.error,
             "prompts": prompts,
         }
-        return transcript, {"ends": ends, "bundle_ends": right}
+        stop = {"ends": ends, "bundle_ends": right}
+        stop["end_tokens"] = self.checkpoint_ends and self.checkpoint_ends.json()
+        stop["contradiction"] = self.contradiction or None
+        return transcript, stop
+
+
+def resampled_interval(sums: np.ndarray, counts: np.ndarray) -> list[float]:
+    """95% interval of the mean of values that groups of neighbours hold: the groups are
+    resampled, since neighbours are alike.
+
+    Args:
+        sums: [groups], the sum of each group's values.
+        counts: [groups], their number.
+    """
+    groups = len(sums)
+    draws = np.random.default_rng(0).integers(0, groups, (RESAMPLES, groups))
+    means = sums[draws].sum(1) / counts[draws].sum(1)
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
 
 def load_prompts(path: str | Path = "") -> list[str]:
@@ -267,21 +277,32 @@ def encode(folder: str | Path, prompt: str) -> list[int]:
 
 
 def differing_ids(
-    decoder: Decoder, checkpoint: Checkpoint, prompts: Sequence[str]
+    decoder: Decoder, expected: Mapping[str, Sequence[int]]
 ) -> Gate | None:
     """Gate `interface` as RED where the bundle's tokenizer makes other ids of a prompt
-    than the checkpoint's; otherwise None."""
+    than the checkpoint's; otherwise None.
+
+    Args:
+        expected: prompt → the checkpoint's ids.
+    """
     folder = decoder.bundle.root / "tokenizer"
-    for prompt in prompts:
-        ids, expected = encode(folder, prompt), encode(checkpoint.tokenizer, prompt)
-        if ids != expected:
-            count = f"{len(ids)} ids, the checkpoint's {len(expected)}"
+    for prompt, ids_of_checkpoint in expected.items():
+        ids = encode(folder, prompt)
+        if ids != list(ids_of_checkpoint):
+            count = f"{len(ids)} ids, the checkpoint's {len(ids_of_checkpoint)}"
             reason = (
                 "the bundle's tokenizer or chat template makes other ids of the prompt "
                 f"{prompt!r} than the checkpoint's ({count})"
             )
             return gates.holds("interface", False, reason)
     return None
+
+
+def encode_prompts(
+    checkpoint: Checkpoint, prompts: Sequence[str]
+) -> dict[str, list[int]]:
+    """Prompt → the ids that the checkpoint's tokenizer makes of it."""
+    return {prompt: encode(checkpoint.tokenizer, prompt) for prompt in prompts}
 
 
 def transcribe(
@@ -297,23 +318,80 @@ def transcribe(
     Raises:
         InputError: no prompt fits; packages that output no logits.
     """
+    _check_logits(decoder)
+    S = decoder.options.max_seq_len
+    encoded = encode_prompts(checkpoint, prompts)
+    fitting = [(p, ids) for p, ids in encoded.items() if len(ids) + new_tokens <= S]
+    _check_any_fits(fitting, new_tokens, S)
+    stage("validate: Hugging Face's text")
+    states = [name for shard in decoder.manifest.shards for name in shard.states]
+    is_recurrent = not all(map(is_cache, states))
+    texts = write_texts(checkpoint, fitting, new_tokens, not is_recurrent)
+    stage("validate: transcript")
+    return compare_texts(decoder, checkpoint, texts)
+
+
+def transcribe_golden(decoder: Decoder, golden: GreedyTexts) -> Transcript:
+    """Compares a bundle with the texts that a golden stored; see the module for what
+    needs the checkpoint.
+
+    Raises:
+        InputError: no text fits; packages that output no logits.
+    """
+    _check_logits(decoder)
+    S = decoder.options.max_seq_len
+    texts = [
+        replace(text) for text in golden.texts if len(text.ids) + len(text.tokens) <= S
+    ]
+    _check_any_fits(texts, max(len(text.tokens) for text in golden.texts), S)
+    stage("validate: transcript")
+    outputs = _bundle_outputs(decoder, _padded(texts))
+    for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
+        at = text.predicting_positions
+        actual = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
+        text.bundle_tokens = actual.argmax(-1)
+        text.gap = gaps(text, text.bundle_tokens)
+    ends = frozenset(decoder.manifest.tokens.eos)
+    device = decoder.is_device
+    return Transcript(texts, golden.sigma, None, 1.0, 0, ends, device)
+
+
+def greedy_texts(
+    checkpoint: Checkpoint,
+    prompts: Sequence[str],
+    stream_scale: float,
+    *,
+    batched: bool,
+    new_tokens: int = NEW_TOKENS,
+) -> GreedyTexts:
+    """Hugging Face's texts after prompts, with what a golden stores of them; no bundle
+    has a part in it.
+
+    Args:
+        stream_scale: exports store the stream divided by this number.
+        batched: see `write_texts`.
+    """
+    encoded = list(encode_prompts(checkpoint, prompts).items())
+    stage("golden: Hugging Face's text")
+    texts = write_texts(checkpoint, encoded, new_tokens, batched)
+    reference = open_reference(checkpoint)
+    return GreedyTexts(texts, measure_rounding(reference, texts, stream_scale))
+
+
+def _check_logits(decoder: Decoder) -> None:
+    """Raises an InputError for packages that output the top token alone."""
     if not decoder.manifest.gives_logits:
         needed = "packages that output logits"
         step = "leave --transcript out"
         raise InputError("bundle", "the argmax is inside", needed, step)
-    S = decoder.options.max_seq_len
-    encoded = [(prompt, encode(checkpoint.tokenizer, prompt)) for prompt in prompts]
-    encoded = [(prompt, ids) for prompt, ids in encoded if len(ids) + new_tokens <= S]
-    if not encoded:
+
+
+def _check_any_fits(fitting: Sequence, new_tokens: int, S: int) -> None:
+    """Raises an InputError where no prompt fits max_seq_len with its text."""
+    if not fitting:
         needed = f"prompts with {new_tokens} new tokens within max_seq_len = {S}"
         step = "export with a larger --max-seq-len"
         raise InputError("prompts", "none that fits", needed, step)
-    stage("validate: Hugging Face's text")
-    states = [name for shard in decoder.manifest.shards for name in shard.states]
-    is_recurrent = not all(map(is_cache, states))
-    texts = write_texts(checkpoint, encoded, new_tokens, not is_recurrent)
-    stage("validate: transcript")
-    return compare_texts(decoder, checkpoint, texts)
 
 
 def write_texts(
@@ -367,51 +445,89 @@ def _generate(
     return output[:, longest:].tolist()
 
 
+def measure_rounding(
+    reference: Reference, texts: Sequence[Text], stream_scale: float
+) -> float:
+    """Sets the two best tokens of every text, their logits and `hidden`; returns σ.
+
+    Args:
+        reference: Hugging Face's model on the checkpoint's own weights.
+        stream_scale: a bundle stores the stream divided by this number.
+    """
+    padded = np.array(_padded(texts))
+    expected = reference.last_hidden(padded, use_cache=False)
+    rounded = reference.perturbed_hidden(padded, half(stream_scale))
+    changes = []
+    for number, text in enumerate(texts):
+        at = text.predicting_positions
+        text.hidden = expected[number, at].clone()
+        golden = reference.logits(text.hidden).numpy()
+        nudged = reference.logits(rounded[number, at]).numpy()
+        best = np.argpartition(golden, -2)[:, -2:]
+        of_best = np.take_along_axis(golden, best, 1)
+        order = np.argsort(-of_best, axis=1, kind="stable")
+        text.best_tokens = np.take_along_axis(best, order, 1)
+        text.best_logits = np.take_along_axis(of_best, order, 1)
+        changes.append(
+            _difference(nudged, text.best_tokens)
+            - _difference(golden, text.best_tokens)
+        )
+    return _rms(np.concatenate(changes))
+
+
+def gaps(
+    text: Text, tokens: np.ndarray, reference: Reference | None = None
+) -> np.ndarray:
+    """[n] logits: what a token at each position lacks to Hugging Face's best one, by
+    Hugging Face's logits.
+
+    Args:
+        tokens: [n].
+        reference: computes the logits of tokens that are neither of the two best; None:
+            their gap is inf.
+    """
+    margin = text.best_logits[:, 0] - text.best_logits[:, 1]
+    gap = np.where(tokens == text.best_tokens[:, 0], 0.0, margin)
+    others = np.flatnonzero((tokens[:, None] != text.best_tokens).all(1))
+    gap[others] = np.inf
+    if reference is not None and len(others):
+        logits = reference.logits(text.hidden[others]).numpy()
+        of_tokens = logits[np.arange(len(others)), tokens[others]]
+        gap[others] = text.best_logits[others, 0] - of_tokens
+    return gap
+
+
 def compare_texts(
     decoder: Decoder, checkpoint: Checkpoint, texts: list[Text]
 ) -> Transcript:
     """Feeds the texts to the bundle, to Hugging Face's model, to that model with a
     rounded stream, and to it with the stored weights."""
-    length = max(len(text.input_ids) for text in texts)
-    # behind a text stand tokens that no causal model reads before them
-    padded = [
-        text.input_ids + [text.input_ids[-1]] * (length - len(text.input_ids))
-        for text in texts
-    ]
     reference = open_reference(checkpoint)
-    expected = reference.last_hidden(np.array(padded), use_cache=False)
-    perturb = half(decoder.manifest.stream_scale)
-    rounded = reference.perturbed_hidden(np.array(padded), perturb)
+    sigma = measure_rounding(reference, texts, decoder.manifest.stream_scale)
+    padded = _padded(texts)
     stored = Reference(checkpoint, stored_weights(checkpoint, decoder.bundle))
     explained = stored.last_hidden(np.array(padded), use_cache=False)
     outputs = _bundle_outputs(decoder, padded)
-    sigmas, errors, roundings = [], [], []
+    errors, roundings = [], []
     rows = np.zeros(decoder.manifest.dims.V)
-    stored_gaps = []
     for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
-        at = text.predicting_positions
-        golden = reference.logits(expected[number, at]).numpy()
+        at, best = text.predicting_positions, text.best_tokens
         actual = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
         by_stored = stored.logits(explained[number, at]).numpy()
-        nudged = reference.logits(rounded[number, at]).numpy()
-        best = np.argpartition(golden, -2)[:, -2:]
-        sigmas.append(_difference(nudged, best) - _difference(golden, best))
         stored_difference = _difference(by_stored, best)
         errors.append(_difference(actual, best) - stored_difference)
         as_fp16 = by_stored.astype(np.float16)
         roundings.append(_difference(as_fp16, best) - stored_difference)
         rows += np.square(actual - by_stored, dtype=np.float64).sum(0)
         text.bundle_tokens = actual.argmax(-1)
-        place = np.arange(len(golden))
-        text.gap = golden.max(-1) - golden[place, text.bundle_tokens]
-        stored_gaps.append(by_stored.max(-1) - by_stored[place, text.bundle_tokens])
-    sigma = _rms(np.concatenate(sigmas))
+        text.gap = gaps(text, text.bundle_tokens, reference)
+        of_bundle = by_stored[np.arange(len(by_stored)), text.bundle_tokens]
+        text.weights_explain = by_stored.max(-1) - of_bundle <= TIE * sigma
     rounding = np.hypot(sigma, _rms(np.concatenate(roundings)))
-    for text, gap in zip(texts, stored_gaps):
-        text.weights_explain = gap <= TIE * sigma
     rows = np.sqrt(rows)
     worst_row = int(rows.argmax())
     median = float(np.median(rows))
+    ends = read_end_tokens(checkpoint)
     return Transcript(
         texts,
         sigma,
@@ -420,7 +536,19 @@ def compare_texts(
         worst_row,
         frozenset(decoder.manifest.tokens.eos),
         decoder.is_device,
+        ends,
+        describe_contradictions(ends, checkpoint),
     )
+
+
+def _padded(texts: Sequence[Text]) -> list[list[int]]:
+    """What a model reads of each text, in one length: behind a text stand tokens that
+    no causal model reads before them."""
+    length = max(len(text.input_ids) for text in texts)
+    return [
+        text.input_ids + [text.input_ids[-1]] * (length - len(text.input_ids))
+        for text in texts
+    ]
 
 
 def _bundle_outputs(decoder: Decoder, padded: list[list[int]]) -> list[np.ndarray]:

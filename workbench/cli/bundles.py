@@ -5,6 +5,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from cyclopts.types import ExistingFile
+
 import workbench
 from workbench import paths
 from workbench.cli.common import (
@@ -15,6 +17,7 @@ from workbench.cli.common import (
     format_result,
     gates_json,
     load_checkpoint,
+    reject_unused,
     show,
 )
 from workbench.cli.formats import MIXED, FormatTarget, describe_choice
@@ -99,6 +102,8 @@ def golden(
     out: Path,
     prompt: Prompt = Prompt(),
     for_: Path | None = None,
+    transcript: bool = False,
+    prompts: ExistingFile | None = None,
     json: Json = False,
 ) -> None:
     """Writes Hugging Face's per-layer values once; comparing commands take them with
@@ -110,13 +115,20 @@ def golden(
         out: File to write.
         for_: Also writes what `validate` needs for this bundle on a machine without the
             checkpoint: its verdict, and the portable runtime's results.
+        transcript: Also writes 48 new tokens of Hugging Face's greedy text after each
+            of 16 prompts, for `validate --transcript`.
+        prompts: Prompts of your own (JSON lines).
     """
     prompt.check()
+    if not transcript:
+        reject_unused("--transcript", prompts=prompts)
     target = workbench.Bundle.open(for_) if for_ else None
     source = load_checkpoint(checkpoint)
     from workbench.check import gates, validate
     from workbench.check.golden import VERDICT_HASH
+    from workbench.check.transcript import load_prompts
 
+    openings = load_prompts(prompts or "") if transcript else []
     ids = prompt.token_ids(target or source)
     paths.prepare_output("--out", out)
     if target:
@@ -129,6 +141,12 @@ def golden(
         verdict = gates.save_verdict(target, results)
         meta = reference.meta | {VERDICT_HASH: verdict}
         reference = replace(reference, file=out, meta=meta)
+    if openings:
+        texts = _greedy_texts(source, openings)
+        reference = replace(reference, texts=texts)
+        result["prompts"] = len(texts.texts)
+        result["new_tokens"] = sum(len(text.tokens) for text in texts.texts)
+        result["sigma"] = texts.sigma
     reference.save(out)
     result["bytes"] = out.stat().st_size
     if target:
@@ -136,6 +154,19 @@ def golden(
         result["reference"] = str(validate.reference_path(target, reference))
         result |= gates_json(results)  # bug gates alone: nothing is said of quality
     show(result, json)
+
+
+def _greedy_texts(source, openings: list[str]):
+    """Hugging Face's texts after prompts. The plan of an export says how a bundle
+    stores the stream, whose rounding is measured, and whether layers are recurrent."""
+    from workbench.check.transcript import greedy_texts
+    from workbench.exporter import make_options, read_plan
+
+    # no option decides either; every checkpoint has so many positions
+    plan = read_plan(source, make_options(max_seq_len=8))
+    scale = 2.0**plan.residual_exponent
+    batched = not any(plan.side_states)
+    return greedy_texts(source, openings, scale, batched=batched)
 
 
 def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> None:

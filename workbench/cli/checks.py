@@ -33,8 +33,8 @@ class TranscriptOptions:
 
     Args:
         transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
-            each of 16 prompts; needs a checkpoint.
-        prompts: Prompts of your own (JSON lines).
+            each of 16 prompts; needs a checkpoint, or a golden that has the texts.
+        prompts: Prompts of your own (JSON lines); needs a checkpoint.
         min_agreed: Your limit on the share of that text's tokens that agree.
         min_stops: Your limit on the share of that text's ends that agree.
     """
@@ -89,20 +89,23 @@ def validate(
     if not checkpoint:
         reject_unused("--checkpoint, which also answers them", tasks=tasks)
         needed = "--checkpoint, whose model writes the text"
-        reject_unused(needed, transcript=text.transcript)
+        reject_unused(needed, prompts=text.prompts)
+        if not golden:
+            needed += ", or a --golden that has it"
+            reject_unused(needed, transcript=text.transcript)
     if not text.transcript:
         reject_unused("--transcript", text)
     stage("validate: reading the checkpoint")
     source = load_checkpoint(checkpoint)
     from workbench.check import validate as checks
     from workbench.check.tasks import answers_gate, load_tasks
-    from workbench.check.transcript import load_prompts
     from workbench.decode.transcript import token_labels
 
     questions = load_tasks(tasks) if tasks else []
-    prompts = load_prompts(text.prompts or "") if text.transcript else []
     is_device = _check_single_copy(exported, execution.runtime, single_copy)
     reference = _load_reference(exported, prompt, source, golden)
+    if text.transcript:
+        prompts = _load_transcript_prompts(text, source, reference)
     command = describe_command(
         exported,
         prompt,
@@ -143,8 +146,10 @@ def validate(
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
     texts = {}
-    if prompts:
-        texts = _add_transcript(result, decoder, source, prompts, text)
+    if text.transcript:
+        transcript = _transcribe(result, decoder, reference, prompts, text)
+        figures, stop = transcript.json(decoder)
+        texts = {"transcript": figures, "stop": stop}
     found = result.json() | texts
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
@@ -164,17 +169,42 @@ def _shortened(result: dict) -> dict:
     return result | {"transcript": result["transcript"] | {"prompts": rows}}
 
 
-def _add_transcript(result, decoder, source, prompts: list[str], options) -> dict:
-    """Adds the gates of a transcript to a validation; returns its JSON."""
-    from workbench.check.transcript import differing_ids, transcribe
+def _load_transcript_prompts(
+    text: TranscriptOptions, source, reference
+) -> dict[str, list[int]]:
+    """The prompts of a transcript, and the ids that the checkpoint's tokenizer makes of
+    them, or that the golden stored.
 
-    if wrong := differing_ids(decoder, source, prompts):
+    Raises:
+        InputError: a golden alone, without texts; see `load_prompts`.
+    """
+    from workbench.check.transcript import encode_prompts, load_prompts
+
+    if source:
+        return encode_prompts(source, load_prompts(text.prompts or ""))
+    if reference.texts is None:
+        raise InputError(
+            f"golden {reference.file}",
+            "no texts of Hugging Face's model",
+            "a golden with them, or --checkpoint",
+            "run: workbench golden CHECKPOINT --transcript --out G",
+        )
+    return {stored.prompt: stored.ids for stored in reference.texts.texts}
+
+
+def _transcribe(result, decoder, reference, prompts: dict[str, list[int]], options):
+    """The transcript of a bundle, whose gates are added to a validation."""
+    from workbench.check.transcript import differing_ids, transcribe, transcribe_golden
+
+    if wrong := differing_ids(decoder, prompts):
         others = [gate for gate in result.gates if gate.name != wrong.name]
         result.gates = [wrong, *others]
-    compared = transcribe(decoder, source, prompts)
+    if reference.source:
+        compared = transcribe(decoder, reference.source, [*prompts])
+    else:
+        compared = transcribe_golden(decoder, reference.texts)
     result.gates += compared.gates(options.min_agreed, options.min_stops)
-    transcript, stop = compared.json(decoder)
-    return {"transcript": transcript, "stop": stop}
+    return compared
 
 
 def validate_units(

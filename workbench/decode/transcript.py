@@ -113,12 +113,42 @@ def encode_chat(folder: str | Path, message: str) -> list[int]:
             rendered.
     """
     turns = [{"role": "user", "content": message}]
+    return _render(folder, turns, add_generation_prompt=True, return_dict=False)
+
+
+def end_of_answer(folder: str | Path) -> int | None:
+    """The special token that the chat template of the tokenizer in `folder` writes
+    behind a model's answer; None where it writes none.
+
+    Raises:
+        InputError: see `encode_chat`; a template that leaves the answer out.
+    """
+    answer = "Yes"
+    turns = [{"role": "user", "content": "Is it?"}]
+    turns.append({"role": "assistant", "content": answer})
+    text = _render(folder, turns, tokenize=False)
+    _, written, rest = text.rpartition(answer)
+    if not written:
+        subject = f"chat template of tokenizer {folder}"
+        step = "check the template"
+        raise InputError(subject, "leaves an answer out", "one that writes it", step)
+    tokenizer = load_tokenizer(folder)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ids = tokenizer.encode(rest, add_special_tokens=False)
+    return next((token for token in ids if token in special), None)
+
+
+def _render(folder: str | Path, turns: list[dict[str, str]], **options):
+    """The turns of a dialogue in the chat template of the tokenizer in `folder`, as
+    token ids, or as text with `tokenize=False`.
+
+    Raises:
+        InputError: see `encode_chat`.
+    """
     try:
         tokenizer = load_tokenizer(folder)
         with _time_limit(TEMPLATE_SECONDS):
-            return tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_dict=False
-            )
+            return tokenizer.apply_chat_template(turns, **options)
     except InputError:
         raise
     # A template is a program, whose statements may raise anything; transformers raises

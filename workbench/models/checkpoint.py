@@ -172,10 +172,25 @@ class Checkpoint:
     def eos(self) -> list[int]:
         """Tokens that end a text. As in transformers' `generate`,
         generation_config.json alone decides where there is one."""
+        if self.generation_eos is None:
+            return self.configured_eos
+        return self.generation_eos
+
+    @property
+    def configured_eos(self) -> list[int]:
+        """Tokens that end a text by config.json."""
+        return self._end_tokens(self.config.eos_token_id)
+
+    @property
+    def generation_eos(self) -> list[int] | None:
+        """Tokens that end a text by generation_config.json; None without that file."""
         generation = self.path / GENERATION
-        eos = self.config.eos_token_id
-        if generation.is_file():
-            eos = _read_json(generation).get("eos_token_id")
+        if not generation.is_file():
+            return None
+        return self._end_tokens(_read_json(generation).get("eos_token_id"))
+
+    def _end_tokens(self, eos) -> list[int]:
+        """A value of eos_token_id as a list of token ids."""
         tokens = eos
         if eos is None:
             tokens = []

@@ -1,0 +1,130 @@
+"""Records of Hugging Face's own greedy texts, and how the file of a golden stores them."""
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+METADATA = "workbench-transcript"  # the texts' JSON in a golden's metadata
+ARRAYS = tuple(
+    f"transcript.{name}" for name in ("ids", "tokens", "best_tokens", "best_logits")
+)
+
+
+@dataclass
+class Text:
+    """Hugging Face's text after one prompt.
+
+    Attributes:
+        ids: of the prompt.
+        tokens: the n new ones, an end token included.
+        ended: whether the last token is an end token.
+        best_tokens: [n, 2], Hugging Face's two best tokens at each position, the best
+            one first.
+        best_logits: [n, 2] float32, their logits.
+        hidden: [n, C], what Hugging Face's head reads at each position; None where a
+            golden stored the text.
+        bundle_tokens: the bundle's token at each position, fed Hugging Face's text.
+        gap: of the bundle's token at each position, in logits.
+        weights_explain: whether Hugging Face's model with the stored weights takes the
+            bundle's token too, or is tied with it.
+    """
+
+    prompt: str
+    ids: list[int]
+    tokens: list[int]
+    ended: bool
+    best_tokens: np.ndarray = field(default_factory=lambda: np.empty((0, 2), int))
+    best_logits: np.ndarray = field(
+        default_factory=lambda: np.empty((0, 2), np.float32)
+    )
+    hidden: torch.Tensor | None = None
+    bundle_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, int))
+    gap: np.ndarray = field(default_factory=lambda: np.empty(0))
+    weights_explain: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
+
+    @property
+    def input_ids(self) -> list[int]:
+        """What a model reads to predict every new token."""
+        return self.ids + self.tokens[:-1]
+
+    @property
+    def predicting_positions(self) -> slice:
+        """The positions of `input_ids` whose logits predict the new tokens."""
+        return slice(len(self.ids) - 1, len(self.input_ids))
+
+
+@dataclass(frozen=True)
+class GreedyTexts:
+    """Hugging Face's texts after prompts.
+
+    Attributes:
+        sigma: RMS over all positions of what fp16 rounding of the stream does to the
+            difference between the two best logits.
+    """
+
+    texts: list[Text]
+    sigma: float
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The texts one behind the other, by the names `ARRAYS`."""
+        texts = self.texts
+        values = (
+            np.concatenate([np.array(text.ids, np.int64) for text in texts]),
+            np.concatenate([np.array(text.tokens, np.int64) for text in texts]),
+            np.concatenate([np.int64(text.best_tokens) for text in texts]),
+            np.concatenate([np.float32(text.best_logits) for text in texts]),
+        )
+        return dict(zip(ARRAYS, values))
+
+    def metadata(self) -> str:
+        """σ, and for every text its prompt, its sizes and whether it ended, as JSON."""
+        rows = [
+            {
+                "prompt": text.prompt,
+                "ids": len(text.ids),
+                "tokens": len(text.tokens),
+                "ended": text.ended,
+            }
+            for text in self.texts
+        ]
+        return json.dumps({"sigma": self.sigma, "texts": rows})
+
+    @classmethod
+    def of(cls, arrays: dict[str, np.ndarray], metadata: str) -> "GreedyTexts":
+        """The texts that `arrays` and `metadata` stored.
+
+        Raises:
+            ValueError, KeyError, TypeError: arrays that do not fit the metadata.
+        """
+        fields = json.loads(metadata)
+        ids, tokens, best_tokens, best_logits = (arrays[name] for name in ARRAYS)
+        rows = fields["texts"]
+        if not rows:
+            raise ValueError("no text")
+        texts, first_id, first = [], 0, 0
+        for row in rows:
+            last_id, last = first_id + int(row["ids"]), first + int(row["tokens"])
+            if last_id <= first_id or last <= first:
+                raise ValueError("an empty text")
+            texts.append(
+                Text(
+                    str(row["prompt"]),
+                    ids[first_id:last_id].tolist(),
+                    tokens[first:last].tolist(),
+                    bool(row["ended"]),
+                    best_tokens[first:last],
+                    best_logits[first:last],
+                )
+            )
+            first_id, first = last_id, last
+        whole = len(ids) == first_id and len(tokens) == first
+        pairs = (first, 2)
+        is_whole = whole and best_tokens.shape == best_logits.shape == pairs
+        kinds = [array.dtype.kind for array in (ids, tokens, best_tokens)]
+        sigma = float(fields["sigma"])
+        finite = np.isfinite(best_logits).all() and np.isfinite(sigma)
+        if not is_whole or kinds != ["i"] * 3 or not finite:
+            raise ValueError("other sizes than its texts have")
+        return cls(texts, sigma)
