@@ -263,16 +263,18 @@ def test_the_answer_of_05_turns_with_its_rows():
 def test_an_answer_tells_a_fault_of_the_export_from_a_limit_of_the_user(number):
     """The gates of SmolLM2 in int8-tensor: the export is GREEN, the quality OVER."""
     green = [gates.holds(name, True, "") for name in ("program", "budget")]
-    presets = [["int8-channel", 144.0, 0.0102, True]]
+    row = {"compress": "int8-channel", "outcome": recommend.KEPT, "kl": 0.0102}
+    row |= {"kl_low": 0.009, "kl_high": 0.011, "MiB": 144.0, "bundle_MiB": 143.5}
+    row |= {"command": "workbench export"}
     names = shipped(number) | {"largest": STREAM, "kl": KL, "ranked": RANKED}
     names |= {"all_gates": [*green, limit(0.0942)]}
-    names["presets"] = pd.DataFrame(presets, columns=recommend.COLUMNS)
+    names["presets"] = pd.DataFrame([row])
     sentences = answer(number, names).splitlines()
     assert "Export GREEN: 2 gates on it are GREEN." in sentences
     (cost,) = (line for line in sentences if "0.0942" in line)
     assert cost.startswith("Quality OVER: ") and "more than your limit of 0.05" in cost
-    (step,) = (line for line in sentences if line.startswith("Next step"))
-    assert "int8-channel" in step and "0.0102" in step
+    (step,) = (line for line in sentences if line.startswith("Recommended"))
+    assert "int8-channel: KL 0.0102 [0.009, 0.011], 144.0 MiB instead of 143.5" in step
 
 
 def named_cells(number: str, *starts: str) -> str:

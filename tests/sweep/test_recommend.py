@@ -1,14 +1,22 @@
-"""Whether an export is faulty or costs more than the limit, and a preset that keeps the limit, measured."""
+"""A bundle that costs too much gets the smallest preset that keeps the limits: judged by Hugging
+Face's model with the weights that an export would store."""
 
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
+from in_process import cli, invoke
 
-from workbench import Decoder
+from workbench import Bundle, export
 from workbench.check import gates
-from workbench.check.validate import chained_kl, measure
-from workbench.sweep import recommend
+from workbench.check.golden import stored_weights
+from workbench.exporter import make_options, read_plan
+from workbench.exporter.calibrate import draw_windows
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import candidates, recommend
+from workbench.sweep.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT
 
 
 def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
@@ -16,40 +24,143 @@ def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
     return [sound, *more, gates.within("max_kl", cost, limit, "")]
 
 
-@pytest.fixture
-def source(checkout, tiny_llama, llama_golden):
-    """A golden with its checkpoint; bundles go to the checkout's own folder."""
-    return replace(llama_golden, source=tiny_llama)
+def preset_weights(source, preset: str, **options):
+    options = make_options(compress=preset, **options)
+    plan = read_plan(source, options)
+    sources = candidates._sources(source, plan, options)
+    return candidates.PresetWeights(source, sources), sources
 
 
-@pytest.mark.slow("exports and runs a trained checkpoint in two presets")
-def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
-    options = {"max_seq_len": 32}
-    red = results(0.2, 0.01)
-    presets = recommend.measure_presets(source, red, "int4-block32", **options)
-    assert presets["compress"].tolist() == ["int8-channel"] and presets["passes"].all()
-    (size,) = presets["MiB"]
-    assert 0.1 < size < 10
-    # no preset keeps a limit of nothing: both are tried, and the next step is the limit
-    none = recommend.measure_presets(source, results(0.2, 0.0), "lut6-g16", **options)
-    assert none["compress"].tolist() == ["int8-channel", "fp16"]
-    assert not none["passes"].any() and none["kl_mean"].is_monotonic_decreasing
-    words = recommend.describe_verdict(results(0.2, 0.0), none)
-    assert "None of the presets tried keeps the limit" in words[-1]
-    words = recommend.describe_verdict(red, presets)
-    assert words[0].startswith("Export GREEN") and words[1].startswith("Quality OVER")
-    assert words[-1].startswith("Next step: export with compress = int8-channel")
+@pytest.mark.parametrize(
+    ("family", "preset"),
+    [
+        ("llama", "int8-channel"),
+        ("llama", "int8-tensor"),
+        ("llama", "int4-block32"),
+        ("llama", "fp16"),
+        pytest.param(
+            "gemma3_text", "lut6-g16", marks=pytest.mark.slow("compiles k-means")
+        ),
+        ("gemma3_text", "fp16"),
+        ("zaya", "int8-channel"),
+        ("lfm2", "int8-channel"),
+    ],
+)
+def test_weights_of_a_preset_are_those_that_an_export_stores(exports, family, preset):
+    source = Checkpoint(exports.checkpoint(family))
+    bundle = exports.bundle(source.path, max_seq_len=16, compress=preset)
+    expected = stored_weights(source, bundle)
+    weights, sources = preset_weights(source, preset, max_seq_len=16)
+    tensors = {name for shard in bundle.manifest.shards for name in shard.weights}
+    assert len(tensors) > 5
+    for name in tensors:
+        assert np.array_equal(weights(name).float(), expected(name)), name
 
 
-def test_nothing_is_exported_for_a_kept_limit_or_a_faulty_export(source, monkeypatch):
-    monkeypatch.setattr(recommend, "export", None)
-    fault = gates.holds("host", False, "")
-    for gates_of_bundle in (results(0.001, 0.05), results(0.2, 0.05, fault)):
-        presets = recommend.measure_presets(source, gates_of_bundle, "lut6-g16")
-        assert list(presets) == recommend.COLUMNS and presets.empty
-    words = recommend.describe_verdict(results(0.2, 0.05, fault), presets)
+def test_bytes_of_a_preset_are_those_of_its_bundle(tiny_llama, exports):
+    presets = "int8-tensor", "int8-channel", "int4-block32", "fp16"
+    bundles = {
+        name: exports.bundle(tiny_llama.path, max_seq_len=32, compress=name)
+        for name in presets
+    }
+    predicted = candidates.candidates(tiny_llama, bundles["int8-tensor"])
+    sizes = [candidate.bytes for candidate in predicted]
+    assert sizes == sorted(sizes)
+    by_name = {candidate.compress: candidate for candidate in predicted}
+    for name in presets[1:]:
+        assert by_name[name].bytes == pytest.approx(bundles[name].bytes, rel=0.03)
+    assert by_name["lut4-g8"].weights is None and by_name["lut4-g8"].seconds > 0
+    assert "--compress lut4-g8" in by_name["lut4-g8"].command
+    assert "--calibrate" in by_name["lut4-g8"].command
+    assert "--max-seq-len 32" in by_name["fp16"].command
+
+
+def test_the_smallest_preset_whose_whole_interval_keeps_the_limit_is_named(
+    tiny_llama, exports
+):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
+    advice = recommend.recommend(tiny_llama, bundle, results(0.2, 10.0))
+    assert advice is None  # the quality is WITHIN
+    loose = recommend.recommend(tiny_llama, bundle, results(20.0, 10.0))
+    first, *others = loose.trials
+    assert (first.candidate.compress, first.outcome) == ("lut4-g8", NOT_MEASURED)
+    assert loose.chosen is others[-1] and len(others) == 1
+    assert loose.chosen.candidate.compress == "int4-block32"
+    figure = loose.chosen.figures.kl
+    assert 0 < figure.low < figure.value < figure.high
+    # a limit inside that interval: the next larger preset is named
+    middle = (figure.low + figure.high) / 2
+    near = recommend.recommend(tiny_llama, bundle, results(20.0, middle))
+    outcomes = {t.candidate.compress: t.outcome for t in near.trials}
+    assert outcomes["int4-block32"] == ON_LIMIT
+    assert near.chosen and near.chosen.candidate.bytes > loose.chosen.candidate.bytes
+    # no preset keeps a limit of nothing: all are tried
+    nothing = recommend.recommend(tiny_llama, bundle, results(20.0, 0.0))
+    assert nothing.chosen is None and nothing.trials[-1].candidate.compress == "fp16"
+    assert {t.outcome for t in nothing.trials} == {NOT_MEASURED, EXCEEDED}
+    json = nothing.json()
+    assert json["recommendation"] is None
+    assert len(json["tried"]["presets"]) == len(nothing.trials)
+    assert "No preset keeps the limits" in nothing.sentences()[0]
+    chosen = loose.json()["recommendation"]
+    assert chosen["compress"] == "int4-block32" and chosen["kl"] == figure.value
+    assert chosen["interval"] == [figure.low, figure.high]
+    (sentence, *_) = loose.sentences()
+    assert f"int4-block32: KL {figure}, " in sentence and "MiB instead of" in sentence
+
+
+def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(
+    tiny_llama, llama_bundle
+):
+    over = results(0.2, 0.05)
+    assert recommend.recommend(None, llama_bundle, over) is None
+    red = results(0.2, 0.05, gates.holds("host", False, ""))
+    assert recommend.recommend(tiny_llama, llama_bundle, red) is None
+    table = recommend.as_table(None)
+    assert list(table) == recommend.COLUMNS and table.empty
+    words = recommend.describe_verdict(red, table)
     assert "1 of 2 gates on it are RED (host)" in words[0]
     assert words[1].startswith("Quality not judged")
+
+
+def test_a_finished_bundle_of_fitted_values_is_measured(tiny_llama, tmp_path, exports):
+    source = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
+    bundle = Bundle.open(shutil.copytree(source.root, tmp_path / "own"))
+    ids = np.random.default_rng(0).integers(3, 200, 400)
+    text = draw_windows(ids, "random", window=64, windows=4)
+    folder = tmp_path / "fitted"
+    export(
+        tiny_llama.path, folder, calibration=text, compress="lut4-g8", max_seq_len=32
+    )
+    found = candidates.candidates(tiny_llama, bundle)
+    (fitted,) = (c for c in found if c.compress == "lut4-g8")
+    assert fitted.finished.root == folder.resolve()
+    assert fitted.bytes == fitted.finished.bytes
+    advice = recommend.recommend(tiny_llama, bundle, results(200.0, 100.0))
+    assert advice.chosen.candidate.compress == "lut4-g8"
+
+
+def test_validate_prints_one_recommendation(tiny_llama, exports):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
+    command = "validate", bundle.root, "--checkpoint", tiny_llama.path
+    command += "--prompt-ids", "1,69,142,4"
+    result = cli(*command, "--max-kl", "0")
+    assert result.exit_code == 4 and "No preset keeps the limits" in result.stdout
+    assert "not measured" in result.stdout and "Presets were judged" in result.stdout
+    found = invoke(*command)
+    assert found["recommendation"] is None and found["tried"] is None
+
+
+def test_estimates_stand_on_either_side_of_a_limit_or_on_it():
+    estimate = recommend.Estimate(0.05, 0.04, 0.06)
+    assert estimate.at_most(0.06) == KEPT and estimate.at_most(0.039) == EXCEEDED
+    assert estimate.at_most(0.05) == ON_LIMIT
+    assert estimate.at_least(0.04) == KEPT and estimate.at_least(0.07) == EXCEEDED
+    assert estimate.at_least(0.05) == ON_LIMIT
+    figures = recommend.Figures(estimate, replace(estimate, value=0.9, low=0.8, high=1))
+    assert recommend.Limits(0.06, 0.95, None).outcome(figures) == ON_LIMIT
+    assert recommend.Limits(0.01, 0.95, None).outcome(figures) == EXCEEDED
+    assert recommend.Limits(0.06, 0.8, 0.75).outcome(figures) == KEPT
 
 
 def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
@@ -63,9 +174,3 @@ def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
     fault = gates.holds("host", False, "")
     sentences = recommend.describe_verdict(results(0.01, 0.05, few, fault), presets)
     assert not any("OVER" in sentence for sentence in sentences)
-
-
-def test_the_cost_of_a_preset_is_that_of_a_validation(llama_bundle, llama_golden):
-    decoder = Decoder(llama_bundle, "portable")
-    whole = measure(decoder, llama_golden, (1, 4))
-    assert (chained_kl(decoder, llama_golden, (1, 4)) == whole.kl).all()

@@ -536,18 +536,6 @@ def _fidelity(
     return rows.drop(columns=["distance", "size"])
 
 
-def chained_kl(
-    decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None
-) -> np.ndarray:
-    """KL [n] in nats from the golden's logits to those of layers in a row, as in
-    `measure`; nan where the bundle gives none."""
-    Ts = list(Ts or default_ts(decoder.options))
-    (trace,) = trace_bundle(decoder, golden, (Ts, "chained"))
-    if trace.logits is None:
-        return np.full(len(golden.ids), np.nan)
-    return kl(golden["logits"], trace.logits)
-
-
 def summarize_kl(nats: Sequence[float]) -> dict[str, float]:
     """Mean, median, 99th percentile and maximum."""
     return {

@@ -145,20 +145,40 @@ def validate(
         return show(found, json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
-    texts = {}
+    transcript, texts = None, {}
     if text.transcript:
         transcript = _transcribe(result, decoder, reference, prompts, text)
         figures, stop = transcript.json(decoder)
         texts = {"transcript": figures, "stop": stop}
+    recommendation = _recommend(source, exported, result.gates, transcript)
+    texts |= recommendation.json() if recommendation else NO_RECOMMENDATION
     found = result.json() | texts
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
     keep_validation(exported, found, command, start, decoder, labels, rows)
-    show(found, json, None if json else format_result(_shortened(found)))
+    lines = None if json else format_result(_shortened(found))
+    if lines and recommendation:
+        lines += ["", *(f"- {line}" for line in recommendation.sentences())]
+    show(found, json, lines)
+
+
+# The keys of `Recommendation.json` where no preset was tried.
+NO_RECOMMENDATION = {"recommendation": None, "tried": None}
+
+
+def _recommend(source, bundle, results, transcript):
+    """The presets that were tried for a bundle whose quality is OVER; None otherwise."""
+    if gates.quality(results) != gates.OVER:
+        return None
+    from workbench.sweep.recommend import recommend
+
+    return recommend(source, bundle, results, transcript)
 
 
 def _shortened(result: dict) -> dict:
-    """A result whose prompts fit lines of text."""
+    """A result whose prompts fit lines of text, without the presets that were tried,
+    which sentences describe."""
+    result = result | NO_RECOMMENDATION
     if not result.get("transcript"):
         return result
     names = ("agreed", "ties", "first_difference", "cause")

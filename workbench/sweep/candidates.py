@@ -1,0 +1,226 @@
+"""What the matrices of a checkpoint would be, and how many bytes they would take, if its
+bundle were exported in another preset. Nothing is exported."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from workbench import paths
+from workbench.bundle import PRESETS, Bundle, Options
+from workbench.bundle.presets import FP16
+from workbench.check.golden import stored_weights
+from workbench.check.hf import Weights
+from workbench.errors import InputError
+from workbench.exporter import make_options, read_plan
+from workbench.exporter.shards import specs
+from workbench.exporter.weights import WeightSource, load_values, stored, weight_sources
+from workbench.files import output_root
+from workbench.models.checkpoint import Checkpoint
+
+# Options of `workbench export` beside --compress.
+NAMED_OPTIONS = (
+    "max_seq_len",
+    "tokens",
+    "batch",
+    "layers_per_shard",
+    "kv_write",
+    "layout",
+    "moe",
+    "sliding",
+    "target",
+)
+CALIBRATION_TEXT = "data/calibration.txt"
+# An export of SmolLM2-135M-Instruct (134.5 million weights) in lut6-g16 with 16 windows
+# of 512 tokens took 98 s.
+CALIBRATION_SECONDS = 98 / 134.5e6
+
+
+@dataclass(frozen=True)
+class PresetWeights:
+    """Reads a checkpoint's tensors as an export would store them, decompressed. They are
+    those of `check.golden.stored_weights`, bit for bit, for an export without a
+    calibration text.
+
+    Attributes:
+        sources: every weight of every shard.
+    """
+
+    checkpoint: Checkpoint
+    sources: list[WeightSource]
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """A tensor by its name in the checkpoint. One that no shard stores is rounded to
+        fp16."""
+        return self._head if name == self.checkpoint.head else self._read(name)
+
+    @cached_property
+    def _head(self) -> torch.Tensor:
+        # every batch of logits reads it
+        return self._read(self.checkpoint.head)
+
+    @cached_property
+    def _by_tensor(self) -> dict[str, list[WeightSource]]:
+        by_tensor: dict[str, list[WeightSource]] = {}
+        for source in self.sources:
+            if source.tensor:
+                by_tensor.setdefault(source.tensor, []).append(source)
+        return by_tensor
+
+    def _read(self, name: str) -> torch.Tensor:
+        sources = self._by_tensor.get(name)
+        if not sources:
+            return self.checkpoint.tensor(name).half().float()
+        shape = self.checkpoint.shape(name)
+        if sources[0].rows is None:  # every slice of a head has the whole final norm
+            value = decompressed(sources[0], self.checkpoint).reshape(shape)
+        else:
+            sources = sorted(sources, key=lambda source: source.rows.start)
+            parts = [
+                decompressed(source, self.checkpoint).reshape(-1, *shape[1:])
+                for source in sources
+            ]
+            value = torch.cat(parts)
+        if offset := sources[0].offset:
+            return value.float() - offset
+        return value
+
+
+def decompressed(weight: WeightSource, checkpoint: Checkpoint) -> torch.Tensor:
+    """The values [R, C] fp16 that an export stores of a weight, with its offset."""
+    from workbench.exporter.compress import decompress  # numba takes a moment to import
+
+    values = load_values(weight, checkpoint)
+    if weight.preset == FP16:
+        return values
+    shape = weight.shape[0], math.prod(weight.shape[1:])
+    return decompress(stored(weight, values), weight.preset, shape)
+
+
+def stored_bytes(weight: WeightSource) -> int:
+    """Bytes of a weight in a package, its scales and tables included."""
+    preset, size = weight.preset, math.prod(weight.shape)
+    rows = weight.shape[0] if weight.shape else 1
+    if preset.is_table:
+        tables = rows // preset.group if preset.group else 1
+        extra = tables << preset.bits
+    elif preset.is_integer:
+        scales = {"per_tensor": 1, "per_channel": rows}
+        extra = size // preset.block if preset.block else scales[preset.granularity]
+    else:
+        extra = 0
+    return math.ceil(size * preset.bits / 8) + 2 * extra
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store a checkpoint's matrices.
+
+    Attributes:
+        compress: the preset's name.
+        bytes: of the whole bundle; exact where it is finished, else computed from the
+            sizes of the matrices.
+        weights: reads the tensors; None where a calibration would have to choose their
+            values first.
+        command: the export.
+        seconds: what that export may take; None where it is not known.
+        finished: the bundle, where it is finished.
+    """
+
+    compress: str
+    bytes: int
+    weights: Weights | None
+    command: str
+    seconds: float | None = None
+    finished: Bundle | None = field(default=None, repr=False)
+
+
+def candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
+    """Every other way to store the matrices of a bundle, the smallest first: the presets
+    that `export` offers, and finished bundles of the checkpoint whose matrices were
+    fitted to a calibration text. An allocation of presets to matrices is such a bundle
+    too.
+
+    A preset is left out that the checkpoint or the bundle's target does not allow."""
+    manifest = bundle.manifest
+    plan = read_plan(checkpoint, manifest.options)
+    own_bytes = 0
+    for weight in _sources(checkpoint, plan, manifest.options):
+        if weight.is_compressible and weight.tensor:
+            weight = replace(weight, preset=manifest.preset_of(weight.tensor))
+        own_bytes += stored_bytes(weight)
+    rest = bundle.bytes - own_bytes  # programs, embeddings, tokenizer
+    result = list(_finished_bundles(checkpoint, bundle))
+    finished = {candidate.compress for candidate in result}
+    for preset in PRESETS.values():
+        if preset.name == manifest.options.compress or preset.name in finished:
+            continue
+        fields = manifest.options.model_dump() | {"compress": preset.name}
+        try:
+            options = make_options(**fields)
+            sources = _sources(checkpoint, plan, options)
+        except InputError:
+            continue
+        weights, seconds = PresetWeights(checkpoint, sources), None
+        if preset.needs_calibration:
+            count = sum(math.prod(weight.shape) for weight in sources)
+            weights, seconds = None, count * CALIBRATION_SECONDS
+        size = rest + sum(map(stored_bytes, sources))
+        command = export_command(checkpoint, options)
+        result.append(Candidate(preset.name, size, weights, command, seconds))
+    return sorted(result, key=lambda candidate: candidate.bytes)
+
+
+def _sources(checkpoint: Checkpoint, plan, options) -> list[WeightSource]:
+    """The weights of every shard of an export."""
+    sources = []
+    for spec in specs(plan, options):
+        sources += weight_sources(spec, checkpoint, plan, options)
+    return sources
+
+
+def export_command(checkpoint: Checkpoint, options: Options) -> str:
+    """The export of a checkpoint with these options, for a shell in this folder."""
+    folder = checkpoint.path
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    words = ["workbench export", str(folder)]
+    words.append(f"build/{checkpoint.name}-{options.compress}")
+    words.append(f"--compress {options.compress}")
+    for name in NAMED_OPTIONS:
+        value = getattr(options, name)
+        if value != Options.model_fields[name].default or name == "max_seq_len":
+            words.append(f"--{name.replace('_', '-')} {value}")
+    if options.preset.needs_calibration:
+        text = CALIBRATION_TEXT if Path(CALIBRATION_TEXT).is_file() else "TEXT"
+        words.append(f"--calibrate {text}")
+    return " ".join(words)
+
+
+def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candidate]:
+    """Bundles of the checkpoint beside `bundle`, and among those that `export` wrote
+    itself, whose matrices were fitted to a text."""
+    folders = {bundle.root.parent, (output_root() / "data" / "bundles").resolve()}
+    roots = [
+        file.parent
+        for folder in sorted(folders)
+        for file in sorted(folder.glob(f"*/{paths.BUNDLE}"))
+    ]
+    names = {bundle.manifest.options.compress}
+    for root in roots:
+        try:
+            other = Bundle.open(root)
+        except InputError:  # another version, or unfinished
+            continue
+        manifest = other.manifest
+        name = manifest.options.compress
+        is_of_checkpoint = manifest.checkpoint["sha256"] == checkpoint.sha256
+        if name in names or not is_of_checkpoint or not manifest.calibration:
+            continue
+        names.add(name)
+        weights = stored_weights(checkpoint, other, half=True)
+        command = f"workbench validate {other.root} --checkpoint {checkpoint.path}"
+        yield Candidate(name, other.bytes, weights, command, finished=other)
