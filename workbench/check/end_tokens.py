@@ -60,7 +60,7 @@ class EndTokens:
     def json(self) -> dict:
         return {
             "configuration": self.configuration,
-            "generation_configuration": self.generation,
+            "generation": self.generation,
             "template": self.template,
         }
 
