@@ -140,7 +140,9 @@ def test_a_sound_bundle_passes_and_one_over_the_limits_as_fail_on_says(run_step,
 
 
 @pytest.mark.slow("commands in processes of their own, as on a runner")
-@pytest.mark.parametrize("is_forged", [False, True])
+@pytest.mark.parametrize(
+    "is_forged", [pytest.param(False, marks=pytest.mark.wide), True]
+)
 def test_a_faulty_bundle_fails_whatever_its_verdict_states(run_step, given, is_forged):
     checkpoint, bundle = given
     damage(bundle, is_forged)
@@ -152,6 +154,7 @@ def test_a_faulty_bundle_fails_whatever_its_verdict_states(run_step, given, is_f
     assert "**Export RED, quality not judged**" in failed.summary
 
 
+@pytest.mark.wide
 @pytest.mark.slow("commands in processes of their own, as on a runner")
 def test_an_export_that_was_not_run_fails(run_step, given, tmp_path):
     checkpoint, bundle = given

@@ -21,7 +21,6 @@ TEXT = (ROOT / "requirements.lock").read_text()
 LOCK = dict(re.findall(r"^([^#\s]+)==(\S+)$", TEXT, re.MULTILINE))
 NOT_IMPORTED = {
     "accelerate": "transformers reads GGUF files with it, and lm-eval its models",
-    "gguf": "transformers reads GGUF files with it: data/real.py",
     "ipykernel": "notebooks run in it; version 7 misses requests",
     "jinja2": "transformers renders chat templates with it",
     "jupyterlab": "`make lab`",
