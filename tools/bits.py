@@ -146,13 +146,13 @@ def shares_passage(some: Iterable, others: Iterable) -> bool:
     """Whether two lists of token sequences have `SHARED_TOKENS` in a row in common."""
 
     def passages(rows: Iterable) -> set[bytes]:
-        found = set()
+        hashes = set()
         for row in rows:
             row = np.asarray(row, np.int32)
             if len(row) >= SHARED_TOKENS:
                 views = np.lib.stride_tricks.sliding_window_view(row, SHARED_TOKENS)
-                found |= {view.tobytes() for view in views}
-        return found
+                hashes |= {view.tobytes() for view in views}
+        return hashes
 
     return not passages(some).isdisjoint(passages(others))
 

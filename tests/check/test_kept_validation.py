@@ -27,21 +27,23 @@ def validated(exports, tmp_path):
     exported = exports.bundle(checkpoint, max_seq_len=20).root
     root = shutil.copytree(exported, tmp_path / "bundle")
     (root / RECORD).unlink(missing_ok=True)
-    found = invoke("validate", root, "--checkpoint", checkpoint, *PROMPT)
-    return checkpoint, root, found
+    output = invoke("validate", root, "--checkpoint", checkpoint, *PROMPT)
+    return checkpoint, root, output
 
 
 def test_a_record_has_the_rows_the_results_and_the_setup(validated):
-    checkpoint, root, found = validated
-    kept = load_record(Bundle.open(root))
-    assert kept.is_noted and kept.results.verdict == found["verdict"] == "GREEN"
-    assert [gate.json() for gate in kept.results.gates] == found["gates"]
-    assert len(kept.rows) == found["rows"] and len(kept.tokens) == 4
-    worst = kept.rows.loc[kept.rows["over_rounding"].idxmax()]
-    assert worst["over_rounding"] == found["worst"]["over_rounding"]
-    assert kept.results.cost.kl.mean == found["cost"]["kl"]["mean"]
-    assert kept.setup.command[:4] == ["--checkpoint", "CHECKPOINT", *PROMPT]
-    assert kept.setup.execution == {"runtime": "portable", "precision": "declared"}
+    checkpoint, root, output = validated
+    measured = load_record(Bundle.open(root))
+    assert (
+        measured.is_noted and measured.results.verdict == output["verdict"] == "GREEN"
+    )
+    assert [gate.json() for gate in measured.results.gates] == output["gates"]
+    assert len(measured.rows) == output["rows"] and len(measured.tokens) == 4
+    worst = measured.rows.loc[measured.rows["over_rounding"].idxmax()]
+    assert worst["over_rounding"] == output["worst"]["over_rounding"]
+    assert measured.results.cost.kl.mean == output["cost"]["kl"]["mean"]
+    assert measured.setup.command[:4] == ["--checkpoint", "CHECKPOINT", *PROMPT]
+    assert measured.setup.execution == {"runtime": "portable", "precision": "declared"}
     text = (root / RECORD).read_bytes()
     assert str(checkpoint).encode() not in text and str(root).encode() not in text
 
@@ -52,8 +54,8 @@ def test_a_command_that_shows_a_stored_verdict_keeps_the_measurements(validated)
     invoke("validate", root)
     assert (root / RECORD).read_bytes() == before
     invoke("validate", root, "--fresh")
-    kept = load_record(Bundle.open(root))
-    assert kept.results.verdict == "not_run" and kept.rows.empty
+    measured = load_record(Bundle.open(root))
+    assert measured.results.verdict == "not_run" and measured.rows.empty
 
 
 def test_a_stored_verdict_does_not_count_with_fresh(validated, tmp_path):
@@ -148,11 +150,11 @@ def test_a_note_beside_the_bundle_does_not_make_a_record_count(
 def save_for_ever(root) -> None:
     """Saves one record after another."""
     bundle = Bundle.open(root)
-    kept = load_record(bundle)
+    measured = load_record(bundle)
     results = {"verdict": "RED", "quality": "not_run", "gates": []}
-    rows = pd.concat([kept.rows] * 200)
+    rows = pd.concat([measured.rows] * 200)
     while True:
-        record.save_record(bundle, results, kept.setup, kept.tokens, rows)
+        record.save_record(bundle, results, measured.setup, measured.tokens, rows)
 
 
 @pytest.mark.slow("processes are killed")
@@ -165,8 +167,8 @@ def test_a_killed_validation_leaves_one_record_whole(validated):
         process.join(delay)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        kept = load_record(Bundle.open(root))
-        assert kept.results.verdict in ("GREEN", "RED") and len(kept.rows)
+        measured = load_record(Bundle.open(root))
+        assert measured.results.verdict in ("GREEN", "RED") and len(measured.rows)
 
 
 def test_a_bundle_whose_folder_cannot_be_written_is_validated_all_the_same(
@@ -193,10 +195,10 @@ def test_a_bundle_that_no_runtime_opens_has_a_record_and_a_page(validated):
     inputs = manifest["shards"][0]["inputs"]
     inputs["other"] = inputs["x"]
     (root / "bundle.json").write_text(json.dumps(manifest))
-    found = invoke("validate", root, "--checkpoint", checkpoint, *PROMPT)
-    assert found["verdict"] == "RED" and found["rows"] == 0
-    kept = load_record(Bundle.open(root))
-    assert kept.rows.empty and kept.setup.execution == {}
+    output = invoke("validate", root, "--checkpoint", checkpoint, *PROMPT)
+    assert output["verdict"] == "RED" and output["rows"] == 0
+    measured = load_record(Bundle.open(root))
+    assert measured.rows.empty and measured.setup.execution == {}
     text = cli("report", root).stdout
     assert "**Export RED, quality not judged**" in text
     assert "no runtime opened the bundle" in text

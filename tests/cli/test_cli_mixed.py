@@ -44,8 +44,8 @@ def exported(texts, tmp_path_factory):
 
 
 def test_it_says_what_was_chosen(exported):
-    found, out = exported
-    mixed, manifest = found["mixed"], Bundle.open(out).manifest
+    output, out = exported
+    mixed, manifest = output["mixed"], Bundle.open(out).manifest
     assert 0 < mixed["kl"] <= LIMIT < mixed["kl_p99"]
     assert 4 < mixed["bits"] < 16
     assert sum(mixed["formats"].values()) == len(manifest.formats) == 29
@@ -56,13 +56,13 @@ def test_it_says_what_was_chosen(exported):
 
 def test_fewer_bytes_have_their_limit_too(exported, texts, tmp_path):
     size = exported[0]["mixed"]["matrix_bytes"] - 10_000
-    found = export_mixed(tmp_path / "b", texts, "--bytes", size)["mixed"]
-    assert size - 60_000 < found["matrix_bytes"] <= size
+    output = export_mixed(tmp_path / "b", texts, "--bytes", size)["mixed"]
+    assert size - 60_000 < output["matrix_bytes"] <= size
 
 
 def test_milliseconds_have_the_limit_of_validate_by_default(texts, tmp_path):
-    found = export_mixed(tmp_path / "b", texts, "--ms-on", "M1")["mixed"]
-    assert found["predicted_chip"] == "M1" and found["kl"] <= 0.05
+    output = export_mixed(tmp_path / "b", texts, "--ms-on", "M1")["mixed"]
+    assert output["predicted_chip"] == "M1" and output["kl"] <= 0.05
     record = json.loads((tmp_path / "b" / "allocation.json").read_text())
     assert (record["minimizes"], record["limit"]["kl"]) == ("ms", 0.05)
 
@@ -72,8 +72,8 @@ def test_ids_select_as_their_text_does(exported, texts, tmp_path):
     ids = encode_text(TINY, select.read_text())
     np.save(tmp_path / "ids.npy", np.int32(ids))
     options = calibrate, text, "--select-ids", tmp_path / "ids.npy", "--max-kl", LIMIT
-    found = export_mixed(tmp_path / "b", options)
-    assert found["mixed"] == exported[0]["mixed"]
+    output = export_mixed(tmp_path / "b", options)
+    assert output["mixed"] == exported[0]["mixed"]
 
 
 def test_a_text_for_selection_that_calibrates_too_is_refused(texts, tmp_path):
@@ -91,11 +91,11 @@ def test_no_text_that_chose_the_formats_judges_the_bundle(command, exported, tex
 
 
 def test_plan_names_the_formats_and_that_no_row_has_several(exported):
-    found = invoke("plan", exported[1], "--chip", "M4")
-    (row,) = found["chips"]
+    output = invoke("plan", exported[1], "--chip", "M4")
+    (row,) = output["chips"]
     assert " streamed as " in row["weights"].partition(", ")[2]
     assert " and " in row["extrapolates"]["format"]
-    assert all(advice["option"] != "compress" for advice in found["advice"])
+    assert all(advice["option"] != "compress" for advice in output["advice"])
 
 
 def test_compressed_weights_alone_are_said_to_cost(exported):

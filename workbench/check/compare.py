@@ -283,8 +283,11 @@ def with_ties(
         if actual.layers[layer].expert is None:
             tied = reference.layers[layer].margin[:, 0] < NEAR_TIE
         else:
-            other = perturbed and perturbed.layers[layer].expert
-            tied = (values if other is None else other)[:, 0] != values[:, 0]
+            other = perturbed.layers[layer].expert if perturbed is not None else None
+            # without a perturbed choice nothing says that another one was close
+            tied = np.zeros(len(values), bool)
+            if other is not None:
+                tied = other[:, 0] != values[:, 0]
         ties[at] = tied[rows["position"].to_numpy()[at]]
     return rows.assign(routing_tie=ties)
 

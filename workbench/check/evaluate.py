@@ -31,6 +31,8 @@ from workbench.progress import bar
 
 EVALUATION_FORMAT = 4  # of the stored rows: raised when their figures may change
 ROW = ("nll", "golden_nll", "kl", "same_top")
+# The columns of stored rows, by the names in `ROW`.
+NLL, GOLDEN_NLL, KL, SAME_TOP = range(len(ROW))
 # Tokens that run through Hugging Face's model for each reading of its weights.
 REFERENCE_TOKENS = 2048
 # Families whose logits with torch's fused attention are those of eager attention, which
@@ -151,7 +153,9 @@ def _stored_rows(path: Path, ends: list[int], compared: bool) -> np.ndarray:
     form = rows.dtype == empty.dtype and rows.ndim == 2 and rows.shape[1] == len(ROW)
     if not form or len(rows) not in ends or np.isinf(rows).any():
         return empty
-    if (np.isfinite(rows[:, [1, 3]]) != compared).any() or (rows[:, :2] < 0).any():
+    if (np.isfinite(rows[:, [GOLDEN_NLL, SAME_TOP]]) != compared).any() or (
+        rows[:, [NLL, GOLDEN_NLL]] < 0
+    ).any():
         return empty
     return rows
 
@@ -304,19 +308,19 @@ def _score(
         has_logits = not np.isneginf(q).any()
         if has_logits:
             log_sum = np.log(np.exp(q).sum())
-            rows[i, 0] = log_sum - q[target]
+            rows[i, NLL] = log_sum - q[target]
         if golden is None:
             continue
         p = np.float64(golden[i])
         p -= p.max()
         weights = np.exp(p)
         total = weights.sum()
-        rows[i, 1] = np.log(total) - p[target]
-        rows[i, 3] = np.argmax(p) == np.argmax(q)
+        rows[i, GOLDEN_NLL] = np.log(total) - p[target]
+        rows[i, SAME_TOP] = np.argmax(p) == np.argmax(q)
         if has_logits:
             # Σ p̂ (log p̂ − log q̂), with p̂ = weights / total
             mean_difference = weights @ (p - q) / total
-            rows[i, 2] = mean_difference - np.log(total) + log_sum
+            rows[i, KL] = mean_difference - np.log(total) + log_sum
     return rows
 
 
@@ -328,7 +332,7 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
         result[name] = None if np.isnan(value) else float(value)
     result["kl"] = result["intervals"] = None
     if result.pop("kl_mean") is not None:
-        result["kl"] = summarize_kl(rows[:, 2])
+        result["kl"] = summarize_kl(rows[:, KL])
     if len(spans) >= MIN_WINDOWS:
         draws = np.random.default_rng(0).integers(
             0, len(spans), (RESAMPLES, len(spans))

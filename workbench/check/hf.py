@@ -35,8 +35,9 @@ class Row:
     Attributes:
         feed: a trace whose `x` and `router` every layer reads in place of the output of
             the layer before, and whose `final_input` the final norm reads.
-        follows: whether every layer reads what the first row's layer reads, but for
-            what it is fed.
+        follows: whether every layer reads the input of the same layer in the first
+            row, then perturbed, in place of its row's own stream. An input of `feed`
+            still comes first.
         perturb: changes what enters every layer and the final norm, such as `half` or
             `nudge`.
         head: whether logits are computed.

@@ -381,6 +381,8 @@ class _Recorder:
                 x = self.prompt_run.reference.layers[layer + 1].x / self.scale
                 return [torch.from_numpy(self.plane(call, x))]
         elif op.kind == "reduce_argmax" or name == ROUTER_SCORES:
+            # Dense experts: the only argmax of the program picks the expert. Routed
+            # ones: the host picks it from the scores that the router outputs.
             layer = int(shard.modules[name].split(".")[1])
             return self.choose_expert(layer, call, outputs[0])
         return None

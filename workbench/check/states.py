@@ -390,6 +390,8 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
     for seq in range(B):
         count = total
         if len(ends) == 2 and options.kv_write == "mask":
+            # about half of the call, one token more for each further sequence: sequences
+            # that undo alike would hide an exchange
             count = ((total + 1) // 2 + seq) % (total + 1)
         count = min(count, len(undone.ids[seq]) - undone.min_lengths[seq])
         if options.kv_write == "slice":

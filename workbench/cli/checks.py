@@ -126,10 +126,10 @@ def validate(
             checks.device_reference(exported, reference, single_copy)
         decoder = execution.decoder(exported)
         if reference is None:
-            found = _stored_result(decoder, fresh)
+            stored = _stored_result(decoder, fresh)
             if measures:
-                keep_validation(exported, found, command, start, decoder)
-            return show(found, json)
+                keep_validation(exported, stored, command, start, decoder)
+            return show(stored, json)
         result = workbench.validate(
             decoder,
             reference,
@@ -139,10 +139,10 @@ def validate(
             fresh=fresh,
         )
     except InputError as problem:
-        found = _unopened_result(exported, source, problem)
+        unopened = _unopened_result(exported, source, problem)
         if measures:
-            keep_validation(exported, found, command, start)
-        return show(found, json)
+            keep_validation(exported, unopened, command, start)
+        return show(unopened, json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
     transcript, texts = None, {}
@@ -152,14 +152,14 @@ def validate(
         texts = {"transcript": figures, "stop": stop}
     recommendation = _recommend(source, exported, result.gates, transcript)
     texts |= recommendation.json() if recommendation else NO_RECOMMENDATION
-    found = result.json() | texts
+    figures_json = result.json() | texts
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
-    keep_validation(exported, found, command, start, decoder, labels, rows)
-    lines = None if json else format_result(_shortened(found))
+    keep_validation(exported, figures_json, command, start, decoder, labels, rows)
+    lines = None if json else format_result(_shortened(figures_json))
     if lines and recommendation:
         lines += ["", *(f"- {line}" for line in recommendation.sentences())]
-    show(found, json, lines)
+    show(figures_json, json, lines)
 
 
 # The keys of `Recommendation.json` where no preset was tried.

@@ -81,12 +81,13 @@ def _fill_table(x, w, table, most):
             else:
                 means[k] = x[min(start, n - 1)]
         means.sort()  # rounding may exchange means of equal values
-        moved = False
+        # the solution is stable where no bound between two entries changed
+        bounds_changed = False
         for k in range(1, used):
             bound = np.searchsorted(x, (means[k - 1] + means[k]) / 2, side="right")
-            moved |= bound != bounds[k]
+            bounds_changed |= bound != bounds[k]
             bounds[k] = bound
-        if not moved:
+        if not bounds_changed:
             break
     for k in range(count):
         table[k] = means[min(k, used - 1)]

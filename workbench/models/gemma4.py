@@ -172,7 +172,7 @@ def plan(config) -> Plan:
     fields = alternating(config, FULL, SLIDING, KINDS)
     sources = read_sources(config)
     sizes = [
-        (each.num_key_value_heads, each.head_dim) for each in layer_configs(config)
+        (layer.num_key_value_heads, layer.head_dim) for layer in layer_configs(config)
     ]
     # The model's sizes are those of its sliding layers, of which there are most.
     types = config.layer_types
@@ -249,7 +249,7 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     config, description = plan.config, plan.layers[index]
     copies = description.source is not None
-    is_source = index in {each.source for each in plan.layers}
+    is_source = index in {other.source for other in plan.layers}
     equal_kv = config.attention_k_eq_v and config.layer_types[index] == FULL
     attention = Attention(
         plan.dims.C,

@@ -223,11 +223,11 @@ def recommend(
         return None
     stage("validate: presets that keep the limits")
     start = time.perf_counter()
-    own = open_reference(checkpoint)
+    original = open_reference(checkpoint)
     if transcript and len(transcript.texts) >= LEAST_PROMPTS:
-        scored = _TranscriptText(own, transcript)
+        scored = _TranscriptText(original, transcript)
     else:
-        scored = _PlainText.of(own)
+        scored = _PlainText.of(original)
     trials = []
     for candidate in bar(candidates(checkpoint, bundle), "presets", unit="preset"):
         trial_start = time.perf_counter()
@@ -262,10 +262,10 @@ class _TranscriptText:
     """The texts of a transcript, which judge presets.
 
     Attributes:
-        own: Hugging Face's model on the checkpoint's own weights.
+        original: Hugging Face's model on the checkpoint's own weights.
     """
 
-    own: Reference
+    original: Reference
     transcript: Transcript
 
     def __str__(self) -> str:
@@ -284,7 +284,7 @@ class _TranscriptText:
         hidden = model.last_hidden(np.array(transcript.input_ids), use_cache=False)
         nats, agreed, counts, stops = [], [], [], []
         for number, text in enumerate(transcript.texts):
-            golden = self.own.logits(text.hidden).numpy()
+            golden = self.original.logits(text.hidden).numpy()
             actual = model.logits(hidden[number, text.predicting_positions]).numpy()
             tokens = actual.argmax(-1)
             gap = golden.max(-1) - golden[np.arange(len(golden)), tokens]
@@ -309,23 +309,25 @@ class _PlainText:
     """Tokens of a text, which judge presets.
 
     Attributes:
-        own: Hugging Face's model on the checkpoint's own weights.
+        original: Hugging Face's model on the checkpoint's own weights.
         hidden: [n, C], what its head reads.
     """
 
-    own: Reference
+    original: Reference
     ids: np.ndarray
     hidden: np.ndarray
 
     @classmethod
-    def of(cls, own: Reference) -> "_PlainText":
+    def of(cls, original: Reference) -> "_PlainText":
         """The default text of the checkpoint of a model, as far as its positions
         reach."""
-        checkpoint = own.checkpoint
+        checkpoint = original.checkpoint
         most = getattr(checkpoint.config, "max_position_embeddings", None)
         ids = default_ids(checkpoint, min(TEXT_TOKENS, most or TEXT_TOKENS))
         return cls(
-            own, np.array(ids), own.last_hidden(np.array([ids]), use_cache=False)[0]
+            original,
+            np.array(ids),
+            original.last_hidden(np.array([ids]), use_cache=False)[0],
         )
 
     def __str__(self) -> str:
@@ -341,7 +343,7 @@ class _PlainText:
         nats, counts = [], []
         for start in range(0, len(self.ids), BLOCK):
             rows = slice(start, start + BLOCK)
-            golden = self.own.logits(self.hidden[rows]).numpy()
+            golden = self.original.logits(self.hidden[rows]).numpy()
             block = kl(golden, model.logits(hidden[rows]).numpy())
             nats.append(block.sum())
             counts.append(len(block))
