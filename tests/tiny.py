@@ -335,16 +335,16 @@ def as_device(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def export(path: Path, target: Path, **options) -> Bundle:
+def export(path: Path, folder: Path, /, **options) -> Bundle:
     """Exports a checkpoint. Without a text the weights are rounded to the nearest in any preset,
     those that the public `export` refuses without one among them: the tests of how formats are
     stored and run ask nothing of the values."""
     from workbench import exporter
 
     if "calibration" in options:
-        return exporter.export(path, target, **options)
+        return exporter.export(path, folder, **options)
     source = checkpoint.Checkpoint(path)
-    return exporter._export(source, exporter.make_options(**options), target)
+    return exporter._export(source, exporter.make_options(**options), folder)
 
 
 class Exports:
