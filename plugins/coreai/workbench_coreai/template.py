@@ -184,8 +184,8 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
             source = x.args[0] if x.target == aten.add.Tensor else x
             folds = source.target == aten.conv2d.default and scale.name in stored
         else:
-            name = getattr(x.args[1], "name", "")
-            folds = x.target == aten.mul.Tensor and name in stored
+            is_product = x.target == aten.mul.Tensor
+            folds = is_product and getattr(x.args[1], "name", "") in stored
         if not folds:
             continue
         with program.graph.inserting_before(node):
