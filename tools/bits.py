@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +32,7 @@ from workbench.ane.work import stored_format
 from workbench.bundle.presets import PRESETS, find_preset
 from workbench.check.evaluate import open_reference
 from workbench.check.golden import stored_weights
-from workbench.check.text import SHARED_TOKENS, check_held_out
+from workbench.check.text import check_held_out, share_part
 from workbench.decode.transcript import encode_text
 from workbench.errors import InputError
 from workbench.exporter.calibrate import draw_windows
@@ -134,27 +133,12 @@ def read_windows(source: Checkpoint, argument: str, count: int) -> Windows:
         step = "give a longer text, or fewer --windows"
         raise InputError(file, f"{len(ids)} windows of {WINDOW}", f"{count}", step)
     selection = encode_text(source.tokenizer, SELECTION.read_text(encoding="utf-8"))
-    if shares_passage(ids, [selection]):
+    if share_part(ids, [selection]):
         needed = "a text that nothing is selected by"
         raise InputError(
             file, "a passage of data/selection.txt", needed, "give another"
         )
     return Windows(name, hashlib.sha256(data).hexdigest(), ids)
-
-
-def shares_passage(some: Iterable, others: Iterable) -> bool:
-    """Whether two lists of token sequences have `SHARED_TOKENS` in a row in common."""
-
-    def passages(rows: Iterable) -> set[bytes]:
-        hashes = set()
-        for row in rows:
-            row = np.asarray(row, np.int32)
-            if len(row) >= SHARED_TOKENS:
-                views = np.lib.stride_tricks.sliding_window_view(row, SHARED_TOKENS)
-                hashes |= {view.tobytes() for view in views}
-        return hashes
-
-    return not passages(some).isdisjoint(passages(others))
 
 
 @torch.inference_mode()
@@ -192,7 +176,10 @@ def last_hidden(source: Checkpoint, model, text: Windows) -> torch.Tensor:
     if not path.is_file():
         hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
         WORK.mkdir(parents=True, exist_ok=True)
-        np.save(path, hidden.numpy())
+        unfinished = path.with_suffix(".partial")
+        with unfinished.open("wb") as file:
+            np.save(file, hidden.numpy())
+        unfinished.rename(path)
     return torch.from_numpy(np.load(path))
 
 
@@ -227,7 +214,7 @@ def measure(source: Checkpoint, preset: str, seed: int | None, texts: list[Windo
         # of an export that went on with what an earlier one had finished: nothing
         "export_seconds": None if is_resumed else exported["seconds"],
         "export_cpu_seconds": None if is_resumed else cpu,
-        "peak_rss_bytes": exported["peak_rss_bytes"],
+        "peak_rss_bytes": None if is_resumed else exported["peak_rss_bytes"],
     }
     if opened.manifest.calibration:
         record = opened.manifest.calibration.model_dump(exclude={"file"})
@@ -306,14 +293,17 @@ def measure_gguf(source: Checkpoint, argument: str, texts: list[Windows]) -> Non
     write_row(source, f"llama.cpp-{name}", row, values.__getitem__, texts)
 
 
-def is_current(path: Path, texts: list[Windows]) -> bool:
-    """Whether a row was measured on these texts."""
+def is_current(path: Path, texts: list[Windows], checkpoint: str) -> bool:
+    """Whether a row was measured on these windows with the checkpoint of this SHA-256."""
     if not path.is_file():
         return False
-    scores = json.loads(path.read_text())["texts"]
-    return {n: s["sha256"] for n, s in scores.items()} == {
-        text.name: text.sha256 for text in texts
+    row = json.loads(path.read_text())
+    measured = {
+        name: (score["sha256"], len(score["scored"]), score["window"])
+        for name, score in row["texts"].items()
     }
+    needed = {text.name: (text.sha256, *text.ids.shape) for text in texts}
+    return row["checkpoint"]["sha256"] == checkpoint and measured == needed
 
 
 def table(folder: Path = ROWS) -> list[str]:
@@ -438,7 +428,7 @@ def main() -> None:
     start = time.time()
     for file in arguments.files:
         path = row_path(source, f"llama.cpp-{file.partition('=')[0]}")
-        if not is_current(path, texts):
+        if not is_current(path, texts, source.sha256):
             measure_gguf(source, file, texts)
         print(f"{path.relative_to(ROOT)}  {time.time() - start:.0f} s", flush=True)
     if arguments.what == "gguf":
@@ -451,7 +441,7 @@ def main() -> None:
             if preset.needs_calibration and seed is None:
                 continue
             path = row_path(source, name if seed is None else f"{name}-s{seed}")
-            if not is_current(path, texts):
+            if not is_current(path, texts, source.sha256):
                 measure(source, name, seed, texts)
             print(f"{path.relative_to(ROOT)}  {time.time() - start:.0f} s", flush=True)
 

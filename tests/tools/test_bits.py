@@ -1,7 +1,7 @@
 """The table of presets: figures of a text, rows that are there, and the page made of them."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import bits
 import numpy as np
@@ -48,12 +48,6 @@ def test_figures_are_those_of_their_definitions(exports, tmp_path, monkeypatch):
     assert result.same_top_share == pytest.approx(same_top)
 
 
-def test_a_passage_of_64_tokens_is_found():
-    row = np.arange(200)
-    assert bits.shares_passage([row], [[7, *row[50:114], 7]])
-    assert not bits.shares_passage([row], [[7, *row[50:113], 7]])
-
-
 def row(preset: str, seed: int | None, kl: float) -> dict:
     score = bits.Score("0", 5, [4], [2.0], [1.0], [4 * kl], [3], [3 * kl, 2 * kl])
     return {
@@ -91,18 +85,22 @@ def test_a_preset_is_exported_and_scored(tmp_path, monkeypatch):
     assert 4.5 < document["bits"] < 5.5 and document["export_cpu_seconds"] > 0
     result = bits.Score(**document["texts"]["random"])
     assert 0 < result.mean_kl < result.kl_99 and result.tokens == 3 * 39
-    assert bits.is_current(bits.row_path(source, "int4-block32"), [text])
+    assert bits.is_current(bits.row_path(source, "int4-block32"), [text], source.sha256)
     assert [path.suffix for path in (tmp_path / "work").iterdir()] == [".npy"]
 
 
 def test_a_row_of_other_texts_is_measured_again(tmp_path):
     path = tmp_path / "lut4-g8.json"
     text = windows(9)
-    assert not bits.is_current(path, [text])
-    path.write_text(json.dumps({"texts": {"random": {"sha256": "0"}}}))
-    assert bits.is_current(path, [text])
-    assert not bits.is_current(path, [windows(9, seed=1)])
-    assert not bits.is_current(path, [text, windows(9, seed=1)])
+    assert not bits.is_current(path, [text], "c")
+    score = {"sha256": "0", "scored": [39] * 3, "window": 40}
+    row = {"checkpoint": {"sha256": "c"}, "texts": {"random": score}}
+    path.write_text(json.dumps(row))
+    assert bits.is_current(path, [text], "c")
+    assert not bits.is_current(path, [windows(9, seed=1)], "c")
+    assert not bits.is_current(path, [text, windows(9, seed=1)], "c")
+    assert not bits.is_current(path, [replace(text, ids=text.ids[:2])], "c")
+    assert not bits.is_current(path, [text], "d")
 
 
 def test_the_page_is_made_of_the_rows(tmp_path):

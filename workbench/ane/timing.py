@@ -7,6 +7,7 @@ from functools import cache
 
 import pandas as pd
 
+from workbench.ane.chips import generation
 from workbench.ane.roofline import (
     calibration,
     on_chip,
@@ -29,10 +30,16 @@ class Timing:
     Args:
         work: of one call of the export, in any format.
         chip: its name, such as M4.
+
+    Raises:
+        InputError: an unknown chip.
     """
 
     work: Work
     chip: str
+
+    def __post_init__(self):
+        generation(self.chip)  # refuses a chip that is none
 
     def prices(self, weights: int, preset: Preset) -> tuple[float, float]:
         """The milliseconds in which the chip streams a matrix, and those in which it

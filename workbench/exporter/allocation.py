@@ -34,8 +34,9 @@ NEAR = 0.01
 """The search ends where the choices that are left differ by a smaller share of the
 price."""
 UNDERESTIMATE = 1.1
-"""The measured KL of a choice of several formats over its rescaled estimate, before a
-choice is measured: 1.08 to 1.11 on SmolLM2-135M."""
+"""The expected ratio of a choice's measured KL to its rescaled estimate, until a choice of
+several formats is measured. Each measurement replaces it, so that it decides only where
+the search begins."""
 AIM = 0.99
 """The search aims at this share of the limit: predictions that are right by a fraction of
 a per cent would often miss the limit itself."""

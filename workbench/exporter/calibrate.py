@@ -39,9 +39,6 @@ from workbench.progress import bar
 # are in all outputs, and with 64 of them they weigh more and vary more.
 WINDOW = 128
 WINDOWS = 64
-LONGEST = (
-    4  # squared length of an input over the median's, beyond which it is shortened
-)
 IDS = "calibration.npy"
 KEY = "key.json"
 Arrays = dict[str, np.ndarray]

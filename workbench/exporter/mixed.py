@@ -132,7 +132,8 @@ class Search:
         """What decides the choice, as JSON."""
         chip = self.timing.chip if self.timing else None
         measured = [list(self.compared), list(self.further)]
-        return [self.text.sha256, asdict(self.limit), self.minimizes, chip, *measured]
+        text = [self.text.source, self.text.sha256]
+        return [*text, asdict(self.limit), self.minimizes, chip, *measured]
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -253,14 +254,23 @@ class Measurement:
             tensor: model.get_submodule(name) for tensor, name in modules.items()
         }
         self.ids = ids
-        # Granite divides its logits
-        self.divisor = getattr(model.config, "logits_scaling", None) or 1.0
+        config = model.config.get_text_config(decoder=True)
+        # Granite divides its logits, Gemma 4 bounds them
+        self.divisor = getattr(config, "logits_scaling", None) or 1.0
+        self.softcap = getattr(config, "final_logit_softcapping", None)
         self.head = model.get_submodule(HEAD).weight.detach().clone()
         self.hidden = [self._last_hidden(window) for window in ids]
 
     @torch.inference_mode()
     def _last_hidden(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.model(input_ids=ids[None], use_cache=False)[0][0]
+
+    def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """What the model makes of `hidden` [.., C] with the matrix `head` [V, C]."""
+        logits = hidden @ head.T / self.divisor
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
 
     def replace_matrix(self, tensor: str, values: torch.Tensor) -> None:
         self.modules[tensor].weight.copy_(values)
@@ -274,8 +284,8 @@ class Measurement:
             hidden = self._last_hidden(ids)
             for start in range(0, len(ids), SCORED_TOKENS):
                 part = slice(start, start + SCORED_TOKENS)
-                p = F.log_softmax(reference[part] @ self.head.T / self.divisor, -1)
-                q = F.log_softmax(hidden[part] @ head.T / self.divisor, -1)
+                p = F.log_softmax(self.logits(reference[part], self.head), -1)
+                q = F.log_softmax(self.logits(hidden[part], head), -1)
                 kls.append((p.exp() * (p - q)).sum(-1))
                 same.append(p.argmax(-1) == q.argmax(-1))
                 targets = ids[start + 1 : start + 1 + len(p), None]
@@ -313,9 +323,12 @@ def linear_modules(
         InputError: a tensor of no such module, such as experts in one tensor.
     """
     names = {source.head: HEAD}
-    for name, module in model.model.named_modules():
+    # a multimodal model has its language model deeper
+    decoder = model.get_decoder()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear):
-            names[f"{source.prefix}{name}.weight"] = f"model.{name}"
+            names[f"{source.prefix}{name}.weight"] = f"{path}.{name}"
     for tensor in tensors:
         if tensor not in names:
             raise InputError(
@@ -445,11 +458,11 @@ def estimate_losses(
     def watch_output(tensor: str, module, arguments: tuple, output) -> None:
         output.register_hook(partial(add_losses, tensor, arguments[0].detach()))
 
-    def add_head_losses(x: torch.Tensor, p: torch.Tensor) -> None:
+    def add_head_losses(x: torch.Tensor, p: torch.Tensor, slope) -> None:
         for tensor in heads:
             for preset in compressed[tensor]:
                 change = candidates.load(tensor, preset.name).sub_(measurement.head)
-                logits = x @ change.T / divisor
+                logits = x @ change.T / divisor * slope
                 mean = (p * logits).sum(-1)
                 variance = (p * logits.square()).sum(-1) - mean.square()
                 losses[tensor, preset.name] += 0.5 * float(variance.sum())
@@ -469,11 +482,16 @@ def estimate_losses(
             for start in range(0, len(ids), SCORED_TOKENS):
                 part = slice(start, start + SCORED_TOKENS)
                 x = hidden.detach()[0, part]
-                p = torch.softmax(x @ measurement.head.T / divisor, -1)
-                add_head_losses(x, p)
+                logits = measurement.logits(x, measurement.head)
+                p = torch.softmax(logits, -1)
+                # the derivative of the bound on logits, 1 where there is none
+                slope = 1.0
+                if measurement.softcap:
+                    slope = 1 - (logits / measurement.softcap).square()
+                add_head_losses(x, p, slope)
                 drawn = torch.multinomial(p, 1, generator=generator)
                 p.scatter_add_(1, drawn, torch.full_like(drawn, -1.0, dtype=p.dtype))
-                gradient[0, part] = p @ measurement.head / divisor
+                gradient[0, part] = (p * slope) @ measurement.head / divisor
             hidden.backward(gradient)
             progress.update()
     finally:
@@ -594,9 +612,16 @@ def choose_formats(
         folder: a work folder, which needs two bytes for each weight and candidate.
 
     Raises:
-        InputError: a matrix that is no linear layer of Hugging Face's model, no choice
-            that keeps the limit, no space on the disk.
+        InputError: a matrix that is no linear layer of Hugging Face's model, a second
+            embedding, no choice that keeps the limit, no space on the disk.
     """
+    if plan.dims.P:
+        raise InputError(
+            "--compress mixed",
+            "an embedding of its own for every layer",
+            "a model whose layers share one embedding",
+            "choose one format for all matrices, such as --compress int8-channel",
+        )
     shard_specs = list(specs(plan, options))
     presets: dict[str, dict[str, Preset]] = {}
     for name in setup.measured:
@@ -613,9 +638,15 @@ def choose_formats(
     }
     work = folder / "candidates"
     prepare(work, _candidates_key(source, calibration, presets))
-    count = len(setup.measured) * sum(map(math.prod, shapes.values()))
-    check_room(work, 2 * count, "values of all formats")
     candidates = CandidateValues(work)
+    # an interrupted search has left some
+    missing = sum(
+        math.prod(shapes[tensor])
+        for tensor, fitted in presets.items()
+        for name in {preset.name for preset in fitted.values()}
+        if not candidates.path(tensor, name).is_file()
+    )
+    check_room(work, 2 * missing, "values of all formats")
     of_tensor = {tensor: list(fitted.values()) for tensor, fitted in presets.items()}
     calibration_ids = torch.from_numpy(calibration.ids).long()
     store_candidates(model, modules, calibration_ids, of_tensor, candidates)

@@ -16,6 +16,7 @@ from workbench.check.golden import stored_weights
 from workbench.check.hf import Weights
 from workbench.errors import InputError
 from workbench.exporter import make_options, read_plan
+from workbench.exporter.allocation import matrix_bytes
 from workbench.exporter.shards import specs
 from workbench.exporter.weights import WeightSource, load_values, stored, weight_sources
 from workbench.files import output_root
@@ -102,17 +103,8 @@ def decompressed(weight: WeightSource, checkpoint: Checkpoint) -> torch.Tensor:
 
 def stored_bytes(weight: WeightSource) -> int:
     """Bytes of a weight in a package, its scales and tables included."""
-    preset, size = weight.preset, math.prod(weight.shape)
     rows = weight.shape[0] if weight.shape else 1
-    if preset.is_table:
-        tables = rows // preset.group if preset.group else 1
-        extra = tables << preset.bits
-    elif preset.is_integer:
-        scales = {"per_tensor": 1, "per_channel": rows}
-        extra = size // preset.block if preset.block else scales[preset.granularity]
-    else:
-        extra = 0
-    return math.ceil(size * preset.bits / 8) + 2 * extra
+    return matrix_bytes(rows, math.prod(weight.shape[1:]), weight.preset)
 
 
 @dataclass(frozen=True)
