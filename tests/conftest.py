@@ -144,8 +144,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         skip_on_other_platforms(item)
         circle = find_circle(item)
-        # `-m "not wide"` passes wide tests here, and unmarked ones pass `-m wide`: pytest's
-        # own selection by `-m` comes afterwards
+        # `circle in expression` looks for text, and also holds for `-m "not wide"`: pytest's
+        # own selection by `-m`, which comes afterwards, is exact
         runs = circle == "" or circle in expression
         if runs or is_named(item, config):
             selected.append(item)

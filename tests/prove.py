@@ -135,7 +135,14 @@ def describe_commit() -> str:
     if not commit:
         return "a checkout without a history"
     # the same files as in `cases.version`, by which a record counts or not
-    changes = git("status", "--porcelain", "--", *cases.EXPORT, *cases.GATES)
+    changes = git(
+        "status",
+        "--porcelain",
+        "--untracked-files=all",
+        "--",
+        *cases.EXPORT,
+        *cases.GATES,
+    )
     python_changes = [line for line in changes.splitlines() if line.endswith(".py")]
     return f"commit {commit}" + (", with uncommitted changes" if python_changes else "")
 

@@ -47,8 +47,8 @@ def note_verified(kind: str, facts: dict[str, str]) -> None:
 
 
 def was_verified(kind: str, facts: dict[str, str]) -> bool:
-    """Whether `note_verified` recorded `facts` in this checkout. Files beside a bundle or below the
-    working directory are not read: a stranger can have written them."""
+    """Whether `note_verified` recorded `facts` in this checkout. Files beside a bundle or
+    below the working directory are not read: a stranger can have written them."""
     try:
         return json.loads(read_bytes(_note_path(kind, facts))) == facts
     except (OSError, ValueError):

@@ -1,6 +1,7 @@
 """Predicted times by the formats of matrices agree with those of whole exports."""
 
 import pytest
+from refusal import refused
 from tiny import DATA
 
 from workbench.ane.roofline import by_chip
@@ -18,6 +19,11 @@ def source():
 
 def work_of(source, compress):
     return call_work(source, make_options(compress=compress))
+
+
+def test_a_chip_that_is_none_is_refused_before_anything_is_predicted(source):
+    with refused("chip.*M99"):
+        Timing(work_of(source, "fp16"), "M99")
 
 
 @pytest.mark.parametrize("chip", ["M1", "M4"])

@@ -98,7 +98,13 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
 
 @pytest.mark.parametrize(
     ("number", "verdict", "code"),
-    [("05", "GREEN", 4), ("05", "RED", 1), ("31", "GREEN", 0), ("31", "RED", 1)],
+    [
+        ("05", "GREEN", 4),
+        ("05", "RED", 1),
+        ("31", "GREEN", 0),
+        ("31", "RED", 1),
+        ("35", "GREEN", 0),
+    ],
 )
 def test_a_notebook_that_asks_for_the_cost_ends_well_when_it_is_over(
     monkeypatch, number, verdict, code

@@ -110,6 +110,19 @@ def test_slices_of_a_matrix_are_compressed_as_the_whole(name, monkeypatch):
     assert 0 < (whole - values).abs().max() < 1
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "gemma4_unified_text"])
+def test_logits_are_those_of_hugging_face_s_model(family, exports):
+    """One family divides its logits, another one bounds them."""
+    model = load_model(Checkpoint(exports.checkpoint(family)))
+    ids = torch.arange(12)[None]
+    measurement = Measurement(model, {}, ids)
+    logits = measurement.logits(measurement.hidden[0], measurement.head)
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits[0]
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(measurement.hidden[0] @ measurement.head.T, expected)
+
+
 def test_an_unchanged_model_has_no_distance(model, texts, modules):
     quality = Measurement(model, modules, texts[1][:2]).quality()
     assert quality.kl == pytest.approx(0, abs=1e-9)

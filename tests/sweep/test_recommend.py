@@ -115,6 +115,8 @@ def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(
     over = results(0.2, 0.05)
     assert recommend.recommend(None, llama_bundle, over) is None
     red = results(0.2, 0.05, gates.holds("host", False, ""))
+    unanswered = results(0.01, 0.05, gates.reached("answers", 0.5, 0.7, ""))
+    assert recommend.recommend(tiny_llama, llama_bundle, unanswered) is None
     assert recommend.recommend(tiny_llama, llama_bundle, red) is None
     table = recommend.as_table(None)
     assert list(table) == recommend.COLUMNS and table.empty

@@ -213,18 +213,25 @@ def recommend(
             `LEAST_PROMPTS`, else `TEXT_TOKENS` tokens of plain text do.
 
     Returns:
-        None without a checkpoint, where the quality is not OVER, where no limit is on
-        KL, tokens or ends, and for packages of another exporter.
+        None without a checkpoint, where the quality is not OVER, where the weights of a
+        preset can judge none of the checks that are OVER, and for packages of another
+        exporter.
     """
-    limits = Limits.of(results)
     if checkpoint is None or gates.quality(results) != gates.OVER:
         return None
-    if limits == Limits(None, None, None) or bundle.manifest.foreign:
+    has_texts = transcript is not None and len(transcript.texts) >= LEAST_PROMPTS
+    judged = {gates.MAX_KL_GATE}
+    if has_texts:
+        judged |= {"transcript", "stop"}
+    over = {gate.name for gate in results if gate.verdict == gates.OVER}
+    # a preset that keeps the other limits would be no answer to the one that is exceeded
+    if not over & judged or bundle.manifest.foreign:
         return None
+    limits = Limits.of(results)
     stage("validate: presets that keep the limits")
     start = time.perf_counter()
     original = open_reference(checkpoint)
-    if transcript and len(transcript.texts) >= LEAST_PROMPTS:
+    if has_texts:
         scored = _TranscriptText(original, transcript)
     else:
         scored = _PlainText.of(original)
