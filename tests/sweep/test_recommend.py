@@ -1,6 +1,7 @@
 """A bundle that costs too much gets the smallest preset that keeps the limits: judged by Hugging
 Face's model with the weights that an export would store."""
 
+import shlex
 import shutil
 from dataclasses import replace
 
@@ -75,6 +76,12 @@ def test_bytes_of_a_preset_are_those_of_its_bundle(tiny_llama, exports):
     assert "--max-seq-len 32" in by_name["fp16"].command
 
 
+def test_a_command_names_a_folder_as_a_shell_reads_it(tmp_path, tiny_llama):
+    folder = shutil.copytree(tiny_llama.path, tmp_path / "a model; $(x)")
+    command = candidates.export_command(Checkpoint(folder), make_options())
+    assert shlex.split(command)[:3] == ["workbench", "export", str(folder)]
+
+
 def test_the_smallest_preset_whose_whole_interval_keeps_the_limit_is_named(
     tiny_llama, exports
 ):
@@ -101,7 +108,7 @@ def test_the_smallest_preset_whose_whole_interval_keeps_the_limit_is_named(
     json = nothing.json()
     assert json["recommendation"] is None
     assert len(json["tried"]["presets"]) == len(nothing.trials)
-    assert "No preset keeps the limits" in nothing.sentences()[0]
+    assert "No preset that was measured keeps the limits" in nothing.sentences()[0]
     chosen = loose.json()["recommendation"]
     assert chosen["compress"] == "int4-block32" and chosen["kl"] == figure.value
     assert chosen["interval"] == [figure.low, figure.high]
@@ -147,7 +154,10 @@ def test_validate_prints_one_recommendation(tiny_llama, exports):
     command = "validate", bundle.root, "--checkpoint", tiny_llama.path
     command += "--prompt-ids", "1,69,142,4"
     result = cli(*command, "--max-kl", "0")
-    assert result.exit_code == 4 and "No preset keeps the limits" in result.stdout
+    assert (
+        result.exit_code == 4
+        and "No preset that was measured keeps the limits" in result.stdout
+    )
     assert "not measured" in result.stdout and "Presets were judged" in result.stdout
     found = invoke(*command)
     assert found["recommendation"] is None and found["tried"] is None

@@ -141,6 +141,12 @@ class Golden:
             raise InputError(subject, actual, needed, step) from None
         if fault := first_fault(ids, arrays):
             raise InputError(subject, *fault, step)
+        if texts is not None:
+            V = arrays["logits"].shape[1]
+            numbers = [i for text in texts.texts for i in [*text.ids, *text.tokens]]
+            if numbers and not 0 <= min(numbers) <= max(numbers) < V:
+                actual = f"texts with ids from {min(numbers)} to {max(numbers)}"
+                raise InputError(subject, actual, f"ids from 0 to {V - 1}", step)
         trace = Trace.from_arrays(arrays, count_layers(arrays))
         return cls(ids, trace, meta, file=Path(path), texts=texts)
 

@@ -58,6 +58,8 @@ def lost_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[LostRow]:
         for part in blocks(stored):
             place = slice(first + part.start, first + part.stop)
             original = checkpoint.tensor(checkpoint.head, place)
+            if original.shape != stored[part].shape:
+                raise ValueError(f"a head of shape {[*stored.shape]}")
             norms = torch.linalg.vector_norm(original, dim=1)
             distances = torch.linalg.vector_norm(stored[part].float() - original, dim=1)
             # not `>=`: a distance that is not finite is a lost row too

@@ -35,22 +35,22 @@ KEY = b"workbench-validation"  # of the JSON in the file's metadata
 # layers have 2.6 million rows in four kinds of calls.
 MAX_FILE_BYTES = 1 << 28
 MAX_ROWS = 1 << 23
-# the columns of `rows` that a page needs, and whether each holds text
+# the columns of `rows` that a page needs, and what each holds
 COLUMNS = {
-    "layer": False,
-    "position": False,
-    "T": False,
-    "tensor": True,
-    "mode": True,
-    "cosine": False,
-    "error": False,
-    "budget": False,
-    "ratio": False,
-    "over_rounding": False,
-    "max_abs": False,
-    "finite": False,
-    "routing_tie": False,
-    "digest": False,
+    "layer": "integer",
+    "position": "integer",
+    "T": "integer",
+    "tensor": "text",
+    "mode": "text",
+    "cosine": "number",
+    "error": "number",
+    "budget": "number",
+    "ratio": "number",
+    "over_rounding": "number",
+    "max_abs": "number",
+    "finite": "flag",
+    "routing_tie": "flag",
+    "digest": "integer",
 }
 
 
@@ -304,7 +304,7 @@ def _parse(contents: bytes) -> tuple[dict, pd.DataFrame]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = [name for name, is_text in COLUMNS.items() if is_text]
+    texts = [name for name, kind in COLUMNS.items() if kind == "text"]
     # a repeated text of a dictionary is not copied for each row
     file = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts)
     fields = json.loads(file.schema_arrow.metadata[KEY])
@@ -312,12 +312,16 @@ def _parse(contents: bytes) -> tuple[dict, pd.DataFrame]:
         raise ValueError(f"{file.metadata.num_rows} rows")
     if not file.metadata.num_rows:
         return fields, pd.DataFrame()
-    for name, is_text in COLUMNS.items():
-        kind = file.schema_arrow.field(name).type
-        holds_text = pa.types.is_dictionary(kind) or pa.types.is_string(kind)
-        holds_numbers = pa.types.is_primitive(kind) or pa.types.is_null(kind)
-        if not (holds_text if is_text else holds_numbers):
-            raise ValueError(f"column {name} of {kind}")
+    fits = {
+        "text": lambda t: pa.types.is_dictionary(t) or pa.types.is_string(t),
+        "integer": pa.types.is_integer,
+        "number": lambda t: pa.types.is_floating(t) or pa.types.is_null(t),
+        "flag": pa.types.is_boolean,
+    }
+    for name, kind in COLUMNS.items():
+        stored_type = file.schema_arrow.field(name).type
+        if not fits[kind](stored_type):
+            raise ValueError(f"column {name} of {stored_type}")
     rows = file.read([*COLUMNS]).to_pandas()
     return fields, rows.astype(dict.fromkeys(texts, object))
 

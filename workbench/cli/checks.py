@@ -115,6 +115,7 @@ def validate(
         tasks=tasks,
         text=text,
         max_kl=max_kl,
+        single_copy=single_copy,
         fresh=fresh,
     )
     # a stored verdict that is only shown measures nothing
@@ -214,11 +215,16 @@ def _load_transcript_prompts(
 
 def _transcribe(result, decoder, reference, prompts: dict[str, list[int]], options):
     """The transcript of a bundle, whose gates are added to a validation."""
+    from workbench.check import gates
     from workbench.check.transcript import differing_ids, transcribe, transcribe_golden
 
     if wrong := differing_ids(decoder, prompts):
         others = [gate for gate in result.gates if gate.name != wrong.name]
         result.gates = [wrong, *others]
+        if reference.source:  # the verdict that was just stored has the gate, too
+            stored = gates.stored_verdict(decoder.bundle).gates
+            others = [gate for gate in stored if gate.name != wrong.name]
+            gates.save_verdict(decoder.bundle, [wrong, *others])
     if reference.source:
         compared = transcribe(decoder, reference.source, [*prompts])
     else:

@@ -46,6 +46,7 @@ def describe_command(
     tasks: Path | None,
     text,
     max_kl: float,
+    single_copy: bool,
     fresh: bool,
 ) -> Command:
     """The options of a validation. Limits stand there although they have their default,
@@ -71,6 +72,7 @@ def describe_command(
         command.add("--compute-units", execution.compute_units)
     else:
         command.add("--precision", execution.precision)
+    command.add("--single-copy", single_copy)
     command.add("--tasks", tasks)
     command.add("--max-kl", max_kl)
     if text.transcript:

@@ -4,17 +4,18 @@ nothing else."""
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from os.path import commonprefix
 
 import pandas as pd
 
 from workbench import escape, plots
 from workbench.bundle import Bundle
-from workbench.bundle.manifest import COREML
+from workbench.bundle.manifest import COREML, Calibration, Selection
 from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.gates import Gate
-from workbench.check.record import PromptFigures, Record, Results, Setup
+from workbench.check.record import PromptFigures, Record, Setup
 from workbench.check.transcript import LEAST_ENDS
 from workbench.errors import InputError
 from workbench.experiment.page import (
@@ -36,6 +37,13 @@ from workbench.log.anonymous import anonymous
 WORST_CELLS = 6  # rows of the table of the largest errors
 COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
 STATED = "not checked here"
+# the checks of quality, and what their figures are
+QUALITY_CHECKS = {
+    "max_kl": "mean KL",
+    "answers": "answers",
+    "transcript": "tokens agreed",
+    "stop": "ends agreed",
+}
 
 
 def validation_page(record: Record) -> Page:
@@ -52,7 +60,7 @@ def validation_page(record: Record) -> Page:
                 "under Reproduce checks it."
             )
         )
-    blocks += _recommendation(results)
+    blocks += _recommendation(record)
     blocks += [Heading("What was run"), _setup_table(record)]
     blocks += _heatmap(record)
     checked = [_without_places(gate) for gate in results.gates]
@@ -65,8 +73,7 @@ def validation_page(record: Record) -> Page:
 
 def _without_places(gate: Gate) -> Gate:
     """A gate whose reason names no folder of the machine."""
-    fields = gate.__dict__ | {"reason": anonymous(gate.reason)}
-    return Gate(**fields)
+    return replace(gate, reason=anonymous(gate.reason))
 
 
 def _verdicts(record: Record) -> Verdicts:
@@ -104,21 +111,13 @@ def _export_reason(checked: list[Gate]) -> str:
     return f"{count} gates ran and found no fault.{rest}"
 
 
-QUALITY_CHECKS = ("max_kl", "answers", "transcript", "stop")
-
-
 def _quality_reason(checked: list[Gate]) -> str:
     """The figures of the checks of quality beside their limits."""
-    words = {
-        "max_kl": "mean KL",
-        "answers": "answers",
-        "transcript": "tokens agreed",
-        "stop": "ends agreed",
-    }
     parts = [
-        f"{words[gate.name]} {words_of(gate.value)} (limit {words_of(gate.threshold)})"
+        f"{QUALITY_CHECKS[gate.name]} {words_of(gate.value)} "
+        f"(limit {words_of(gate.threshold)})"
         for gate in checked
-        if gate.name in words and gate.value is not None
+        if gate.name in QUALITY_CHECKS and gate.value is not None
     ]
     return _sentence("; ".join(parts)) if parts else ""
 
@@ -139,22 +138,17 @@ def _listed(values: Mapping) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
 
+def _describe_text(text: Calibration | Selection | None) -> str | None:
+    """Name, size and hash of the text of a calibration or a selection."""
+    if text is None:
+        return None
+    return f"{text.source}, {text.tokens} tokens, ids' SHA-256 {text.ids_sha256}"
+
+
 def _setup_table(record: Record) -> Table:
     """What was run, and where."""
     setup, bundle, manifest = record.setup, record.bundle, record.bundle.manifest
     environment = setup.environment
-    calibration = None
-    if manifest.calibration:
-        calibration = (
-            f"{manifest.calibration.source}, {manifest.calibration.tokens} tokens, "
-            f"ids' SHA-256 {manifest.calibration.ids_sha256}"
-        )
-    selection = None
-    if manifest.selection:
-        selection = (
-            f"{manifest.selection.source}, {manifest.selection.tokens} tokens, "
-            f"ids' SHA-256 {manifest.selection.ids_sha256}"
-        )
     digests = {name: f"(SHA-256 {digest})" for name, digest in setup.inputs.items()}
     rows = {
         "checkpoint": manifest.checkpoint.get("name"),
@@ -164,8 +158,8 @@ def _setup_table(record: Record) -> Table:
         "size of the bundle": f"{bundle.bytes / 2**20:,.1f} MiB",
         "export options": _listed(manifest.options.model_dump(mode="json")),
         "exported with": _listed(manifest.packages),
-        "calibrated with": calibration,
-        "formats chosen on": selection,
+        "calibrated with": _describe_text(manifest.calibration),
+        "formats chosen on": _describe_text(manifest.selection),
         "run on": _listed(setup.execution) or "no runtime opened the bundle",
         "parameters": escape.shell(setup.command),
         "files read": _listed(digests),
@@ -263,7 +257,7 @@ def _cost(record: Record) -> list[Block]:
         f"KL from Hugging Face's logits over {len(record.tokens)} tokens, layers in a "
         f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions."
     )
-    if record.results.min_cosine is not None:
+    if None not in (record.results.min_cosine, record.results.mean_cosine):
         caption += (
             f" The smallest cosine of a layer's update is "
             f"{record.results.min_cosine:.5f}, the mean {record.results.mean_cosine:.5f}."
@@ -341,8 +335,9 @@ def _continuations(row: PromptFigures) -> Continuations:
     return Continuations(row.prompt, common, *rests, note)
 
 
-def _recommendation(results: Results) -> list[Block]:
+def _recommendation(record: Record) -> list[Block]:
     """The preset that keeps the limits, and what was tried."""
+    results = record.results
     blocks: list[Block] = []
     if chosen := results.recommendation:
         words = f"{chosen.compress}: KL {chosen.kl:.3g}"
@@ -353,7 +348,8 @@ def _recommendation(results: Results) -> list[Block]:
         if chosen.bundle_bytes:
             words += f" instead of {chosen.bundle_bytes / 2**20:,.1f}"
         blocks.append(Paragraph(f"{words}."))
-        if chosen.command:
+        # a stranger may have written any command there
+        if chosen.command and record.is_noted:
             blocks.append(Commands((anonymous(chosen.command),)))
     if (tried := results.tried) and tried.presets:
         table = pd.DataFrame(tried.presets).dropna(axis="columns", how="all")
@@ -364,6 +360,12 @@ def _recommendation(results: Results) -> list[Block]:
         table = table.drop(columns="command", errors="ignore")
         blocks.append(Table(table, caption))
     return [Heading("Recommendation"), *blocks] if blocks else []
+
+
+def _text_option(option: str, source: str) -> list[str]:
+    """The option that names a text, or a file of token ids."""
+    ids = "-ids" if source.endswith((".npy", ".json")) else ""
+    return [f"{option}{ids}", source]
 
 
 def _selection_options(bundle: Bundle) -> list[str]:
@@ -379,7 +381,7 @@ def _selection_options(bundle: Bundle) -> list[str]:
     try:
         fields = json.loads(read_bytes(path))
         limit, chip = fields["limit"], fields["chip"]
-        options = ["--select", selection.source]
+        options = _text_option("--select", selection.source)
         if fields["minimizes"] == "ms":
             options += ["--ms-on", str(chip)]
         if limit["kl"] is None:
@@ -412,7 +414,8 @@ def _reproduce(setup: Setup, bundle: Bundle) -> list[Block]:
                 make += [f"--{name.replace('_', '-')}", str(value)]
     make += _selection_options(bundle)
     if calibration := manifest.calibration:
-        make += ["--calibrate", calibration.source, "--seed", str(calibration.seed)]
+        make += _text_option("--calibrate", calibration.source)
+        make += ["--seed", str(calibration.seed)]
     if setup.inputs or manifest.calibration or manifest.selection:
         words += " Files are those whose SHA-256 is above."
     lines = tuple(escape.shell(line) for line in (make, validate, report))

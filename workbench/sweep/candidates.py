@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from workbench import paths
+from workbench import escape, paths
 from workbench.bundle import PRESETS, Bundle, Options
 from workbench.bundle.presets import FP16
 from workbench.check.golden import stored_weights
@@ -179,17 +179,17 @@ def export_command(checkpoint: Checkpoint, options: Options) -> str:
     folder = checkpoint.path
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
-    words = ["workbench export", str(folder)]
+    words = ["workbench", "export", str(folder)]
     words.append(f"build/{checkpoint.name}-{options.compress}")
-    words.append(f"--compress {options.compress}")
+    words += ["--compress", options.compress]
     for name in NAMED_OPTIONS:
         value = getattr(options, name)
         if value != Options.model_fields[name].default or name == "max_seq_len":
-            words.append(f"--{name.replace('_', '-')} {value}")
+            words += [f"--{name.replace('_', '-')}", str(value)]
     if options.preset.needs_calibration:
         text = CALIBRATION_TEXT if Path(CALIBRATION_TEXT).is_file() else "TEXT"
-        words.append(f"--calibrate {text}")
-    return " ".join(words)
+        words += ["--calibrate", text]
+    return escape.shell(words)
 
 
 def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candidate]:
@@ -214,5 +214,6 @@ def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candid
             continue
         names.add(name)
         weights = stored_weights(checkpoint, other, half=True)
-        command = f"workbench validate {other.root} --checkpoint {checkpoint.path}"
+        words = ["workbench", "validate", str(other.root)]
+        command = escape.shell([*words, "--checkpoint", str(checkpoint.path)])
         yield Candidate(name, other.bytes, weights, command, finished=other)

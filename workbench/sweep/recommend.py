@@ -371,16 +371,23 @@ def describe_presets(presets: pd.DataFrame) -> list[str]:
         for row in chosen
     ]
     if rows and not chosen:
-        words.append("No preset keeps the limits. Next step: raise them.")
+        words.append(
+            "No preset that was measured keeps the limits. Next step: raise them."
+        )
     for row in rows:
         size = f"{row['MiB']:,.1f} MiB"
-        if row["outcome"] == NOT_MEASURED:
-            duration = ""
-            if not pd.isna(row.get("export_seconds")):
-                duration = f", about {max(1, row['export_seconds']):.0f} s"
+        if row["outcome"] == NOT_MEASURED and pd.isna(row.get("export_seconds")):
+            # a finished bundle
+            words.append(
+                f"{row['compress']}, {size}: not measured, since its weights were fitted "
+                f"to a part of the text that would judge it. To validate it: "
+                f"{row['command']}"
+            )
+        elif row["outcome"] == NOT_MEASURED:
+            seconds = max(1, row["export_seconds"])
             words.append(
                 f"{row['compress']}, {size}: not measured, since a calibration chooses "
-                f"its values. To export it{duration}: {row['command']}"
+                f"its values. To export it, about {seconds:.0f} s: {row['command']}"
             )
         elif row["outcome"] == ON_LIMIT:
             words.append(f"On the limit: {_figures(row)}, {size}.")
