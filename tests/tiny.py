@@ -231,13 +231,17 @@ def exact_limit(model, golden: Golden, limit: float) -> float:
     """The largest `relative` error of logits that `exact` arithmetic may have against a golden.
 
     In Gemma 4 a layer's small scalar leaves little of the stream beside the next update, so that
-    every layer amplifies rounding. Two sound implementations are each about as far from float64 as
-    transformers' float32 is."""
+    every layer amplifies rounding. Two sound implementations are each about as far from transformers
+    in float64, whose norms stay float32, as transformers in float32 is."""
     if not model.config.model_type.startswith("gemma4"):
         return limit
     with torch.inference_mode():
         logits = copy.deepcopy(model).double()(torch.tensor([golden.ids])).logits[0]
-    return max(limit, 2 * relative(golden.logits, logits.numpy()))
+    amplified = 2 * relative(golden.logits, logits.numpy())
+    assert amplified < 1e-4, (
+        "this checkpoint amplifies rounding too much to be tested on"
+    )
+    return max(limit, amplified)
 
 
 def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:

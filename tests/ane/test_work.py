@@ -47,6 +47,8 @@ def test_the_programs_hold_what_the_configuration_says(exports, family, preset):
         ("zaya", {"moe": "routed"}),
         ("lfm2", {"batch": 3}),  # layers without a cache
         ("llama", {"layers_per_shard": 2, "layout": "bc1t"}),
+        ("gemma4_text", {}),  # a second table
+        ("gemma4_unified_text", {}),  # fewer key heads in some layers
     ],
 )
 def test_a_checkpoint_is_planned_as_it_is_exported(exports, family, export_options):

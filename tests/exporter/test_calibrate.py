@@ -320,6 +320,13 @@ def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):
         small(checkpoint, tmp_path / "b", compress="fp16", calibration=random_text())
 
 
+def test_a_projection_outside_the_layers_is_listed_as_rounded(exports, tmp_path):
+    checkpoint = exports.checkpoint("gemma4_text")
+    options = {"compress": "lut4-g8", "calibration": random_text()}
+    record = small(checkpoint, tmp_path / "b", **options).manifest.calibration
+    assert record.nearest == ["model.per_layer_model_projection.weight"]
+
+
 @pytest.mark.slow("exports three bundles")
 def test_the_manifest_names_what_the_text_decided_nothing_of(exports, tmp_path):
     """Experts are stacked: no linear module of Hugging Face's model has their matrices."""

@@ -31,7 +31,8 @@ def budget(source, options: Options | None = None) -> dict[str, int]:
 
         plan = source_plan(source)
         d, shards = plan.dims, list(specs(plan, options))
-        embedding = 2 * prod(source.shape(f"{source.prefix}embed_tokens.weight"))
+        # the second table has a row of P numbers for every layer
+        embedding = 2 * d.V * (d.C + d.L * d.P)
         weights = sum(
             weight.bytes
             for spec in shards

@@ -199,14 +199,15 @@ def _planned_shards(source, plan, options: Options) -> Iterable[tuple]:
 def _with_states(shard, weights: dict, dims, options: Options) -> ShardWork:
     """The work of a shard whose attention products read every cache as it is stored."""
     size = VALUE_BYTES[options.program_dtype]
-    caches, recurrent, rows = 0, 0, 0
+    caches, spread, recurrent, rows = 0, 0, 0, 0
     for name, state in shard.states.items():
         if is_cache(name):
             caches += size * prod(state.shape)
+            # layers may differ in the number of their key heads
+            spread += size * prod(state.shape) * dims.H // state.shape[-3]
             rows = max(rows, state.shape[-2])
         elif name.endswith(f".{MATRIX_STATE}"):
             recurrent += size * prod(state.shape)
-    spread = caches * dims.H // dims.H_kv
     return ShardWork(
         name=shard.name,
         weights=weights,
@@ -240,8 +241,9 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
     work = _joined(shard.name, works)
     entries = [s for name, s in shard.states.items() if is_cache(name)]
     rows = max((entry.shape[-2] for entry in entries), default=0)
-    stored = VALUE_BYTES[options.program_dtype] * sum(prod(e.shape) for e in entries)
-    spread = max(work.cache_bytes, stored * dims.H // dims.H_kv)
+    size = VALUE_BYTES[options.program_dtype]
+    repeated = sum(size * prod(e.shape) * dims.H // e.shape[-3] for e in entries)
+    spread = max(work.cache_bytes, repeated)
     return replace(work, spread_bytes=spread, cache_rows=rows, calls=len(works))
 
 

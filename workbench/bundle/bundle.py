@@ -193,7 +193,7 @@ class Bundle:
         except SafetensorError as problem:
             raise _damaged(path, f"no whole safetensors file ({problem})") from None
         second = {PER_LAYER} if dims.P else set()
-        sets_of_names = {"weight"} | second, {"weight", "bias", "scale"}
+        sets_of_names = {"weight"} | second, {"weight", "bias", "scale"} | second
         if stored.keys() not in sets_of_names or any(
             allowed[name] != entry for name, entry in stored.items()
         ):

@@ -65,10 +65,10 @@ RopeName = Literal["", "local", "global", "nope"]
 Shapes = dict[str, list[int | Literal["T"]]]
 
 
-def _is_unused(value: int | None) -> bool:
+def _is_none(value: int | None) -> bool:
     """Whether a field is left out of the file, so that bundles of families without it
-    keep their bytes."""
-    return not value and value != 0
+    keep their bytes. A `source` of 0 stays."""
+    return value is None
 
 
 class Dims(ManifestModel):
@@ -241,9 +241,9 @@ class Layer(ManifestModel):
     window: Count | None = None
     rope: RopeName = ""
     attends: bool = True
-    H_kv: Count | None = Field(None, exclude_if=_is_unused)
-    D: Count | None = Field(None, exclude_if=_is_unused)
-    source: Position | None = Field(None, exclude_if=_is_unused)
+    H_kv: Count | None = Field(None, exclude_if=_is_none)
+    D: Count | None = Field(None, exclude_if=_is_none)
+    source: Position | None = Field(None, exclude_if=_is_none)
 
     def heads(self, dims: Dims) -> tuple[int, int]:
         """The number of key heads and the channels of a head."""

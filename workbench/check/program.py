@@ -476,8 +476,7 @@ def run_stretch(
     traces = reference.run_rows(ids, rows, cache)
     for number, trace in enumerate(traces):
         states = recurrent_states(cache, number)
-        # layers that copy another's rows have none in the cache, and come last
-        for layer, layer_states in zip(trace.layers, states):
+        for layer, layer_states in zip(trace.layers, states, strict=True):
             layer.states = layer_states
     cache.reorder_cache(torch.zeros(1, dtype=torch.long))
     trace, *perturbed = traces
@@ -514,7 +513,7 @@ def extend(cache, trace: Trace, start: int, sources: dict[int, int]) -> Trace:
     drawn from its own in random order. Returns all states as a trace. `sources`: see
     `Reference`."""
     before = Trace.empty(len(trace.layers))
-    for layer, states in zip(before.layers, recurrent_states(cache)):
+    for layer, states in zip(before.layers, recurrent_states(cache), strict=True):
         layer.states = states
     rng = np.random.default_rng(start)
     for i, layer in enumerate(cache.layers):

@@ -147,9 +147,10 @@ def _copy_faults(decoder: Decoder) -> Iterator[str]:
     layers = decoder.manifest.layers
     copies = {i: x.source for i, x in enumerate(layers) if x.source is not None}
     options = decoder.options
-    T = callable_ts(options)[-1]
-    if not copies or 2 * T > options.max_seq_len:
+    lengths = [T for T in callable_ts(options) if 2 * T <= options.max_seq_len]
+    if not copies or not lengths:
         return
+    T = max(lengths)
 
     def differing(seqs: Sequences, when: str) -> Iterator[str]:
         caches = {name: state.read(name) for state, name in seqs.named_states}

@@ -7,8 +7,8 @@ stored, so that the layers behind it are calibrated on the inputs that they will
 Memory holds one layer and the activations of the text; the head is compressed in the
 slices of its shards.
 
-Matrices that are no linear module of their own, such as stacks of experts, are rounded
-to the nearest."""
+Matrices outside the layers other than the head, and those that are no linear module of
+their own, such as stacks of experts, are rounded to the nearest."""
 
 import hashlib
 import json
@@ -278,7 +278,8 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
 def calibrate(
     source: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
 ) -> Calibrated:
-    """Compresses every matrix of `weights` that is a linear module, or the head.
+    """Compresses every matrix of `weights` that is a linear module of a layer, or the
+    head.
 
     What an earlier call with the same checkpoint, weights and text has finished in
     `folder` is kept; anything else in it is removed.

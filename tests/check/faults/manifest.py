@@ -28,6 +28,10 @@ def exchange_states(copy, layer):
     k["tensor"], v["tensor"] = v["tensor"], k["tensor"]
 
 
+def declare_first_source(copy, layer):
+    copy.manifest["layers"][layer]["source"] = 0
+
+
 def declare_family(copy):
     copy.manifest["family"] = "qwen2"
 
@@ -94,6 +98,13 @@ def replace_chat_template(copy):
 
 
 FAULTS = [
+    Fault(
+        "source of copied rows is another layer of its type",
+        gate="interface",
+        bundle="gemma4",
+        layer=4,
+        plant=declare_first_source,
+    ),
     Fault(
         "embedding scale left out",
         gate="program",

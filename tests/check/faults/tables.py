@@ -87,9 +87,9 @@ def exchange_frequencies(copy):
     a["inv_freq"], b["inv_freq"] = b["inv_freq"], a["inv_freq"]
 
 
-def edit_embedding(change: Change) -> Plant:
-    """Changes the embedding table, [V, C]."""
-    return lambda copy: copy.edit_embedding(change)
+def edit_embedding(change: Change, name: str = "weight") -> Plant:
+    """Changes a table of embeddings: `weight` [V, C] or `per_layer` [V, L·P]."""
+    return lambda copy: copy.edit_embedding(change, name)
 
 
 def exchange_rows_240_and_241(table):
@@ -189,5 +189,11 @@ FAULTS = [
         "embedding rows moved by one",
         gate="weights",
         plant=edit_embedding(lambda table: np.roll(table, 1, axis=0)),
+    ),
+    Fault(
+        "second embeddings of other tokens",
+        gate="weights",
+        bundle="gemma4",
+        plant=edit_embedding(lambda table: np.roll(table, 1, axis=0), "per_layer"),
     ),
 ]
