@@ -1,6 +1,7 @@
 """What formats are chosen by: candidates are compressed for their inputs, estimates agree
 with what is measured, and the choice stays within the limit when it is measured anew."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -262,8 +263,10 @@ def test_milliseconds_under_a_limit_of_bytes_are_refused(texts):
 
 
 def test_stored_candidates_are_not_compressed_again(
-    source, texts, modules, stored, monkeypatch
+    source, texts, modules, stored, monkeypatch, tmp_path
 ):
+    stored = CandidateValues(shutil.copytree(stored.folder, tmp_path / "candidates"))
+
     def refuse(*arguments):
         raise AssertionError("compressed again")
 

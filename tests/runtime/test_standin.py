@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from workbench.ane import placement
 from workbench.check import golden, units
 from workbench.explain.running import Runner
 from workbench.exporter import export
+from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import coreml
 
 pytestmark = pytest.mark.shim
@@ -196,7 +198,8 @@ def test_a_fault_ends_in_its_row(swept, fault):
 
 
 def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
-    reference, name = golden.make_golden(source, IDS), "stand-in-load14"
+    reference = replace(golden.make_golden(source, IDS), source=Checkpoint(source))
+    name = "stand-in-load14"
     rows = units.validate_units(bundle, reference, runtime=name, Ts=[1])
     assert units.units_verdict(rows) == "DIED"
     assert set(rows["runtime"]) == {"portable", name}
