@@ -2,13 +2,18 @@
 the arrays that coremltools 9.0 stores for them, bit for bit.
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output
-channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables
-for groups of rows are made in `tables.py`. One table for a whole tensor, as earlier
-bundles have it: k-means over the distinct values, weighted by the number of times that
-they occur, by coremltools' exact solver, for tensors of every size. By default coremltools passes
-tensors below 10,000 values to scikit-learn, whose tables had 5% to 23% more squared
-error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
-tests/exporter/test_compress.py compares the bytes with coremltools' own."""
+channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0.
+
+Lookup tables are k-means over the distinct values, weighted by the number of times
+that they occur. Tables for groups of rows come from the solver in `tables.py`. One
+table for a whole tensor, which only earlier bundles have, comes from coremltools' exact
+solver, whatever the size of the tensor: by default coremltools passes tensors below
+10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on normal
+draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
+
+tests/exporter/test_compress.py compares integers and tables of whole tensors with
+coremltools' own bytes, and tables of groups with what coremltools stores for the same
+values."""
 
 import math
 from collections.abc import Iterator, Mapping
