@@ -132,7 +132,9 @@ class Program:
     def snapshot(self) -> None:
         seq = int(self.rng.integers(B))
         snapshot, lineage = self.decoder.snapshot(seq), deepcopy(self.lineages[seq])
-        count = int(self.rng.integers(0, snapshot.offset - snapshot.floor + 1)) // 2
+        count = (
+            int(self.rng.integers(0, snapshot.offset - snapshot.min_length + 1)) // 2
+        )
         lineage.undo(count)
         lineage.last = 0
         with tempfile.TemporaryDirectory() as folder:

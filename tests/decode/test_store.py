@@ -25,7 +25,7 @@ def rows(seed, heads=2, n=5, D=64, scale=1.0, dtype=np.float16):
     return (scale * (means + rng.standard_normal((heads, n, D)))).astype(dtype)
 
 
-def random_snapshot(ids, identity="identity", floor=0, **chosen) -> Snapshot:
+def random_snapshot(ids, identity="identity", min_length=0, **chosen) -> Snapshot:
     """A snapshot of random rows: the store does not care who computed them."""
     seed, n = len(ids), len(ids)
     states = {
@@ -33,19 +33,19 @@ def random_snapshot(ids, identity="identity", floor=0, **chosen) -> Snapshot:
         "layers.0.v_state": rows(seed + 1, n=n, **chosen),
         "layers.0.conv_state": rows(seed + 2, n=1, **chosen)[0],
     }
-    return Snapshot(tuple(ids), identity, states, floor)
+    return Snapshot(tuple(ids), identity, states, min_length)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_fp16_keeps_every_bit_and_shares_nothing(dtype, tmp_path):
-    snapshot = random_snapshot(IDS[:9], floor=3, dtype=dtype)
+    snapshot = random_snapshot(IDS[:9], min_length=3, dtype=dtype)
     path = store.save(tmp_path, "chat", snapshot)
     size = sum(value.nbytes for value in snapshot.states.values())
     assert path.stat().st_size < size + 4096
     for value in store.load(tmp_path, "chat").states.values():
         value[:] = 0
     loaded = store.load(tmp_path, "chat")
-    assert same(loaded, snapshot) and loaded.floor == 3
+    assert same(loaded, snapshot) and loaded.min_length == 3
 
 
 @SOME
@@ -117,14 +117,16 @@ def test_find_is_the_longest_beginning_that_can_be_used(tmp_path_factory, data):
     bits = st.lists(st.integers(0, 1), min_size=1, max_size=20)
     prompt = data.draw(bits)
     for i in range(4):
-        ids, floor = data.draw(bits), data.draw(st.integers(0, 6))
+        ids, min_length = data.draw(bits), data.draw(st.integers(0, 6))
         identity = data.draw(st.sampled_from(["identity", "another"]))
         store.save(
-            folder, f"s{i}", random_snapshot(ids, identity, min(floor, len(ids)), D=2)
+            folder,
+            f"s{i}",
+            random_snapshot(ids, identity, min(min_length, len(ids)), D=2),
         )
         pairs = list(zip(ids, prompt[:-1]))
         length = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        if identity == "identity" and length >= min(floor, len(ids)):
+        if identity == "identity" and length >= min(min_length, len(ids)):
             best = max(best, length)
     hit = store.find(folder, prompt, "identity")
     assert bool(hit) == bool(best)

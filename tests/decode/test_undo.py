@@ -53,7 +53,7 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
     with refused("1 to undo; needs at most 0"):
         decoder.snapshot().trim(1)
     assert [decoder.trim(1), decoder.trim(1)] == [1, 1]
-    assert decoder.snapshot().floor == 16
+    assert decoder.snapshot().min_length == 16
     assert not any(programs.fault_of(decoder, seed) for seed in range(3))
 
 

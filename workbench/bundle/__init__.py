@@ -1,5 +1,6 @@
 """The bundle, which passes from an export to everything after it: files, shapes and the
-manifest. Nothing here computes."""
+manifest. Nothing here runs a shard; the one computation on values is the lookup of
+embeddings."""
 
 from workbench.bundle.bundle import Bundle, file_entries, new_bundle
 from workbench.bundle.manifest import (

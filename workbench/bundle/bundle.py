@@ -33,9 +33,8 @@ from workbench.files import (
     was_verified,
 )
 
-NOTES = (
-    "contents"  # the folder of this checkout's notes on files whose hashes are right
-)
+# the folder of this checkout's notes on files whose hashes are right
+NOTES = "contents"
 NOTED_BYTES = 1 << 24  # a smaller bundle is hashed whenever a decoder opens it
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 

@@ -1,4 +1,5 @@
-"""The description of another exporter's packages in a manifest. A leaf."""
+"""The description of another exporter's packages in a manifest. Of the workbench it
+imports only the errors."""
 
 import math
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ class Function(ManifestModel):
     until: Position | None = None
     logits: bool = True
 
-    def size(self, left: int, start: int) -> int:
+    def tokens_of_call(self, left: int, start: int) -> int:
         """How many of the remaining `left` tokens one call from position `start` on can
         take; 0 if it can take none. The last token needs logits."""
         most = min(self.t_max, left if self.logits else left - 1)
@@ -107,31 +108,39 @@ class Foreign(ManifestModel):
         return [function.name for function in self.functions]
 
     def calls(
-        self, start: int, T: int, silent: bool = True
+        self, start: int, T: int, allow_without_logits: bool = True
     ) -> Iterator[tuple[Function, np.ndarray]]:
         """The calls for `T` tokens from position `start` on.
 
         Args:
-            silent: whether functions that output no logits are used.
+            allow_without_logits: whether functions that output no logits are used.
 
         Yields:
             The function of a call, and the indices of its tokens among the T.
         """
-        functions = [f for f in self.functions if silent or f.logits]
+        functions = self.functions
+        if not allow_without_logits:
+            functions = [function for function in functions if function.logits]
         done = 0
         while done < T:
-            left, at = T - done, start + done
-            best = max(functions, key=lambda function: function.size(left, at))
-            size = best.size(left, at)
-            if not size:
+            left = T - done
+            position = start + done
+            counts = [function.tokens_of_call(left, position) for function in functions]
+            # of several functions that take as many tokens, the first
+            count = max(counts)
+            if not count:
                 needed = "t_min, t_max, first, until of a function that takes them"
-                refuse("call", f"{left} tokens at position {at}", needed)
-            yield best, done + np.arange(size)
-            done += size
+                refuse("call", f"{left} tokens at position {position}", needed)
+            yield functions[counts.index(count)], done + np.arange(count)
+            done += count
 
     def row_shift(self, rows: int, end: int) -> int:
-        """How many rows a row of a bundle's cache of `rows` rows is above the same row
-        of the package's cache after `end` tokens, modulo `rows`."""
+        """By how much the package has moved its rows up after `end` tokens: its row r
+        holds what the bundle has in row (r + shift) mod `rows`.
+
+        With `shift`, 8 rows and 10 tokens it is 2: the package's row 0 holds position 2,
+        which the bundle has in row 2. With `right`, 8 rows and 3 tokens it is −5: the
+        package's row 5 holds position 0."""
         match self.moves.get(rows):
             case "shift":
                 return max(0, end - rows)
@@ -141,7 +150,8 @@ class Foreign(ManifestModel):
                 return 0
 
     def positions(self, rows: int, end: int) -> np.ndarray:
-        """The position in each row [rows] after `end` tokens, `end` in an empty one."""
+        """Which position each row [rows] holds after `end` tokens. An empty row gives
+        `end`, which no token of the call may attend to."""
         places = np.arange(rows) + self.row_shift(rows, end)
         stored = end - 1 - (end - 1 - places) % rows
         return np.where(stored < 0, end, stored)

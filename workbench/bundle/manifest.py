@@ -1,7 +1,6 @@
 """The contents of `bundle.json`: one pydantic model per part. `names` explains the axes;
 gate `interface` compares the parts with each other."""
 
-import itertools
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,6 +40,10 @@ MAX_SEQ_LEN = 1 << 24
 
 def _is_empty(value: object) -> bool:
     return not value
+
+
+def _is_coreml(target: object) -> bool:
+    return target == COREML
 
 
 def _tokens(text: str) -> str:
@@ -113,7 +116,7 @@ class Options(ManifestModel):
     layout: Literal["bct1", "bc1t"] = "bct1"
     moe: Literal["dense", "routed"] = "dense"
     sliding: Literal["mask", "ring", "window"] = "mask"
-    target: str = Field(COREML, exclude_if=COREML.__eq__)
+    target: str = Field(COREML, exclude_if=_is_coreml)
 
     @model_validator(mode="after")
     def _fits(self):
@@ -425,9 +428,9 @@ class Manifest(ManifestModel):
 
     @property
     def constants_error(self) -> float:
-        """Relative RMS of keys and values that constants of the programs may cost
-        beside the weights, where the manifest does not show them (rope tables,
-        scales)."""
+        """The relative RMS by which K and V may be off because of constants inside
+        another exporter's programs that the manifest does not list (rope tables,
+        scales); 0 for the workbench's own programs."""
         return FOREIGN_ERROR if self.foreign else 0.0
 
     @property
@@ -443,9 +446,11 @@ class Manifest(ManifestModel):
             ("layer", layers, self.dims.L),
             ("row of the vocabulary", rows, self.dims.V),
         ):
-            # each range begins where the one before ends
-            edges = [0, *itertools.chain.from_iterable(ranges), count]
-            if edges[::2] != edges[1::2]:
+            starts = [start for start, _ in ranges]
+            stops = [stop for _, stop in ranges]
+            # each range begins where the one before ends, the first at 0, and the last
+            # ends at the count
+            if [*starts, count] != [0, *stops]:
                 raise ValueError(f"the shards do not hold every {part} once, in order")
         used = {layer.rope for layer in self.layers}
         if len(self.layers) != self.dims.L or used - {rope.name for rope in self.rope}:

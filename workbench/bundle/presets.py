@@ -1,5 +1,5 @@
-"""The presets of `--compress`: their names, bits and scales, in one table. A leaf but for
-the error that it raises."""
+"""The presets of `--compress`: their names, bits and scales, in one table. Of the
+workbench it imports only the errors."""
 
 import math
 import re
@@ -56,6 +56,7 @@ class Preset:
         return replace(self, name=name, group=group)
 
 
+# the presets that `export` offers
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -67,14 +68,13 @@ PRESETS = {
         Preset("int8-tensor", 8, "per_tensor"),
     )
 }
-"""The presets that `export` offers."""
+# presets of earlier bundles, with one table for a whole tensor → what `export` offers in
+# their place
 REPLACED = {"lut4": "lut4-g8", "lut6": "lut6-g16"}
-"""Presets with one table for a whole tensor, which earlier bundles have, → the presets
-that `export` makes instead."""
 TABLE_NAME = re.compile(r"lut(4|6)-g(1|2|4|8|16|32|64|128)")
 FP16 = PRESETS["fp16"]
+# a preset for each tensor, which the manifest names; no tensor has this one
 MIXED = Preset("mixed", 16, needs_calibration=True)
-"""A preset for each tensor, which the manifest names; no tensor has this one."""
 
 
 def find_preset(name: str) -> Preset:

@@ -1,4 +1,5 @@
-"""The calls that tokens are cut into. A leaf."""
+"""The calls that tokens are cut into. Imports nothing of the
+workbench."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ class Tiling:
 
     Args:
         t_max: the most tokens of a call.
-        shapes: the only T that a call can have, ascending; empty: any up to t_max.
+        shapes: the only numbers of columns that a call can have, ascending: (1, 64) of
+            `1,64`. Empty where any number up to t_max is one: `1-64`.
         takes_dummies: whether a call may have columns without a token, which write
             nothing. A slice write takes none.
     """

@@ -365,7 +365,7 @@ def undo_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
     ]
     faults = []
     # the shapes of experts' calls must not depend on tokens that are undone
-    with patch.object(decoder.experts, "fixed", True):
+    with patch.object(decoder.experts, "takes_all_columns", True):
         for start, Ts in plans:
             for difference in _undo_faults(decoder, start, Ts):
                 faults.append(f"{difference} from position {start} on, T = {Ts}")
@@ -426,7 +426,7 @@ def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
     states = {}
     for name, value in snapshot.states.items():
         states[name] = rng.standard_normal(value.shape).astype(np.float16)
-    return replace(snapshot, states=states, floor=tokens)
+    return replace(snapshot, states=states, min_length=tokens)
 
 
 # The gates on states, in the order in which they run.

@@ -42,9 +42,12 @@ from workbench.runtime import Model, Settings, State
 from workbench.runtime.base import OnCall, interrupted
 
 GREEDY = Sampling()
-# output of a layer shard → input of the next shard
+# Output of a layer shard → input of the next shard. Packages of another exporter contain
+# the head: what leaves the last of them as `x` are logits (see `Decoder.logits`).
 NEXT_INPUTS = {HIDDEN: X, LOGITS: X, ROUTER_STATE_OUT: ROUTER_STATE}
-Hook = Callable[[Shard, object, list], list | None]
+# Called as hook(shard, op, outputs) after every operation of a program, with its results;
+# it may return other results, which replace them.
+ShardHook = Callable[[Shard, object, list], list | None]
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,9 @@ class Sequences:
         states: one per layer shard; a state works only with the model that made it.
         ids: the tokens that each sequence has run.
         min_lengths: the shortest length that each sequence can be trimmed to. A call
-            raises them before it runs. If it is interrupted after it has advanced
-            recurrent states, a sequence is shorter than its minimum, which marks it as
-            broken (see `check_whole`).
+            raises them before it runs.
+        interrupted: whether the last call of each sequence has begun to overwrite
+            values of the tokens before it, and has not ended (see `check_whole`).
         last_call: for `trim`, if states are recurrent.
     """
 
@@ -81,6 +84,7 @@ class Sequences:
     states: list[State]
     ids: list[list[int]]
     min_lengths: list[int]
+    interrupted: list[bool]
     last_call: LastCall | None = None
 
     @property
@@ -106,14 +110,14 @@ class Sequences:
     def check_whole(self) -> None:
         """Raises an InputError for a sequence whose states an interrupted call has
         advanced in part."""
-        for seq, ids in enumerate(self.ids):
-            if self.min_lengths[seq] > len(ids):
+        for seq, was_interrupted in enumerate(self.interrupted):
+            if was_interrupted:
                 raise interrupted(f"sequence {seq}")
 
     def advance(
         self,
         chunk: Sequence[Sequence[int]],
-        hook: Hook | None = None,
+        hook: ShardHook | None = None,
         T: int = 0,
         keep: bool = False,
     ) -> tuple[np.ndarray, Times]:
@@ -121,8 +125,7 @@ class Sequences:
 
         Args:
             chunk: token ids of each sequence, from none to t_max.
-            hook: called as hook(shard, op, outputs) after every operation of a program.
-                It may replace the outputs by returning others.
+            hook: see `ShardHook`.
             T: the fewest columns of the call.
             keep: whether `trim` can go back into the call where states are recurrent
                 and a mask writes the caches.
@@ -136,7 +139,8 @@ class Sequences:
                 runtime that shows no operation, a sequence that an interrupted call has
                 advanced in part; nothing is changed then.
         """
-        decoder, options = self.decoder, self.decoder.options
+        decoder = self.decoder
+        options = decoder.options
         if hook and decoder.is_device:
             raise InputError(
                 "hook",
@@ -155,26 +159,26 @@ class Sequences:
             )
         T = options.tiling.width(columns)
         # Everything that can be refused is refused here, before states or lengths change.
-        io, times = decoder.inputs(self.offsets, chunk, T), Times()
+        values = decoder.inputs(self.offsets, chunk, T)
         self.check_whole()
         self.last_call = None
         if keep and max(counts) > 1 and options.kv_write == "mask":
             self._keep_last_call(T)
-        # before the shards run: an interrupted call leaves a minimum above the sequence's
-        # length, which `check_whole` refuses
-        self._raise_min_lengths(counts)
+        self._begin_call(counts)
+        times = Times()
         for model, state in zip(decoder.layers, self.states, strict=True):
             start = clock()
-            (io,) = decoder.run_calls(model, [io], [counts], [state], [hook])
+            values = decoder.run_calls(model, [values], [counts], [state], [hook])[0]
             native = [model.last_native_ms]
             if model.shard.kind == "router":
                 native += decoder.experts.native_ms
             times.add(start, native)
         self.append(chunk)
+        self.interrupted = [False] * len(self.ids)
         # The call completed: the snapshots taken before it allow trimming into it.
         if self.last_call:
             self.min_lengths = [before.offset for before in self.last_call.before]
-        return io[X].reshape(len(chunk), -1, T), times
+        return values[X].reshape(len(chunk), -1, T), times
 
     def _keep_last_call(self, T: int) -> None:
         """Takes a snapshot of every sequence if a state is recurrent: a call overwrites
@@ -183,11 +187,16 @@ class Sequences:
             before = [self.snapshot(seq) for seq in range(len(self.ids))]
             self.last_call = LastCall(before, T)
 
-    def _raise_min_lengths(self, counts: np.ndarray) -> None:
-        """Raises the minimal lengths to those after a call of `counts` [B] tokens."""
+    def _begin_call(self, counts: np.ndarray) -> None:
+        """Raises the minimal lengths to those after a call of `counts` [B] tokens, and
+        marks sequences that cannot continue if the call does not end."""
+        manifest = self.decoder.manifest
         for seq, end in enumerate(self.offsets + counts):
-            lowest = snapshot.floor(self.decoder.manifest, int(end))
-            self.min_lengths[seq] = max(self.min_lengths[seq], lowest)
+            min_length = snapshot.min_length(manifest, int(end))
+            self.min_lengths[seq] = max(self.min_lengths[seq], min_length)
+            # Cache rows behind a sequence's tokens are written again by the next call.
+            # A recurrent state is overwritten: its minimal length is that of the end.
+            self.interrupted[seq] = self.min_lengths[seq] > len(self.ids[seq])
 
     def append(self, chunk: Sequence[Sequence[int]]) -> None:
         """Adds the tokens of a call that has run."""
@@ -198,7 +207,7 @@ class Sequences:
         self,
         prompts: Sequence[Sequence[int]],
         tile: int | None = None,
-        hook: Hook | None = None,
+        hook: ShardHook | None = None,
     ) -> Iterator[tuple[list[Sequence[int]], np.ndarray]]:
         """Runs prompts call by call, `tile` tokens a call (default t_max): yields the
         tokens of each call and their hidden states [B, C, T]."""
@@ -225,7 +234,7 @@ class Sequences:
         prompts = self.check_tokens(ids)
         tile = whole_number(tile or decoder.options.t_max, "tile")
         decoder.host.check(self.offsets, [*map(len, prompts)])
-        last = 0.0
+        last = 0.0  # stands for the hidden state of a sequence without a token
         for chunk, hidden in self.advance_calls(prompts, tile):
             # a sequence whose prompt has ended keeps the hidden state of its last token
             has_tokens = np.array([[[len(tokens) > 0]] for tokens in chunk])
@@ -252,20 +261,23 @@ class Sequences:
         """A detached copy of one sequence."""
         seq = whole_number(seq, "sequence", len(self.ids))
         self.check_whole()
-        manifest, offset = self.decoder.manifest, len(self.ids[seq])
-        lowest = max(self.min_lengths[seq], snapshot.floor(manifest, offset))
+        manifest = self.decoder.manifest
+        offset = len(self.ids[seq])
+        min_length = snapshot.min_length(manifest, offset)
+        min_length = max(self.min_lengths[seq], min_length)
         states = {}
         for state, name in self.named_states:
             if snapshot.source_name(manifest, name) != name:
                 continue  # a copy, which `put` makes again
-            value, first = state.read(name)[seq], 0
+            value = state.read(name)[seq]
+            first = 0
             # older rows of a ring are overwritten already, and no token reads them
             if state.shard.states[name].ring:
-                first = max(0, lowest - snapshot.window(manifest, name) + 1)
+                first = max(0, min_length - snapshot.window(manifest, name) + 1)
             if is_cache(name):
                 value = value[:, np.arange(first, offset) % value.shape[1]]
             states[name] = value
-        return Snapshot(tuple(self.ids[seq]), self.decoder.identity, states, lowest)
+        return Snapshot(tuple(self.ids[seq]), self.decoder.identity, states, min_length)
 
     def put(self, seq: int, stored: Snapshot | None) -> None:
         """Replaces one sequence by a snapshot, or by an empty sequence if it is None. The
@@ -289,9 +301,12 @@ class Sequences:
             elif stored:
                 batch[seq] = stored.states[name]
             state.write(name, batch)
-        ids, lowest = (stored.ids, stored.floor) if stored else ((), 0)
-        self.ids[seq] = list(ids)
-        self.min_lengths[seq] = max(lowest, snapshot.floor(manifest, len(ids)))
+        self.ids[seq] = list(stored.ids) if stored else []
+        min_length = snapshot.min_length(manifest, len(self.ids[seq]))
+        if stored:
+            min_length = max(min_length, stored.min_length)
+        self.min_lengths[seq] = min_length
+        self.interrupted[seq] = False
 
     def trim(self, count: int, seq: int = 0) -> int:
         """Takes back the last `count` tokens of a sequence, as if they had never run
@@ -319,14 +334,16 @@ class Sequences:
     def _run_again(self, seq: int, ids: list[int]) -> None:
         """Restores a sequence from before the last call and runs the tokens of `ids` that
         belong to the call again, in a call of the same width."""
-        last_call, min_lengths = self.last_call, list(self.min_lengths)
+        last_call = self.last_call
+        min_lengths = list(self.min_lengths)
         before = last_call.before[seq]
         self.put(seq, before)
         chunk: list[list[int]] = [[] for _ in self.ids]
         chunk[seq] = ids[before.offset :]
         if chunk[seq]:
             self.advance(chunk, T=last_call.T)
-        self.last_call, self.min_lengths = last_call, min_lengths
+        self.last_call = last_call
+        self.min_lengths = min_lengths
 
 
 @dataclass
@@ -375,14 +392,19 @@ class Decoder:
     ):
         bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         bundle.check_contents()
-        self.bundle, self.manifest = bundle, bundle.manifest
-        self.options, self.host = bundle.manifest.options, Host(bundle.manifest)
-        self.plane, plugin = self.host.plane, self.options.plugin
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.options = bundle.manifest.options
+        self.host = Host(bundle.manifest)
+        self.plane = self.host.plane
+        plugin = self.options.plugin
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
         self.precision = plugin.precision if plugin else precision
-        self.fast, self.reads = fast, reads
-        self.compute_units, self.hints = compute_units, hints or {}
+        self.fast = fast
+        self.reads = reads
+        self.compute_units = compute_units
+        self.hints = hints or {}
         self.settings = Settings(
             self.runtime, self.precision, fast, reads, compute_units, self.hints
         )
@@ -435,7 +457,7 @@ class Decoder:
         """
         B = self.options.batch
         states = [model.make_state() for model in self.layers]
-        seqs = Sequences(self, states, [[] for _ in range(B)], [0] * B)
+        seqs = Sequences(self, states, [[] for _ in range(B)], [0] * B, [False] * B)
         for seq, stored in enumerate(per_sequence(after, B)):
             if stored is not None:
                 seqs.put(seq, stored)
@@ -454,30 +476,31 @@ class Decoder:
         computes, and the embeddings of the tokens as `x`."""
         ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
         counts = np.array([len(tokens) for tokens in chunk])
-        io = self.host.inputs(offsets, counts, T)
         x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        values = self.host.inputs(offsets, counts, T) | {X: x, IDS: ids}
         if self.manifest.dims.P:
             rows = self.bundle.embed_per_layer(ids)
-            io |= {X0: x, PER_LAYER: self.plane(rows.transpose(0, 2, 1))}
-        return io | {X: x, IDS: ids}
+            values[X0] = x
+            values[PER_LAYER] = self.plane(rows.transpose(0, 2, 1))
+        return values
 
     def read_inputs(
-        self, shard: Shard, io: dict[str, np.ndarray]
+        self, shard: Shard, values: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """What a shard reads of `io`: of second embeddings those of its layers."""
-        inputs = {name: io[name] for name in shard.inputs}
+        """What a shard reads of `values`: of second embeddings those of its layers."""
+        inputs = {name: values[name] for name in shard.inputs}
         if PER_LAYER in inputs:
             start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
-            inputs[PER_LAYER] = np.ascontiguousarray(io[PER_LAYER][:, start:stop])
+            inputs[PER_LAYER] = np.ascontiguousarray(values[PER_LAYER][:, start:stop])
         return inputs
 
     def run_calls(
         self,
         model: Model,
-        ios: Sequence[dict[str, np.ndarray]],
+        values: Sequence[dict[str, np.ndarray]],
         counts: Sequence[np.ndarray],
         states: Sequence[State],
-        hooks: Sequence[Hook | None],
+        hooks: Sequence[ShardHook | None],
         on_call: OnCall | None = None,
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
@@ -487,7 +510,8 @@ class Decoder:
         must add up in the order of decoding.
 
         Args:
-            ios: the inputs of each call by name; others are passed on.
+            values: what each call has computed so far, by name; the shard reads its
+                inputs among them.
             counts: [B] valid columns of each call.
             states, hooks: of each call.
             on_call: called before every call of a package, those of experts and of the
@@ -495,13 +519,13 @@ class Decoder:
                 one, so that it sees the states from which each of them starts.
 
         Returns:
-            `ios` for the next shard: `x` is this shard's hidden output, `router_state`
-            its router state where the family has one; cache rows that later layers
-            copy have their names.
+            `values` for the next shard: `x` is this shard's hidden output,
+            `router_state` its router state where the family has one; cache rows that
+            later layers copy have their names; all others are passed on.
         """
-        shard, results = model.shard, []
-        inputs = [self.read_inputs(shard, io) for io in ios]
-        calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
+        shard = model.shard
+        inputs = [self.read_inputs(shard, call_values) for call_values in values]
+        calls = inputs, states, [_of_shard(hook, shard) for hook in hooks]
         if on_call:
             outputs = [_observed(model, *call, on_call) for call in zip(*calls)]
         # see above: joined calls would sum in another order
@@ -509,26 +533,33 @@ class Decoder:
             outputs = [model.predict(*call) for call in zip(*calls, strict=True)]
         else:
             outputs = model.predict_calls(*calls)
-        for io, out, count, hook in zip(ios, outputs, counts, hooks, strict=True):
+        next_values = []
+        for call_values, out, count, hook in zip(
+            values, outputs, counts, hooks, strict=True
+        ):
             if shard.kind == "router":
                 layer = shard.layers[0]
                 out[HIDDEN] = self.experts.run(layer, out, count, hook, on_call)
-            for name, next_input in NEXT_INPUTS.items():
-                if name in out:
-                    io = io | {next_input: out[name]}
-            for name, rows in out.items():
-                if name.startswith((K_ROWS, V_ROWS)):
-                    io = io | {name: rows}
-            results.append(io)
-        return results
+            replaced = {}
+            for name, value in out.items():
+                if name in NEXT_INPUTS:
+                    replaced[NEXT_INPUTS[name]] = value
+                elif name.startswith((K_ROWS, V_ROWS)):
+                    replaced[name] = value
+            next_values.append(call_values | replaced)
+        return next_values
 
     def logits(
-        self, hidden: np.ndarray, times: Times | None = None, hook: Hook | None = None
+        self,
+        hidden: np.ndarray,
+        times: Times | None = None,
+        hook: ShardHook | None = None,
     ) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
         head's times to `times`. Where the layers' packages contain the head, `hidden`
         has the logits [B, V, T] already."""
-        start, native = clock(), [None]
+        start = clock()
+        native = [None]  # without a head, Core ML has no time of it
         if self.heads:
             hidden, native = self._run_heads(hidden, hook)
         if times:
@@ -536,21 +567,22 @@ class Decoder:
         return np.ascontiguousarray(hidden.transpose(0, 2, 1))
 
     def _run_heads(
-        self, hidden: np.ndarray, hook: Hook | None
+        self, hidden: np.ndarray, hook: ShardHook | None
     ) -> tuple[np.ndarray, list[float | None]]:
         """Logits [B, V, T] of all slices of the vocabulary, and Core ML's own time of
         each."""
-        t_max, ios, widths = self.options.t_max, [], []
+        t_max = self.options.t_max
+        calls, widths = [], []
         for part in np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2):
             T = part.shape[2]
             # a head of fixed shapes takes whole calls, too
             dummies = 0, self.options.tiling.width(T) - T
-            ios.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
+            calls.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
             widths.append(T)
         slices, native = [], []
         for model in self.heads:
-            hooks = [hook and partial(hook, model.shard)] * len(ios)
-            outputs = model.predict_calls(ios, [None] * len(ios), hooks)
+            hooks = [_of_shard(hook, model.shard)] * len(calls)
+            outputs = model.predict_calls(calls, [None] * len(calls), hooks)
             native.append(model.last_native_ms)
             rows = []
             for output, T in zip(outputs, widths):
@@ -669,6 +701,11 @@ class Decoder:
         """One value per sequence as the public methods return it: without the list if the
         batch is 1."""
         return values if self.options.batch > 1 else values[0]
+
+
+def _of_shard(hook: ShardHook | None, shard: Shard) -> Callable | None:
+    """The hook of a model of this shard, which is called without the shard."""
+    return None if hook is None else partial(hook, shard)
 
 
 def _observed(

@@ -29,7 +29,8 @@ class RoutedExperts:
         plane: [B, C, T] → the bundle's layout.
 
     Attributes:
-        fixed: whether expert shards take fixed numbers of columns.
+        takes_all_columns: whether expert shards take every column of a call, because
+            they take fixed numbers of columns alone.
         shards: by (layer, expert).
         native_ms: Core ML's times of the predictions of the last run.
     """
@@ -40,8 +41,9 @@ class RoutedExperts:
         load: Callable[[Shard], Model],
         plane: Callable[[np.ndarray], np.ndarray],
     ):
-        self.load, self.plane = load, plane
-        self.fixed = bool(bundle.manifest.options.shapes)
+        self.load = load
+        self.plane = plane
+        self.takes_all_columns = bool(bundle.manifest.options.shapes)
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []
@@ -71,7 +73,8 @@ class RoutedExperts:
         flat = {
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
-        hidden, self.native_ms = flat[BASE].copy(), []
+        hidden = flat[BASE].copy()
+        self.native_ms = []
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
         # [B, 1, T]
         weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)
@@ -82,24 +85,27 @@ class RoutedExperts:
             if (layer, expert) not in self.shards:
                 continue
             is_chosen = choice == expert  # [B, T]
-            columns = is_chosen.any(0) | self.fixed
-            io = {
+            columns = is_chosen.any(0)
+            if self.takes_all_columns:
+                columns = np.ones_like(columns)
+            inputs = {
                 EXPERT_IN: flat[EXPERT_IN],
                 EXPERT_WEIGHT: weights * is_chosen[:, None],
                 ACC: hidden,
             }
-            io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
+            for name, value in inputs.items():
+                inputs[name] = self.plane(value[:, :, columns])
             model = self.model(layer, expert)
-            shard_hook = hook and partial(hook, model.shard)
+            shard_hook = None if hook is None else partial(hook, model.shard)
             if on_call:
-                on_call(model, io, None)
-            output = model.predict(io, None, shard_hook)[HIDDEN]
+                on_call(model, inputs, None)
+            output = model.predict(inputs, None, shard_hook)[HIDDEN]
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
 
     def model(self, layer: int, expert: int) -> Model:
-        """The model of an expert, loaded when it is first asked for."""
+        """The model of an expert, loaded when it is first needed."""
         if (layer, expert) not in self.models:
             self.models[layer, expert] = self.load(self.shards[layer, expert])
         return self.models[layer, expert]

@@ -30,7 +30,7 @@ class Host:
 
     Attributes:
         names: the inputs of all shards.
-        tail: rows of a tail state, n of `tail_select`.
+        tail_rows: rows of a tail state, n of `tail_select`; 0: there is none.
         tables: (suffix of the inputs' names, rope table, attention window) of every
             kind of attending layer.
     """
@@ -42,7 +42,8 @@ class Host:
             inputs.update(shard.inputs)
         self.names = set(inputs)
         self.router_state = inputs.get(ROUTER_STATE)
-        self.tail = inputs.get(TAIL_SELECT, [0, 2])[1]
+        tail_select = inputs.get(TAIL_SELECT)  # [B, n, T]
+        self.tail_rows = tail_select[1] if tail_select else 0
         layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
         self.tables = [
@@ -106,11 +107,13 @@ class Host:
         if ORDER in self.names:
             inputs[ORDER] = (np.arange(1, T + 1) * valid)[:, None, :, None]
         if TAIL_SELECT in self.names:
-            # Each row of a tail takes the input at this place, counted from the oldest
-            # row through the old rows and then the columns of the call.
-            place = counts[:, None, None] + np.arange(self.tail)[:, None]
-            inputs[TAIL_SELECT] = np.arange(T) == place - self.tail
-            inputs[TAIL_KEEP] = np.arange(self.tail) == place
+            # The old rows 0 … n − 1 and then the valid columns stand in one line, and the
+            # new state takes the last n places. With n = 3 and two tokens these are the
+            # places 2, 3, 4: old row 2, then columns 0 and 1.
+            n = self.tail_rows
+            places = counts[:, None, None] + np.arange(n)[:, None]  # [B, n, 1]
+            inputs[TAIL_SELECT] = np.arange(T) == places - n
+            inputs[TAIL_KEEP] = np.arange(n) == places
         if self.router_state:
             shape = [T if n == "T" else n for n in self.router_state]
             inputs[ROUTER_STATE] = np.zeros(shape)
@@ -119,12 +122,13 @@ class Host:
             angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
-            rows, ring = self.options.cache_rows(window), self.options.ring_rows(window)
+            rows = self.options.cache_rows(window)
+            is_ring = self.options.ring_rows(window) is not None
             seen = _visible(positions, offsets + counts, rows, window)
             inputs[ATTN_MASK + suffix] = np.where(seen, 0, MASKED)[:, None]
             # one-hot columns: the row of each valid token; a dummy writes no row
             is_row = np.arange(rows)[:, None] == (positions % rows)[:, None]
-            write_mask = KV_WRITE_MASK + suffix if ring else KV_WRITE_MASK
+            write_mask = KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
             inputs[write_mask] = (is_row & valid[:, None])[:, None]
         # one address serves the whole batch, and every column is written
         if self.options.kv_write == "slice":

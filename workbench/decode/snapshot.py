@@ -38,15 +38,15 @@ class Snapshot:
             snapshot.
         states: by logical name, without the batch axis, in the dtype that `State.read`
             gives: caches [H_kv, rows, D] in the order of the tokens (of a ring the rows
-            that a token after `floor` may attend to), recurrent states whole. Caches that
-            copy an earlier layer's are left out.
-        floor: the fewest tokens that the snapshot can be trimmed to.
+            that a token after `min_length` may attend to), recurrent states whole. Caches
+            that copy an earlier layer's are left out.
+        min_length: the fewest tokens that the snapshot can be trimmed to.
     """
 
     ids: tuple[int, ...]
     identity: str
     states: dict[str, np.ndarray]
-    floor: int
+    min_length: int
 
     @property
     def offset(self) -> int:
@@ -58,9 +58,9 @@ class Snapshot:
         fewer), as if they had never run.
 
         Raises:
-            InputError: fewer tokens than `floor` would be left; a negative count.
+            InputError: fewer tokens than `min_length` would be left; a negative count.
         """
-        count = trimmed(count, self.offset, self.floor)
+        count = trimmed(count, self.offset, self.min_length)
         states = dict(self.states)
         for name in filter(is_cache, states):
             states[name] = states[name][:, : states[name].shape[1] - count]
@@ -89,36 +89,37 @@ def fill(target: np.ndarray, rows: np.ndarray, offset: int) -> None:
     target[:, places] = rows
 
 
-def trimmed(count: int, offset: int, lowest: int) -> int:
+def trimmed(count: int, offset: int, min_length: int) -> int:
     """How many of `offset` tokens a trim by `count` takes back: `count`, at most all.
 
     Raises:
-        InputError: fewer tokens than `lowest` would be left; a negative count.
+        InputError: fewer tokens than `min_length` would be left; a negative count.
     """
     count = min(whole_number(count, "tokens to trim"), offset)
-    if offset - count < lowest:
+    if offset - count < min_length:
         raise InputError(
             f"sequence of {offset} tokens",
             f"{count} to undo",
-            f"at most {offset - lowest}: no state holds the values from before these",
+            f"at most {offset - min_length}: no state holds the values from before these",
             "restore an earlier snapshot, or export with --sliding mask (not ring)",
         )
     return count
 
 
-def floor(manifest: Manifest, offset: int) -> int:
+def min_length(manifest: Manifest, offset: int) -> int:
     """The shortest length that a sequence of `offset` tokens can be trimmed to without a
     snapshot: a ring must still hold the next token's window, and a recurrent state
     cannot be trimmed at all."""
-    lowest = 0
+    length = 0
     for shard in manifest.shards:
         for name, state in shard.states.items():
             if not is_cache(name):
                 return offset
             if state.ring and offset > state.ring:
-                last = offset - state.ring + window(manifest, name) - 1
-                lowest = max(lowest, last)
-    return lowest
+                # the oldest row that the ring holds, then a window less the next token
+                of_ring = offset - state.ring + window(manifest, name) - 1
+                length = max(length, of_ring)
+    return length
 
 
 def has_recurrent_state(manifest: Manifest) -> bool:

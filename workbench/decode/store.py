@@ -29,7 +29,7 @@ from workbench.files import save_arrays
 FORMATS = ("fp16", "q4")
 VERSION = "3"
 GROUP = 64  # values along head_dim, at most, that share one scale
-OUTLIER = 0.25
+OUTLIER = 0.25  # the largest RMS error of q4, over that of the deviations from the mean
 IDS = "ids"
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
@@ -44,7 +44,8 @@ def save(
             earlier snapshot of the name stays.
     """
     check_choice("snapshot format", format, FORMATS, "choose one of these")
-    path, tensors = _path(folder, name), {IDS: np.array(snapshot.ids, np.int32)}
+    path = _path(folder, name)
+    tensors = {IDS: np.array(snapshot.ids, np.int32)}
     for state, value in snapshot.states.items():
         tensors[state] = value
         if format == "q4" and is_cache(state) and value.size:
@@ -54,7 +55,7 @@ def save(
                     tensors[state + suffix] = part
                 del tensors[state]
     header = {"version": VERSION, "identity": snapshot.identity}
-    header["floor"] = str(snapshot.floor)
+    header["floor"] = str(snapshot.min_length)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_arrays(path, tensors, header)
@@ -74,7 +75,8 @@ def load(folder: str | Path, name: str) -> Snapshot:
     with _open(_path(folder, name)) as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         ids = tuple(tensors.pop(IDS).tolist())
-        return Snapshot(ids, header["identity"], decode(tensors), int(header["floor"]))
+        min_length = int(header["floor"])
+        return Snapshot(ids, header["identity"], decode(tensors), min_length)
 
 
 def find(
@@ -90,14 +92,16 @@ def find(
     Raises:
         InputError: a damaged file.
     """
-    best, longest, prompt = None, 0, np.array(ids[:-1], np.int32)
+    best, longest = None, 0
+    prompt = np.array(ids[:-1], np.int32)
     for path in sorted(Path(folder).glob("[!.]*.safetensors")):
         with _open(path) as (header, file):
             stored = file.get_tensor(IDS)
-            usable, lowest = header["identity"] == identity, int(header["floor"])
+            min_length = int(header["floor"])
+            fits = header["identity"] == identity
         shorter = min(len(stored), len(prompt))
         equal = np.logical_and.accumulate(stored[:shorter] == prompt[:shorter])
-        if usable and equal.sum() >= max(lowest, longest + 1):
+        if fits and equal.sum() >= max(min_length, longest + 1):
             best, longest = path.stem, int(equal.sum())
     if best is None:
         return None

@@ -212,7 +212,7 @@ def transcript(
     """
     max_new = whole_number(max_new, "new tokens")
     _check_options(decoder, logits, sampling)
-    tokenizer = prefill_ms = None
+    tokenizer = None
     if (decoder.bundle.tokenizer / "tokenizer.json").exists():
         from tokenizers.decoders import DecodeStream
 
@@ -226,9 +226,11 @@ def transcript(
     _check_length(decoder, ids, stream_limit)
     first_calls_ms = _warm_up(decoder, ids)
     tokens, times, rows = [], [], []
+    prefill_ms = None
     start = time.perf_counter()
     for record in decoder.stream(ids, stream_limit, stop=stop, sampling=sampling):
-        prefill_ms = prefill_ms or (time.perf_counter() - start) * 1e3
+        if prefill_ms is None:  # the first record comes after the prefill
+            prefill_ms = (time.perf_counter() - start) * 1e3
         if logits:
             rows.append(record.logits)
         has_ended = bool(tokens) and tokens[-1] in eos
@@ -246,7 +248,7 @@ def transcript(
         "tokens": len(ids),
         "calls": len([*decoder.options.tiling.calls(len(ids))]),
         "ms": prefill_ms,
-        "tokens_per_s": prefill_ms and len(ids) / prefill_ms * 1e3,
+        "tokens_per_s": len(ids) / prefill_ms * 1e3 if prefill_ms else None,
         "first_calls": len(first_calls_ms),
         "first_calls_ms": sum(first_calls_ms),
     }

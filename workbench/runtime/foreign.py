@@ -154,7 +154,7 @@ class ForeignModel(Model):
             # packages are meant to be called
             end, tensors = state.end, state.tensors.values()
             before = [part_state.read(name) for part_state, name in tensors]
-            with_logits = self.foreign.calls(start, T, silent=False)
+            with_logits = self.foreign.calls(start, T, allow_without_logits=False)
             self._run(with_logits, inputs, state, hook, on_call, logits)
             for (part_state, name), value in zip(tensors, before):
                 part_state.write(name, value)
