@@ -54,8 +54,9 @@ class Op:
 
     @property
     def key(self) -> str | int:
-        """What identifies the operation in its program: the name of its first result,
-        if it has one."""
+        """What identifies the operation in its program: the name of its first result.
+        An operation without a result, such as a write, has its `id`, which is valid as
+        long as the operation exists."""
         if self.outputs:
             return self.outputs[0][0]
         return id(self)
@@ -105,6 +106,8 @@ class Program:
     """One function of a package, with the interface that its description states.
 
     Attributes:
+        block: its operations; None where they were released, so that the file of the
+            weights is mapped no longer.
         unfused: None, unless `miltorch.fuse` returned the program: the operations that resemble
             the last one of a group and belong to none: name → reason.
     """
@@ -114,7 +117,7 @@ class Program:
     inputs: dict[str, Type]
     states: dict[str, Type]
     outputs: list[str]
-    block: Block
+    block: Block | None
     # the protobuf message FunctionDescription: dtypes at the package's boundary
     description: object
     unfused: dict[str, str] | None = None
@@ -307,14 +310,15 @@ class _Reader:
         declared = self.declared(function.inputs)
         inputs = {n: t for n, t in declared if t.kind != "state"}
         states = {n: t for n, t in declared if t.kind == "state"}
-        ops, outputs = self.block(block), list(block.outputs)
+        body = self.block(block)
+        outputs = list(block.outputs)
         lost = {feature.name for feature in description.input} - inputs.keys()
         lost |= {feature.name for feature in description.output} - {*outputs}
         if lost:
             _refuse(
                 self.package, f"a description of {sorted(lost)}, not in its program"
             )
-        return Program(self.package, name, inputs, states, outputs, ops, description)
+        return Program(self.package, name, inputs, states, outputs, body, description)
 
     def declared(self, named) -> list[tuple[str, Type]]:
         """Names and types of a block's inputs or of an operation's results."""

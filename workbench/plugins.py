@@ -13,7 +13,8 @@ class Target(Protocol):
     """A value of the export option `target`: another kind of program than Core ML's.
 
     Attributes:
-        runtime: the only runtime that runs such programs; it is no device.
+        runtime: the only runtime that runs such programs; it is no device. Its models
+            are made as Model(bundle, shard), see `workbench.runtime.model_class`.
         precision: `exact` for programs in fp32, `declared` for programs in fp16.
         arithmetic: the portable arithmetic whose tolerances apply to them.
         packages: the distributions whose versions decide the bytes of a program.

@@ -34,7 +34,7 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(
     split = splits[mode]
     assert split.shares().to_numpy().sum() == pytest.approx(1)
     decoder = Decoder(int8_bundle, "portable")
-    whole = error.run_updates(decoder, golden.make_golden(tiny_llama, IDS), mode)
+    whole = error.bundle_updates(decoder, golden.make_golden(tiny_llama, IDS), mode)
     assert np.allclose(split.reference + split.total, whole, atol=1e-6)
 
 

@@ -53,9 +53,10 @@ class Flow(Graph):
         return sorted(read - results)
 
     def source(self, name: str, ops: Collection[int]) -> str:
-        """The value that an operand of `ops` has before they run. For a state that is
-        the result of the first operation that reads it, where this is a `read_state`:
-        operations before it may have written the state."""
+        """The name under which the values of the whole program hold what an operand of
+        `ops` is before they run: the operand's own name. A state may have been written
+        by operations before `ops`; where the first of `ops` that reads it is a
+        `read_state`, the name of its result."""
         first = next(self.ops[i] for i in ops if name in self.ops[i].reads())
         return first.outputs[0][0] if first.kind == "read_state" else name
 

@@ -17,6 +17,7 @@ re-authoring error in whatever format the weights are stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -109,23 +110,20 @@ def split_error(
         "quantization": golden.stored_weights(checkpoint, bundle),
     }
     parts = [*weights, *runs]
-    # mode → updates before the first part, and once the cause of each part is there
+    # mode → updates before the first part, and after the change of each part
     stages = {mode: [updates(source.trace)] for mode in MODES}
     for part in bar(parts, "error", unit="stage"):
         if part in weights:
             model = Reference(checkpoint, weights[part])
+            measure = partial(reference_updates, model, source)
         else:
-            run = runs[part]
+            planned = runs[part]
             decoder = Decoder(
-                bundle, run.runtime, run.precision, compute_units=compute_units
+                bundle, planned.runtime, planned.precision, compute_units=compute_units
             )
+            measure = partial(bundle_updates, decoder, source)
         for mode in MODES:
-            if part in weights:
-                feed = source.trace if mode == "isolated" else None
-                trace = model.run(source.ids, feed=feed, head=False)
-                stages[mode].append(updates(trace))
-            else:
-                stages[mode].append(run_updates(decoder, source, mode))
+            stages[mode].append(measure(mode))
     splits = {}
     for mode, values in stages.items():
         differences = np.diff(values, axis=0)
@@ -168,7 +166,14 @@ def updates(trace: Trace) -> np.ndarray:
     return np.float64([layer.update for layer in trace.layers])
 
 
-def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarray:
+def reference_updates(model: Reference, source: golden.Golden, mode: str) -> np.ndarray:
+    """The updates of Hugging Face's layers over the golden's tokens, [L, n, C]
+    float64."""
+    feed = source.trace if mode == "isolated" else None
+    return updates(model.run(source.ids, feed=feed, head=False))
+
+
+def bundle_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarray:
     """The updates of a bundle's layers over the golden's tokens in calls of t_max, [L,
     n, C] float64."""
     T = decoder.options.t_max
@@ -178,7 +183,8 @@ def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarra
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
     """The checkpoint's values rounded to fp16 as an uncompressed bundle would store
-    them: with the offset that `bundle` adds to a tensor, which is taken off again."""
+    them: with the offset that `bundle` adds to a tensor (Gemma's 1 + γ) before the
+    rounding, and without it afterwards."""
     offsets = {}
     for shard in bundle.manifest.shards:
         offsets |= shard.offsets

@@ -51,7 +51,7 @@ class PromptCall:
         start: position of its first token.
         width: columns, those without a token included.
         counts: [B] tokens of each sequence.
-        inputs: what the next shard reads.
+        inputs: what the next shard reads; every shard of layers replaces it.
     """
 
     start: int
@@ -60,7 +60,7 @@ class PromptCall:
     inputs: Arrays
 
 
-def plan_calls(decoder: Decoder, ids: Sequence[int], T: int) -> Iterator[PromptCall]:
+def prompt_calls(decoder: Decoder, ids: Sequence[int], T: int) -> Iterator[PromptCall]:
     """The calls of at most T tokens over a prompt that every sequence of the batch
     runs."""
     B = decoder.options.batch
@@ -86,13 +86,13 @@ def record_calls(
         layer: record the shards of this layer alone, and no head.
         position: record the calls that contain this position alone.
     """
-    prompt_calls = [call for T in Ts for call in plan_calls(decoder, ids, T)]
+    calls = [call for T in Ts for call in prompt_calls(decoder, ids, T)]
     for model in (*decoder.layers, *decoder.heads):
         shard = model.shard
         is_wanted = layer is None or layer in range(*shard.layers)
         recorded: dict[tuple[Path, str | None], RecordedCalls] = {}
         state = None
-        for call in prompt_calls:
+        for call in calls:
             if call.start == 0:
                 state = model.make_state()
             has_position = position is None or (
@@ -102,9 +102,9 @@ def record_calls(
             if is_wanted and has_position:
                 on_call = partial(record_call, recorded, shard, call)
             if shard.kind != "head":
-                (call.inputs,) = decoder.run_calls(
+                call.inputs = decoder.run_calls(
                     model, [call.inputs], [call.counts], [state], [None], on_call
-                )
+                )[0]
             elif on_call:
                 # every head slice reads the last hidden state; its logits are not needed
                 on_call(model, {X: call.inputs[X]}, None)

@@ -58,9 +58,9 @@ class ResultRange:
 
 
 @dataclass(frozen=True)
-class Program:
-    """What names the operations of a package: its shard, and the source modules of its
-    values."""
+class PackageNames:
+    """The names of a package's parts: its shard, and the source modules of its values
+    by the values' names."""
 
     shard: str
     modules: Mapping[str, str]
@@ -81,36 +81,38 @@ class Ranges:
         self.first: dict[str, OperationPlace | None] = dict.fromkeys(NON_FINITE)
         # the values, by shard and name, that contained one when they were last computed
         self.tainted: dict[str, set] = {kind: set() for kind in NON_FINITE}
-        self.programs: dict[int, Program] = {}  # by id of an operation
+        # By id(op): an operation has no name that is unique among packages. The
+        # executables that were registered keep their operations, and so the ids, alive.
+        self.names: dict[int, PackageNames] = {}
 
     def register(self, model: Model, inputs: Iterable[tuple[str, object]] = ()) -> None:
         """Registers the operations of a package under its shard's name, and notes which
         of its constants and inputs are infinite."""
-        program = Program(model.package.stem, {})
+        names = PackageNames(model.package.stem, {})
         if model.shard:
-            program = Program(model.shard.name, model.shard.modules)
+            names = PackageNames(model.shard.name, model.shard.modules)
         for op in model.executable.program.block.walk():
-            self.programs[id(op)] = program
+            self.names[id(op)] = names
         for name, value in chain(model.executable.constants.read(), inputs):
             # integers are always finite, and some constants are text
             if not isinstance(value, str) and torch.as_tensor(value).isinf().any():
-                self.tainted["inf"].add((program.shard, name))
+                self.tainted["inf"].add((names.shard, name))
 
     def add(self, shard, op, outputs) -> None:
         """Adds the floating-point results of an operation: a hook of `Decoder.advance`.
         A shard of another exporter has several packages, each registered under a name
         of its own; an expert's shard, which is loaded late, may not be registered."""
-        program = self.programs.get(id(op))
-        if program is None:
-            program = Program(shard.name, shard.modules)
-        operands = {(program.shard, name) for name in op.reads()}
+        names = self.names.get(id(op))
+        if names is None:
+            names = PackageNames(shard.name, shard.modules)
+        operands = {(names.shard, name) for name in op.reads()}
         for (name, _), x in zip(op.outputs, outputs, strict=True):
             if not isinstance(x, torch.Tensor) or not x.is_floating_point():
                 continue
-            key = program.shard, name
+            key = names.shard, name
             if key not in self.rows:
-                module = program.modules.get(name, "")
-                place = OperationPlace(program.shard, op.name, op.kind, module)
+                module = names.modules.get(name, "")
+                place = OperationPlace(names.shard, op.name, op.kind, module)
                 self.rows[key] = ResultRange(place, name)
             row = self.rows[key]
             finite = x[x.isfinite()].abs()
@@ -225,11 +227,12 @@ def measure_package(
     """
     measured = {}
     for precision in PRECISIONS:
-        measured[precision] = ranges = Ranges()
+        ranges = Ranges()
         model = load_package(Path(path), Settings("portable", precision))
         values = random_inputs(model.program) | (inputs or {})
         ranges.register(model, values.items())
         model.predict(values, model.make_state(), partial(ranges.add, None))
+        measured[precision] = ranges
     return measured
 
 

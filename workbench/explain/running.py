@@ -13,9 +13,8 @@ from workbench import process
 from workbench.errors import InputError
 from workbench.runtime import Model, Settings, is_device, load_package
 
-Arrays = dict[
-    str, np.ndarray
-]  # by the names of inputs, states and results in a package
+# by the names of inputs, states and results in a package
+Arrays = dict[str, np.ndarray]
 
 
 def evaluate(model: Model, arrays: Arrays, hook: Callable | None = None) -> Arrays:

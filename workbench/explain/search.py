@@ -91,7 +91,7 @@ class Finding:
         """The finding as `workbench explain` prints it."""
         fields = asdict(self)
         fields["where"] = asdict(self.where) if self.where else {}
-        fields["times"] = fields.pop("rounding_ratio")
+        fields["times"] = fields.pop("rounding_ratio")  # its name in JSON
         return fields
 
     @property
@@ -178,9 +178,13 @@ class Search:
             return Finding("uncertain", reason, where=call.place)
         proof = self._find_smallest({end})
         while not proof:
-            # a wrong operand may be hidden by another value that the package outputs
-            operands = sorted(self.flow.before({end}))
-            wrong = next(filter(is_wrong, operands), None)
+            # Bisection needs prefixes that stay wrong as they grow. They need not: a
+            # package outputs only values that none of its operations reads, and what
+            # reads a wrong value may hide its fault. So each operation that produces an
+            # operand of this one is tried as the last of a prefix. `end` falls every
+            # time, so that the loop ends.
+            producers = sorted(self.flow.before({end}))
+            wrong = next(filter(is_wrong, producers), None)
             if wrong is None:
                 break
             end = bisect_left(range(wrong), True, key=is_wrong)

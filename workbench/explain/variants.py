@@ -65,7 +65,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-Settings = Iterator[tuple[str, dict]]  # name, attributes of the configuration
+# yields the name of a variant, and the attributes of the configuration to set
+ConfigChanges = Iterator[tuple[str, dict]]
 
 
 @dataclass(frozen=True)
@@ -218,13 +219,14 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
 def list_variants(trial: Trial) -> dict[str, Variant]:
     """All variants of a checkpoint's model by name. Some bases and factors of rope are
     fitted to the bundle's tables."""
-    config, read = trial.checkpoint.config, trial.read
+    config = trial.checkpoint.config
+    read = trial.read
     tables = [rope.inv_freq for rope in trial.manifest.rope]
     variants = {}
-    settings = chain(_ropes(config.rope_parameters, tables), _settings(config))
-    for name, attributes in settings:
+    ropes = _ropes(config.rope_parameters, tables)
+    for name, attributes in chain(ropes, _config_changes(config)):
         variants[name] = Variant(config=attributes)
-    for name, change in _changes(config):
+    for name, change in _module_changes(config):
         variants[name] = Variant(change=change)
 
     def without_bias(name: str) -> torch.Tensor:
@@ -234,7 +236,7 @@ def list_variants(trial: Trial) -> dict[str, Variant]:
     return variants | {"biases left out": Variant(read=without_bias)}
 
 
-def _ropes(parameters: dict, tables: list[list[float]]) -> Settings:
+def _ropes(parameters: dict, tables: list[list[float]]) -> ConfigChanges:
     """Other `rope_parameters`. In a model with one set for each kind of layer, each
     change is made once in all sets, and once in each single set."""
     has_kinds = all(isinstance(value, dict) for value in parameters.values())
@@ -260,7 +262,7 @@ def _with_change(parameters: dict, change: dict) -> dict:
     return parameters | change
 
 
-def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> Settings:
+def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> ConfigChanges:
     """Bases, some of them fitted to the ends of a table of inverse frequencies, and
     scalings."""
     thetas = {*THETAS}
@@ -289,7 +291,7 @@ def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> Settings:
             yield f"rope scaling {kind} {factor:.7g}", scaling | {"factor": factor}
 
 
-def _settings(config) -> Settings:
+def _config_changes(config) -> ConfigChanges:
     """Other attributes of the configuration: eps, activation, the size of windows, and
     which layers have a window or rope."""
     key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
@@ -324,7 +326,7 @@ def _settings(config) -> Settings:
         yield "layers with and without window exchanged", {"layer_types": exchanged}
 
 
-def _changes(config) -> Iterator[tuple[str, Change]]:
+def _module_changes(config) -> Iterator[tuple[str, Change]]:
     """Changes of the modules: rotation, norms, scale of scores, order of query heads on
     key heads."""
     yield "rope pairs interleaved", _patched(ROTATE, _interleaved)

@@ -60,6 +60,7 @@ def measure_costs(
         def read(name: str) -> torch.Tensor:
             return fp16(name) if split_layer(name) in in_fp16 else stored(name)
 
+        # one model for all runs: building one takes longer than changing what it reads
         model.weights = read
         trace = model.run(golden.ids, feed=golden.trace, head=False)
         return updates(trace).reshape(golden.layers, -1)

@@ -70,7 +70,8 @@ def check_runtime(name: str) -> str:
 
 
 def model_class(name: str) -> type[Model]:
-    """The class of a runtime's models."""
+    """The class of a runtime's models. It is called as Model(package, settings), with a
+    `Package`; the runtime of a plug-in's target is called as Model(bundle, shard)."""
     if name not in MODELS:
         return plugins.load("runtimes", name)
     module, model = MODELS[name]
@@ -94,17 +95,21 @@ def resolve(runtime: str = "auto", target: Target | None = None) -> str:
             there is; a runtime for programs of another target.
     """
     name = check_runtime(runtime)
+    # programs of a plug-in's target run on its runtime alone
     if target:
         if name in ("auto", target.runtime):
             return target.runtime
         raise _wrong_target(runtime, target.runtime)
+    # a plug-in's device runs Core ML's programs; its other runtimes run their own targets'
     if name in plugins.find_plugins("runtimes") and not is_device(name):
         raise _wrong_target(runtime, "Core ML and portable")
+    # auto: what the environment says, else Core ML where there is one, else portable
     if name == "auto":
         chosen = check_runtime(os.environ.get("WORKBENCH_RUNTIME", "auto"))
         if chosen != "auto":
             return resolve(chosen)
         return "coreml" if coreml_available() else "portable"
+    # a runtime by name: does this machine have it?
     is_mac = platform.system() == "Darwin"
     # off a Mac only the shim provides this module
     is_shimmed = not is_mac and "coremltools.libcoremlpython" in sys.modules

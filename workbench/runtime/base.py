@@ -20,6 +20,8 @@ from workbench.errors import InputError, check_choice
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 UNKNOWN = miltorch.Type("")  # of an output that no operation computes
+# the key of a function that takes every T
+ANY_T = 0
 # Called as on_call(model, inputs, state) before a package is called: the model of that
 # package, its inputs by name, and its state as it is before the call.
 OnCall = Callable[["Model", dict[str, np.ndarray], "State | None"], None]
@@ -119,8 +121,9 @@ class Model(ABC):
     Attributes:
         package: its path.
         shard: see `Package`.
-        functions: names by the T of the calls that they run; 0: every T.
-        program: the interface of a function.
+        functions: names by the T of the calls that they run, or one name by `ANY_T`.
+        program: a function without its operations: the states that all functions have,
+            the inputs and outputs of one.
         loading_ms: compile, cold_load, load, first_predict; None where it did not
             happen or is not known.
         is_device: whether its values depend on the hardware that runs it. Only models
@@ -140,25 +143,28 @@ class Model(ABC):
     loading_ms: dict[str, float | None]
 
     def __init__(self, package: Package, settings: Settings):
-        self.package, self.shard, self.settings = package.path, package.shard, settings
+        self.package = package.path
+        self.shard = package.shard
+        self.settings = settings
         function_names = self.shard.functions if self.shard else {}
-        self.functions: dict[int, str | None] = {0: package.function}
+        self.functions: dict[int, str | None] = {ANY_T: package.function}
         if function_names and not package.function:
             self.functions = {T: name for name, T in function_names.items()}
-        # every function is checked, the program of the last one is kept: all have the
-        # same states
         for T, name in self.functions.items():
             program = miltorch.read(self.package, name)
             if self.shard:
-                t_max = T or function_names.get(name, package.t_max)
+                t_max = T
+                if T == ANY_T:
+                    t_max = function_names.get(name, package.t_max)
                 check_interface(self.shard, program, t_max)
-            # without its operations, so that its weights are mapped no longer
+            # All functions have the same states: that of the last one stays, without its
+            # operations, so that the file of its weights is mapped no longer.
             self.program = replace(program, block=None)
 
     def T_of(self, inputs: dict[str, np.ndarray]) -> int:
         """The T of the function that runs a call, a key of `functions`."""
-        if 0 in self.functions:
-            return 0
+        if ANY_T in self.functions:
+            return ANY_T
         for name, shape in self.shard.inputs.items():
             if "T" in shape:
                 return inputs[name].shape[shape.index("T")]
@@ -206,7 +212,7 @@ def interrupted(subject: str) -> InputError:
 def native_inputs(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Inputs as Core ML's binding takes them: contiguous and writeable, int32 as they
     are and all others in float32, which Core ML rounds once, to the float16 of its
-    inputs."""
+    inputs. The portable runtime takes the same arrays, so that both round alike."""
     return {
         name: np.require(x, np.int32 if x.dtype == np.int32 else np.float32, "CW")
         for name, x in inputs.items()

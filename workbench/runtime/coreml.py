@@ -65,7 +65,7 @@ class Placed:
 
 
 @contextmanager
-def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
+def core_ml_errors(subject: str, needed: str, next_step: str) -> Iterator[None]:
     """Context manager that turns errors of Core ML's binding, which are RuntimeErrors of
     several lines, and errors of the disk into one InputError with their text."""
     try:
@@ -100,15 +100,15 @@ class CoreMLState(State):
     def __init__(self, model: "CoreMLModel", T: int):
         super().__init__(model.shard)
         self.model, self.T = model, T
-        with model.one_message():
+        with model.core_ml_errors():
             self.mlstate = model.models[T].make_state()
 
     def read_tensor(self, tensor: str) -> np.ndarray:
-        with self.model.one_message():
+        with self.model.core_ml_errors():
             return self.mlstate.read_state(tensor).astype(np.float16)
 
     def write_tensor(self, tensor: str, value: np.ndarray) -> None:
-        with self.model.one_message():
+        with self.model.core_ml_errors():
             self.mlstate.write_state(tensor, np.require(value, np.float32, "CW"))
 
     def move_to(self, T: int) -> None:
@@ -153,38 +153,39 @@ class CoreMLModel(Model):
             folder = Path(tempfile.mkdtemp(prefix="workbench-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.compiled = folder / f"{package.path.stem}.mlmodelc"
-        with self.one_message(), self.native_layer():
+        with self.core_ml_errors(), self.native_layer():
             ms = compile_package(package.path, self.compiled)
         self.loading_ms["compile"] = ms
         # `make_state` needs a loaded function
-        self._model(min(self.functions))
+        self._load_function(min(self.functions))
 
-    def one_message(self):
+    def core_ml_errors(self):
         """Context manager that turns errors of Core ML's binding into InputErrors."""
         subject = f"package {self.package.name}"
         if self.shard:
             subject = f"shard {self.shard.name}"
-        return one_message(
+        return core_ml_errors(
             subject,
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units, or a copy of the bundle in a "
             "folder that can be written",
         )
 
-    def _model(self, T: int):
-        """The function of T, loaded when it is first needed.
+    def _load_function(self, T: int):
+        """Loads the function of T when it is first needed; returns it.
 
         An empty file beside the compiled package records that it was loaded with these
         settings: Core ML stores the program that it then makes for the device, so that
         later loads are faster."""
         if T in self.models:
             return self.models[T]
-        settings = self.units, self.functions[T], sorted(self.hints.items())
-        key = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+        loaded_with = self.units, self.functions[T], sorted(self.hints.items())
+        key = hashlib.sha256(repr(loaded_with).encode()).hexdigest()[:8]
         mark = self.compiled.with_suffix(f".{key}.loaded")
         was_loaded = self.loading_ms["compile"] is None and mark.exists()
-        path, start = str(self.compiled), time.perf_counter()
-        with self.one_message(), self.native_layer():
+        path = str(self.compiled)
+        start = time.perf_counter()
+        with self.core_ml_errors(), self.native_layer():
             self.models[T] = coremltools().models.CompiledMLModel(
                 path, self.units, self.functions[T], self.hints or None
             )
@@ -204,19 +205,20 @@ class CoreMLModel(Model):
     def predict(
         self, inputs: dict[str, np.ndarray], state: CoreMLState | None = None, hook=None
     ) -> dict[str, np.ndarray]:
-        T, mlstate = self.T_of(inputs), None
+        T = self.T_of(inputs)
+        mlstate = None
         is_first = T not in self.models or self.loading_ms["first_predict"] is None
-        model = self._model(T)
+        function = self._load_function(T)
         if state and self.program.states:
             state.move_to(T)
             mlstate = state.mlstate
         start = time.perf_counter()
-        with self.one_message():
-            outputs = model.predict(native_inputs(inputs), mlstate)
+        with self.core_ml_errors():
+            outputs = function.predict(native_inputs(inputs), mlstate)
         if is_first:
             self._add_ms("first_predict", start)
         # coremltools keeps Core ML's own time in its native object alone
-        native = model._proxy.get_last_predict_duration_in_nano_seconds()
+        native = function._proxy.get_last_predict_duration_in_nano_seconds()
         self.last_native_ms = None if native is None else native / 1e6
         if self.shard:
             check_outputs(self.shard, inputs, outputs)
@@ -260,7 +262,7 @@ def compute_plan(
     """
     ct, subject = coremltools(), f"plan of {package.stem}"
     needed = "Core ML's MLComputePlan, from macOS 14.4 on"
-    with one_message(
+    with core_ml_errors(
         subject, needed, "see the message; timings alone say where it ran"
     ):
         compile_package(package, compiled)

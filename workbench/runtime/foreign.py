@@ -4,6 +4,7 @@ of the packages under the names and in the row order of a bundle."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -24,14 +25,15 @@ class ForeignState(State):
     Attributes:
         part_states: the packages' states, by their numbers.
         tensors: (state, its name there) of every tensor, by `number/name`.
-        end: the rows are arranged as the packages have them after this many tokens; 0 is
-            the bundle's order. None while rows move, and during a call.
+        arranged_for: the order of the rows. 0: the bundle's. n: that of the packages
+            after n tokens. None: a call or a move has begun; where it is still None
+            later, that was interrupted.
     """
 
     def __init__(self, model: "ForeignModel"):
         super().__init__(model.shard)
         self.foreign = model.foreign
-        self.end: int | None = 0
+        self.arranged_for: int | None = 0
         self.part_states: dict[int | None, State] = {}
         self.tensors: dict[str, tuple[State, str]] = {}
         for part, models in zip(self.foreign.parts, model.models):
@@ -60,21 +62,41 @@ class ForeignState(State):
 
     def arrange_rows(self, end: int) -> None:
         """Moves every row to its place in the packages after `end` tokens."""
-        if self.foreign.moves and end != self.end:
-            previous_end, self.end = self.end, None
-            if previous_end is None:
+        if self.foreign.moves and end != self.arranged_for:
+            earlier_end = self.arranged_for
+            if earlier_end is None:
                 raise interrupted("sequence")
+            self.arranged_for = None
             shift = self.foreign.row_shift
             for state, name in self.tensors.values():
                 value = state.read(name)
                 rows = value.shape[-2]
-                rows_up = shift(rows, previous_end) - shift(rows, end)
-                state.write(name, np.roll(value, rows_up, axis=-2))
-        self.end = end
+                # what was `shift` rows up moves down again, then up for the new end
+                rows_down = shift(rows, earlier_end) - shift(rows, end)
+                state.write(name, np.roll(value, rows_down, axis=-2))
+        self.arranged_for = end
+
+
+@dataclass(frozen=True)
+class PredictArguments:
+    """The arguments of `ForeignModel.predict`; see there."""
+
+    inputs: dict[str, np.ndarray]
+    state: ForeignState
+    hook: Callable | None
+    on_call: OnCall | None
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return int(self.inputs[POS][0])
 
 
 class ForeignModel(Model):
-    """The packages of one shard, run part after part; see `base.Model`.
+    """The packages of one shard, run part after part.
+
+    Of the attributes of `base.Model` it has `shard`, `loading_ms`, `is_device` and
+    `last_native_ms`; `models` have the rest.
 
     Args:
         models: the models of each part's package by the names of its functions.
@@ -93,7 +115,9 @@ class ForeignModel(Model):
         models: list[dict[str | None, Model]],
         fast: bool = False,
     ):
-        self.shard, self.foreign, self.fast = shard, shard.foreign, fast
+        self.shard = shard
+        self.foreign = shard.foreign
+        self.fast = fast
         self.V = bundle.manifest.dims.V
         self.models = models
         self._check_names()
@@ -146,59 +170,66 @@ class ForeignModel(Model):
         need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick.
         `on_call` is called before every call of a package."""
         self.last_native_ms = 0.0
-        start, T = int(inputs[POS][0]), inputs[X].shape[2]
+        arguments = PredictArguments(inputs, state, hook, on_call)
+        start = arguments.start
+        T = inputs[X].shape[2]
         logits = np.full((1, self.V, T, 1), np.nan, np.float32)
         calls = list(self.foreign.calls(start, T))
         if not self.fast and not all(function.logits for function, _ in calls):
-            # once for the logits of all columns, then from the same states again, as the
-            # packages are meant to be called
-            end, tensors = state.end, state.tensors.values()
+            # A function that only fills the cache gives no logits: first functions that
+            # give some run, then, from the same states, those that an app would call.
+            arranged_for = state.arranged_for
+            tensors = state.tensors.values()
             before = [part_state.read(name) for part_state, name in tensors]
             with_logits = self.foreign.calls(start, T, allow_without_logits=False)
-            self._run(with_logits, inputs, state, hook, on_call, logits)
+            self._run(with_logits, arguments, logits)
             for (part_state, name), value in zip(tensors, before):
                 part_state.write(name, value)
-            state.end = end
-        self._run(calls, inputs, state, hook, on_call, logits)
+            state.arranged_for = arranged_for
+        self._run(calls, arguments, logits)
         return {LOGITS: logits}
 
     def _run(
         self,
         calls: Iterable[tuple[Function, np.ndarray]],
-        inputs: dict[str, np.ndarray],
-        state: ForeignState,
-        hook,
-        on_call: OnCall | None,
+        arguments: PredictArguments,
         logits: np.ndarray,
     ) -> None:
         """Runs calls, and writes the logits of functions that give any into their
         columns of `logits` [1, V, T, 1]."""
-        start = int(inputs[POS][0])
+        inputs = arguments.inputs
+        state = arguments.state
         for function, tokens in calls:
-            io = {
+            values = {
                 name: np.take(inputs[name], tokens, axis=TOKENS[name])
                 for name in inputs.keys() & TOKENS.keys()
             }
-            state.arrange_rows(start + tokens[0])
+            positions = arguments.start + tokens
+            state.arrange_rows(positions[0])
             # an interrupted call leaves None, with which `arrange_rows` refuses the next call
-            state.end = None
-            positions = start + tokens
-            outputs = self._call(function, io, positions, state, hook, on_call)
-            state.end = start + tokens[-1] + 1
+            state.arranged_for = None
+            outputs = self._call(function, values, positions, arguments)
+            state.arranged_for = positions[-1] + 1
             if function.logits:
                 logits[0, :, tokens, 0] = self._scores(outputs).T
 
     def _call(
         self,
         function: Function,
-        io: dict[str, np.ndarray],
+        values: dict[str, np.ndarray],
         positions: np.ndarray,
-        state: ForeignState,
-        hook,
-        on_call: OnCall | None,
+        arguments: PredictArguments,
     ) -> dict[str, np.ndarray]:
-        """One call of every part for tokens at `positions` [T]. Returns outputs
-        [rows, T] by role, slices of the vocabulary joined."""
+        """Calls every part once for tokens at `positions` [T].
+
+        Args:
+            values: inputs of the bundle's interface for these tokens; a part's output
+                `x` replaces the one before.
+
+        Returns:
+            Outputs [rows, T] by role, slices of the vocabulary joined.
+        """
+        hook = arguments.hook
         T = len(positions)
         parts = [*zip(self.foreign.parts, self.models)]
         while not function.logits and parts[-1][0].state is None:
@@ -207,12 +238,12 @@ class ForeignModel(Model):
         for part, models in parts:
             model = models[None if part.state is None else function.name]
             package_inputs = {
-                name: self._input_array(name, type_, io, positions, hook)
+                name: self._input_array(name, type_, values, positions, hook)
                 for name, type_ in model.program.inputs.items()
             }
-            part_state = state.part_states.get(part.state)
-            if on_call:
-                on_call(model, package_inputs, part_state)
+            part_state = arguments.state.part_states.get(part.state)
+            if arguments.on_call:
+                arguments.on_call(model, package_inputs, part_state)
             results = model.predict(package_inputs, part_state, hook)
             self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
             for name, role in self.foreign.roles.items():
@@ -225,19 +256,20 @@ class ForeignModel(Model):
                         value = value.reshape(-1, value.shape[-1]).T
                     outputs[role].append(value[:, :T])
             if X in outputs:
-                io[X] = outputs[X][-1][None, :, :, None]
-        return {role: np.concatenate(values) for role, values in outputs.items()}
+                values[X] = outputs[X][-1][None, :, :, None]
+        return {role: np.concatenate(arrays) for role, arrays in outputs.items()}
 
     def _input_array(
         self,
         name: str,
         type_: miltorch.Type,
-        io: dict[str, np.ndarray],
+        values: dict[str, np.ndarray],
         positions: np.ndarray,
-        hook,
+        hook: Callable | None,
     ) -> np.ndarray:
         """The array of an input for a call of tokens at `positions` [T]."""
-        shape, role = type_.shape, self.foreign.roles[name]
+        shape = type_.shape
+        role = self.foreign.roles[name]
         T = len(positions)
         if role == "positions":
             value = positions
@@ -247,10 +279,10 @@ class ForeignModel(Model):
             value = self._mask(role, shape, positions, hook)
         elif role == "zeros":
             value = np.zeros([size or T for size in shape])
-        elif role in io:
-            value = _plane(role, shape, io[role], T)
+        elif role in values:
+            value = _plane(role, shape, values[role], T)
         else:
-            refuse(name, f"role {role!r}", f"one of {[*io, *TOKENS, 'start']}")
+            refuse(name, f"role {role!r}", f"one of {[*values, *TOKENS, 'start']}")
         rank = len(shape)
         # leading axes are all 1: add or drop them until the rank is the input's
         padded = (1,) * rank + value.shape
@@ -258,7 +290,11 @@ class ForeignModel(Model):
         return value.reshape(padded[-rank:]).astype(dtype)
 
     def _mask(
-        self, role: str, shape: Sequence[int], positions: np.ndarray, hook
+        self,
+        role: str,
+        shape: Sequence[int],
+        positions: np.ndarray,
+        hook: Callable | None,
     ) -> np.ndarray:
         """The attention mask [T, rows] of tokens at `positions`, or for the role `write`
         the one-hot rows [rows, T] that place them in the cache."""
