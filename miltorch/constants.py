@@ -84,12 +84,12 @@ class Constants:
             self.values |= self._evaluate(self.ops[name])
         return self.values[name]
 
-    def compute(self, name: str):
+    def compute_uncached(self, name: str):
         """The value of a constant, which is not stored in `values`: for a caller that
         keeps the value in another form."""
         return self._evaluate(self.ops[name])[name]
 
-    def read(self) -> Iterator[tuple[str, object]]:
+    def items_read_at_run_time(self) -> Iterator[tuple[str, object]]:
         """Name and value of every constant that an operation at run time reads."""
         names = set()
         for op in self.program.block.walk():
@@ -99,19 +99,19 @@ class Constants:
             if name in names:
                 yield name, self[name]
 
-    def of(self, source):
+    def value_or_none(self, source):
         """The value of an argument that is a literal, a constant or a list of them; None
         for one that has to be computed at run time."""
         if isinstance(source, Ref):
             return self[source.name] if source.name in self.ops else None
         if not refs(source):
             return to_tensor(source)
-        values = list(map(self.of, source))
+        values = list(map(self.value_or_none, source))
         return None if any(value is None for value in values) else values
 
     def scalar(self, source) -> float | None:
         """The value of a constant of one element; None for any other argument."""
-        value = self.of(source)
+        value = self.value_or_none(source)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.item()
         return None
@@ -127,7 +127,8 @@ class Constants:
             if refs(op.inputs["val"]):
                 raise TypeError("a constant that names another value")
             return {op.key: to_tensor(op.inputs["val"])}
-        rule, operands = OPERATIONS[op.kind], {}
+        rule = OPERATIONS[op.kind]
+        operands = {}
         for parameter, source in op.inputs.items():
             stored = self.ops.get(getattr(source, "name", None))
             if stored is not None:

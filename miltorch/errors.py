@@ -1,5 +1,4 @@
-"""`InputError`, the exception for every input that cannot be used, and the last message
-of a failed process.
+"""`InputError`, the exception for every input that cannot be used.
 
 This module imports nothing of the package, so every other module may import it.
 """
@@ -71,32 +70,3 @@ def check_choice(
         raise InputError(
             subject, repr(value), f"one of {', '.join(choices)}", next_step
         )
-
-
-def one_line(problem: object) -> str:
-    """The text of a library's error in one line.
-
-    Core ML's binding words an error as a dictionary over several lines, `{`,
-    `NSLocalizedDescription = "…";`, `}`, with escapes for what is not ASCII: here
-    without the braces, and with the characters themselves."""
-    line = re.sub(r"(^|: )\{ (.*?);? \}$", r"\1\2", " ".join(str(problem).split()))
-    return re.sub(
-        r"\\U(?!d[89a-f])([0-9a-f]{4})", lambda code: chr(int(code[1], 16)), line
-    )
-
-
-def last_message(written: list[str]) -> str:
-    """What a failed process wrote last on stderr, in one line: the message of its last
-    exception, however many lines it has; without one the last line, or the dictionary
-    that ends there."""
-    lines = [line for line in written if line.strip()] or ["no message"]
-    trace = start = len(lines) - 1
-    while trace >= 0 and not lines[trace].startswith("Traceback (most recent call"):
-        trace -= 1
-    if trace >= 0:  # its frames are indented, the message begins where they end
-        behind = range(trace + 1, len(lines))
-        start = next((i for i in behind if not lines[i].startswith(" ")), trace)
-    elif lines[-1] == "}":
-        opening = [i for i, line in enumerate(lines) if line.endswith("{")]
-        start = max(opening, default=start)
-    return one_line("\n".join(lines[start:]))

@@ -11,7 +11,7 @@ A program that `miltorch.fuse` returned runs in `declared` alone.
 
 One hook, called as `hook(op, outputs)` after each step with its results (floats in
 float32), may replace them: taps, profiles, range traces and interventions are all this
-hook. None costs nothing."""
+hook. Without a hook no result is copied or widened."""
 
 import math
 from collections.abc import Callable

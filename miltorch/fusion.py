@@ -14,8 +14,8 @@ from miltorch.graph import Graph
 from miltorch.ops.registry import window
 from miltorch.patterns import (
     Matcher,
-    Operation,
-    Optional,
+    OperationPattern,
+    OrFirstOperand,
     Scaled,
     Value,
     one_of,
@@ -103,7 +103,7 @@ class Fusion:
             defaultdict(list)
         )
 
-    def match(self, pattern: Operation, op: Op, fault: str) -> dict:
+    def match(self, pattern: OperationPattern, op: Op, fault: str) -> dict:
         """What the parts of a pattern stand for; raises `Unfused` with `fault` where
         `op` does not match it."""
         match = self.matcher.match(pattern, op)
@@ -184,11 +184,11 @@ class Fusion:
 
 # ---- products
 
-x, weight = Value(), Value()
+X, WEIGHT = Value(), Value()
 CONVOLUTION = operation(
     "conv",
-    x,
-    weight,
+    X,
+    WEIGHT,
     pad_type=one_of("valid", "custom", "same"),
     pad=one_of(None, [0] * 4),
     strides=one_of(None, [1, 1]),
@@ -199,39 +199,39 @@ CONVOLUTION = operation(
 def convolution(fusion: Fusion, op: Op) -> None:
     """Notes a 1×1 convolution, for `Fusion.join_convolutions`."""
     match = fusion.match(CONVOLUTION, op, "it has strides, pads or groups")
-    stored = stored_weight(match[weight], fusion.graph, fusion.constants)
+    stored = stored_weight(match[WEIGHT], fusion.graph, fusion.constants)
     require(stored is not None, "its weight is no constant matrix of fp16 values")
     bias = np.zeros(len(stored), np.float32)
     if "bias" in op.inputs:
-        constant = fusion.constants.of(op.inputs["bias"])
+        constant = fusion.constants.value_or_none(op.inputs["bias"])
         require(
             constant is not None and constant.shape == bias.shape,
             "its bias is no constant vector",
         )
         bias = constant.float().numpy()
-    fusion.shape(match[x])
+    fusion.shape(match[X])
     fusion.half(Ref(op.key))
-    group = match[x].name, stored.form
+    group = match[X].name, stored.form
     fusion.convolutions[group].append((op, stored, bias))
 
 
 # ---- caches
 
-state, rows, mask, update, before = Value(), Value(), Value(), Value(), Value()
-is_transposed = Value(bool)
-read = operation("read_state", state)
-old_rows = read * (
-    1 - operation("reduce_sum", mask, axes=one_of([-1], [3]), keep_dims=True)
-)
-new_rows = operation("matmul", mask, rows, transpose_y=is_transposed)
-WRITE_BY_MASK = old_rows + new_rows
+STATE, ROWS, WRITE_MASK = Value(), Value(), Value()
+IS_TRANSPOSED = Value(bool)
+READ_STATE = operation("read_state", STATE)
+IS_WRITTEN = operation("reduce_sum", WRITE_MASK, axes=one_of([-1], [3]), keep_dims=True)
+OLD_ROWS = READ_STATE * (1 - IS_WRITTEN)
+NEW_ROWS = operation("matmul", WRITE_MASK, ROWS, transpose_y=IS_TRANSPOSED)
+WRITE_BY_MASK = OLD_ROWS + NEW_ROWS
 # the parameters of a slice
 WINDOW = {
     name: Value(list, Ref, NONE)
     for name in ("begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")
 }
-WRITE_AT_POSITION = operation("slice_update", read, update, **WINDOW)
-WRITE_OF_ALL = operation("slice_update", before, update, **WINDOW)
+UPDATE, BEFORE = Value(), Value()
+WRITE_AT_POSITION = operation("slice_update", READ_STATE, UPDATE, **WINDOW)
+WRITE_OF_ALL = operation("slice_update", BEFORE, UPDATE, **WINDOW)
 
 
 def cache_write(fusion: Fusion, op: Op) -> None:
@@ -240,7 +240,7 @@ def cache_write(fusion: Fusion, op: Op) -> None:
     require(op.inputs.keys() == {"input", "data"}, fault)
     source, inner = op.inputs["data"], [op]
     if slice_update := fusion.matcher.computed(source, "slice_update"):
-        if fusion.constants.of(slice_update.inputs.get("begin")) is None:
+        if fusion.constants.value_or_none(slice_update.inputs.get("begin")) is None:
             match = fusion.match(WRITE_AT_POSITION, slice_update, fault)
             return slice_write(fusion, op, match)
         # coremltools writes all of a state as an update of a slice that is the whole
@@ -248,25 +248,25 @@ def cache_write(fusion: Fusion, op: Op) -> None:
         sizes = fusion.shape(op.inputs["input"])
         whole = [(0, size) for size in sizes]
         require(bounds(match, sizes) == whole, fault)
-        source = match[update]
+        source = match[UPDATE]
         inner.append(slice_update)
     placed = fusion.matcher.computed(source, "add")
     require(placed is not None, fault)
     match = fusion.match(WRITE_BY_MASK, placed, fault)
-    check_only_access(fusion, op, match[read], [*inner, match[old_rows]])
+    check_only_access(fusion, op, match[READ_STATE], [*inner, match[OLD_ROWS]])
     B, H, S, D = fusion.shape(op.inputs["input"])
-    heads = list(fusion.shape(match[rows]))
-    width = heads[2 if match[is_transposed] else 3]
+    heads = list(fusion.shape(match[ROWS]))
+    width = heads[2 if match[IS_TRANSPOSED] else 3]
     require((*heads[:2], width) == (B, H, D), "rows of another shape than the state's")
-    require(fusion.shape(match[mask])[:3] == (B, 1, S), "a mask of another shape")
+    require(fusion.shape(match[WRITE_MASK])[:3] == (B, 1, S), "a mask of another shape")
     fusion.put(
         op,
         "write_cache_rows",
         state=op.inputs["input"],
-        rows=fusion.half(match[rows]),
-        mask=fusion.half(match[mask]),
-        places=fusion.of_mask(op, "one_hot_places", match[mask]),
-        transposed=match[is_transposed],
+        rows=fusion.half(match[ROWS]),
+        mask=fusion.half(match[WRITE_MASK]),
+        places=fusion.of_mask(op, "one_hot_places", match[WRITE_MASK]),
+        transposed=match[IS_TRANSPOSED],
     )
 
 
@@ -289,7 +289,7 @@ def bounds(match: dict, sizes) -> list[tuple[int, int | None]]:
 def slice_write(fusion: Fusion, op: Op, match: dict) -> None:
     """A write of a slice at a computed position."""
     slice_update = match[WRITE_AT_POSITION]
-    check_only_access(fusion, op, match[read], [slice_update])
+    check_only_access(fusion, op, match[READ_STATE], [slice_update])
     only = fusion.graph.readers(slice_update.key) == [op]
     require(only, "another operation reads what it writes")
     stride = match[WINDOW["stride"]]
@@ -300,7 +300,7 @@ def slice_write(fusion: Fusion, op: Op, match: dict) -> None:
         for name in WINDOW
         if name in slice_update.inputs
     }
-    inputs |= {"state": op.inputs["input"], "update": fusion.half(match[update])}
+    inputs |= {"state": op.inputs["input"], "update": fusion.half(match[UPDATE])}
     fusion.put(op, "write_cache_slice", **inputs)
 
 
@@ -321,20 +321,21 @@ def check_only_access(fusion: Fusion, write: Op, reading: Op, inner: list[Op]) -
 
 # ---- attention
 
-q, key, value = Value(), Value(), Value()
-scores_shape, weights_shape = Value(list, Ref), Value(list, Ref)
-softmax_axis = Value(int)
-read_key, read_value = operation("read_state", key), operation("read_state", value)
+Q, KEY, VALUE, SCORE_MASK = Value(), Value(), Value(), Value()
+SCORES_SHAPE, WEIGHTS_SHAPE = Value(list, Ref), Value(list, Ref)
+SOFTMAX_AXIS = Value(int)
+READ_KEY = operation("read_state", KEY)
+READ_VALUE = operation("read_state", VALUE)
 # heads of a group stand side by side, [B, H_kv, G·T, D], and each has the same mask
-scores = operation(
-    "reshape", operation("matmul", q, read_key, transpose_y=True), shape=scores_shape
+SCORES = operation(
+    "reshape", operation("matmul", Q, READ_KEY, transpose_y=True), shape=SCORES_SHAPE
 )
-softmax = operation("softmax", Optional(scores) + mask, axis=softmax_axis)
-weights = operation("reshape", softmax, shape=weights_shape)
-ATTENTION = operation("matmul", Optional(weights), read_value)
+SOFTMAX = operation("softmax", OrFirstOperand(SCORES) + SCORE_MASK, axis=SOFTMAX_AXIS)
+WEIGHTS = operation("reshape", SOFTMAX, shape=WEIGHTS_SHAPE)
+ATTENTION = operation("matmul", OrFirstOperand(WEIGHTS), READ_VALUE)
 LIKE_ATTENTION = resembling(
     "matmul",
-    Optional(resembling("reshape", resembling("softmax"))),
+    OrFirstOperand(resembling("reshape", resembling("softmax"))),
     resembling("read_state"),
 )
 
@@ -345,30 +346,32 @@ def attention(fusion: Fusion, op: Op) -> None:
         return
     fault = "no attention over a cache with an additive mask"
     match = fusion.match(ATTENTION, op, fault)
-    for pattern, shape in ((scores, scores_shape), (weights, weights_shape)):
+    for pattern, shape in ((SCORES, SCORES_SHAPE), (WEIGHTS, WEIGHTS_SHAPE)):
         if isinstance(match.get(shape), list):
             declared = fusion.graph.types[match[pattern].key]
             require(declared.allows(match[shape]), fault)
-    B, H, S, D = fusion.shape(match[key])
-    heads, columns = fusion.shape(match[q]), fusion.shape(match[mask])
-    require(fusion.shape(match[value]) == (B, H, S, D), fault)
+    B, H, S, D = fusion.shape(match[KEY])
+    heads = fusion.shape(match[Q])
+    columns = fusion.shape(match[SCORE_MASK])
+    require(fusion.shape(match[VALUE]) == (B, H, S, D), fault)
     require((*heads[:2], heads[3]) == (B, H, D), fault)
     require((*columns[:2], columns[3]) == (B, 1, S), fault)
-    axis, rank = match[softmax_axis], len(fusion.graph.types[match[softmax].key].shape)
+    axis = match[SOFTMAX_AXIS]
+    rank = len(fusion.graph.types[match[SOFTMAX].key].shape)
     # beside [B, H, N, S], scores may be [1, H, G, T, S], to which a mask adds alike
     require(axis == -1 or (axis == 3 and rank == 4), fault)
     require(rank == 4 or B == 1, fault)
-    for cell, reading in ((match[key], read_key), (match[value], read_value)):
+    for cell, reading in ((match[KEY], READ_KEY), (match[VALUE], READ_VALUE)):
         # attention reads the state itself, so nothing may write it after the read
         for other in fusion.graph.readers(cell.name):
             is_before = fusion.order[other.key] < fusion.order[match[reading].key]
             require(other.kind not in WRITES or is_before, fault)
-    inputs = {"q": fusion.half(match[q]), "mask": fusion.half(match[mask])}
+    inputs = {"q": fusion.half(match[Q]), "mask": fusion.half(match[SCORE_MASK])}
     if fusion.reads == "used":
-        inputs["columns"] = fusion.of_mask(op, "visible_columns", match[mask])
+        inputs["columns"] = fusion.of_mask(op, "visible_columns", match[SCORE_MASK])
     else:
-        require(match[mask].name in fusion.program.inputs, fault)
-    fusion.put(op, "cached_attention", key=match[key], value=match[value], **inputs)
+        require(match[SCORE_MASK].name in fusion.program.inputs, fault)
+    fusion.put(op, "cached_attention", key=match[KEY], value=match[VALUE], **inputs)
 
 
 # ---- norms and rotations
@@ -376,26 +379,29 @@ def attention(fusion: Fusion, op: Op) -> None:
 # RMSNorm as it cannot overflow in fp16, where x² may: with y = x / peak and peak the
 # largest |x|, x / √(mean x² + eps) = y / √(mean y² + eps / peak²). Where fp16 does not
 # hold eps, it is the product of two constants and of powers of two.
-axes, lowest, highest, epsilon = Value(list), Value(float), Value(float), Value(float)
-eps0, eps1 = Value(), Value()
-peak = operation(
+NORM_INPUT = Value()
+AXES, LOWEST, HIGHEST, EPSILON = Value(list), Value(float), Value(float), Value(float)
+EPS0, EPS1 = Value(), Value()
+PEAK = operation(
     "clip",
-    operation("reduce_max", operation("abs", x), axes=axes, keep_dims=True),
-    alpha=lowest,
-    beta=highest,
+    operation("reduce_max", operation("abs", NORM_INPUT), axes=AXES, keep_dims=True),
+    alpha=LOWEST,
+    beta=HIGHEST,
 )
-y = x / peak
-scaled_eps0, scaled_eps1 = Scaled(eps0 / peak), Scaled(eps1 / peak)
-mean_square = operation("reduce_mean", y * y, axes=axes, keep_dims=True)
-root = operation("rsqrt", mean_square + scaled_eps0 * scaled_eps1, epsilon=epsilon)
-scaled_root = Scaled(root)
-NORM = y * scaled_root
+Y = NORM_INPUT / PEAK
+SCALED_EPS0 = Scaled(EPS0 / PEAK)
+SCALED_EPS1 = Scaled(EPS1 / PEAK)
+MEAN_SQUARE = operation("reduce_mean", Y * Y, axes=AXES, keep_dims=True)
+ROOT = operation("rsqrt", MEAN_SQUARE + SCALED_EPS0 * SCALED_EPS1, epsilon=EPSILON)
+SCALED_ROOT = Scaled(ROOT)
+NORM = Y * SCALED_ROOT
 
 
 def rms_norm(fusion: Fusion, op: Op) -> None:
     """A root mean square norm, at its last product: by its gains, where they are not
     all 1."""
-    last, gains = op, fusion.constants.of(op.inputs.get("y"))
+    last = op
+    gains = fusion.constants.value_or_none(op.inputs.get("y"))
     if isinstance(gains, torch.Tensor) and gains.numel() > 1:
         last = fusion.matcher.computed(op.inputs.get("x"), "mul")
     else:
@@ -404,41 +410,42 @@ def rms_norm(fusion: Fusion, op: Op) -> None:
     if match is None:  # any other product
         return
     fault = "a norm of another form"
-    rank = len(fusion.graph.types[fusion.half(match[x]).name].shape)
-    require(len(match[axes]) == 1 and match[axes][0] in range(-rank, rank), fault)
-    (axis,) = match[axes]
-    width = fusion.shape(match[x], rank)[axis]
+    rank = len(fusion.graph.types[fusion.half(match[NORM_INPUT]).name].shape)
+    require(len(match[AXES]) == 1 and match[AXES][0] in range(-rank, rank), fault)
+    (axis,) = match[AXES]
+    width = fusion.shape(match[NORM_INPUT], rank)[axis]
     shape = [1] * rank
     shape[axis] = width
     require(bool(width), fault)
     require(gains.numel() == 1 or list(gains.shape) == shape, fault)
     # the bounds of normal fp16 values
-    require(0 < match[lowest] < 1e-3 and match[highest] > 6e4, fault)
-    factors = [fusion.constants.scalar(match[pattern]) for pattern in (eps0, eps1)]
+    require(0 < match[LOWEST] < 1e-3 and match[HIGHEST] > 6e4, fault)
+    factors = [fusion.constants.scalar(match[pattern]) for pattern in (EPS0, EPS1)]
     require(None not in factors, fault)
-    eps = match[scaled_eps0] * match[scaled_eps1]
+    eps = match[SCALED_EPS0] * match[SCALED_EPS1]
     eps *= factors[0] * factors[1]
-    gains = match[scaled_root] * gains.flatten().expand(width).float()
+    gains = match[SCALED_ROOT] * gains.flatten().expand(width).float()
     fusion.put(
         op,
         "rms_norm",
-        x=match[x],
+        x=match[NORM_INPUT],
         gains=gains.numpy(),
         axis=axis,
-        epsilon=eps + match[epsilon],
+        epsilon=eps + match[EPSILON],
     )
 
 
-a, b, cos, sin = Value(), Value(), Value(), Value()
-concat_axis, interleave = Value(int), Value(bool)
-# x [B, H, T, D], cut into slices a, b and what follows them
+FIRST, SECOND, COS, SIN = Value(), Value(), Value(), Value()
+CONCAT_AXIS, INTERLEAVE = Value(int), Value(bool)
+# [B, H, T, D], cut into slices FIRST, SECOND and what follows them
 ROTATED = operation(
     "concat",
-    [a * cos - b * sin, b * cos + a * sin],
-    axis=concat_axis,
-    interleave=interleave,
+    [FIRST * COS - SECOND * SIN, SECOND * COS + FIRST * SIN],
+    axis=CONCAT_AXIS,
+    interleave=INTERLEAVE,
 )
-SLICE = operation("slice_by_index", x, **WINDOW)
+SLICED = Value()
+SLICE = operation("slice_by_index", SLICED, **WINDOW)
 
 
 def rotation(fusion: Fusion, op: Op) -> None:
@@ -447,27 +454,30 @@ def rotation(fusion: Fusion, op: Op) -> None:
     if match is None:  # any other concat
         return
     fault = "a rotation of another form"
-    require(match[concat_axis] in (-1, 3) and not match[interleave], fault)
-    whole, sizes = None, []
-    for source in (match[a], match[b], *op.inputs["values"][2:]):
+    require(match[CONCAT_AXIS] in (-1, 3) and not match[INTERLEAVE], fault)
+    whole = None
+    sizes = []
+    for source in (match[FIRST], match[SECOND], *op.inputs["values"][2:]):
         slicing = fusion.matcher.computed(source, "slice_by_index")
         require(slicing is not None, fault)
         piece = fusion.match(SLICE, slicing, fault)
-        whole = whole or fusion.half(piece[x])
-        require(fusion.half(piece[x]) == whole, fault)
-        shape, width = fusion.shape(whole), fusion.shape(source)[-1]
+        if whole is None:
+            whole = fusion.half(piece[SLICED])
+        require(fusion.half(piece[SLICED]) == whole, fault)
+        shape = fusion.shape(whole)
+        width = fusion.shape(source)[-1]
         require(bool(width), fault)
         start = sum(sizes)
         expected = [*((0, size) for size in shape[:3]), (start, start + width)]
         require(bounds(piece, shape) == expected, fault)
         sizes.append(width)
     require(sum(sizes) == shape[-1] and sizes[0] == sizes[1], fault)
-    for table in (match[cos], match[sin]):
+    for table in (match[COS], match[SIN]):
         name = fusion.half(table).name
         require(name in fusion.program.inputs, fault)
         require(fusion.graph.types[name].shape[-1:] == (sizes[0],), fault)
     fusion.put(
-        op, "rotary_embedding", x=whole, cos=match[cos], sin=match[sin], sizes=sizes
+        op, "rotary_embedding", x=whole, cos=match[COS], sin=match[SIN], sizes=sizes
     )
 
 

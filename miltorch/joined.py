@@ -73,9 +73,10 @@ def run_calls(
 def _batches(calls: list[Call]) -> Iterator[list[Call]]:
     """The calls that run together, in order."""
     totals = accumulate(sum(x.numel() for x in call.inputs.values()) for call in calls)
-    # calls whose running total lies in the same block of MOST_ELEMENTS run together
-    numbered = zip(totals, calls)
-    for _, batch in groupby(numbered, lambda pair: pair[0] // MOST_ELEMENTS):
+    # Calls stay in their order, because each may read a state that the one before wrote.
+    # The first call of a batch may take it past MOST_ELEMENTS: a call is never cut.
+    with_totals = zip(totals, calls)
+    for _, batch in groupby(with_totals, lambda pair: pair[0] // MOST_ELEMENTS):
         yield [call for _, call in batch]
 
 
@@ -203,7 +204,8 @@ def _stages(body: Body, program: Program) -> Iterator[tuple[bool, list[Step]]]:
     and the last access of a state, a call must not begin before the earlier call ends."""
     accessed = [program.states.keys() & set(step.reads()) for step in body.steps]
     last = {name: index for index, names in enumerate(accessed) for name in names}
-    busy_until, together = -1, []
+    busy_until = -1  # the last step that accesses a state which is in use
+    together = []
     for index, names in enumerate(accessed):
         busy_until = max([busy_until, *(last[name] for name in names)])
         together.append(index > busy_until)
@@ -231,28 +233,36 @@ def is_columnwise(step: Step) -> bool:
 def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
     """Where the columns of a step's results are, whose first operand has this shape and
     all theirs at `axis`; None where a result may mix columns."""
-    kind, constants, place = step.op.kind, step.constants, axis + len(shape)
+    kind = step.op.kind
+    constants = step.constants
+    place = axis + len(shape)  # `axis`, counted from the front
     if kind == "transpose":
         order = [p % len(shape) for p in constants["perm"]]
         return order.index(place) - len(shape)
     if kind == "reshape":
         return _reshaped(constants["shape"], shape, place)
     if kind == "conv":
-        is_separate = place != 1
-    elif kind in POINTWISE:
+        # axis 1 has the channels, which a convolution mixes
+        return axis if place != 1 else None
+    if kind in POINTWISE:
+        # a constant operand may have one value for all columns, not one for each
         tensors = [v for v in constants.values() if isinstance(v, torch.Tensor)]
-        is_separate = all(v.dim() < -axis or v.shape[axis] == 1 for v in tensors)
-    elif kind == "slice_by_index":
+        serves_all = all(v.dim() < -axis or v.shape[axis] == 1 for v in tensors)
+        return axis if serves_all else None
+    if kind == "slice_by_index":
         index = window(**constants)
-        is_separate = all(isinstance(piece, slice) for piece in index)
-        is_separate = is_separate and index[place].indices(ENDLESS) == (0, ENDLESS, 1)
-    else:
-        over = constants.get("axes") or [constants.get("axis", axis)]
-        is_separate = {axis, place}.isdisjoint(over)
-        is_separate = is_separate and (
-            kind in ALONG_AXIS or bool(constants.get("keep_dims"))
-        )
-    return axis if is_separate else None
+        # an index in place of a slice drops its axis, and the others move
+        if not all(isinstance(piece, slice) for piece in index):
+            return None
+        takes_every_column = index[place].indices(ENDLESS) == (0, ENDLESS, 1)
+        return axis if takes_every_column else None
+    # without axes a reduction is over all of them, the columns' too
+    over = constants.get("axes") or [constants.get("axis", axis)]
+    if not {axis, place}.isdisjoint(over):
+        return None
+    # a reduction that drops its axes moves the others
+    keeps_axes = kind in ALONG_AXIS or bool(constants.get("keep_dims"))
+    return axis if keeps_axes else None
 
 
 def _reshaped(sizes: list[int], shape: torch.Size, place: int) -> int | None:

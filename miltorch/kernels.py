@@ -1,8 +1,8 @@
 """Products with stored weights, which torch has not, compiled by numba. fp16 values are
 arrays of their bits (uint16); sums are float32, results are rounded once.
 
-A product's arguments are the arrays of a weight [R, K], x [N, K] float32, bias [R]
-float32 and out [N, R] fp16, which becomes x by the weight plus the bias. Kernels are
+Every kernel computes out = x @ weight.T + bias: x [N, K] float32, the weight [R, K] as it
+is stored (its arrays), bias [R] float32, out [N, R] the bits of fp16. Kernels are
 compiled once per machine, then read from numba's cache. They run on the threads of
 OpenMP, which torch uses, too, and where there is no OpenMP on numba's own, which take
 one caller at a time and sleep between two kernels."""

@@ -36,7 +36,7 @@ class Pattern:
     | `1` | a constant of one element, of this value; an attribute that equals it |
     | `[x, y]` | a list that begins with these |
     | `Scaled(x)` | x times any number of constants of one element; `match` has their product |
-    | `Optional(x)` | what the operation x computes, or its first operand itself |
+    | `OrFirstOperand(x)` | the result of the operation x, or what its first operand stands for |
 
     Operands stand in the order of the operation's rule in `miltorch.ops`; a pattern may
     leave out the last ones. Attributes that a pattern of an operation does not name have
@@ -45,24 +45,24 @@ class Pattern:
     all its arguments. A pattern that stands twice in another one stands for one
     operation."""
 
-    def __add__(self, other: "Pattern") -> "Operation":
+    def __add__(self, other: "Pattern") -> "OperationPattern":
         return operation("add", self, other)
 
-    def __sub__(self, other: "Pattern") -> "Operation":
+    def __sub__(self, other: "Pattern") -> "OperationPattern":
         return operation("sub", self, other)
 
-    def __rsub__(self, other: float) -> "Operation":
+    def __rsub__(self, other: float) -> "OperationPattern":
         return operation("sub", other, self)
 
-    def __mul__(self, other: "Pattern") -> "Operation":
+    def __mul__(self, other: "Pattern") -> "OperationPattern":
         return operation("mul", self, other)
 
-    def __truediv__(self, other: "Pattern") -> "Operation":
+    def __truediv__(self, other: "Pattern") -> "OperationPattern":
         return operation("real_div", self, other)
 
 
 @dataclass(frozen=True, eq=False)
-class Operation(Pattern):
+class OperationPattern(Pattern):
     """`attributes` are None where any are allowed."""
 
     kind: str
@@ -70,14 +70,14 @@ class Operation(Pattern):
     attributes: dict[str, object] | None
 
 
-def operation(kind: str, *operands, **attributes) -> Operation:
+def operation(kind: str, *operands, **attributes) -> OperationPattern:
     """The pattern of an operation, see `Pattern`."""
-    return Operation(kind, operands, attributes)
+    return OperationPattern(kind, operands, attributes)
 
 
-def resembling(kind: str, *operands) -> Operation:
+def resembling(kind: str, *operands) -> OperationPattern:
     """The pattern of an operation with any attributes."""
-    return Operation(kind, operands, None)
+    return OperationPattern(kind, operands, None)
 
 
 class Value(Pattern):
@@ -103,8 +103,8 @@ class Scaled(Pattern):
 
 
 @dataclass(frozen=True, eq=False)
-class Optional(Pattern):
-    operation: Operation
+class OrFirstOperand(Pattern):
+    operation: OperationPattern
 
 
 class Matcher:
@@ -113,7 +113,7 @@ class Matcher:
     def __init__(self, graph: Graph, constants: Constants):
         self.graph, self.constants = graph, constants
 
-    def match(self, pattern: Operation, op: Op) -> dict[Pattern, object] | None:
+    def match(self, pattern: OperationPattern, op: Op) -> dict[Pattern, object] | None:
         """What every pattern within `pattern` stands for, if `op` matches it."""
         bound: dict[Pattern, object] = {}
         return bound if self._binds_operation(pattern, op, bound) else None
@@ -134,10 +134,10 @@ class Matcher:
             case Value():
                 first = bound.setdefault(pattern, source)
                 return first is source or (isinstance(source, Ref) and first == source)
-            case Operation(kind):
+            case OperationPattern(kind):
                 op = self.computed(source, kind)
                 return op is not None and self._binds_operation(pattern, op, bound)
-            case Optional(inner):
+            case OrFirstOperand(inner):
                 if self.computed(source, inner.kind) is None:
                     return self._binds(inner.operands[0], source, bound)
                 return self._binds(inner, source, bound)
@@ -154,7 +154,7 @@ class Matcher:
         pairs = zip(patterns, sources)
         return all(self._binds(pattern, source, bound) for pattern, source in pairs)
 
-    def _binds_operation(self, pattern: Operation, op: Op, bound: dict) -> bool:
+    def _binds_operation(self, pattern: OperationPattern, op: Op, bound: dict) -> bool:
         if op.kind != pattern.kind or bound.setdefault(pattern, op) is not op:
             return False
         rule = OPERATIONS[op.kind]
@@ -174,7 +174,7 @@ class Matcher:
         if name not in op.inputs:
             return default
         source = op.inputs[name]
-        value = self.constants.of(source)
+        value = self.constants.value_or_none(source)
         if value is not None:
             return python_value(value)
         return source if isinstance(source, Ref) else MIXED

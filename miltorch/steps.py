@@ -55,7 +55,7 @@ class Step:
         """The arguments of the function, of which `values` has those computed before."""
         arguments = self.constants.copy()
         for parameter, source, is_attribute in self.operands:
-            if source.__class__ is str:
+            if isinstance(source, str):
                 value = values[source]
             else:
                 value = [values[name] for name in source]
@@ -167,7 +167,7 @@ class Binder:
         for parameter, source in op.inputs.items():
             if parameter in TUPLES and not isinstance(source, list):
                 source = [source]
-            value = self.constants.of(source)
+            value = self.constants.value_or_none(source)
             if value is None:
                 names = self.names(source, body, f"{op.name}.{parameter}")
                 step.operands.append(Operand(parameter, names, parameter in attributes))

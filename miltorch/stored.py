@@ -199,7 +199,7 @@ def stored_weight(source, graph: Graph, constants: Constants) -> StoredWeight | 
         if all(isinstance(operand, np.ndarray) for operand in operands.values()):
             weight = FORMS[op.kind](**operands)
     if weight is None:
-        half = constants.compute(source.name)
+        half = constants.compute_uncached(source.name)
         if half.dim() == 4 and half.shape[2:] == (1, 1):
             weight = HalfWeight(half.flatten(1).numpy().view(np.uint16))
     return weight

@@ -1,10 +1,10 @@
 """The errors of the workbench: `InputError` and its helpers, which are those of
-`miltorch.errors`, `CellError`, and `is_full_disk`."""
+`miltorch.errors`, `CellError`, and what the errors of libraries and of the system say."""
 
 import errno
 import re
 
-from miltorch.errors import InputError, check_choice, last_message, one_line, visible
+from miltorch.errors import InputError, check_choice, visible
 
 __all__ = [
     "CellError",
@@ -38,3 +38,32 @@ def is_full_disk(problem: BaseException | None) -> bool:
             return True
         problem = problem.__cause__
     return False
+
+
+def one_line(problem: object) -> str:
+    """The text of a library's error in one line.
+
+    Core ML's binding words an error as a dictionary over several lines, `{`,
+    `NSLocalizedDescription = "…";`, `}`, with escapes for what is not ASCII: here
+    without the braces, and with the characters themselves."""
+    line = re.sub(r"(^|: )\{ (.*?);? \}$", r"\1\2", " ".join(str(problem).split()))
+    return re.sub(
+        r"\\U(?!d[89a-f])([0-9a-f]{4})", lambda code: chr(int(code[1], 16)), line
+    )
+
+
+def last_message(written: list[str]) -> str:
+    """What a failed process wrote last on stderr, in one line: the message of its last
+    exception, however many lines it has; without one the last line, or the dictionary
+    that ends there."""
+    lines = [line for line in written if line.strip()] or ["no message"]
+    trace = start = len(lines) - 1
+    while trace >= 0 and not lines[trace].startswith("Traceback (most recent call"):
+        trace -= 1
+    if trace >= 0:  # its frames are indented, the message begins where they end
+        behind = range(trace + 1, len(lines))
+        start = next((i for i in behind if not lines[i].startswith(" ")), trace)
+    elif lines[-1] == "}":
+        opening = [i for i, line in enumerate(lines) if line.endswith("{")]
+        start = max(opening, default=start)
+    return one_line("\n".join(lines[start:]))

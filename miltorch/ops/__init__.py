@@ -3,14 +3,14 @@
 
 from importlib import import_module
 
-from miltorch.ops.registry import MAX_ELEMENTS, TUPLES, Operation, rules
+from miltorch.ops.registry import MAX_ELEMENTS, TUPLES, Rule, rules
 from miltorch.ops.sums import narrowed
 
 FAMILIES = """compression control convolution elementwise image indexing linear
 normalization pooling random recurrent reduction shape state"""
 # operations that `miltorch.fuse` puts in the place of groups; no package has them
 FUSED = rules(import_module(f"{__name__}.fused"))
-OPERATIONS: dict[str, Operation] = dict(FUSED)
+OPERATIONS: dict[str, Rule] = dict(FUSED)
 for _family in FAMILIES.split():
     OPERATIONS |= rules(import_module(f"{__name__}.{_family}"))
 # Rules that take fp16 as it is; all others get it in float32. torch computes these in
@@ -28,6 +28,6 @@ __all__ = [
     "MAX_ELEMENTS",
     "OPERATIONS",
     "TUPLES",
-    "Operation",
+    "Rule",
     "narrowed",
 ]

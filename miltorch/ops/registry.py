@@ -24,15 +24,16 @@ MAX_ELEMENTS = 1 << 28  # of a tensor whose size an attribute decides: 1 GiB in 
 
 
 @dataclass(frozen=True)
-class Operation:
-    """A rule: the names of its arrays, its attributes and their defaults."""
+class Rule:
+    """The rule of an operation: its function, the names of its arrays, and its attributes
+    with their defaults."""
 
     function: Callable
     operands: tuple[str, ...]
     attributes: dict[str, object]
 
 
-def rules(family: ModuleType) -> dict[str, Operation]:
+def rules(family: ModuleType) -> dict[str, Rule]:
     """The rules of a family's module, by the names of their operations."""
     functions, operations = dict(getattr(family, "TABLE", {})), {}
     for name, function in vars(family).items():
@@ -46,7 +47,7 @@ def rules(family: ModuleType) -> dict[str, Operation]:
         parameters = inspect.signature(function).parameters.values()
         attributes = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         operands = tuple(p.name for p in parameters if p.name not in attributes)
-        operations[name] = Operation(function, operands, attributes)
+        operations[name] = Rule(function, operands, attributes)
     return operations
 
 

@@ -27,7 +27,7 @@ def find_weights(
     for part, program in enumerate(programs):
         lookups = [op for op in program.block.walk() if op.kind == "gather"]
         table_names = {name for op in lookups for name in op.reads()}
-        for name, value in Constants(program).read():
+        for name, value in Constants(program).items_read_at_run_time():
             if torch.is_tensor(value) and value.squeeze().ndim == 2:
                 matrices = tables if name in table_names else other_matrices
                 matrices[f"{part}/{name}"] = value.float().squeeze()

@@ -93,7 +93,8 @@ class Ranges:
             names = PackageNames(model.shard.name, model.shard.modules)
         for op in model.executable.program.block.walk():
             self.names[id(op)] = names
-        for name, value in chain(model.executable.constants.read(), inputs):
+        constants = model.executable.constants.items_read_at_run_time()
+        for name, value in chain(constants, inputs):
             # integers are always finite, and some constants are text
             if not isinstance(value, str) and torch.as_tensor(value).isinf().any():
                 self.tainted["inf"].add((names.shard, name))
