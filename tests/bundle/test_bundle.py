@@ -12,7 +12,7 @@ from tiny import edit_json
 from workbench import Bundle, Decoder, files
 from workbench.bundle import bundle as bundles
 from workbench.check.interface import interface_gate
-from workbench.check.validate import stored_gates
+from workbench.check.validate import load_or_run_gates
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_flipped_byte_is_found_by_validation_and_before_anything_runs(copy, fi
     status = path.stat()
     flip(path, (status.st_atime_ns, status.st_mtime_ns))
     with refused(DIFFERS):
-        stored_gates(decoder)
+        load_or_run_gates(decoder)
     with refused(DIFFERS):
         Decoder(copy, "portable")
 

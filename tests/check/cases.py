@@ -411,7 +411,7 @@ def budget_gates(subject: Subject) -> list[Gate]:
     Ts = None if decoder.options.shapes else (1, decoder.options.t_max)
     cost = measure(decoder, golden_of(*paths), Ts, budget_of(*paths))
     # the other gate of a cost is `max_kl`, on the quality
-    return [gate for gate in cost.gates() if gate.name == "budget"]
+    return [gate for gate in cost.judge() if gate.name == "budget"]
 
 
 def device_gates(subject: Subject) -> list[Gate]:

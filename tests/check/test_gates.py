@@ -10,7 +10,7 @@ from in_process import invoke
 
 from workbench import Bundle, Decoder, files
 from workbench.check import gates
-from workbench.check.validate import BUG_GATES, STATE_GATES, stored_gates
+from workbench.check.validate import BUG_GATES, STATE_GATES, load_or_run_gates
 from workbench.files import sha256
 
 GATES = [
@@ -77,7 +77,7 @@ def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatc
     program = source / "program.py"
     program.write_text(program.read_text().replace("LIMIT = 1e-5", "LIMIT = 1e-4"))
     gates.gates_version.cache_clear()
-    found = stored_gates(Decoder(bundle, "portable"))
+    found = load_or_run_gates(Decoder(bundle, "portable"))
     monkeypatch.undo()
     gates.gates_version.cache_clear()
     reasons = {g.reason for g in found if g.verdict == "not_run"}

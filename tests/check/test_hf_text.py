@@ -37,7 +37,7 @@ def test_a_sound_export_agrees_and_its_error_is_that_of_rounding(compared):
     assert [text.prompt for text in result.texts] == PROMPTS
     assert result.agreed == 1 and result.interval == [1, 1]
     assert 0 < result.sigma < 0.1 and result.error < transcript.ERROR_LIMIT
-    verdicts = words(result.gates())
+    verdicts = words(result.judge())
     assert verdicts["text_budget"] == "GREEN" and verdicts["transcript"] == "WITHIN"
     figures, stop = result.json(decoder)
     assert figures["agreed"] == 1 and stop["ends"] == result.stops[1]
@@ -66,7 +66,7 @@ def test_logits_that_are_larger_everywhere_change_no_text_and_are_red(
     monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
     result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
     assert result.agreed == 1
-    assert words(result.gates())["text_budget"] == "RED"
+    assert words(result.judge())["text_budget"] == "RED"
 
 
 def test_two_exchanged_rows_of_the_head_are_red_and_named(
@@ -85,7 +85,7 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
 
     monkeypatch.setattr(decoder, "logits", exchanged)
     result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
-    gate, *_ = result.gates()
+    gate, *_ = result.judge()
     assert gate.verdict == "RED" and result.worst_row in (a, b)
     assert f"token {result.worst_row}" in gate.reason
 
@@ -108,18 +108,18 @@ def test_a_small_gap_is_a_tie_and_later_positions_count():
     )
     assert result.agreed == 7 / 8
     assert [int(result.is_tie(text).sum()) for text in result.texts] == [1, 0]
-    assert words(result.gates(min_agreed=0.8))["transcript"] == "WITHIN"
-    assert words(result.gates(min_agreed=0.9))["transcript"] == "OVER"
+    assert words(result.judge(min_agreed=0.8))["transcript"] == "WITHIN"
+    assert words(result.judge(min_agreed=0.9))["transcript"] == "OVER"
 
 
 def test_a_stop_is_judged_with_four_ends_and_at_those_places_alone():
     ends = [[1, 1, 1, 0]] * 4
     zero = [[0.0] * 4] * 4
-    assert words(transcript_of(ends, zero, ended=range(3)).gates())["stop"] == "not_run"
-    assert words(transcript_of(ends, zero, ended=range(4)).gates())["stop"] == "WITHIN"
-    lost = transcript_of([[1, 1, 1, 2]] * 4, zero, ended=range(4)).gates()
+    assert words(transcript_of(ends, zero, ended=range(3)).judge())["stop"] == "not_run"
+    assert words(transcript_of(ends, zero, ended=range(4)).judge())["stop"] == "WITHIN"
+    lost = transcript_of([[1, 1, 1, 2]] * 4, zero, ended=range(4)).judge()
     assert words(lost)["stop"] == "OVER" and "never ends" in lost[-1].reason
-    three = transcript_of([*ends[:3], [1, 1, 1, 2]], zero, ended=range(4)).gates()
+    three = transcript_of([*ends[:3], [1, 1, 1, 2]], zero, ended=range(4)).judge()
     assert words(three)["stop"] == "WITHIN"
 
 
@@ -198,7 +198,7 @@ def test_the_error_on_a_device_is_reported_and_gate_device_judges_it(
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
     result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
-    gate, *_ = replace(result, is_device=True).gates()
+    gate, *_ = replace(result, is_device=True).judge()
     assert gate.verdict == "not_run" and f"{result.error:.3g}" in gate.reason
 
 

@@ -138,7 +138,7 @@ def test_a_golden_of_another_checkpoint_is_refused(
 
 
 def verdicts(cost, max_kl=gates.MAX_KL):
-    return {g.name: g.verdict for g in cost.gates(max_kl)}
+    return {g.name: g.verdict for g in cost.judge(max_kl)}
 
 
 def times(decoder, factor):
@@ -222,7 +222,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp
     assert layers.set_index("layer").loc[1, parts].eq(0).all()
     times(decoder, 1.01)
     budget = measure_budget(bundle, checkpoint, reference)
-    _, gate = measure(decoder, reference, (1, 4), budget).gates()
+    _, gate = measure(decoder, reference, (1, 4), budget).judge()
     assert gate.verdict == "RED" and "layer 1, update" in gate.reason
 
 

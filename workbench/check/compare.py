@@ -18,8 +18,8 @@ HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 DEFAULT_TENSORS = ("hidden", "update", "k", "v", "logits")
 LAYER_TENSORS = ("expert", "hidden", "router", "k", "v")
-# (RMS distance of the perturbed reference from the reference, RMS of the reference) →
-# the RMS distance that an actual value may have
+# (RMS distance of the perturbed reference from the reference, RMS of the reference) → the
+# RMS distance of an actual value whose `ratio` is 1. A gate limits the ratio.
 Tolerance = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -106,9 +106,10 @@ def digests(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(b"".join(hashes), dtype=np.int64)
 
 
-def rounding_tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """The rounding of a result to fp16 beside the perturbation of the reference."""
-    return np.hypot(distance, HALF_ULP * size)
+def rounding_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """A `Tolerance`: the distance of the perturbed reference and the rounding of a result
+    to fp16, added as independent errors are."""
+    return np.hypot(perturbed, HALF_ULP * size)
 
 
 def errors(

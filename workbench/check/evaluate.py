@@ -90,14 +90,14 @@ def evaluate(
             checkpoint than the bundle's.
     """
     ids = check_ids(ids, decoder.manifest.dims.V)
-    if reference:
+    if reference is not None:
         check_exported_from(reference, decoder.bundle)
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,  # with it the hash of every file
         call_columns(decoder),
-        reference and reference.sha256,
+        None if reference is None else reference.sha256,
         hashlib.sha256(ids.tobytes()).hexdigest(),
         spans[:2],
         [decoder.runtime, decoder.precision, decoder.compute_units],
@@ -107,9 +107,9 @@ def evaluate(
     path = folder / f"{decoder.bundle.root.name}-{digest}.npy"
     folder.mkdir(parents=True, exist_ok=True)
     ends = [end - 1 for _, _, end in spans]  # rows up to each window's end
-    rows = _stored_rows(path, ends, bool(reference))
+    rows = _stored_rows(path, ends, reference is not None)
     resumed = ends.index(len(rows)) + 1 if len(rows) else 0
-    model = reference and open_reference(reference)
+    model = None if reference is None else open_reference(reference)
     stored = resumed
     try:
         with bar(total=len(spans), initial=resumed, unit="window") as progress:
@@ -349,13 +349,12 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
 
 def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
     """The figures of mean rows [4, …] by name."""
-    nll, golden_nll, kl, same = means
     return {
-        "perplexity": np.exp(nll),
-        "golden_perplexity": np.exp(golden_nll),
-        "perplexity_ratio": np.exp(nll - golden_nll),
-        "same_top": same,
-        "kl_mean": kl,
+        "perplexity": np.exp(means[NLL]),
+        "golden_perplexity": np.exp(means[GOLDEN_NLL]),
+        "perplexity_ratio": np.exp(means[NLL] - means[GOLDEN_NLL]),
+        "same_top": means[SAME_TOP],
+        "kl_mean": means[KL],
     }
 
 

@@ -123,11 +123,14 @@ class Reference:
         self.trace: Trace | None = None  # the stacked trace that `run_rows` makes
         self.count = 0  # its positions
         norm = getattr(self.base, "norm", None) or self.base.embedding_norm
-        L = len(self.base.layers)
-        norm.register_forward_pre_hook(lambda norm, args: self.replace_inputs(L, args))
+        norm.register_forward_pre_hook(self.replace_norm_inputs)
         for module in self.base.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(self.scale_embeddings)
+
+    def replace_norm_inputs(self, norm: nn.Module, args: tuple) -> tuple:
+        """Hook of the final norm; see `replace_inputs`."""
+        return self.replace_inputs(len(self.base.layers), args)
 
     def replace_inputs(self, index: int, args: tuple) -> tuple:
         """The arguments that layer `index` reads in place of `args`, or the final norm,
@@ -184,8 +187,13 @@ class Reference:
         return tensor.reshape(shape).float().numpy().copy()
 
     def reader(self, prefix: str) -> Weights:
+        """Reads tensors by their names behind `prefix`, such as `layers.3.`."""
         read = self.weights or self.checkpoint.tensor
-        return lambda name: read(f"{self.checkpoint.prefix}{prefix}{name}")
+
+        def read_tensor(name: str) -> torch.Tensor:
+            return read(f"{self.checkpoint.prefix}{prefix}{name}")
+
+        return read_tensor
 
     @torch.inference_mode()
     def run(
@@ -269,7 +277,7 @@ class Reference:
         checkpoint's own tensor is read so."""
         name = self.checkpoint.head
         V = self.checkpoint.config.vocab_size
-        stored = self.weights and self.weights(name)
+        stored = None if self.weights is None else self.weights(name)
         parts = []
         for start in range(0, V, HEAD_ROWS):
             rows = slice(start, min(start + HEAD_ROWS, V))
@@ -305,7 +313,11 @@ def trace_reference(
 def half(scale: float) -> Perturb:
     """Rounds to fp16 as the stream of a bundle is rounded, which holds values divided
     by `scale`."""
-    return lambda x: (x / scale).half().float() * scale
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return (x / scale).half().float() * scale
+
+    return rounded
 
 
 def nudge(seed: int) -> Perturb:
@@ -356,8 +368,8 @@ def whole_model(checkpoint: Checkpoint) -> nn.Module:
     own progress bar."""
     import transformers
 
-    options = dict(dtype=torch.float32, attn_implementation="eager")
     with no_progress():
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.path, **LOCAL, **options
-        ).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, dtype=torch.float32, attn_implementation="eager", **LOCAL
+        )
+    return model.eval()

@@ -44,7 +44,7 @@ from workbench.check.gates import Gate
 from workbench.check.golden import StoredWeights, stored_weights
 from workbench.check.hf import Reference, Row, nudge, recording_cache
 from workbench.check.run import PromptRun, plan_calls, program_inputs, run_passes
-from workbench.check.states import LARGE, SUBNORMAL, Shards, default_ts
+from workbench.check.states import LARGE, SUBNORMAL, ShardNames, default_ts
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
 from workbench.decode.snapshot import fill
@@ -55,7 +55,7 @@ from workbench.runtime import Model, State
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
 # sides sum the same terms in another order. Rounding n partial sums by 2^-24 each moves
 # a sum of n random terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of
-# an MLP; the rounding of what cancels further is what `tolerance` adds.
+# an MLP; the rounding of what cancels further is what `program_tolerance` adds.
 LIMIT = 1e-5
 # The rounding of the stream, in steps of 2^-23 of it: about 16 roundings follow each
 # other in a layer, on both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 =
@@ -102,10 +102,14 @@ class Stretch:
         return self.start + len(self.ids)
 
 
-def tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """What an error is divided by: the size of the value, plus `STEPS` times the effect
-    of a step over the limit, so that rounding of the stream does not count as an error."""
-    return size + STEPS / LIMIT * np.maximum(distance, STEP * size)
+def program_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """A `Tolerance`: the size of the value, which makes the ratio a relative RMS, plus
+    what two steps of rounding cause over `LIMIT`, so that these steps alone stay within
+    the limit.
+
+    A value of size 1 that one step moves by 1e-6 has 1 + 2 · 1e-6 / 1e-5 = 1.2: a
+    distance of 2e-6 has the ratio 1.7e-6."""
+    return size + STEPS / LIMIT * np.maximum(perturbed, STEP * size)
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -128,7 +132,7 @@ def exact_runtime(bundle: Bundle) -> str:
 def program_gate(
     decoder: Decoder,
     checkpoint: Checkpoint,
-    representatives: Shards = None,
+    representatives: ShardNames = None,
     weights: StoredWeights | None = None,
 ) -> Gate:
     """The gate on a portable decoder in `exact` arithmetic; see `program_errors` for the
@@ -149,7 +153,7 @@ def program_gate(
 def program_errors(
     decoder: Decoder,
     checkpoint: Checkpoint,
-    representatives: Shards = None,
+    representatives: ShardNames = None,
     weights: StoredWeights | None = None,
 ) -> pd.DataFrame:
     """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
@@ -196,7 +200,7 @@ def plan_stretches(
     options: Options,
     stretches: dict[str, tuple[Stretch, ...]],
     isolated: bool,
-    representatives: Shards,
+    representatives: ShardNames,
 ) -> list["StretchPlan"]:
     """The passes of gate `program`.
 
@@ -260,7 +264,7 @@ class StretchPlan:
     sizes: Sequence[int]
     isolated: bool
     columns: int = 0
-    shards: Shards = None
+    shards: ShardNames = None
 
     @property
     def mode(self) -> str:
@@ -332,7 +336,7 @@ def state_errors(
                 columns["distance"],
                 columns["size"],
                 distances(expected, perturbed),
-                tolerance,
+                program_tolerance,
             )
             table = pd.DataFrame(columns)
             table.insert(1, "layer", pd.array([layer] * count, "Int64"))
@@ -371,7 +375,8 @@ def _sequence_errors(
     rows = errors(reference, trace, tensors, update_sizes=update_sizes)
     if rows.empty:
         return []
-    rows = with_tolerance(rows, reference, stretch.perturbed[plan.mode], tolerance)
+    perturbed = stretch.perturbed[plan.mode]
+    rows = with_tolerance(rows, reference, perturbed, program_tolerance)
     rows["position"] += stretch.start
     return [_add_run_columns(rows, plan, seq, len(reference.layers))]
 

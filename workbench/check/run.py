@@ -27,6 +27,7 @@ from workbench.bundle.names import (
     V_STATE,
     X0,
     X,
+    split_layer,
 )
 from workbench.check.golden import Golden, check_fits
 from workbench.check.hf import half
@@ -383,7 +384,7 @@ class _Recorder:
         elif op.kind == "reduce_argmax" or name == ROUTER_SCORES:
             # Dense experts: the only argmax of the program picks the expert. Routed
             # ones: the host picks it from the scores that the router outputs.
-            layer = int(shard.modules[name].split(".")[1])
+            layer, _ = split_layer(shard.modules[name])
             return self.choose_expert(layer, call, outputs[0])
         return None
 
@@ -421,11 +422,9 @@ class _Recorder:
     def record_caches(self, shard: Shard, state: State) -> None:
         """Records the cache rows that the pass wrote; a ring buffer has only the last."""
         B, n = self.prompt_run.ids.shape
-        starts = (
-            np.zeros(B, int)
-            if self.prompt_run.starts is None
-            else self.prompt_run.starts
-        )
+        starts = self.prompt_run.starts
+        if starts is None:
+            starts = np.zeros(B, int)
         for layer in range(*shard.layers):
             if not self.decoder.manifest.layers[layer].attends:
                 continue

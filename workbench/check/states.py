@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from unittest.mock import patch
 
 import numpy as np
 
@@ -45,17 +44,17 @@ MAX_CALLS = 16
 STATE_BYTES = 1 << 28
 
 
-# names of the shards to test in full; None: every shard
-Shards = Collection[str] | None
+# names of the shards that are tested in full; None: every shard
+ShardNames = Collection[str] | None
 
 
-def state_gates(decoder: Decoder, representatives: Shards = None) -> list[Gate]:
+def state_gates(decoder: Decoder, representatives: ShardNames = None) -> list[Gate]:
     """Runs `STATE_GATES` on a decoder; its own sequences stay as they are."""
     decoder = decoder.plain
     return [gate(decoder, representatives) for gate in STATE_GATES.values()]
 
 
-def with_shards(decoder: Decoder, names: Shards) -> Decoder:
+def with_shards(decoder: Decoder, names: ShardNames) -> Decoder:
     """A copy of the decoder that has only the named layer shards. On a device all shards
     are kept, because each is compiled separately."""
     if names is None or decoder.is_device:
@@ -73,7 +72,7 @@ def with_shards(decoder: Decoder, names: Shards) -> Decoder:
     return restricted
 
 
-def state_life_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+def state_life_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
     return gates.no_faults(
         "state_life",
         [
@@ -84,7 +83,7 @@ def state_life_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
     )
 
 
-def write_address_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+def write_address_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
     records = write_probe(decoder, representatives=representatives)
     wrong = [
         "layer {layer} {state}, T = {T}, pos = {pos}: rows {changed} changed, "
@@ -100,7 +99,7 @@ def write_address_gate(decoder: Decoder, representatives: Shards = None) -> Gate
     )
 
 
-def stale_rows_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+def stale_rows_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
     """Tests every shard: whether a mask hides stale rows depends on the weights."""
     return gates.no_faults(
         "stale_rows",
@@ -246,7 +245,7 @@ def reduced_points(options: Options) -> list[tuple[int, int]]:
 def write_probe(
     decoder: Decoder,
     points: Iterable[tuple[int, int]] | None = None,
-    representatives: Shards = None,
+    representatives: ShardNames = None,
 ) -> list[dict]:
     """Finds the cache rows that a call of T tokens at `pos` changes. The caches hold
     random rows before `pos` and garbage from there on.
@@ -349,7 +348,7 @@ def _call(decoder: Decoder, model: Model, state: State, pos: int, T: int) -> np.
     return next(outputs[name] for name in RESULTS if name in outputs)
 
 
-def undo_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
+def undo_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
     """Undoes tokens after calls of every T, and as many as the decoder allows after two
     calls, near both ends of the cache. The next hidden states and all states must then
     equal, bit for bit, those of a run over the remaining tokens only, in calls of the
@@ -365,7 +364,7 @@ def undo_gate(decoder: Decoder, representatives: Shards = None) -> Gate:
     ]
     faults = []
     # the shapes of experts' calls must not depend on tokens that are undone
-    with patch.object(decoder.experts, "takes_all_columns", True):
+    with decoder.experts.taking_all_columns():
         for start, Ts in plans:
             for difference in _undo_faults(decoder, start, Ts):
                 faults.append(f"{difference} from position {start} on, T = {Ts}")
@@ -430,7 +429,7 @@ def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
 
 
 # The gates on states, in the order in which they run.
-STATE_GATES: dict[str, Callable[[Decoder, Shards], Gate]] = {
+STATE_GATES: dict[str, Callable[[Decoder, ShardNames], Gate]] = {
     "state_life": state_life_gate,
     "write_address": write_address_gate,
     "stale_rows": stale_rows_gate,

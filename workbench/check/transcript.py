@@ -128,7 +128,7 @@ class Transcript:
             int(text.bundle_tokens[-1]) in self.end_tokens for text in ends
         ), len(ends)
 
-    def gates(
+    def judge(
         self, min_agreed: float = gates.MIN_AGREED, min_stops: float = gates.MIN_STOPS
     ) -> list[Gate]:
         """Gate `text_budget` on the export, and the checks of quality `transcript` and

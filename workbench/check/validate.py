@@ -45,7 +45,7 @@ from workbench.check.golden import (
 )
 from workbench.check.hf import Reference, Row, half
 from workbench.check.run import trace_bundle
-from workbench.check.states import STATE_GATES, Shards, default_ts
+from workbench.check.states import STATE_GATES, ShardNames, default_ts
 from workbench.check.trace import Arrays, LayerTrace, Trace, parse_name
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -76,8 +76,9 @@ class Cost:
         logits: [n, V], of layers in a row; None if the bundle outputs none.
         kl: [n], nats from the golden's logits to these; nan without logits.
         same_top: the share of positions with the same top token; nan without logits.
-        over_rounding: by row, the error over the error that rounding alone causes, which
-            ranks the cells of one bundle; null for chained rows.
+        over_rounding: by row, what ranks the cells of one bundle: `ratio` or, where no
+            budget was measured, the ratio to the rounding of the stream alone; null for
+            chained rows.
         budget_kl: [n], nats from the golden's logits to the budget's; None if no budget
             was measured.
     """
@@ -109,10 +110,10 @@ class Cost:
         kl = summarize_kl(self.kl)
         return {"kl": kl, "same_top": self.same_top, "budget": budget}
 
-    def gates(self, max_kl: float = gates.MAX_KL) -> list[Gate]:
-        """The check of quality `max_kl`, the user's limit on the mean KL, and the gate
-        `budget`: no error is
-        more than `BUDGET_FACTOR` times the one that rounding alone causes."""
+    def judge(self, max_kl: float = gates.MAX_KL) -> list[Gate]:
+        """The check of quality `max_kl`, the user's limit on the mean KL in nats, and the
+        gate `budget`: no error is more than `BUDGET_FACTOR` times the one that rounding
+        alone causes."""
         reason = "mean KL from Hugging Face's logits in nats; the limit is the user's"
         if self.budget_kl is not None:
             reason += f"; rounding alone causes {np.mean(self.budget_kl):.2g}"
@@ -205,21 +206,25 @@ def validate(
             runtime can.
         alone: do not load a second copy of the bundle as portable. Gate `device` is then
             not_run if `device_reference` has no file.
-        fresh: see `stored_gates`.
+        fresh: see `load_or_run_gates`.
     """
     bundle = decoder.bundle
     source = golden.source
     check_exported_from(golden, bundle)
     # gate `program` and the budget need the same values of the bundle's files
     read_weights = cache(partial(stored_weights, source, bundle, half=True))
-    bugs = stored_gates(decoder, source, again, golden.verdict, read_weights, fresh)
+    bugs = load_or_run_gates(
+        decoder, source, again, golden.verdict, read_weights, fresh
+    )
     inner = decoder.shows_inner_layers
     stage("validate: rounding of Hugging Face's model")
-    budget = source and measure_budget(bundle, source, golden, inner, read_weights())
+    budget = None
+    if source is not None:
+        budget = measure_budget(bundle, source, golden, inner, read_weights())
     read_weights.cache_clear()
     cost = measure(decoder, golden, Ts, budget)
     device = _device(decoder, golden, alone)
-    return Validation([*bugs, device, *cost.gates(max_kl)], cost)
+    return Validation([*bugs, device, *cost.judge(max_kl)], cost)
 
 
 @dataclass
@@ -239,7 +244,7 @@ class Subject:
     results: list[Gate] = field(default_factory=list)
 
     @cached_property
-    def representatives(self) -> Shards:
+    def representatives(self) -> ShardNames:
         """Names of one shard per distinct program; None, for every shard, if gate
         `weights` is not GREEN."""
         verdicts = {gate.name: gate.verdict for gate in self.results}
@@ -259,7 +264,7 @@ class Subject:
     @cached_property
     def host_decoder(self) -> Decoder:
         """The decoder whose host and states are checked. The states of a device have
-        gates of their own (see `stored_gates`)."""
+        gates of their own (see `load_or_run_gates`)."""
         if self.decoder and not self.decoder.is_device:
             return self.decoder
         return self.exact
@@ -278,16 +283,14 @@ def host_gate(subject: Subject) -> Gate:
 
 
 def program_gate(subject: Subject) -> Gate:
-    if subject.exact.precision == "exact":
-        return program.program_gate(
-            subject.exact,
-            subject.checkpoint,
-            subject.representatives,
-            subject.read_weights and subject.read_weights(),
-        )
-    target = subject.bundle.manifest.options.target
-    reason = f"needs fp32 arithmetic, which target {target} lacks"
-    return gates.not_run("program", reason, applies=False)
+    if subject.exact.precision != "exact":
+        target = subject.bundle.manifest.options.target
+        reason = f"needs fp32 arithmetic, which target {target} lacks"
+        return gates.not_run("program", reason, applies=False)
+    values = None if subject.read_weights is None else subject.read_weights()
+    return program.program_gate(
+        subject.exact, subject.checkpoint, subject.representatives, values
+    )
 
 
 def state_gate(name: str, subject: Subject) -> Gate:
@@ -353,7 +356,7 @@ def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
     return [gates.not_run(name, reason) for name in names]
 
 
-def stored_gates(
+def load_or_run_gates(
     decoder: Decoder,
     source: Checkpoint | None = None,
     again: bool = False,
@@ -375,26 +378,24 @@ def stored_gates(
         InputError: see `bug_gates` and `save_verdict`.
     """
     bundle = decoder.bundle
-    if fresh:
-        stored = None
-    else:
-        stored = gates.stored_verdict(bundle, trusted_hash)
-    results = stored.gates if stored and stored.counts else None
-    if source and (again or results is None):
+    stored = None if fresh else gates.stored_verdict(bundle, trusted_hash)
+    counts = stored is not None and stored.counts
+    if source and (again or not counts):
         # a verdict that is stored for the files must not come from a decoder that may
         # have been changed in memory
         used = decoder if again else None
         results = bug_gates(bundle, source, decoder=used, read_weights=read_weights)
         gates.save_verdict(bundle, results)
-        fresh_gates = states.state_gates(decoder) if decoder.is_device else []
-    elif results is None:
-        bundle.verify()
-        results = _unknown_gates(bundle, stored, fresh)
-        fresh_gates = [interface.interface_gate(bundle), *states.state_gates(decoder)]
     else:
         bundle.verify()
-        fresh_gates = states.state_gates(decoder) if decoder.is_device else []
-    by_name = {gate.name: gate for gate in fresh_gates}
+        results = stored.gates if counts else _unknown_gates(bundle, stored, fresh)
+    run_here = []
+    is_unknown = not counts and not source
+    if is_unknown:
+        run_here.append(interface.interface_gate(bundle))
+    if is_unknown or decoder.is_device:
+        run_here += states.state_gates(decoder)
+    by_name = {gate.name: gate for gate in run_here}
     return [g if g.verdict == gates.RED else by_name.get(g.name, g) for g in results]
 
 
@@ -492,16 +493,15 @@ def measure(
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
     *isolated, chained = trace_bundle(decoder, golden, *runs)
     reference = golden.trace
-    # without Hugging Face's model no layer computes with the rounded stream
-    rounding = budget or stored_stream(
-        reference, reference, decoder.manifest.stream_scale
-    )
     frames, ratios = [], []
     for T, trace in zip(Ts, isolated, strict=True):
         frame = _fidelity(reference, trace, budget)
-        ranked = with_tolerance(errors(reference, trace), reference, rounding)
         frames.append(frame.assign(T=T, mode="isolated"))
-        ratios.append(ranked["ratio"])
+        if budget is None:
+            # rounded as it is stored; no layer computes with the rounded values
+            rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
+            frame = with_tolerance(errors(reference, trace), reference, rounded)
+        ratios.append(frame["ratio"])
     frames.append(_fidelity(reference, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     over_rounding = pd.concat(ratios, ignore_index=True).reindex(rows.index)
@@ -520,7 +520,7 @@ def measure(
     if logits is not None:
         kl_nats = kl(expected, logits)
         top1_agreement = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
-    budget_kl = budget and kl(expected, budget.logits)
+    budget_kl = None if budget is None else kl(expected, budget.logits)
     return Cost(rows, logits, kl_nats, top1_agreement, over_rounding, budget_kl)
 
 
@@ -610,8 +610,10 @@ def device_reference(
     Args:
         alone: compute nothing; return None if no file matches this bundle and golden.
     """
-    path = golden.file and reference_path(bundle, golden)
-    key = path and f"{REFERENCE_FORMAT} {bundle.identity} {sha256(golden.file)}"
+    path = key = None
+    if golden.file:
+        path = reference_path(bundle, golden)
+        key = f"{REFERENCE_FORMAT} {bundle.identity} {sha256(golden.file)}"
     if path and path.is_file():
         with suppress(OSError, SafetensorError, AttributeError, ValueError):
             arrays, metadata = load_arrays(path)
@@ -632,7 +634,7 @@ def _device_like(bundle: Bundle, precision: str) -> Decoder:
     """A portable decoder that shows no more than a device does: inner layers are neither
     fed nor read."""
     decoder = Decoder(bundle, "portable", precision)
-    decoder.shows_inner_layers = False
+    decoder.shows_inner_layers = False  # which this module and `run` read
     return decoder
 
 
@@ -655,9 +657,10 @@ def trace_device(decoder: Decoder, golden: Golden) -> Trace:
     return visible
 
 
-def device_tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """The distance declared–narrow, at least half a unit of an fp16 result."""
-    return np.maximum(distance, HALF_ULP * size)
+def device_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """A `Tolerance`: the distance declared–narrow, at least half a unit of an fp16
+    result."""
+    return np.maximum(perturbed, HALF_ULP * size)
 
 
 def device_gate(decoder: Decoder, golden: Golden, reference: DeviceReference) -> Gate:

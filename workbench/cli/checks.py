@@ -229,7 +229,7 @@ def _transcribe(result, decoder, reference, prompts: dict[str, list[int]], optio
         compared = transcribe(decoder, reference.source, [*prompts])
     else:
         compared = transcribe_golden(decoder, reference.texts)
-    result.gates += compared.gates(options.min_agreed, options.min_stops)
+    result.gates += compared.judge(options.min_agreed, options.min_stops)
     return compared
 
 
@@ -334,7 +334,7 @@ def _stored_result(decoder, fresh: bool) -> dict:
     bundle alone."""
     from workbench.check import validate as checks
 
-    return validation_json(checks.stored_gates(decoder, fresh=fresh))
+    return validation_json(checks.load_or_run_gates(decoder, fresh=fresh))
 
 
 def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:

@@ -1,7 +1,8 @@
 """Routed experts: the host picks one expert per token and runs each picked expert once
 per call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -103,6 +104,17 @@ class RoutedExperts:
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
+
+    @contextmanager
+    def taking_all_columns(self) -> Iterator[None]:
+        """Context manager in which expert shards take every column, as with
+        `takes_all_columns`."""
+        before = self.takes_all_columns
+        self.takes_all_columns = True
+        try:
+            yield
+        finally:
+            self.takes_all_columns = before
 
     def model(self, layer: int, expert: int) -> Model:
         """The model of an expert, loaded when it is first needed."""
