@@ -527,7 +527,10 @@ class Decoder:
         inputs = [self.read_inputs(shard, call_values) for call_values in values]
         calls = inputs, states, [_of_shard(hook, shard) for hook in hooks]
         if on_call:
-            outputs = [_observed(model, *call, on_call) for call in zip(*calls)]
+            outputs = [
+                model.predict_observed(*call, on_call)
+                for call in zip(*calls, strict=True)
+            ]
         # see above: joined calls would sum in another order
         elif any(name.endswith(MATRIX_STATE) for name in shard.states):
             outputs = [model.predict(*call) for call in zip(*calls, strict=True)]
@@ -706,20 +709,6 @@ class Decoder:
 def _of_shard(hook: ShardHook | None, shard: Shard) -> Callable | None:
     """The hook of a model of this shard, which is called without the shard."""
     return None if hook is None else partial(hook, shard)
-
-
-def _observed(
-    model: Model,
-    inputs: dict[str, np.ndarray],
-    state: State,
-    hook: Callable | None,
-    on_call: OnCall,
-) -> dict[str, np.ndarray]:
-    """Runs one call of a shard, with `on_call` before every call of a package."""
-    if model.shard.foreign:
-        return model.predict(inputs, state, hook, on_call)
-    on_call(model, inputs, state)
-    return model.predict(inputs, state, hook)
 
 
 def per_sequence(value, B: int) -> list:

@@ -99,10 +99,12 @@ class RoutedExperts:
             model = self.model(layer, expert)
             shard_hook = None if hook is None else partial(hook, model.shard)
             if on_call:
-                on_call(model, inputs, None)
-            output = model.predict(inputs, None, shard_hook)[HIDDEN]
+                outputs = model.predict_observed(inputs, None, shard_hook, on_call)
+            else:
+                outputs = model.predict(inputs, None, shard_hook)
             self.native_ms.append(model.last_native_ms)
-            hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
+            expert_output = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
+            hidden[:, :, columns] = expert_output
         return self.plane(hidden)
 
     @contextmanager

@@ -229,11 +229,24 @@ def list_variants(trial: Trial) -> dict[str, Variant]:
     for name, change in _module_changes(config):
         variants[name] = Variant(change=change)
 
-    def without_bias(name: str) -> torch.Tensor:
-        return read(name) * (not name.endswith(".bias"))
+    variants["biases left out"] = Variant(read=WithoutBiases(read))
+    return variants
 
-    without_bias.embedding = read.embedding
-    return variants | {"biases left out": Variant(read=without_bias)}
+
+@dataclass(frozen=True)
+class WithoutBiases:
+    """Reads the tensors of a bundle, with zeros in place of biases."""
+
+    stored: golden.StoredWeights
+
+    @property
+    def embedding(self) -> torch.Tensor | None:
+        """See `StoredWeights`."""
+        return self.stored.embedding
+
+    def __call__(self, name: str) -> torch.Tensor:
+        value = self.stored(name)
+        return torch.zeros_like(value) if name.endswith(".bias") else value
 
 
 def _ropes(parameters: dict, tables: list[list[float]]) -> ConfigChanges:
@@ -378,7 +391,11 @@ def _patched(name: str, wrap: Callable[[Callable], Callable]) -> Change:
 
 def _tiled(repeat: Callable) -> Callable:
     """Repeats the key/value heads one after another: 0 1 0 1, not 0 0 1 1."""
-    return lambda x, n: x.repeat(1, n, 1, 1)
+
+    def repeated(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x.repeat(1, n, 1, 1)
+
+    return repeated
 
 
 def _reversed(rotate: Callable) -> Callable:

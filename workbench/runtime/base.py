@@ -191,6 +191,17 @@ class Model(ABC):
             float32 arrays by name.
         """
 
+    def predict_observed(
+        self,
+        inputs: dict[str, np.ndarray],
+        state: State | None,
+        hook: Callable | None,
+        on_call: OnCall,
+    ) -> dict[str, np.ndarray]:
+        """`predict`, with `on_call` called before every call of a package."""
+        on_call(self, inputs, state)
+        return self.predict(inputs, state, hook)
+
     def predict_calls(
         self,
         calls: Sequence[dict[str, np.ndarray]],

@@ -79,7 +79,7 @@ class ForeignState(State):
 
 @dataclass(frozen=True)
 class PredictArguments:
-    """The arguments of `ForeignModel.predict`; see there."""
+    """The arguments of `ForeignModel.predict_observed`; see there."""
 
     inputs: dict[str, np.ndarray]
     state: ForeignState
@@ -163,12 +163,19 @@ class ForeignModel(Model):
         self,
         inputs: dict[str, np.ndarray],
         state: ForeignState,
-        hook=None,
-        on_call: OnCall | None = None,
+        hook: Callable | None = None,
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
-        need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick.
-        `on_call` is called before every call of a package."""
+        need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick."""
+        return self.predict_observed(inputs, state, hook, None)
+
+    def predict_observed(
+        self,
+        inputs: dict[str, np.ndarray],
+        state: ForeignState,
+        hook: Callable | None,
+        on_call: OnCall | None,
+    ) -> dict[str, np.ndarray]:
         self.last_native_ms = 0.0
         arguments = PredictArguments(inputs, state, hook, on_call)
         start = arguments.start
