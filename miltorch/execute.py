@@ -26,7 +26,7 @@ from miltorch.errors import InputError, check_choice
 from miltorch.ops import FUSED, MAX_ELEMENTS
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Program, operation_error
-from miltorch.steps import Binder, Body, Step, held_dtype
+from miltorch.steps import Binder, Body, Step, run_time_dtype
 
 PRECISIONS = ("declared", "exact", "narrow")
 Hook = Callable[[Op, list], list | None]
@@ -49,7 +49,8 @@ class Executable:
         check_program(program)
         if any(op.kind in FUSED for op in program.block.ops):
             check_choice("precision of fused steps", precision, ("declared",))
-        self.program, self.precision = program, precision
+        self.program = program
+        self.precision = precision
         self.constants = Constants(program)
         self.body = Binder(program, self.constants, precision).bind()
 
@@ -125,7 +126,7 @@ class Executable:
         # cells, not tensors: a write must reach the caller's state
         values = self.body.constants | state
         for name, declared in self.program.inputs.items():
-            values[name] = inputs[name].to(held_dtype(declared, self.precision))
+            values[name] = inputs[name].to(run_time_dtype(declared, self.precision))
         return values
 
     def outputs(self, values: dict) -> dict[str, torch.Tensor]:

@@ -88,17 +88,21 @@ class Fusion:
     Attributes:
         replacements: key of an operation → the operations that stand in its place.
         mask_ops: key of an operation → operations on masks that stand before it.
+        mask_results: names of the results of these operations.
+        convolutions: by input and form of the weight, the convolutions with their weights
+            and biases.
     """
 
     def __init__(self, program: Program, reads: str):
-        self.program, self.reads = program, reads
-        self.graph, self.constants = Graph(program), Constants(program)
+        self.program = program
+        self.reads = reads
+        self.graph = Graph(program)
+        self.constants = Constants(program)
         self.matcher = Matcher(self.graph, self.constants)
         self.order = {op.key: index for index, op in enumerate(self.graph.ops)}
         self.replacements: dict[str | int, list[Op]] = {}
         self.mask_ops: dict[str | int, list[Op]] = defaultdict(list)
         self.mask_results: set[str] = set()
-        # convolutions with their weights and biases, by input and form of the weight
         self.convolutions: dict[tuple, list[tuple[Op, StoredWeight, np.ndarray]]] = (
             defaultdict(list)
         )

@@ -1,11 +1,11 @@
-"""Products with stored weights, which torch has not, compiled by numba. fp16 values are
+"""Products with stored weights, which torch lacks, compiled by numba. fp16 values are
 arrays of their bits (uint16); sums are float32, results are rounded once.
 
 Every kernel computes out = x @ weight.T + bias: x [N, K] float32, the weight [R, K] as it
 is stored (its arrays), bias [R] float32, out [N, R] the bits of fp16. Kernels are
 compiled once per machine, then read from numba's cache. They run on the threads of
-OpenMP, which torch uses, too, and where there is no OpenMP on numba's own, which take
-one caller at a time and sleep between two kernels."""
+OpenMP, which torch uses, too. Where there is no OpenMP they run on numba's own threads,
+which take one caller at a time and sleep between two kernels."""
 
 import threading
 from collections.abc import Callable
@@ -89,9 +89,9 @@ def prefetch(context, array, byte):
 
 
 def compiled(**options) -> Callable:
-    """The decorator `njit` with numba's cache; without it, compiled again by every
-    process, where numba can write to no folder for it: neither to NUMBA_CACHE_DIR nor
-    beside this file nor below the user's home."""
+    """The decorator `njit` with numba's cache. Where numba can write to no folder for its
+    cache (NUMBA_CACHE_DIR, beside this file, below the user's home), every process
+    compiles the function again."""
 
     def compile_function(function: Callable) -> Callable:
         try:

@@ -111,7 +111,8 @@ class Matcher:
     """Matches patterns with the operations of a program."""
 
     def __init__(self, graph: Graph, constants: Constants):
-        self.graph, self.constants = graph, constants
+        self.graph = graph
+        self.constants = constants
 
     def match(self, pattern: OperationPattern, op: Op) -> dict[Pattern, object] | None:
         """What every pattern within `pattern` stands for, if `op` matches it."""

@@ -2,8 +2,8 @@
 arrays or weight-file views.
 
 Reads the protobuf itself and evaluates nothing, so that a damaged or hostile package
-ends in an `InputError` before any operation runs. Knows nothing of how an operation is
-computed."""
+ends in an `InputError` before any operation runs. How an operation is computed is in
+`ops`."""
 
 import json
 import os
@@ -25,8 +25,8 @@ OTHER_MODELS = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel 
 
 @dataclass(frozen=True)
 class Type:
-    """Declared type of a value: `kind` tensor | state | list | dict; a dimension unknown until run
-    time is None."""
+    """Declared type of a value. `kind` is tensor, state, list or dict; a size that is known only
+    at run time is None."""
 
     dtype: str
     shape: tuple[int | None, ...] = ()
@@ -108,8 +108,8 @@ class Program:
     Attributes:
         block: its operations; None where they were released, so that the file of the
             weights is mapped no longer.
-        unfused: None, unless `miltorch.fuse` returned the program: the operations that resemble
-            the last one of a group and belong to none: name → reason.
+        unfused: for a program that `miltorch.fuse` returned, the operations that resemble the
+            last one of a group and belong to none: name → reason. None for any other program.
     """
 
     package: Path
@@ -301,7 +301,9 @@ class _Reader:
     looked up by name."""
 
     def __init__(self, package: Path):
-        self.package, self.files, self.types = package, {}, {}
+        self.package = package
+        self.files: dict[str, BlobFile] = {}
+        self.types: dict[bytes, Type] = {}
         self.dtype_name = messages("MIL_pb2").DataType.Name
 
     def program(self, name, function, description) -> Program:

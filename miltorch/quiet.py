@@ -1,7 +1,7 @@
-"""coremltools, imported late (it takes over a second) and without its chatter about a
-machine that is no Mac; its protobuf messages alone, which take 20 ms.
+"""Imports coremltools late (it takes over a second) and without its messages about a
+machine that is not a Mac, or its protobuf messages alone, which take 20 ms.
 
-A leaf: the parts that need coremltools take it from here.
+Imports nothing of miltorch; every other module imports coremltools through this one.
 """
 
 import gc

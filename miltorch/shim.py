@@ -8,12 +8,12 @@ model = coremltools.models.MLModel("model.mlpackage")
 state = model.make_state()
 model.predict({"x": x}, state)
 ```
-In go packages, PIL images and the NumPy arrays that Core ML's Python binding takes: writeable ones
-of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
-upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
-class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
-nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
-devices, model assets, anything but ML Programs.
+Inputs are PIL images and the NumPy arrays that Core ML's Python binding takes: writeable ones of
+float32, float64 or int32. All others are refused, as the binding refuses them (coremltools' Python
+code upcasts float16 inputs first). Outputs are those of the binding: float32 for fp16, int32,
+images, class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted
+and have no effect. Compiling copies the package. The shim has no compute plans, devices or model
+assets, and runs ML Programs alone.
 """
 
 import json
@@ -39,7 +39,7 @@ from miltorch.quiet import coremltools
 
 # the version that coremltools reads: the system whose features (iOS 18) miltorch has
 MACOS = (15, 5)
-TAKEN = (np.float32, np.float64, np.int32)  # int8 too, once built for macOS 26
+ACCEPTED = (np.float32, np.float64, np.int32)  # int8 too, once built for macOS 26
 _patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
@@ -146,7 +146,7 @@ class StateProxy:
                 "Failed to write state, only multi-array value is supported"
             )
         cell = self._cell(name)
-        value = torch.from_numpy(np.array(_taken(value), np.float32))
+        value = torch.from_numpy(np.array(_accepted(value), np.float32))
         if value.shape != cell.value.shape:
             raise RuntimeError(
                 f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}"
@@ -200,7 +200,8 @@ class Proxy:
             raise _error(problem) from problem
 
     def get_compiled_model_path(self) -> str:
-        """As natively, a path that is good for the lifetime of this object."""
+        """A path that stays valid for the lifetime of this object, as the native one
+        does."""
         if self.path.suffix == ".mlmodelc":
             return str(self.path)
         if not self.compiled:
@@ -248,7 +249,7 @@ def _error(message: object) -> RuntimeError:
     return RuntimeError(f"{{\n    NSLocalizedDescription = {text};\n}}")
 
 
-def _taken(value) -> np.ndarray:
+def _accepted(value) -> np.ndarray:
     """An array that the binding takes.
 
     Raises:
@@ -259,7 +260,7 @@ def _taken(value) -> np.ndarray:
         isinstance(value, np.ndarray)
         and value.ndim
         and value.flags.writeable
-        and value.dtype in TAKEN
+        and value.dtype in ACCEPTED
     ):
         return value
     print(f"Error: value type not convertible:\n{value}")  # natively on stdout, too
@@ -274,7 +275,7 @@ def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
     elif feature.type.WhichOneof("Type") == "imageType":
         return _from_image(feature, value)
     else:
-        array = _taken(value)
+        array = _accepted(value)
     if not _allowed(feature.type.multiArrayType, array.shape):
         raise _error(
             f"For input feature '{feature.name}', the provided shape "
@@ -364,7 +365,7 @@ def _from_image(feature, image) -> torch.Tensor:
 
 
 def _output(feature, value):
-    """A program's result as Core ML's Python binding hands it over."""
+    """A program's result as Core ML's Python binding returns it."""
     kind = feature.type.WhichOneof("Type")
     if kind == "imageType":
         return _to_image(feature.type.imageType, value[0])

@@ -52,7 +52,7 @@ class Step:
     dead: list[str] = field(default_factory=list)
 
     def arguments(self, values: dict) -> dict:
-        """The arguments of the function, of which `values` has those computed before."""
+        """The arguments of the function: its constants, and operands from `values`."""
         arguments = self.constants.copy()
         for parameter, source, is_attribute in self.operands:
             if isinstance(source, str):
@@ -110,7 +110,7 @@ class Body:
     outputs: list[str] = field(default_factory=list)
 
 
-def held_dtype(declared: Type, precision: str) -> torch.dtype | None:
+def run_time_dtype(declared: Type, precision: str) -> torch.dtype | None:
     """The dtype of the tensor that holds a value of a declared type; None for values
     that are no tensors."""
     if declared.kind != "tensor" or declared.dtype == "STRING":
@@ -134,7 +134,8 @@ class Binder:
     their operands."""
 
     def __init__(self, program: Program, constants: Constants, precision: str):
-        self.program, self.constants = program, constants
+        self.program = program
+        self.constants = constants
         self.precision = precision
         # the casts of this program that were seen to change a value
         self.warned: list[str] = []
@@ -157,7 +158,7 @@ class Binder:
 
     def step(self, op: Op, body: Body) -> Step:
         outputs = [
-            Output(name, held_dtype(declared, self.precision))
+            Output(name, run_time_dtype(declared, self.precision))
             for name, declared in op.outputs
         ]
         step = Step(op, self.function(op), outputs)
@@ -200,17 +201,18 @@ class Binder:
             ]
         if isinstance(source, Ref):
             return self.value_name(source.name, body)
-        body.constants[where] = self.held(to_tensor(source))
+        body.constants[where] = self.as_at_run_time(to_tensor(source))
         return where
 
     def value_name(self, name: str, body: Body) -> str:
         """`name`; a constant of this name becomes one of the block."""
         if name in self.constants.ops:
-            body.constants[name] = self.held(self.constants[name])
+            body.constants[name] = self.as_at_run_time(self.constants[name])
         return name
 
-    def held(self, value):
-        """A constant in the dtype that values of its declared dtype have at run time."""
+    def as_at_run_time(self, value):
+        """A constant in the dtype that values of its declared dtype have at run time, fp16
+        in float32 for `exact`."""
         return widened(value) if self.precision == "exact" else value
 
     def watched_cast(self, op: Op, function: Callable) -> Callable:

@@ -408,7 +408,7 @@ def state_gates(subject: Subject) -> list[Gate]:
 def budget_gates(subject: Subject) -> list[Gate]:
     """`budget` of a decoder against a golden of `PROMPT` tokens."""
     decoder, paths = subject.decoder(), (subject.folder, subject.checkpoint.path)
-    Ts = None if decoder.options.shapes else (1, decoder.options.t_max)
+    Ts = None if decoder.options.fixed_sizes else (1, decoder.options.t_max)
     cost = measure(decoder, golden_of(*paths), Ts, budget_of(*paths))
     # the other gate of a cost is `max_kl`, on the quality
     return [gate for gate in cost.judge() if gate.name == "budget"]

@@ -101,7 +101,7 @@ class Pair(Model):
 
     def __init__(self, *layers):
         self.shard = layers[0].shard
-        packages = [layer.package for layer in layers]
+        packages = [layer.path for layer in layers]
         settings = Settings("portable")
         self.models = [{None: load_package(path, settings)} for path in packages]
 

@@ -23,7 +23,7 @@ def test_coremltools_loads_each_function_and_leaves_the_bytes_as_they_were(expor
 def test_tokens_say_what_a_call_may_have():
     for tokens, t_max, shapes in (("1-4", 4, ()), ("4", 4, (4,)), ("1,8", 8, (1, 8))):
         chosen = make_options(tokens=tokens)
-        assert (chosen.t_max, chosen.shapes) == (t_max, shapes)
+        assert (chosen.t_max, chosen.fixed_sizes) == (t_max, shapes)
         assert Options.model_validate_json(chosen.model_dump_json()) == chosen
     assert make_options(tokens=4) == make_options(tokens="4")
     assert make_options(tokens="1,8").tiling.functions == {"t1": 1, "t8": 8}

@@ -124,7 +124,7 @@ def programs_of(exports, families: list) -> list[tuple[Program, list[dict]]]:
             x = random.normal(size=shapes["x"].shape).astype(np.float16)
             inputs = native_inputs({name: io.get(name, x) for name in shapes})
             calls.append({name: torch.from_numpy(x) for name, x in inputs.items()})
-        programs.append((miltorch.read(model.package), calls))
+        programs.append((miltorch.read(model.path), calls))
     return programs
 
 

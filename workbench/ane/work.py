@@ -147,7 +147,7 @@ def call_work(source, options: Options | None = None, T: int = 1) -> Work:
             joined.append(_joined(name, works))
     # other exporters may have the head in the last layer's package
     joined = [work for work in joined if work.weights]
-    ranged = is_mixture and options.moe == "dense" and not options.shapes
+    ranged = is_mixture and options.moe == "dense" and not options.fixed_sizes
     return Work(tuple(joined), T, options.batch, ranged)
 
 

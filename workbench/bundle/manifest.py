@@ -83,7 +83,7 @@ class Dims(ManifestModel):
     D: Count
     L: Count
     V: Count
-    P: Position = Field(0, exclude_if=(0).__eq__)
+    P: Position = Field(0, exclude_if=_is_empty)
 
 
 class Options(ManifestModel):
@@ -120,7 +120,7 @@ class Options(ManifestModel):
 
     @model_validator(mode="after")
     def _fits(self):
-        if sorted(set(self.shapes)) != list(self.shapes):
+        if sorted(set(self.fixed_sizes)) != list(self.fixed_sizes):
             raise ValueError(f"tokens = {self.tokens} must ascend")
         if self.t_max > self.max_seq_len:
             raise ValueError(
@@ -142,9 +142,9 @@ class Options(ManifestModel):
         return Tiling.parse(self.tokens, takes_dummies=self.kv_write == "mask")
 
     @property
-    def shapes(self) -> tuple[int, ...]:
+    def fixed_sizes(self) -> tuple[int, ...]:
         """See `Tiling`."""
-        return self.tiling.shapes
+        return self.tiling.fixed_sizes
 
     @property
     def t_max(self) -> int:

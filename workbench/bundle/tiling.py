@@ -1,5 +1,4 @@
-"""The calls that tokens are cut into. Imports nothing of the
-workbench."""
+"""The calls that tokens are cut into. Imports nothing of the workbench."""
 
 import re
 from collections.abc import Iterator
@@ -12,14 +11,14 @@ class Tiling:
 
     Args:
         t_max: the most tokens of a call.
-        shapes: the only numbers of columns that a call can have, ascending: (1, 64) of
+        fixed_sizes: the only numbers of columns that a call can have, ascending: (1, 64) of
             `1,64`. Empty where any number up to t_max is one: `1-64`.
         takes_dummies: whether a call may have columns without a token, which write
             nothing. A slice write takes none.
     """
 
     t_max: int
-    shapes: tuple[int, ...]
+    fixed_sizes: tuple[int, ...]
     takes_dummies: bool
 
     @classmethod
@@ -31,18 +30,20 @@ class Tiling:
     @property
     def functions(self) -> dict[str, int]:
         """The functions of a shard, name → T; empty: the program has `main` alone."""
-        return {f"t{T}": T for T in self.shapes} if len(self.shapes) > 1 else {}
+        return (
+            {f"t{T}": T for T in self.fixed_sizes} if len(self.fixed_sizes) > 1 else {}
+        )
 
     def width(self, T: int) -> int:
-        """Columns of a call of `T` tokens: T, or the next fixed shape."""
-        return next((n for n in self.shapes if n >= T), T)
+        """Columns of a call of `T` tokens: T, or the next fixed size."""
+        return next((n for n in self.fixed_sizes if n >= T), T)
 
     def call_size(self, limit: int) -> int:
         """How many of `limit` tokens the next call takes: all of them or, without dummy
-        columns, the largest fixed shape that they fill."""
+        columns, the largest fixed size that they fill."""
         if self.takes_dummies:
             return limit
-        return max((n for n in self.shapes if n <= limit), default=limit)
+        return max((n for n in self.fixed_sizes if n <= limit), default=limit)
 
     def calls(self, count: int, tile: int | None = None) -> Iterator[tuple[int, int]]:
         """The start and the end of each call that `count` tokens take, `tile` tokens a

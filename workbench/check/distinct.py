@@ -119,6 +119,7 @@ class _Canonical:
         self.places |= {name: ["state", name] for name in program.states}
 
     def facts(self) -> list:
+        """The interface, the description and the operations of the program."""
         program = self.program
         described = [
             value.SerializeToString(deterministic=True)
@@ -126,56 +127,67 @@ class _Canonical:
             for value in getattr(program.description, kind, ())
         ]
         interface = [program.inputs, program.states, program.outputs]
-        return [interface, described, self.block(program.block, ())]
+        return [interface, described, self.block_facts(program.block, ())]
 
-    def block(self, block: Block, place: tuple) -> list:
+    def block_facts(self, block: Block, place: tuple) -> list:
+        """The types of a block's inputs, its operations, and its outputs.
+
+        Args:
+            place: indices of the operations and blocks around it, outermost first.
+        """
         for i, (name, _) in enumerate(block.inputs):
             # those of the program's own block are its inputs
             self.places.setdefault(name, ["argument", *place, i])
         operations = []
         for i, op in enumerate(op for op in block.ops if not op.constant):
-            operations.append(self.operation(op, (*place, i)))
+            operations.append(self.operation_facts(op, (*place, i)))
             for j, (name, _) in enumerate(op.outputs):
                 self.places[name] = ["value", *place, i, j]
         types = [kind for _, kind in block.inputs]
-        return [types, operations, [self.named(name) for name in block.outputs]]
+        return [types, operations, [self.name_facts(name) for name in block.outputs]]
 
-    def operation(self, op: Op, place: tuple) -> list:
+    def operation_facts(self, op: Op, place: tuple) -> list:
         types = [kind for _, kind in op.outputs]
-        blocks = [self.block(b, (*place, "block", i)) for i, b in enumerate(op.blocks)]
-        return [op.kind, types, self.operands(op), blocks]
+        blocks = [
+            self.block_facts(b, (*place, "block", i)) for i, b in enumerate(op.blocks)
+        ]
+        return [op.kind, types, self.operand_facts(op), blocks]
 
-    def operands(self, op: Op) -> list:
-        return [[name, self.value(x)] for name, x in sorted(op.inputs.items())]
+    def operand_facts(self, op: Op) -> list:
+        return [[name, self.value_facts(x)] for name, x in sorted(op.inputs.items())]
 
-    def named(self, name: str) -> list:
-        """The value of a name: its place, a weight, or a constant."""
+    def name_facts(self, name: str) -> list:
+        """The value that a name stands for: the place where it is computed, a weight, or
+        a constant."""
         if name in self.places:
             return self.places[name]
         op = self.constants[name]
         kinds = [op.kind, [kind for _, kind in op.outputs]]
         if name in self.tensors:
             stored = [
-                [role, self.form(role, x)] for role, x in sorted(op.inputs.items())
+                [role, self.stored_facts(role, x)]
+                for role, x in sorted(op.inputs.items())
             ]
             return ["weight", sorted(self.tensors[name], key=repr), kinds, stored]
-        return ["constant", kinds, self.operands(op)]
+        return ["constant", kinds, self.operand_facts(op)]
 
-    def value(self, source) -> list:
+    def value_facts(self, source) -> list:
         """An operand by value."""
         if isinstance(source, Ref):
-            return self.named(source.name)
+            return self.name_facts(source.name)
         if isinstance(source, (list, tuple)):
-            return [self.value(item) for item in source]
+            return [self.value_facts(item) for item in source]
         if isinstance(source, dict):
-            return [[key, self.value(item)] for key, item in sorted(source.items())]
+            return [
+                [key, self.value_facts(item)] for key, item in sorted(source.items())
+            ]
         array = np.asarray(source)
         if array.dtype.kind in "OUS":
             return ["text", array.tolist()]
         digest = hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
         return ["array", str(array.dtype), array.shape, digest]
 
-    def form(self, role: str, source) -> list:
+    def stored_facts(self, role: str, source) -> list:
         """An operand of a stored weight: the dtype and the shape of an array that gate
         `weights` compares, and others by value."""
         op = None
@@ -183,7 +195,7 @@ class _Canonical:
             op = self.constants[source.name]
         array = np.asarray(op.inputs["val"] if op else source)
         if role not in COMPARED or array.dtype.kind in "OUS" or array.ndim == 0:
-            return self.value(source)
+            return self.value_facts(source)
         declared = [kind for _, kind in op.outputs] if op else []
         return ["form", str(array.dtype), array.shape, declared]
 

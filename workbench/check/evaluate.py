@@ -208,7 +208,7 @@ def call_columns(decoder: Decoder) -> int:
     call, so that wider calls round them less often than decoding does."""
     options, shards = decoder.options, decoder.manifest.shards
     states = [state for shard in shards for state in shard.states.items()]
-    is_any_number = not (decoder.is_device or options.plugin or options.shapes)
+    is_any_number = not (decoder.is_device or options.plugin or options.fixed_sizes)
     has_rings = any(entry.ring for _, entry in states)
     has_matrices = any(name.endswith(MATRIX_STATE) for name, _ in states)
     if is_any_number and options.kv_write == "mask" and not (has_rings or has_matrices):

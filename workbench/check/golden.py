@@ -82,7 +82,8 @@ class Golden:
     @property
     def tokens(self) -> list[str]:
         """The text of each token for an axis (see `token_labels`)."""
-        return token_labels(self.source and self.source.tokenizer, self.ids)
+        tokenizer = None if self.source is None else self.source.tokenizer
+        return token_labels(tokenizer, self.ids)
 
     @property
     def sha256(self) -> str:
@@ -119,6 +120,11 @@ class Golden:
 
     @classmethod
     def load(cls, path: str | Path) -> "Golden":
+        """Reads a golden that `save` wrote.
+
+        Raises:
+            InputError: no such file, another file, or arrays that are no golden's.
+        """
         subject = f"golden {path}"
         step = "run: workbench golden CHECKPOINT"
         if not Path(path).is_file():

@@ -69,7 +69,7 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     for kind in kinds:
         # the lowest frequencies turn too little to change cos in max_seq_len tokens
         scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
-        error = largest(ropes[kind.layer.rope], kind.inv_freq, scale)
+        error = largest_error(ropes[kind.layer.rope], kind.inv_freq, scale)
         errors.append((error, f"inv_freq of layer {kind.index}"))
     ones = np.ones(options.batch, int)
     for start in [*range(0, S - T + 1, T), S - T]:
@@ -85,7 +85,7 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
             ):
                 name += kind.layer.suffix
                 if name in decoder.host.names:
-                    error = largest(inputs[name][:, 0], expected, scale)
+                    error = largest_error(inputs[name][:, 0], expected, scale)
                     errors.append((error, f"{name} at position {start}"))
     value, place = max(errors)
     reason = "rope and masks against Hugging Face's at every position; worst: "
@@ -133,7 +133,7 @@ def layer_kinds(manifest: Manifest, base) -> list[LayerKind]:
     return list(kinds.values())
 
 
-def largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:
+def largest_error(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:
     """The largest |actual − reference| / scale over the last axes that both have; inf
     if these axes differ or a value is not a number."""
     if np.shape(actual)[-np.ndim(reference) :] != np.shape(reference):

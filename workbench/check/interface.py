@@ -79,21 +79,27 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     return gates.at_most("interface", float(len(faults)), 0.0, reason)
 
 
-def differences(a: Facts, b: Facts, in_a: str, in_b: str) -> Iterator[str]:
-    for name in sorted(a.keys() | b.keys()):
-        in_first, in_second = a.get(name, "missing"), b.get(name, "missing")
-        if in_first != in_second:
-            yield f"{name}: {in_first} in the {in_a}, {in_second} in the {in_b}"
+def differences(
+    first: Facts, second: Facts, first_place: str, second_place: str
+) -> Iterator[str]:
+    """One clause for each fact that differs between two places, which the clauses
+    name."""
+    for name in sorted(first.keys() | second.keys()):
+        a = first.get(name, "missing")
+        b = second.get(name, "missing")
+        if a != b:
+            yield f"{name}: {a} in the {first_place}, {b} in the {second_place}"
 
 
-def compare_shard_list(m: Manifest) -> tuple[Facts, Facts]:
+def compare_shard_list(manifest: Manifest) -> tuple[Facts, Facts]:
     """Facts about the shards as options and dimensions require them, and the same facts
     of the shards that the manifest lists."""
-    L, step = m.dims.L, m.options.layers_per_shard
-    kind = "router" if m.options.moe == "routed" else "layers"
-    blocks = [s for s in m.shards if s.kind in ("layers", "router")]
+    L = manifest.dims.L
+    step = manifest.options.layers_per_shard
+    kind = "router" if manifest.options.moe == "routed" else "layers"
+    blocks = [s for s in manifest.shards if s.kind in ("layers", "router")]
     experts = {block.layers: [] for block in blocks}
-    for shard in m.shards:
+    for shard in manifest.shards:
         if shard.kind == "expert":
             experts.setdefault(shard.layers, []).append(shard.rows)
     count = max(1, *map(len, experts.values())) if kind == "router" else 0
@@ -107,8 +113,8 @@ def compare_shard_list(m: Manifest) -> tuple[Facts, Facts]:
         "layers of shards": [block.layers for block in blocks],
         "experts": {layers: sorted(rows) for layers, rows in experts.items()},
     }
-    for shard in m.shards:
-        expected = _shapes(m, shard)
+    for shard in manifest.shards:
+        expected = _shapes(manifest, shard)
         actual = shard.inputs | shard.outputs
         for name, state in shard.states.items():
             actual |= {name: state.shape, f"ring of {name}": state.ring}
@@ -126,30 +132,36 @@ def _is_cached(name: str) -> bool:
     return is_cache(name) or name == POS or name.startswith(KV_WRITE_MASK)
 
 
-def _shapes(m: Manifest, shard: Shard) -> Facts:
+def _shapes(manifest: Manifest, shard: Shard) -> Facts:
     """Shapes of a shard's inputs, outputs and caches as dimensions and options require
     them."""
-    o, d = m.options, m.dims
-    widths = dict.fromkeys((X, X0, HIDDEN, BASE, EXPERT_IN, ACC), d.C)
-    widths[PER_LAYER] = (shard.layers[1] - shard.layers[0]) * d.P
+    options = manifest.options
+    dims = manifest.dims
+    widths = dict.fromkeys((X, X0, HIDDEN, BASE, EXPERT_IN, ACC), dims.C)
+    widths[PER_LAYER] = (shard.layers[1] - shard.layers[0]) * dims.P
     widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
-    shapes = {name: o.plane(width) for name, width in widths.items()}
-    halves = {rope.name: len(rope.inv_freq) for rope in m.rope}
+    shapes = {name: options.plane(width) for name, width in widths.items()}
+    halves = {rope.name: len(rope.inv_freq) for rope in manifest.rope}
     for i in range(*shard.layers):
-        layer = m.layers[i]
-        masked = layer.attends and o.kv_write == "mask"
-        for name, shape in o.layer_inputs(layer, halves[layer.rope]).items():
+        layer = manifest.layers[i]
+        masked = layer.attends and options.kv_write == "mask"
+        for name, shape in options.layer_inputs(layer, halves[layer.rope]).items():
             if masked or not _is_cached(name):
                 shapes[name] = shape
         if layer.attends:
             shapes |= {} if masked else {POS: [1]}
             for leaf in (K_STATE, V_STATE):
                 cache = f"layers.{i}.{leaf}"
-                H_kv, D = layer.heads(d)
-                shapes[cache] = [o.batch, H_kv, o.cache_rows(layer.window), D]
-                shapes[f"ring of {cache}"] = o.ring_rows(layer.window)
+                H_kv, D = layer.heads(dims)
+                shapes[cache] = [
+                    options.batch,
+                    H_kv,
+                    options.cache_rows(layer.window),
+                    D,
+                ]
+                shapes[f"ring of {cache}"] = options.ring_rows(layer.window)
             for name in layer.shared_rows:
-                shapes[name] = [o.batch, H_kv, "T", D]
+                shapes[name] = [options.batch, H_kv, "T", D]
     return shapes
 
 
@@ -176,10 +188,10 @@ def package_differences(bundle: Bundle, shard: Shard) -> Iterator[str]:
     for name in () if wrong else expected:
         T = shard.functions.get(name, options.t_max)
         described = facts_of_description(
-            shard, descriptions[name], T if options.shapes else 1, T
+            shard, descriptions[name], T if options.fixed_sizes else 1, T
         )
         faults = list(differences(*described, "manifest", "description"))
-        free = T if options.shapes else "T"
+        free = T if options.fixed_sizes else "T"
         program = facts_of_program(
             shard, functions["program"][name], free, bundle.manifest
         )
@@ -203,6 +215,8 @@ def manifest_facts(shard: Shard, low: int | str, high: int | str) -> Facts:
 
 
 def _fact(dtype: str, low: list, high: list | None = None) -> str:
+    """A type in words: the dtype and the size of each axis, `low..high` where it is a
+    range."""
     axes = [str(a) if a == b else f"{a}..{b}" for a, b in zip(low, high or low)]
     return f"{dtype} [{', '.join(axes)}]"
 
@@ -360,40 +374,45 @@ def expected_storage(preset: Preset, shape: list[int]) -> tuple:
     return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
 
 
-def checkpoint_facts(m: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
+def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
     """Facts of the manifest, and the same facts of the checkpoint: tokens, tokenizer,
     family and sizes."""
     config = checkpoint.config
-    ours = {"family": m.family, "bos": m.tokens.bos, "eos": m.tokens.eos}
+    ours = {
+        "family": manifest.family,
+        "bos": manifest.tokens.bos,
+        "eos": manifest.tokens.eos,
+    }
     theirs = {"family": config.model_type, "bos": config.bos_token_id}
     theirs["eos"] = checkpoint.eos
     sizes_of_model = dict(SIZES)
     if getattr(config, "is_heterogeneous", False):
         del sizes_of_model["num_key_value_heads"]  # each layer has its own
-        ours |= _layer_facts(m)
+        ours |= _layer_facts(manifest)
         theirs |= _configured_layers(config)
     for name, size in sizes_of_model.items():
-        ours[size], theirs[size] = getattr(m.dims, size), getattr(config, name)
-    for entry in m.tokens.files:
+        ours[size] = getattr(manifest.dims, size)
+        theirs[size] = getattr(config, name)
+    for entry in manifest.tokens.files:
         ours[f"tokenizer file {entry.path.rpartition('/')[2]}"] = entry.sha256[:12]
     for path in checkpoint.tokenizer_files():
         theirs[f"tokenizer file {path.name}"] = sha256(path)[:12]
     return ours, theirs
 
 
-def _layer_facts(m: Manifest) -> Facts:
+def _layer_facts(manifest: Manifest) -> Facts:
     """Key heads, head size and source of every layer of the manifest."""
     return {
         f"key heads, head size and source of layer {i}": (
-            *layer.heads(m.dims),
+            *layer.heads(manifest.dims),
             layer.source,
         )
-        for i, layer in enumerate(m.layers)
+        for i, layer in enumerate(manifest.layers)
     }
 
 
 def _configured_layers(config) -> Facts:
-    """The same of a configuration whose layers differ."""
+    """What `_layer_facts` gives, read from a configuration whose layers differ."""
     facts = {}
     modes = getattr(config, "kv_sharing_modes", [None] * config.num_hidden_layers)
     for i, mode in enumerate(modes):

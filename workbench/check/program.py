@@ -218,7 +218,7 @@ def plan_stretches(
     Ts = default_ts(options)
     call_sizes = sorted({tuple(Ts[:1]), tuple(Ts[-1:]), tuple(Ts[1:-1])} - {()})
     # the longest calls of every function, which run on every shard
-    longest = [(T,) for T in options.shapes] or [(options.t_max,)]
+    longest = [(T,) for T in options.fixed_sizes] or [(options.t_max,)]
     other_sizes = [sizes for sizes in call_sizes if sizes not in longest]
     places = [name for name in ("start", "end") if name in stretches]
     plans = []
@@ -397,7 +397,7 @@ def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
     writes every sequence at one position and takes no dummy columns."""
     options = manifest.options
     sliced = options.kv_write == "slice"
-    unit = options.t_max if sliced and options.shapes else 1
+    unit = options.t_max if sliced and options.fixed_sizes else 1
     S = options.max_seq_len
     t_max = options.t_max
     # a cache too small for a call of t_max tokens in the end has room for it in the start

@@ -84,7 +84,7 @@ def program_inputs(decoder: Decoder, trace: Trace) -> Trace:
 
 
 @dataclass(frozen=True)
-class Call:
+class PlannedCall:
     """One call of `width` columns.
 
     Attributes:
@@ -119,7 +119,7 @@ def plan_calls(
     *,
     ragged: bool = False,
     columns: int = 0,
-) -> list[Call]:
+) -> list[PlannedCall]:
     """The calls that run B prompts of n tokens; `shape` is (B, n).
 
     Args:
@@ -141,7 +141,7 @@ def plan_calls(
         )
         width = options.tiling.width(max(columns, int(counts.max())))
         seq, column = np.nonzero(np.arange(width) < counts[:, None])
-        calls.append(Call(counts, width, seq, column, ends[seq] + column))
+        calls.append(PlannedCall(counts, width, seq, column, ends[seq] + column))
         ends = ends + counts
     return calls
 
@@ -149,7 +149,7 @@ def plan_calls(
 def call_inputs(
     decoder: Decoder,
     ids: np.ndarray,
-    calls: Sequence[Call],
+    calls: Sequence[PlannedCall],
     starts: np.ndarray | None = None,
 ) -> list[Inputs]:
     """The inputs of the first shard in each call over prompts `ids` [B, n], which follow
@@ -190,7 +190,7 @@ class PromptRun:
     """
 
     ids: np.ndarray
-    calls: list[Call]
+    calls: list[PlannedCall]
     reference: Trace
     isolated: bool
     forced: bool = True
@@ -302,7 +302,11 @@ class _Recorder:
         return self.decoder.manifest.stream_scale
 
     def record(
-        self, record: Trace | LayerTrace, name: str, call: Call, plane: np.ndarray
+        self,
+        record: Trace | LayerTrace,
+        name: str,
+        call: PlannedCall,
+        plane: np.ndarray,
     ) -> None:
         """Copies the valid columns of a plane [B, W, …] to the rows [B, n, W] of a
         field."""
@@ -330,7 +334,7 @@ class _Recorder:
             inputs.append(outputs | fed)
         return inputs
 
-    def source_rows(self, shard: Shard, call: Call) -> Inputs:
+    def source_rows(self, shard: Shard, call: PlannedCall) -> Inputs:
         """The reference's cache rows [B, H_kv, width, D] that a shard copies from layers
         of earlier shards."""
         manifest, fed = self.decoder.manifest, {}
@@ -345,7 +349,7 @@ class _Recorder:
                 fed[name] = np.ascontiguousarray(heads)
         return fed
 
-    def plane(self, call: Call, rows: np.ndarray) -> np.ndarray:
+    def plane(self, call: PlannedCall, rows: np.ndarray) -> np.ndarray:
         """The rows of a call's tokens in the bundle's layout."""
         return self.decoder.plane(call.columns(rows))
 
@@ -364,7 +368,13 @@ class _Recorder:
         ]
 
     def read_operation(
-        self, shard: Shard, inner: dict[str, int], call: Call, running, op, outputs
+        self,
+        shard: Shard,
+        inner: dict[str, int],
+        call: PlannedCall,
+        running,
+        op,
+        outputs,
     ) -> list[torch.Tensor] | None:
         """Hook: records the hidden outputs of the `inner` layers and the choices of
         experts. If isolated, it replaces a hidden output by the reference's input of the
@@ -389,7 +399,7 @@ class _Recorder:
         return None
 
     def choose_expert(
-        self, layer: int, call: Call, scores: torch.Tensor
+        self, layer: int, call: PlannedCall, scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from
         scores. If forced, returns values that pick the reference's expert instead."""

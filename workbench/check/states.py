@@ -204,17 +204,17 @@ def _reading_faults(decoder: Decoder) -> Iterator[str]:
 def callable_ts(options: Options) -> list[int]:
     """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and the T of every function.
     Fixed shapes with a slice write take no dummy columns, so only their own T run."""
-    shapes = options.shapes
     t_max = options.t_max
-    if shapes and options.kv_write == "slice":
-        return list(shapes)
-    return sorted({1, 2, 3, 4, t_max - 1, t_max, *shapes} & {*range(1, t_max + 1)})
+    if options.fixed_sizes and options.kv_write == "slice":
+        return list(options.fixed_sizes)
+    sizes = {1, 2, 3, 4, t_max - 1, t_max, *options.fixed_sizes}
+    return sorted(sizes & {*range(1, t_max + 1)})
 
 
 def default_ts(options: Options) -> list[int]:
     """T values worth comparing with a golden: `callable_ts`, or the one T of shards
     that have a single fixed shape."""
-    return [options.t_max] if len(options.shapes) == 1 else callable_ts(options)
+    return [options.t_max] if len(options.fixed_sizes) == 1 else callable_ts(options)
 
 
 def probe_points(options: Options) -> list[tuple[int, int]]:

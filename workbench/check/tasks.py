@@ -20,11 +20,10 @@ from workbench.decode.transcript import encode_text, load_tokenizer
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 
+# a file beside a checkpoint that was trained on `TASKS`, with its accuracy on them
 EVALUATION = "evaluation.json"
-"""A file beside a checkpoint that was trained on `TASKS`, with its accuracy on them."""
-
+# the key in that file of the number of `TASKS` that the model answers right
 ACCURACY = "heldout_right"
-"""The key in that file of the number of `TASKS` that the model answers right."""
 
 
 def load_tasks(path: str | Path) -> list[dict]:

@@ -17,14 +17,13 @@ from workbench.decode.transcript import encode_text, load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-COUNT = 48
-"""Tokens of the default prompt."""
+COUNT = 48  # tokens of the default prompt
+# text of the small trained models, whose 256 words are not English
 TASKS = "data/tasks/heldout.jsonl"
-"""Text of the small trained models, whose 256 words are not English."""
+# A text that has so many tokens in a row in common with another one is a part of it.
 SHARED_TOKENS = 64
-"""A text that has so many tokens in a row in common with another one is a part of it."""
+# A tokenizer with a larger share of unknown tokens lacks the text's language.
 UNKNOWN_SHARE = 0.1
-"""A tokenizer with a larger share of unknown tokens lacks the text's language."""
 
 
 def paragraphs() -> str:
@@ -57,8 +56,8 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
 
 
 def check_held_out(bundle: Bundle, ids: Sequence[int]) -> None:
-    """Checks that no part of a text that is to judge `bundle` has decided its weights or
-    their formats.
+    """Checks that no part of a text on which `bundle` will be judged has decided its
+    weights or their formats.
 
     Raises:
         InputError: `ids` share `SHARED_TOKENS` in a row with the text of the bundle's

@@ -81,7 +81,7 @@ def validate_units(
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         path = golden.file or golden.save(Path(folder) / "golden.safetensors")
-        source = golden.source and golden.source.path
+        source = None if golden.source is None else golden.source.path
         options = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
         for runs_on, unit in units:
             arguments = bundle.root, path, source, runs_on, unit, options
@@ -117,7 +117,8 @@ def validate_unit(
         options: the arguments of `validate`.
     """
     bundle = Bundle.open(root)
-    golden = replace(Golden.load(path), source=source and Checkpoint(source))
+    checkpoint = None if source is None else Checkpoint(source)
+    golden = replace(Golden.load(path), source=checkpoint)
     option = {"precision": unit}
     if runtime != "portable":
         option = {"compute_units": unit}

@@ -131,7 +131,7 @@ class Sequences:
                 and a mask writes the caches.
 
         Returns:
-            Hidden states [B, C, T], of which columns beyond a sequence's tokens mean
+            Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
             nothing, and the times of the layers without the head.
 
         Raises:
@@ -487,7 +487,8 @@ class Decoder:
     def read_inputs(
         self, shard: Shard, values: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """What a shard reads of `values`: of second embeddings those of its layers."""
+        """The inputs of a shard among `values`: of the second embeddings, the rows of its
+        layers."""
         inputs = {name: values[name] for name in shard.inputs}
         if PER_LAYER in inputs:
             start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
@@ -516,7 +517,7 @@ class Decoder:
             states, hooks: of each call.
             on_call: called before every call of a package, those of experts and of the
                 parts of another exporter's shard included. The calls then run one by
-                one, so that it sees the states from which each of them starts.
+                one, so that it sees the states from which every call starts.
 
         Returns:
             `values` for the next shard: `x` is this shard's hidden output,

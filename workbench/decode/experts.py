@@ -44,7 +44,7 @@ class RoutedExperts:
     ):
         self.load = load
         self.plane = plane
-        self.takes_all_columns = bool(bundle.manifest.options.shapes)
+        self.takes_all_columns = bool(bundle.manifest.options.fixed_sizes)
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []

@@ -53,10 +53,10 @@ class Flow(Graph):
         return sorted(read - results)
 
     def source(self, name: str, ops: Collection[int]) -> str:
-        """The name under which the values of the whole program hold what an operand of
-        `ops` is before they run: the operand's own name. A state may have been written
-        by operations before `ops`; where the first of `ops` that reads it is a
-        `read_state`, the name of its result."""
+        """The name under which the values of the whole program hold an operand of `ops`
+        as it is before they run. This is the operand's own name, except for a state:
+        operations before `ops` may have written it. Where the first of `ops` that reads
+        the state is a `read_state`, the name is that of its result."""
         first = next(self.ops[i] for i in ops if name in self.ops[i].reads())
         return first.outputs[0][0] if first.kind == "read_state" else name
 

@@ -132,21 +132,21 @@ def split_error(
 
 
 @dataclass(frozen=True)
-class Run:
+class Execution:
     """How a decoder runs the bundle to measure a part."""
 
     runtime: str
     precision: str
 
 
-def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Run]:
+def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Execution]:
     """The run that measures each part that needs one; see `split_error`."""
     options = bundle.manifest.options
-    runs = {"reauthoring": Run(exact_runtime(bundle), "exact")}
+    runs = {"reauthoring": Execution(exact_runtime(bundle), "exact")}
     if not options.plugin:
-        runs["precision"] = Run("portable", "declared")
+        runs["precision"] = Execution("portable", "declared")
         if (device := resolve(runtime)) != "portable":
-            runs["runtime"] = Run(device, "declared")
+            runs["runtime"] = Execution(device, "declared")
     subject = f"updates of {bundle.root.name}"
     if not bundle.manifest.shows_hidden:
         actual = "packages of another exporter, which output only caches and logits"

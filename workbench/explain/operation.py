@@ -122,14 +122,14 @@ def record_call(
     state: State | None,
 ) -> None:
     """Adds a call of a package to `recorded`: the `on_call` of `Decoder.run_calls`."""
-    key = model.package, model.functions[model.T_of(inputs)]
+    key = model.path, model.functions[model.T_of(inputs)]
     if key not in recorded:
         # the packages of another exporter are parts of one shard
         modules = (model.shard or shard).modules
         recorded[key] = RecordedCalls(*key, modules)
     before = {name: state.read_tensor(name) for name in model.program.states}
     layers = list(range(*shard.layers))
-    place = CallPlace(model.package.stem, call.start, call.width, layers)
+    place = CallPlace(model.path.stem, call.start, call.width, layers)
     recorded[key].calls.append(PackageCall(inputs | before, place))
 
 

@@ -88,7 +88,7 @@ class Ranges:
     def register(self, model: Model, inputs: Iterable[tuple[str, object]] = ()) -> None:
         """Registers the operations of a package under its shard's name, and notes which
         of its constants and inputs are infinite."""
-        names = PackageNames(model.package.stem, {})
+        names = PackageNames(model.path.stem, {})
         if model.shard:
             names = PackageNames(model.shard.name, model.shard.modules)
         for op in model.executable.program.block.walk():

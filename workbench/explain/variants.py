@@ -450,10 +450,8 @@ def _place_norms(names: tuple[str, str], side: str, base: nn.Module):
             if module is None:  # a layer that copies its keys has no norm of keys
                 continue
             norms[name] = module.forward
-            module.forward = lambda x: x
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, norms=norms: running.update(norms)
-        )
+            module.forward = _unchanged
+        layer.self_attn.register_forward_pre_hook(partial(_note_norms, running, norms))
 
     if not side:
         return None
@@ -471,6 +469,16 @@ def _place_norms(names: tuple[str, str], side: str, base: nn.Module):
         return rotated
 
     return _patched(ROTATE, wrap)(base)
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    """What a norm that is left out returns."""
+    return x
+
+
+def _note_norms(running: dict, norms: dict, module: nn.Module, args: tuple) -> None:
+    """Hook of an attention layer: its norms become those of the layer that runs."""
+    running.update(norms)
 
 
 def _set_tables(manifest, config, base: nn.Module) -> None:

@@ -236,7 +236,7 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     """Example tensors of the inputs for tracing, and their types for coremltools."""
     ct = coremltools()
     size = length = T or options.t_max
-    if options.t_max > 1 and not options.shapes:
+    if options.t_max > 1 and not options.fixed_sizes:
         # One symbol for every T: coremltools would accept unrelated ranges silently.
         size, length = ct.RangeDim(1, options.t_max, default=1), 2
     examples, inputs = [], []

@@ -119,7 +119,7 @@ class Model(ABC):
     """One loaded package, with one function for every T, or one for each.
 
     Attributes:
-        package: its path.
+        path: of the package.
         shard: see `Package`.
         functions: names by the T of the calls that they run, or one name by `ANY_T`.
         program: a function without its operations: the states that all functions have,
@@ -138,12 +138,13 @@ class Model(ABC):
             manifest says.
     """
 
-    is_device = shows_inner_layers = False
+    is_device = False
+    shows_inner_layers = False
     last_native_ms: float | None = None
     loading_ms: dict[str, float | None]
 
     def __init__(self, package: Package, settings: Settings):
-        self.package = package.path
+        self.path = package.path
         self.shard = package.shard
         self.settings = settings
         function_names = self.shard.functions if self.shard else {}
@@ -151,7 +152,7 @@ class Model(ABC):
         if function_names and not package.function:
             self.functions = {T: name for name, T in function_names.items()}
         for T, name in self.functions.items():
-            program = miltorch.read(self.package, name)
+            program = miltorch.read(self.path, name)
             if self.shard:
                 t_max = T
                 if T == ANY_T:

@@ -161,7 +161,7 @@ class CoreMLModel(Model):
 
     def core_ml_errors(self):
         """Context manager that turns errors of Core ML's binding into InputErrors."""
-        subject = f"package {self.package.name}"
+        subject = f"package {self.path.name}"
         if self.shard:
             subject = f"shard {self.shard.name}"
         return core_ml_errors(

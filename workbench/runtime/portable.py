@@ -56,7 +56,8 @@ class PortableModel(Model):
         start = time.perf_counter()
         self.weight_bytes = _read_ahead(package.path)
         super().__init__(package, settings)
-        self.precision, self.reads = settings.precision, settings.reads
+        self.precision = settings.precision
+        self.reads = settings.reads
         self.fast = settings.fast and self.precision == "declared"
         self.executables: dict[tuple[int, bool], miltorch.Executable] = {}
         self.executable_for(min(self.functions), self.fast)
@@ -67,7 +68,7 @@ class PortableModel(Model):
         """The executable of the function of T, built when it is first needed."""
         key = T, fused
         if key not in self.executables:
-            program = miltorch.read(self.package, self.functions[T])
+            program = miltorch.read(self.path, self.functions[T])
             if fused:
                 program = miltorch.fuse(program, self.reads)
             executable = miltorch.Executable(program, self.precision)

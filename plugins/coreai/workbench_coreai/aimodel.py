@@ -44,7 +44,7 @@ def apple(name: str) -> ModuleType:
 def size_of_t(options: Options) -> int:
     """The axis T in a program: -1 for a free one, which one token a call needs too (see
     `template`)."""
-    return options.t_max if options.shapes and options.t_max > 1 else -1
+    return options.t_max if options.fixed_sizes and options.t_max > 1 else -1
 
 
 def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:

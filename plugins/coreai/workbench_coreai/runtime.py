@@ -73,14 +73,15 @@ class CoreAIModel(Model):
     """
 
     def __init__(self, bundle: Bundle, shard: Shard):
-        self.shard, self.package = shard, bundle.package(shard)
+        self.shard = shard
+        self.path = bundle.package(shard)
         options = bundle.manifest.options
         self.t_max, self.dtype = options.t_max, NUMPY[options.program_dtype]
         self.states = {entry.tensor: entry.shape for entry in shard.states.values()}
         apple("coreai_torch"), apple("coreai.authoring")
         start = time.perf_counter()
         with no_stderr(), self._one_message():
-            self.function = wait(_load(self.package))
+            self.function = wait(_load(self.path))
         self._check_interface(self.function.desc, size_of_t(options))
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
