@@ -153,7 +153,9 @@ def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Execution]:
         step = "run: workbench explain variant BUNDLE, or explain ranges BUNDLE"
         raise InputError(subject, actual, "a bundle of workbench export", step)
     # other runtimes show only the output of a shard's last layer
-    without_inner = [run.runtime for run in runs.values() if run.runtime != "portable"]
+    without_inner = [
+        planned.runtime for planned in runs.values() if planned.runtime != "portable"
+    ]
     if without_inner and options.layers_per_shard > 1:
         actual = f"layers inside a shard that {without_inner[0]} does not show"
         step = "export with --layers-per-shard 1"
