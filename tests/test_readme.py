@@ -19,7 +19,7 @@ from workbench.check.golden import make_golden
 from workbench.check.tasks import prompt_ids
 from workbench.check.validate import BUG_GATES
 from workbench.cli.app import app
-from workbench.decode.transcript import encode_text, unknown_share
+from workbench.decode.tokenizer import encode_text, unknown_share
 from workbench.models import FAMILIES
 from workbench.models.checkpoint import Checkpoint
 

@@ -33,7 +33,7 @@ from workbench.bundle.presets import PRESETS, find_preset
 from workbench.check.evaluate import open_reference
 from workbench.check.golden import stored_weights
 from workbench.check.text import check_held_out, share_part
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 from workbench.errors import InputError
 from workbench.exporter.calibrate import draw_windows
 from workbench.log import machine

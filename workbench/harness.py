@@ -14,7 +14,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from workbench.decode import Decoder
-from workbench.decode.transcript import load_tokenizer
+from workbench.decode.tokenizer import load_tokenizer
 from workbench.errors import InputError
 
 

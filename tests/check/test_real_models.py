@@ -13,7 +13,7 @@ from workbench import Decoder, InputError, validate
 from workbench.check.gates import RED
 from workbench.check.golden import Golden
 from workbench.check.text import COUNT, default_ids, paragraphs
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 from workbench.models.checkpoint import Checkpoint
 
 pytestmark = [pytest.mark.wide, pytest.mark.slow("exports or runs a real model")]

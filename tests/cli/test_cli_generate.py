@@ -13,7 +13,8 @@ from tiny import DATA
 from workbench import Decoder, log
 from workbench.check.golden import Golden
 from workbench.decode import Sequences
-from workbench.decode.transcript import encode_chat, encode_text, transcript
+from workbench.decode.timed import timed_generation
+from workbench.decode.tokenizer import encode_chat, encode_text
 from workbench.exporter import export
 
 TINY = DATA / "tiny-llama"
@@ -48,7 +49,9 @@ def test_each_token_s_text_comes_when_it_is_decoded(llama_bundle, monkeypatch):
         return step(*arguments, **options)
 
     monkeypatch.setattr(Sequences, "step", record_step)
-    result = transcript(decoder, encode_text(TINY, WORDS), 4, on_text=events.append)
+    result = timed_generation(
+        decoder, encode_text(TINY, WORDS), 4, on_text=events.append
+    )
     pieces = [event for event in events if event]
     assert "".join(pieces) == result["text"]
     assert len(pieces) == len(result["tokens"]) > 1
@@ -93,9 +96,9 @@ def test_chat_runs_the_message_through_the_template(chatting, monkeypatch):
 
     def short(decoder, ids, *rest, **options):
         prompts.append(ids)
-        return transcript(decoder, ids, 1)
+        return timed_generation(decoder, ids, 1)
 
-    monkeypatch.setattr("workbench.decode.transcript.transcript", short)
+    monkeypatch.setattr("workbench.decode.timed.timed_generation", short)
     invoke("generate", chatting.root, "--chat", "--prompt", "set river", "--max-new", 1)
     assert prompts == [encode_text(TINY, "user set river ;")]
 

@@ -11,7 +11,7 @@ from tiny import DATA
 from workbench import Bundle, Checkpoint, Golden
 from workbench.bundle.presets import find_preset
 from workbench.check.text import default_ids, task_text
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 from workbench.explain.weights import measure_costs
 from workbench.sweep.grid import Grid, cells
 from workbench.widgets import Explorer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workbench.check.text import paragraphs, task_text
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data"

@@ -12,7 +12,7 @@ from tiny import DATA
 
 from workbench.bundle.presets import find_preset
 from workbench.check.text import task_text
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 from workbench.exporter import mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import Text

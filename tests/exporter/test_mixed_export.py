@@ -13,7 +13,7 @@ from workbench.check.gates import NOT_RUN, RED
 from workbench.check.golden import stored_weights
 from workbench.check.text import check_held_out, default_ids, task_text
 from workbench.decode import Decoder
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 from workbench.exporter import bundle_name, make_options, mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import draw_windows

@@ -16,7 +16,7 @@ from tiny import WEIGHTS
 
 from workbench import paths
 from workbench.check import hf
-from workbench.decode.transcript import encode_text
+from workbench.decode.tokenizer import encode_text
 from workbench.models import FAMILIES, layerwise
 from workbench.models.checkpoint import Checkpoint
 

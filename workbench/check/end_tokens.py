@@ -8,7 +8,7 @@ it to; the exporter has no part in that."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workbench.decode.transcript import end_of_answer, token_labels
+from workbench.decode.tokenizer import end_of_answer, token_labels
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 

@@ -20,7 +20,7 @@ from workbench.check.greedy import ARRAYS, METADATA, GreedyTexts
 from workbench.check.hf import Weights, trace_reference
 from workbench.check.text import default_ids
 from workbench.check.trace import STORED, Arrays, Trace, parse_name
-from workbench.decode.transcript import token_labels
+from workbench.decode.tokenizer import token_labels
 from workbench.errors import InputError
 from workbench.files import load_arrays, output_root, save_arrays
 from workbench.models.checkpoint import Checkpoint

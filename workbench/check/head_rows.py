@@ -14,7 +14,7 @@ import torch
 
 from workbench.bundle import Bundle
 from workbench.check.compare import blocks
-from workbench.decode.transcript import token_labels
+from workbench.decode.tokenizer import token_labels
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
 

@@ -16,7 +16,7 @@ from workbench.check.hf import whole_model
 from workbench.check.text import TASKS as TASKS
 from workbench.check.text import default_ids
 from workbench.decode import Decoder
-from workbench.decode.transcript import encode_text, load_tokenizer
+from workbench.decode.tokenizer import encode_text, load_tokenizer
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench import paths
 from workbench.bundle import Bundle
-from workbench.decode.transcript import encode_text, load_tokenizer
+from workbench.decode.tokenizer import encode_text, load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 

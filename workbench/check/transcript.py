@@ -44,7 +44,7 @@ from workbench.check.golden import stored_weights
 from workbench.check.greedy import GreedyTexts, Text
 from workbench.check.hf import Reference, half, whole_model
 from workbench.decode import Decoder
-from workbench.decode.transcript import encode_chat, encode_text, text_of
+from workbench.decode.tokenizer import encode_chat, encode_text, text_of
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage

@@ -99,7 +99,7 @@ def validate(
     source = load_checkpoint(checkpoint)
     from workbench.check import validate as checks
     from workbench.check.tasks import answers_gate, load_tasks
-    from workbench.decode.transcript import token_labels
+    from workbench.decode.tokenizer import token_labels
 
     questions = load_tasks(tasks) if tasks else []
     is_device = _check_single_copy(exported, execution.runtime, single_copy)

@@ -71,7 +71,7 @@ class Prompt:
         """
         from workbench.check.hf import check_ids
         from workbench.check.text import COUNT, default_ids
-        from workbench.decode.transcript import encode_text
+        from workbench.decode.tokenizer import encode_text
 
         if isinstance(source, workbench.Bundle):
             folder, V = source.tokenizer, source.manifest.dims.V
@@ -219,7 +219,7 @@ class CalibrationText:
     def read(self, source):
         """The windows of the text for a `Checkpoint`."""
         from workbench.check.hf import check_ids
-        from workbench.decode.transcript import encode_text
+        from workbench.decode.tokenizer import encode_text
         from workbench.exporter.calibrate import draw_windows
 
         if self.calibrate:

@@ -129,7 +129,7 @@ class FormatTarget:
         """The windows of the text for selection."""
         from workbench.check.hf import check_ids
         from workbench.check.text import UNKNOWN_SHARE
-        from workbench.decode.transcript import encode_text, load_tokenizer
+        from workbench.decode.tokenizer import encode_text, load_tokenizer
         from workbench.exporter import mixed
         from workbench.exporter.calibrate import draw_windows
 

@@ -57,7 +57,8 @@ def generate(
             "--temperature above 0", top_k=top_k > 0, top_p=top_p < 1, seed=seed > 0
         )
     from workbench.decode import Sampling
-    from workbench.decode.transcript import encode_chat, transcript
+    from workbench.decode.timed import timed_generation
+    from workbench.decode.tokenizer import encode_chat
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     if chat:
@@ -77,7 +78,7 @@ def generate(
         _warn_of_unknown_words(exported.tokenizer, prompt.prompt)
     decoder = execution.decoder(exported, fast=True)
     on_text = None if json else _print_piece
-    result = transcript(decoder, ids, max_new, logits, sampling, on_text=on_text)
+    result = timed_generation(decoder, ids, max_new, logits, sampling, on_text=on_text)
     times = result["decode"]
     summary = f"{times['tokens']} tokens"
     if times["tokens_per_s"] is not None:
@@ -91,7 +92,7 @@ def generate(
 
 def _warn_of_unknown_words(tokenizer: Path, text: str) -> None:
     """Warns of words that become the tokenizer's unknown token."""
-    from workbench.decode.transcript import load_tokenizer
+    from workbench.decode.tokenizer import load_tokenizer
 
     reader = load_tokenizer(tokenizer)
     unknown = [
@@ -138,7 +139,7 @@ def evaluate(
     source = load_checkpoint(checkpoint)
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out
-    from workbench.decode.transcript import unknown_share
+    from workbench.decode.tokenizer import unknown_share
 
     decoder, ids = execution.decoder(exported), prompt.token_ids(exported)
     check_held_out(exported, ids)

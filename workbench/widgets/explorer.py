@@ -10,7 +10,7 @@ import pandas as pd
 from IPython import get_ipython
 
 from workbench import escape, log, plots, sweep
-from workbench.decode.transcript import token_labels
+from workbench.decode.tokenizer import token_labels
 from workbench.errors import InputError
 from workbench.experiment import Experiment
 from workbench.models.checkpoint import Checkpoint
