@@ -237,7 +237,7 @@ def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, f
 
 def test_without_biases_tokens_are_looked_up_as_the_bundle_does(checkpoint_of, exports):
     source = checkpoint_of("qwen2")
-    trial = variants.Trial(exports.bundle(source), Checkpoint(source))
+    trial = variants.run_trial(exports.bundle(source), Checkpoint(source))
     table = object()
     trial.read.slices[EMBEDDING] = [table]
     unbiased = variants.list_variants(trial)["biases left out"]

@@ -39,9 +39,8 @@ ROUTER_STATE = "router_state"  # [B, R, T, 1]: input of a router
 ROUTER_STATE_OUT = "router_state_out"  # [B, R, T, 1]: for the router of the next layer
 BASE = "base"  # [B, C, T, 1]: output of a layer without its expert
 EXPERT_IN = "expert_in"  # [B, C, T, 1]: input of the expert
-ROUTER_PROBS = (
-    "router_probs"  # [B, E + 1, T, 1]: weights of the experts; last: none runs
-)
+# [B, E + 1, T, 1]: the weights of the experts; the last class runs none
+ROUTER_PROBS = "router_probs"
 ROUTER_SCORES = "router_scores"  # [B, E + 1, T, 1]: the largest one picks the expert
 EXPERT_WEIGHT = "expert_weight"  # [B, 1, T, 1]: factor of an expert shard's output
 ACC = "acc"  # [B, C, T, 1]: what an expert shard adds its output to

@@ -93,8 +93,9 @@ def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
     return Gate(name, verdict, value, threshold, reason)
 
 
-def holds(name: str, true: bool, reason: str) -> Gate:
-    return at_least(name, float(true), 1.0, reason)
+def holds(name: str, condition: bool, reason: str) -> Gate:
+    """GREEN with the value 1 if the condition holds, otherwise RED with 0."""
+    return at_least(name, float(condition), 1.0, reason)
 
 
 def no_faults(
@@ -122,6 +123,7 @@ def reached(name: str, value: float, limit: float, reason: str) -> Gate:
 
 
 def not_run(name: str, reason: str, applies: bool = True) -> Gate:
+    """A gate that compared nothing, for a reason; see `Gate` for `applies`."""
     return Gate(name, NOT_RUN, None, None, reason, applies)
 
 

@@ -66,9 +66,11 @@ LIMIT = 1e-5
 # as that large.
 STEP = 2.0**-23
 STEPS = 2
-START_POSITIONS, END_POSITIONS = 20, 8
+START_POSITIONS = 20
+END_POSITIONS = 8
 STAGGER = 3  # positions between the ends of two sequences
-SCALES, SMALLEST = 12, -44  # scaled positions, exponent of the smallest RMS
+SCALES = 12  # positions of scaled inputs
+SMALLEST = -44  # exponent of their smallest RMS
 GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
 
 
@@ -313,19 +315,16 @@ def state_errors(
     tables = []
     for name, entry in model.shard.states.items():
         layer, leaf = split_layer(name)
-        shape, count = entry.shape[1:], entry.shape[-2]
+        shape = entry.shape[1:]
+        count = entry.shape[-2]
         values = np.asarray(state.read(name), np.float32)
         for seq, (stretch, value) in enumerate(zip(plan.stretches, values)):
             before = stretch.before, stretch.start
-            perturbed_trace = stretch.perturbed[plan.mode]
-            expected, perturbed, actual = (
-                np.moveaxis(array, -2, 0).reshape(count, -1)
-                for array in (
-                    expected_state(shape, name, before, (stretch.trace, stretch.end)),
-                    expected_state(shape, name, before, (perturbed_trace, stretch.end)),
-                    value,
-                )
-            )
+            after = stretch.trace, stretch.end
+            perturbed_after = stretch.perturbed[plan.mode], stretch.end
+            expected = _rows_of(expected_state(shape, name, before, after))
+            perturbed = _rows_of(expected_state(shape, name, before, perturbed_after))
+            actual = _rows_of(value)
             last = stretch.end - 1
             columns = {"tensor": leaf.removesuffix("_state")}
             columns["position"] = last - (last - np.arange(count)) % count
@@ -342,6 +341,11 @@ def state_errors(
             table.insert(1, "layer", pd.array([layer] * count, "Int64"))
             tables.append(_add_run_columns(table, plan, seq, len(stretch.trace.layers)))
     return tables
+
+
+def _rows_of(value: np.ndarray) -> np.ndarray:
+    """A state [.., rows, D] with its rows first, as [rows, W]."""
+    return np.moveaxis(value, -2, 0).reshape(value.shape[-2], -1)
 
 
 def trace_errors(

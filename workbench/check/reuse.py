@@ -81,7 +81,8 @@ def check_reuse(
     with tempfile.TemporaryDirectory() as folder:
         for n in bar(lengths, desc="reuse"):
             sessions = [
-                Session(decoder, Path(folder), n, seq) for seq in range(batches[-1])
+                record_session(decoder, Path(folder), n, seq)
+                for seq in range(batches[-1])
             ]
             for candidate, cache in product(decoders, CACHES):
                 batch = sessions[: candidate.options.batch]
@@ -112,38 +113,52 @@ def reuse_gate(cells: list[ReuseCell], name: str = "reuse") -> gates.Gate:
     return gates.no_faults(name, faults, f"{same}: {count_cells(cells)}")
 
 
+def record_session(decoder: Decoder, folder: Path, n: int, seq: int) -> "Session":
+    """Decodes a seeded prompt of `n` tokens (or n − `seq`, where positions may differ) by
+    itself, and stores its sequence in `folder` in every format."""
+    length = n if decoder.options.kv_write == "slice" else n - seq
+    rng = np.random.default_rng([0, n, seq])
+    ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
+    alone = list(decoder.stream(ids, NEW, stop=()))
+    decoder.begin()
+    decoder.prefill(ids[:-1])
+    before = decoder.snapshot()
+    decoder.decode_one_token(ids[-1])
+    stored = decoder.snapshot()
+    if not all(map(is_cache, before.states)):
+        # a recurrent state cannot be trimmed by a token
+        stored = before
+    snapshots = {}
+    for format in store.FORMATS:
+        store.save(folder / format, f"{n}-{seq}", stored, format)
+        snapshots[format] = store.load(folder / format, f"{n}-{seq}")
+    rounded = snapshots["q4"].trim(stored.offset - before.offset)
+    rest = decoder.stream(ids[-1:], NEW, after=rounded, stop=())
+    records = {"fp16": alone, "q4": list(rest)}
+    return Session(ids, folder, decoder.identity, before, snapshots, records)
+
+
+@dataclass(frozen=True, eq=False)
 class Session:
-    """A seeded prompt of `n` tokens (or n − `seq`, where positions may differ), stored in
-    a folder in every format.
+    """A prompt that was decoded by itself and stored.
 
     Attributes:
+        ids: the prompt.
+        folder: where it is stored, a folder for each format.
+        identity: of the decoder.
         before: the sequence before the prompt's last token.
         snapshots: the stored sequence, by format.
         records: the tokens decoded after each, by format.
     """
 
-    def __init__(self, decoder: Decoder, folder: Path, n: int, seq: int):
-        length = n if decoder.options.kv_write == "slice" else n - seq
-        rng = np.random.default_rng([0, n, seq])
-        self.ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
-        self.folder, self.identity = folder, decoder.identity
-        alone = list(decoder.stream(self.ids, NEW, stop=()))
-        decoder.begin()
-        decoder.prefill(self.ids[:-1])
-        self.before = decoder.snapshot()
-        decoder.decode_one_token(self.ids[-1])
-        stored, self.snapshots = decoder.snapshot(), {}
-        if not all(map(is_cache, self.before.states)):
-            # a recurrent state cannot be trimmed by a token
-            stored = self.before
-        for format in store.FORMATS:
-            store.save(folder / format, f"{n}-{seq}", stored, format)
-            self.snapshots[format] = store.load(folder / format, f"{n}-{seq}")
-        rounded = self.snapshots["q4"].trim(stored.offset - self.before.offset)
-        rest = decoder.stream(self.ids[-1:], NEW, after=rounded, stop=())
-        self.records = {"fp16": alone, "q4": list(rest)}
+    ids: list[int]
+    folder: Path
+    identity: str
+    before: Snapshot
+    snapshots: dict[str, Snapshot]
+    records: dict[str, list[Record]]
 
-    def restored(self, cache: str, format: str) -> Snapshot:
+    def restore(self, cache: str, format: str) -> Snapshot:
         """The snapshot of the prompt, from its file or from memory.
 
         Raises:
@@ -194,7 +209,7 @@ def check_cell(
     try:
         prompts = [session.ids for session in sessions]
         if cache != "cold":
-            after = [session.restored(cache, format) for session in sessions]
+            after = [session.restore(cache, format) for session in sessions]
             prompts = [ids[-1:] for ids in prompts]
         records = [[] for _ in sessions]
         for record in decoder.stream(prompts, limits, after=after, stop=()):
@@ -203,8 +218,9 @@ def check_cell(
         for session, decoded, limit in zip(sessions, records, limits):
             distances += session.distances(decoded, limit, format)
             if after:  # decoding must not have changed the stored entry
-                session.restored(cache, format)
-        distance, limit = float(np.max(distances)), LOGITS[decoder.arithmetic]
+                session.restore(cache, format)
+        distance = float(np.max(distances))
+        limit = LOGITS[decoder.arithmetic]
         if not distance <= limit:
             raise ValueError(
                 f"logits are {distance:.2g} apart, at most {limit:g} allowed"

@@ -223,7 +223,7 @@ def validate(
         budget = measure_budget(bundle, source, golden, inner, read_weights())
     read_weights.cache_clear()
     cost = measure(decoder, golden, Ts, budget)
-    device = _device(decoder, golden, alone)
+    device = _run_device_gate(decoder, golden, alone)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)
 
 
@@ -706,7 +706,8 @@ def _tied(decoder: Decoder, golden: Golden, rows: pd.DataFrame) -> pd.Series:
     return tied
 
 
-def _device(decoder: Decoder, golden: Golden, alone: bool) -> Gate:
+def _run_device_gate(decoder: Decoder, golden: Golden, alone: bool) -> Gate:
+    """Gate `device`, or why it cannot run."""
     if not decoder.is_device:
         reason = "needs a Mac: run there with the same bundle and golden"
         if decoder.options.plugin:

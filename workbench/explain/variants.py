@@ -21,9 +21,10 @@ import pandas as pd
 import torch
 from torch import nn
 
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Manifest
 from workbench.check import compare, golden, hf, run
 from workbench.check.program import exact_runtime
+from workbench.check.trace import Trace
 from workbench.decode import Decoder
 from workbench.models import layerwise
 from workbench.models.checkpoint import Checkpoint
@@ -97,7 +98,7 @@ def explain_bundle(
     Raises:
         InputError: a bundle of another checkpoint.
     """
-    trial = Trial(bundle, checkpoint)
+    trial = run_trial(bundle, checkpoint)
     # the constants of another exporter's programs may be further from the weights
     fit_limit = max(FITS, bundle.manifest.constants_error)
     L = bundle.manifest.dims.L
@@ -143,25 +144,38 @@ def conclusion(variant: str | None) -> str:
     return f"The bundle computes another model: {variant}."
 
 
+def run_trial(bundle: Bundle, checkpoint: Checkpoint) -> "Trial":
+    """Runs a bundle and Hugging Face's model as configured, with the weights that the
+    bundle stores."""
+    decoder = Decoder(bundle, exact_runtime(bundle), "exact")
+    stored = golden.stored_weights(checkpoint, bundle)
+    ids = _prompt(bundle, checkpoint)
+    source = golden.make_golden(checkpoint, ids, stored, "stored", head=False)
+    # without hidden states only the caches of a chained run can be compared
+    isolated = bundle.manifest.shows_hidden
+    T, mode = (decoder.options.t_max, "isolated") if isolated else (1, "chained")
+    (outputs,) = run.trace_bundle(decoder, source, (T, mode))
+    return Trial(bundle.manifest, checkpoint, stored, source, outputs, isolated)
+
+
+@dataclass(frozen=True, eq=False)
 class Trial:
     """A bundle's outputs on Hugging Face's inputs, and the errors of variants against
-    them."""
+    them.
 
-    def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
-        self.manifest = bundle.manifest
-        self.checkpoint = checkpoint
-        self.read = golden.stored_weights(checkpoint, bundle)
-        ids = _prompt(bundle, checkpoint)
-        self.source = golden.make_golden(
-            checkpoint, ids, self.read, "stored", head=False
-        )
-        # without hidden states only the caches of a chained run can be compared
-        self.isolated = bundle.manifest.shows_hidden
-        run_of = (1, "chained")
-        if self.isolated:
-            run_of = (decoder.options.t_max, "isolated")
-        (self.outputs,) = run.trace_bundle(decoder, self.source, run_of)
+    Attributes:
+        read: the weights that the bundle stores.
+        source: the golden of the model as configured.
+        outputs: the trace of the bundle.
+        isolated: whether the layers of the bundle were fed the golden's inputs.
+    """
+
+    manifest: Manifest
+    checkpoint: Checkpoint
+    read: golden.StoredWeights
+    source: golden.Golden
+    outputs: Trace
+    isolated: bool
 
     def errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
