@@ -66,7 +66,7 @@ class Kl:
 
 @dataclass(frozen=True)
 class Budget:
-    """What rounding alone causes."""
+    """The rounding budget: what rounding alone causes."""
 
     kl: Kl
 
