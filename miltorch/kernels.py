@@ -71,8 +71,8 @@ def float_to_fp16(context, value):
 
 @intrinsic
 def prefetch(context, array, byte):
-    """Asks for the byte of a contiguous array, which may lie behind its end: processors
-    do not foresee the reads of narrow weights."""
+    """Prefetches a byte of a contiguous array, which may lie behind its end: processors
+    do not predict the reads of narrow weights."""
 
     def emit(context, builder, signature, arguments):
         values, byte = arguments
@@ -104,7 +104,7 @@ def compiled(**options) -> Callable:
 
 @njit(inline="always")
 def prefetch_row_after(r, weight):
-    """Asks for as many bytes as row r has, `AHEAD` of it."""
+    """Prefetches as many bytes as a row has, `AHEAD` bytes behind those of row r."""
     for byte in range(0, weight.strides[0], 64):
         prefetch(weight, r * weight.strides[0] + byte + AHEAD)
 

@@ -125,8 +125,8 @@ class Program:
 
 @contextmanager
 def operation_errors(program: Program, op: Op) -> Iterator[None]:
-    """Inside, every exception that an operation of `program` causes becomes an
-    InputError that names the operation."""
+    """Context manager that turns every exception which an operation of `program` causes
+    into an InputError that names the operation."""
     try:
         yield
     except InputError:

@@ -72,8 +72,8 @@ def install(precision: str = "declared", mend_converter: bool = False) -> None:
 
 @contextmanager
 def mended_converter() -> Iterator[None]:
-    """Within, coremltools' PyTorch frontend casts constant arrays of one element; see
-    `install`."""
+    """Context manager in which coremltools' PyTorch frontend casts constant arrays of one
+    element; see `install`."""
     coremltools()
     from coremltools.converters.mil.frontend.torch import ops
 
@@ -91,8 +91,8 @@ def mended_converter() -> Iterator[None]:
 
 @contextmanager
 def replaced(proxy: "type[Proxy]") -> Iterator[None]:
-    """Within, `proxy` is coremltools' native layer; compute plans are there if it has
-    them."""
+    """Context manager in which `proxy` is coremltools' native layer; compute plans work if
+    it has them."""
     ct = coremltools()
     from coremltools.models import _compiled_model, compute_plan, model, utils
 

@@ -26,8 +26,10 @@ def conv(
     dilations=None,
     groups=1,
 ):
-    spatial, taps = x.dim() - 2, weight.shape[2:]
-    strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+    spatial = x.dim() - 2
+    taps = weight.shape[2:]
+    strides = strides or [1] * spatial
+    dilations = dilations or [1] * spatial
     pairs = padding(x.shape[2:], taps, strides, dilations, pad_type, pad)
     grows = any(map(any, pairs))
     if groups == taps.numel() == max(strides) == 1 and not grows:
@@ -72,7 +74,9 @@ def conv_transpose(
     )
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
-    first, sizes, pad_type = [0] * spatial, whole, pad_type.lower()
+    first = [0] * spatial
+    sizes = whole
+    pad_type = pad_type.lower()
     if pad_type == "custom":
         first = pad[::2]
         last = pad[1::2]

@@ -35,7 +35,8 @@ class Rule:
 
 def rules(family: ModuleType) -> dict[str, Rule]:
     """The rules of a family's module, by the names of their operations."""
-    functions, operations = dict(getattr(family, "TABLE", {})), {}
+    functions = dict(getattr(family, "TABLE", {}))
+    operations = {}
     for name, function in vars(family).items():
         # imported functions belong to other modules
         is_defined_here = (
@@ -101,19 +102,23 @@ def window(
 ) -> tuple:
     """MIL's parameters of a slice as an index. A squeezed axis takes one element; a
     masked begin or end is open."""
-    default, index = [None] * len(begin), []
+    absent = [None] * len(begin)
     optional = stride, begin_mask, end_mask, squeeze_mask
-    columns = [values or default for values in optional]
-    axes = zip(begin, end, *columns, strict=True)
-    for first, last, step, opened, ends_open, squeezed in axes:
-        start, stop = None if opened else first, None if ends_open else last
-        index.append((start or 0) if squeezed else slice(start, stop, step))
+    columns = [values or absent for values in optional]
+    index = []
+    for first, last, step, begin_is_open, end_is_open, is_squeezed in zip(
+        begin, end, *columns, strict=True
+    ):
+        start = None if begin_is_open else first
+        stop = None if end_is_open else last
+        index.append((start or 0) if is_squeezed else slice(start, stop, step))
     return tuple(index)
 
 
 def assign(x: np.ndarray, index: tuple, update: torch.Tensor) -> None:
-    """Writes an update of just its shape into a window of `x`."""
-    shapes = list(update.shape), list(x[index].shape)  # the end of `x` may cut it short
-    if shapes[0] != shapes[1]:
-        raise IndexError("an update of shape {} for a window of {}".format(*shapes))
+    """Writes an update into a window of `x`, which must have the update's shape."""
+    shape = list(update.shape)
+    window_shape = list(x[index].shape)  # the end of `x` may cut it short
+    if shape != window_shape:
+        raise IndexError(f"an update of shape {shape} for a window of {window_shape}")
     x[index] = update.numpy()

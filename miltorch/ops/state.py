@@ -1,10 +1,10 @@
-"""State: a mutable cell that outlives a call. The rules never write a value in it in
-place, they replace it; fused steps may (`miltorch.fuse`)."""
+"""State: a mutable cell that outlives a call. The rules replace the value in it and never
+write into the value; fused steps may (`miltorch.fuse`)."""
 
 
 class StateCell:
-    """One state tensor. Replacing `value` is the only write of the rules, so a value that
-    they hand out can never change."""
+    """One state tensor. The rules only replace `value`, so that a value which they have
+    returned never changes."""
 
     def __init__(self, value):
         self.value = value

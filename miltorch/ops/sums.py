@@ -28,8 +28,13 @@ def narrowed(rule: Callable) -> Callable:
 
 
 def summed(term: Callable, *operands, terms: int = TERMS) -> torch.Tensor:
-    """`term` of tensors, which sums over the axis that each of `operands` (a tensor, an
-    axis) names; if sums are narrow, of `terms` elements of that axis at a time."""
+    """What `term` returns for tensors, of which it sums over one axis each. If sums are
+    narrow, `term` gets `terms` elements of that axis at a time, and the total is rounded
+    to fp16 after every part.
+
+    Args:
+        operands: pairs of a tensor and the axis of it that `term` sums over.
+    """
     if not NARROW.get():
         return term(*(x for x, _ in operands))
     total = torch.zeros(())
@@ -52,7 +57,8 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def panel_product(x: torch.Tensor, weight) -> torch.Tensor:
     """x [N, K] float32 by weight [R, K] → float32 [N, R]; rows of the weight, a tensor or
     `stored.StoredWeight`, become float32 a panel at a time."""
-    x, rows = x.contiguous(), -(-PANEL // x.shape[1])
+    x = x.contiguous()
+    rows = -(-PANEL // x.shape[1])
     out = x.new_empty(len(x), len(weight))
     for first in range(0, len(weight), rows):
         panel = slice(first, first + rows)
@@ -64,7 +70,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors
     that are not Intel's it is several times as fast as MKL, which
     `torch.nn.functional.linear` calls."""
-    x, weight = x.contiguous(), weight.contiguous()
+    x = x.contiguous()
+    weight = weight.contiguous()
     if torch.backends.mkldnn.is_available() and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     ):

@@ -130,8 +130,8 @@ def evaluate(
 
 
 def open_reference(checkpoint: Checkpoint) -> Reference:
-    """Hugging Face's model on its own weights, with the attention that is fastest among
-    those of equal logits."""
+    """Hugging Face's model on its own weights, with the fastest attention that gives the
+    logits of eager attention."""
     is_equal = checkpoint.config.model_type in SDPA_FAMILIES
     return Reference(checkpoint, attention="sdpa" if is_equal else "eager")
 
@@ -263,8 +263,8 @@ class WindowCall:
 def _segments(
     decoder: Decoder, sequences: list[list[int]]
 ) -> Iterator[list[WindowCall]]:
-    """The calls of fresh sequences of one length, as many at a time as have inputs of
-    about `SEGMENT_BYTES`."""
+    """The calls of fresh sequences of one length, in groups whose inputs take about
+    `SEGMENT_BYTES`."""
     tiling = decoder.options.tiling
     segment, size = [], 0
     for start, end in tiling.calls(len(sequences[0]), call_columns(decoder)):
@@ -281,8 +281,8 @@ def _segments(
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
-    """Consecutive windows of one shape, as many as run through Hugging Face's model at
-    a time."""
+    """Consecutive windows of one shape, in groups that run through Hugging Face's model
+    together."""
 
     def shape(span: Span) -> tuple[int, int]:
         """Tokens that a window reads, and that it scores."""

@@ -3,10 +3,10 @@ gates follow from arithmetic and do not depend on the compression; their results
 stored in the bundle's verdict.json.
 
 The cost is the distance of a bundle from a golden, beside the rounding budget, the
-distance that rounding alone causes. The budget is measured in Hugging Face's model in fp32, with the
-weights that the bundle stores, the stream rounded to fp16 where it enters and leaves a
-layer, and the cache rows rounded once. It does not depend on the exported program: an
-error far above the budget is a bug, not compression.
+distance that rounding alone causes. The budget is measured in Hugging Face's model in
+fp32, with the weights that the bundle stores, the stream rounded to fp16 where it enters
+and leaves a layer, and the cache rows rounded once. It does not depend on the exported
+program: an error far above the budget is a bug, not compression.
 
 Another runtime may differ from portable `declared` arithmetic as much as `narrow` does,
 which rounds sums to fp16 after every 32 products. That distance is measured for each

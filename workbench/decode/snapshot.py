@@ -116,7 +116,8 @@ def min_length(manifest: Manifest, offset: int) -> int:
             if not is_cache(name):
                 return offset
             if state.ring and offset > state.ring:
-                # the oldest row that the ring holds, then a window less the next token
+                # The ring holds the positions from offset − ring on, and the next token,
+                # at position `length`, attends back to length − window + 1.
                 of_ring = offset - state.ring + window(manifest, name) - 1
                 length = max(length, of_ring)
     return length
