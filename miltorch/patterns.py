@@ -89,6 +89,8 @@ class Value(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class OneOf(Pattern):
+    """See `one_of`."""
+
     values: tuple
 
 
@@ -99,11 +101,16 @@ def one_of(*values) -> OneOf:
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Pattern):
+    """A pattern times any number of constants of one element."""
+
     pattern: Pattern
 
 
 @dataclass(frozen=True, eq=False)
 class OrFirstOperand(Pattern):
+    """The result of an operation, or what its first operand stands for where the
+    operation is missing."""
+
     operation: OperationPattern
 
 

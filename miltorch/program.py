@@ -75,6 +75,9 @@ class Op:
 
 @dataclass
 class Block:
+    """Operations in order, with the names and types of the block's inputs and the names of
+    its outputs. Operations of nested blocks also read the values around them."""
+
     inputs: list[tuple[str, Type]]
     ops: list[Op]
     outputs: list[str]
@@ -307,6 +310,7 @@ class _Reader:
         self.dtype_name = messages("MIL_pb2").DataType.Name
 
     def program(self, name, function, description) -> Program:
+        """One function, with the description of its interface."""
         # a dict, because a protobuf map makes an empty block of a key that it lacks
         block = dict(function.block_specializations)[function.opset]
         declared = self.declared(function.inputs)
@@ -327,10 +331,12 @@ class _Reader:
         return [(value.name, self.type(value.type)) for value in named]
 
     def block(self, block) -> Block:
+        """A block, nested ones included."""
         ops = [self.op(op) for op in block.operations]
         return Block(self.declared(block.inputs), ops, list(block.outputs))
 
     def op(self, op) -> Op:
+        """An operation; its attributes are inputs like its arguments."""
         inputs = {k: self.value(v) for k, v in op.attributes.items()}
         outputs = self.declared(op.outputs)
         name = op.type
@@ -341,17 +347,20 @@ class _Reader:
         return Op(op.type, name, inputs, outputs, [self.block(b) for b in op.blocks])
 
     def argument(self, argument):
+        """What an argument is bound to: one value, or a list of several."""
         bound = [self.bound(binding) for binding in argument.arguments]
         if len(bound) == 1:
             return bound[0]
         return bound
 
     def bound(self, binding):
+        """A value: the `Ref` of a computed one, or a literal."""
         if binding.WhichOneof("binding") == "name":
             return Ref(binding.name)
         return self.value(binding.value)
 
     def type(self, message) -> Type:
+        """The declared type of a value."""
         # programs declare the same few types again and again
         key = message.SerializeToString()
         if key not in self.types:
@@ -371,6 +380,7 @@ class _Reader:
         return Type("STRING", (), "dict")
 
     def value(self, message):
+        """A literal: an array, a string, or a list or dict of them."""
         declared = self.type(message.type)
         if message.WhichOneof("value") == "blobFileValue":
             return self.file_value(message.blobFileValue, declared)
@@ -386,6 +396,7 @@ class _Reader:
         return self.tensor_value(immediate.tensor, declared)
 
     def tensor_value(self, tensor, declared: Type):
+        """An array, or a string or list of strings, that the protobuf itself holds."""
         which = tensor.WhichOneof("value") or "floats"
         values = getattr(tensor, which).values
         if declared.dtype == "STRING":
@@ -405,6 +416,7 @@ class _Reader:
         return array.reshape(declared.shape).copy()
 
     def file_value(self, blob, declared: Type) -> np.ndarray:
+        """An array in a weight file, as a view of the mapped file."""
         name = blob.fileName.removeprefix("@model_path/")
         if name not in self.files:
             self.files[name] = BlobFile(

@@ -147,6 +147,7 @@ class Binder:
         return body
 
     def body(self, block: Block) -> Body:
+        """The steps of a block, and the constants that they read by name."""
         body = Body([name for name, _ in block.inputs], outputs=block.outputs)
         for op in block.ops:
             if not op.constant:
@@ -157,6 +158,8 @@ class Binder:
         return body
 
     def step(self, op: Op, body: Body) -> Step:
+        """An operation of a block bound to its rule; literals that it reads by name become
+        constants of `body`."""
         outputs = [
             Output(name, run_time_dtype(declared, self.precision))
             for name, declared in op.outputs

@@ -79,6 +79,8 @@ class StoredWeight:
 
 @dataclass(frozen=True, eq=False)
 class HalfWeight(StoredWeight):
+    """fp16 values."""
+
     bits: np.ndarray  # uint16 [R, K], the bits of fp16 values
 
     @property
@@ -98,6 +100,8 @@ class HalfWeight(StoredWeight):
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight(StoredWeight):
+    """int8 values with one scale for each row."""
+
     values: np.ndarray  # int8 [R, K]
     scale: np.ndarray  # float32 [R, 1]
 

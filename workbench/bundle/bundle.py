@@ -87,6 +87,7 @@ class Bundle:
 
     @property
     def files(self) -> list[FileEntry]:
+        """Every file that the manifest lists."""
         m = self.manifest
         files = [file for shard in m.shards for file in shard.files]
         if m.calibration:
@@ -116,9 +117,11 @@ class Bundle:
         return self.root / "tokenizer"
 
     def shards(self, kind: str) -> list[Shard]:
+        """The shards of a kind, such as `head`."""
         return [s for s in self.manifest.shards if s.kind == kind]
 
     def package(self, shard: Shard) -> Path:
+        """The package of a shard, or the folder of another exporter's packages."""
         return self.root / shard.path
 
     def packages(self, shard: Shard) -> dict[str, Path]:

@@ -41,6 +41,8 @@ Role = Literal[*TOKENS, "start", "zeros", "logits", "top", "top_value"]
 
 
 class ManifestModel(BaseModel):
+    """A part of the manifest: immutable, and without fields of other names."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 

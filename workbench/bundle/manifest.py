@@ -175,6 +175,7 @@ class Options(ManifestModel):
 
     @property
     def preset(self) -> Preset:
+        """The preset that `compress` names."""
         return find_preset(self.compress)
 
     def cache_rows(self, window: int | None) -> int:
@@ -260,10 +261,13 @@ class Layer(ManifestModel):
 
     @property
     def suffix(self) -> str:
+        """What follows the names of the layer's rope tables and masks."""
         return f"_{self.rope}" if self.rope else ""
 
 
 class FileEntry(ManifestModel):
+    """A file of the bundle: its path in the folder, its size, its hash."""
+
     path: RelativePath
     bytes: Position
     sha256: Sha256

@@ -147,6 +147,7 @@ class _Canonical:
         return [types, operations, [self.name_facts(name) for name in block.outputs]]
 
     def operation_facts(self, op: Op, place: tuple) -> list:
+        """The kind of an operation, its types, its operands, and its blocks."""
         types = [kind for _, kind in op.outputs]
         blocks = [
             self.block_facts(b, (*place, "block", i)) for i, b in enumerate(op.blocks)
@@ -154,6 +155,7 @@ class _Canonical:
         return [op.kind, types, self.operand_facts(op), blocks]
 
     def operand_facts(self, op: Op) -> list:
+        """The operands of an operation by their parameters."""
         return [[name, self.value_facts(x)] for name, x in sorted(op.inputs.items())]
 
     def name_facts(self, name: str) -> list:

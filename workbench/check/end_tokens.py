@@ -58,6 +58,7 @@ class EndTokens:
         return clauses
 
     def json(self) -> dict:
+        """The field `end_tokens` of `stop` in the JSON of `workbench validate`."""
         return {
             "configuration": self.configuration,
             "generation": self.generation,

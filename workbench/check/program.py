@@ -101,6 +101,7 @@ class Stretch:
 
     @property
     def end(self) -> int:
+        """The position behind the last one."""
         return self.start + len(self.ids)
 
 
@@ -270,6 +271,7 @@ class StretchPlan:
 
     @property
     def mode(self) -> str:
+        """The value of the column `mode`."""
         return "isolated" if self.isolated else "chained"
 
     def make_run(self, decoder: Decoder, reference: Trace) -> PromptRun:

@@ -200,6 +200,7 @@ class PromptRun:
     token_scales: np.ndarray | None = None
 
     def runs(self, shard: Shard) -> bool:
+        """Whether the pass runs a shard."""
         return self.shards is None or shard.name in self.shards
 
 

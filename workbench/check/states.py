@@ -73,6 +73,8 @@ def with_shards(decoder: Decoder, names: ShardNames) -> Decoder:
 
 
 def state_life_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
+    """New states are zeros, the states of two sequences do not mix, copies of caches equal
+    their sources, and a token past max_seq_len is refused."""
     return gates.no_faults(
         "state_life",
         [
@@ -84,6 +86,7 @@ def state_life_gate(decoder: Decoder, representatives: ShardNames = None) -> Gat
 
 
 def write_address_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
+    """A call changes the cache rows of its own tokens and no others; see `write_probe`."""
     records = write_probe(decoder, representatives=representatives)
     wrong = [
         "layer {layer} {state}, T = {T}, pos = {pos}: rows {changed} changed, "
@@ -100,7 +103,8 @@ def write_address_gate(decoder: Decoder, representatives: ShardNames = None) -> 
 
 
 def stale_rows_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
-    """Tests every shard: whether a mask hides stale rows depends on the weights."""
+    """Rows without a token change no output. Every shard is tested: whether a mask hides
+    stale rows depends on the weights."""
     return gates.no_faults(
         "stale_rows",
         list(_reading_faults(decoder)),

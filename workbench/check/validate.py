@@ -103,6 +103,7 @@ class Cost:
         }
 
     def json(self) -> dict:
+        """The field `cost` of `workbench validate --json`."""
         budget = None
         if self.budget_kl is not None:
             worst = furthest(compared(self.rows))
@@ -146,11 +147,12 @@ class Validation:
 
     @property
     def verdict(self) -> str:
-        """Of the export."""
+        """The verdict on the export."""
         return gates.verdict(self.gates)
 
     @property
     def quality(self) -> str:
+        """The verdict on the cost."""
         return gates.quality(self.gates)
 
     @property
@@ -166,6 +168,7 @@ class Validation:
         return row[names].to_dict()
 
     def json(self) -> dict:
+        """The JSON of `workbench validate`."""
         rows = compared(self.rows)
         cosines = rows["cosine"].fillna(-1.0)
         updates = cosines[rows["tensor"] == "update"]
@@ -271,6 +274,7 @@ class Subject:
 
 
 def interface_gate(subject: Subject) -> Gate:
+    """Runs gate `interface` on a subject, as the functions below run the others."""
     return interface.interface_gate(subject.bundle, subject.checkpoint)
 
 

@@ -48,6 +48,7 @@ class Split:
 
     @property
     def total(self) -> np.ndarray:
+        """[L, n, C], the sum of all parts."""
         return sum(self.parts.values())
 
     def layers(self) -> pd.DataFrame:

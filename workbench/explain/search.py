@@ -127,6 +127,7 @@ class Proof:
 
     @property
     def rounding_ratio(self) -> float:
+        """The largest ratio in `wrong`; inf where the package does not run."""
         return max(self.wrong.values(), default=np.inf)
 
 
@@ -202,7 +203,7 @@ class Search:
         if failure:
             reason = f"alone, it fails: {failure}"
             return Finding("breaks", reason, ops, proof.rounding_ratio, call.place)
-        reason = f"alone, it is {proof.rounding_ratio:.3g} times off rounding"
+        reason = f"alone, its error is {proof.rounding_ratio:.3g} times what rounding explains"
         verdict = "together" if len(ops) > 1 else "operation"
         return Finding(verdict, reason, ops, proof.rounding_ratio, call.place)
 

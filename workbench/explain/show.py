@@ -9,6 +9,7 @@ import numpy as np
 
 
 def main(units: str) -> None:
+    """Runs the package on Core ML's compute units `units`."""
     folder = Path(__file__).parent
     inputs, states, expected = (
         dict(np.load(folder / f"{name}.npz"))
