@@ -145,7 +145,7 @@ class Golden:
             actual = f"no golden ({type(problem).__name__})"
             needed = "a file that workbench golden wrote"
             raise InputError(subject, actual, needed, step) from None
-        if fault := first_fault(ids, arrays):
+        if fault := golden_fault(ids, arrays):
             raise InputError(subject, *fault, step)
         if texts is not None:
             V = arrays["logits"].shape[1]
@@ -162,7 +162,7 @@ def count_layers(arrays: Arrays) -> int:
     return sum(bool(re.fullmatch(r"x\.\d{1,9}", name)) for name in arrays)
 
 
-def first_fault(
+def golden_fault(
     ids: np.ndarray, arrays: Arrays, head: bool = True
 ) -> tuple[str, str] | None:
     """The first fault of a golden's arrays, and what they should be; None if they have
@@ -226,7 +226,7 @@ def check_fits(golden: Golden, bundle: Bundle) -> None:
     arrays = golden.trace.arrays()
     step = "run: workbench golden CHECKPOINT"
     head = "logits" in arrays
-    if fault := first_fault(golden.ids, arrays, head):
+    if fault := golden_fault(golden.ids, arrays, head):
         raise InputError(subject, *fault, step)
     dims = bundle.manifest.dims
     V = arrays["logits"].shape[1] if head else dims.V

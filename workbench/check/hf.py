@@ -52,7 +52,7 @@ class Row:
     token_scales: np.ndarray | None = None
 
 
-class Layer(WrappedLayer):
+class ReferenceLayer(WrappedLayer):
     """A decoder layer of a `Reference`, which reads its weights when it is called."""
 
     def __init__(self, layer: nn.Module, index: int, reference: "Reference"):
@@ -118,7 +118,7 @@ class Reference:
         self.model = model or empty_model(checkpoint.config, attention)
         self.base = self.model.model
         for i, layer in enumerate(self.base.layers):
-            self.base.layers[i] = Layer(layer, i, self)
+            self.base.layers[i] = ReferenceLayer(layer, i, self)
         self.sequences: Sequence[Row] = ()  # during `run_rows`
         self.trace: Trace | None = None  # the stacked trace that `run_rows` makes
         self.count = 0  # its positions
