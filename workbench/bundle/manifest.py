@@ -323,10 +323,15 @@ class Embedding(ManifestModel):
 
 
 class Tokens(ManifestModel):
-    """Special tokens and, when the checkpoint has one, the tokenizer's files."""
+    """Special tokens and, when the checkpoint has one, the tokenizer's files.
+
+    Args:
+        suppressed: tokens that generation never picks. Left out where there are none.
+    """
 
     bos: int | None = None
     eos: list[int] = []
+    suppressed: list[Position] = Field([], exclude_if=_is_empty)
     files: list[FileEntry] = []
 
 
@@ -456,6 +461,8 @@ class Manifest(ManifestModel):
             # ends at the count
             if [*starts, count] != [0, *stops]:
                 raise ValueError(f"the shards do not hold every {part} once, in order")
+        if any(token >= self.dims.V for token in self.tokens.suppressed):
+            raise ValueError("suppressed tokens are not of the vocabulary")
         used = {layer.rope for layer in self.layers}
         if len(self.layers) != self.dims.L or used - {rope.name for rope in self.rope}:
             raise ValueError("layers and rope tables are not those of L layers")

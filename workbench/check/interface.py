@@ -150,9 +150,11 @@ def _shapes(manifest: Manifest, shard: Shard) -> Facts:
                 shapes[name] = shape
         if layer.attends:
             shapes |= {} if masked else {POS: [1]}
+            H_kv, D = layer.heads(dims)
             for leaf in (K_STATE, V_STATE):
+                if shard.foreign and layer.source is not None:
+                    continue  # packages of other exporters read the source's cache
                 cache = f"layers.{i}.{leaf}"
-                H_kv, D = layer.heads(dims)
                 shapes[cache] = [
                     options.batch,
                     H_kv,
@@ -385,6 +387,8 @@ def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> tuple[Facts,
     }
     theirs = {"family": config.model_type, "bos": config.bos_token_id}
     theirs["eos"] = checkpoint.eos
+    ours["suppressed"] = manifest.tokens.suppressed
+    theirs["suppressed"] = checkpoint.suppressed
     sizes_of_model = dict(SIZES)
     if getattr(config, "is_heterogeneous", False):
         del sizes_of_model["num_key_value_heads"]  # each layer has its own

@@ -44,6 +44,7 @@ from workbench.check.golden import stored_weights
 from workbench.check.greedy import GreedyTexts, Text
 from workbench.check.hf import Reference, half, whole_model
 from workbench.decode import Decoder
+from workbench.decode.sampling import suppress
 from workbench.decode.tokenizer import encode_chat, encode_text, text_of
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
@@ -349,7 +350,7 @@ def transcribe_golden(decoder: Decoder, golden: GreedyTexts) -> Transcript:
     for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
         at = text.predicting_positions
         actual = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
-        text.bundle_tokens = actual.argmax(-1)
+        text.bundle_tokens = _pick(decoder, actual)
         text.gap = gaps(text, text.bundle_tokens)
     ends = frozenset(decoder.manifest.tokens.eos)
     device = decoder.is_device
@@ -414,9 +415,9 @@ def write_texts(
     with bar(total=len(encoded), desc="text", unit="prompt") as progress:
         for start in range(0, len(encoded), size):
             group = encoded[start : start + size]
-            for (prompt, ids), row in zip(
-                group, _generate(model, group, ends, new_tokens)
-            ):
+            suppressed = checkpoint.suppressed
+            rows = _generate(model, group, ends, suppressed, new_tokens)
+            for (prompt, ids), row in zip(group, rows):
                 end = next((i for i, token in enumerate(row) if token in ends), None)
                 tokens = row if end is None else row[: end + 1]
                 texts.append(Text(prompt, ids, tokens, end is not None))
@@ -425,7 +426,11 @@ def write_texts(
 
 
 def _generate(
-    model, group: Sequence[tuple[str, list[int]]], ends: set[int], new_tokens: int
+    model,
+    group: Sequence[tuple[str, list[int]]],
+    ends: set[int],
+    suppressed: list[int],
+    new_tokens: int,
 ) -> list[list[int]]:
     """The greedy tokens after each prompt, all of one count."""
     longest = max(len(ids) for _, ids in group)
@@ -440,6 +445,7 @@ def _generate(
             do_sample=False,
             num_beams=1,
             eos_token_id=sorted(ends) or None,
+            suppress_tokens=suppressed or None,
             pad_token_id=0,
         )
     return output[:, longest:].tolist()
@@ -448,7 +454,8 @@ def _generate(
 def measure_rounding(
     reference: Reference, texts: Sequence[Text], stream_scale: float
 ) -> float:
-    """Sets the two best tokens of every text, their logits and `hidden`; returns σ.
+    """Sets the two best tokens of every text that are not suppressed, their logits and
+    `hidden`; returns σ.
 
     Args:
         reference: Hugging Face's model on the checkpoint's own weights.
@@ -462,6 +469,7 @@ def measure_rounding(
         at = text.predicting_positions
         text.hidden = expected[number, at].clone()
         golden = reference.logits(text.hidden).numpy()
+        golden = suppress(golden, reference.checkpoint.suppressed)
         nudged = reference.logits(rounded[number, at]).numpy()
         best = np.argpartition(golden, -2)[:, -2:]
         of_best = np.take_along_axis(golden, best, 1)
@@ -492,6 +500,8 @@ def gaps(
     gap[others] = np.inf
     if reference is not None and len(others):
         logits = reference.logits(text.hidden[others]).numpy()
+        # a suppressed token's logit may be above the best one that may be picked
+        logits = suppress(logits, reference.checkpoint.suppressed)
         of_tokens = logits[np.arange(len(others)), tokens[others]]
         gap[others] = text.best_logits[others, 0] - of_tokens
     return gap
@@ -519,10 +529,11 @@ def compare_texts(
         as_fp16 = by_stored.astype(np.float16)
         roundings.append(_difference(as_fp16, best) - stored_difference)
         rows += np.square(actual - by_stored, dtype=np.float64).sum(0)
-        text.bundle_tokens = actual.argmax(-1)
+        text.bundle_tokens = _pick(decoder, actual)
         text.gap = gaps(text, text.bundle_tokens, reference)
         of_bundle = by_stored[np.arange(len(by_stored)), text.bundle_tokens]
-        text.weights_explain = by_stored.max(-1) - of_bundle <= TIE * sigma
+        largest = suppress(by_stored, checkpoint.suppressed).max(-1)
+        text.weights_explain = largest - of_bundle <= TIE * sigma
     rounding = np.hypot(sigma, _rms(np.concatenate(roundings)))
     rows = np.sqrt(rows)
     worst_row = int(rows.argmax())
@@ -560,6 +571,11 @@ def _bundle_outputs(decoder: Decoder, padded: list[list[int]]) -> list[np.ndarra
         filled = batch + [batch[-1]] * (B - len(batch))
         outputs += list(last_outputs(decoder, filled, count))[: len(batch)]
     return outputs
+
+
+def _pick(decoder: Decoder, logits: np.ndarray) -> np.ndarray:
+    """The greedy tokens [n] of logits [n, V], as `Decoder.generate` takes them."""
+    return suppress(logits, decoder.manifest.tokens.suppressed).argmax(-1)
 
 
 def _tiled(output: np.ndarray, decoder: Decoder) -> np.ndarray:

@@ -348,8 +348,9 @@ class Sequences:
 
 @dataclass
 class Record:
-    """One generated token: its id, the logits [V] from which it was picked, the times
-    of the call that computed them, and the index of its sequence in the batch."""
+    """One generated token: its id, the logits [V] from which it was picked (those of
+    suppressed tokens included), the times of the call that computed them, and the index
+    of its sequence in the batch."""
 
     token: int
     logits: np.ndarray
@@ -622,6 +623,7 @@ class Decoder:
         self, ids, max_new, *, after=None, stop=None, sampling=GREEDY
     ) -> Iterator[Record]:
         """Prefill and decode: yields one record per new token, sequence by sequence.
+        Tokens that the manifest suppresses are never picked.
 
         Args:
             ids: the prompt: all tokens, or those after `after`. With batch > 1 a list
@@ -639,6 +641,7 @@ class Decoder:
         """
         B = self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
+        suppressed = self.manifest.tokens.suppressed
         samplings = per_sequence(sampling, B)
         limits = [whole_number(n, "new tokens") for n in per_sequence(max_new, B)]
         # All checks come first: sequences that are refused never become current.
@@ -659,7 +662,8 @@ class Decoder:
         unfinished = [seq for seq in range(B) if prompts[seq] and limits[seq]]
         for token_count in range(1, max(limits) + 1):
             for seq in list(unfinished):
-                token = samplings[seq].pick(logits[seq], len(seqs.ids[seq]))
+                position = len(seqs.ids[seq])
+                token = samplings[seq].pick(logits[seq], position, suppressed)
                 yield Record(token, logits[seq], times, seq)
                 tokens[seq] = [token]
                 if token_count >= limits[seq] or token in stop:

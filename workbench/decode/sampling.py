@@ -1,11 +1,22 @@
 """Picks a token from logits and a position. The same seed gives the same token at a
 position, whatever ran before."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from workbench.errors import InputError
+
+
+def suppress(logits: np.ndarray, suppressed: Sequence[int]) -> np.ndarray:
+    """Logits [.., V] with −inf for the `suppressed` token ids, as transformers'
+    SuppressTokensLogitsProcessor sets them. Without such ids the array itself."""
+    if not len(suppressed):
+        return logits
+    logits = logits.copy()
+    logits[..., list(suppressed)] = -np.inf
+    return logits
 
 
 @dataclass(frozen=True)
@@ -41,9 +52,18 @@ class Sampling:
                 "correct the value",
             )
 
-    def pick(self, logits: np.ndarray, position: int) -> int:
-        """Picks a token from logits [V] for `position`. Raises an InputError for logits
-        that are not finite."""
+    def pick(
+        self, logits: np.ndarray, position: int, suppressed: Sequence[int] = ()
+    ) -> int:
+        """Picks a token from logits [V] for `position`.
+
+        Args:
+            suppressed: token ids that are never picked.
+
+        Raises:
+            InputError: logits that are not finite; no token with a logit but suppressed
+                ones.
+        """
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
             step = (
@@ -52,6 +72,17 @@ class Sampling:
             )
             subject = f"logits for position {position}"
             raise InputError(subject, str(logits[best]), "finite values", step)
+        if len(suppressed):
+            logits = suppress(logits, suppressed)
+            best = int(np.argmax(logits))
+            if logits[best] == -np.inf:
+                raise InputError(
+                    f"token {position} of a text",
+                    "a suppressed token alone has a logit",
+                    "logits of other tokens, which packages with the argmax inside do "
+                    "not output",
+                    "export packages that output logits",
+                )
         if self.temperature == 0:
             return best
         # stable: among equal logits the lowest id comes first, as in greedy decoding

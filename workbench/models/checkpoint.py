@@ -179,7 +179,7 @@ class Checkpoint:
     @property
     def configured_eos(self) -> list[int]:
         """Tokens that end a text by config.json."""
-        return self._end_tokens(self.config.eos_token_id)
+        return self._token_ids("eos_token_id", self.config.eos_token_id)
 
     @property
     def generation_eos(self) -> list[int] | None:
@@ -187,19 +187,31 @@ class Checkpoint:
         generation = self.path / GENERATION
         if not generation.is_file():
             return None
-        return self._end_tokens(_read_json(generation).get("eos_token_id"))
+        eos = _read_json(generation).get("eos_token_id")
+        return self._token_ids("eos_token_id", eos)
 
-    def _end_tokens(self, eos) -> list[int]:
-        """A value of eos_token_id as a list of token ids."""
-        tokens = eos
-        if eos is None:
+    @cached_property
+    def suppressed(self) -> list[int]:
+        """Tokens of the vocabulary that generation_config.json forbids: transformers'
+        `generate` never picks them, and ignores ids outside the vocabulary."""
+        generation = self.path / GENERATION
+        if not generation.is_file():
+            return []
+        name, V = "suppress_tokens", self.config.vocab_size
+        tokens = self._token_ids(name, _read_json(generation).get(name))
+        return [token for token in tokens if 0 <= token < V]
+
+    def _token_ids(self, name: str, value) -> list[int]:
+        """The value of a configuration's field as a list of token ids."""
+        tokens = value
+        if value is None:
             tokens = []
-        elif not isinstance(eos, list):
-            tokens = [eos]
+        elif not isinstance(value, list):
+            tokens = [value]
         if not all(type(token) is int for token in tokens):
             raise InputError(
                 f"checkpoint {self.path}",
-                f"eos_token_id {eos!r}",
+                f"{name} {value!r}",
                 "a token id, a list of them, or null",
                 FETCH,
             )
@@ -214,7 +226,7 @@ class Checkpoint:
         if generation.is_file():
             files = generation, config
             ends, default_ends = (_read_json(f).get("eos_token_id") for f in files)
-            if ends != default_ends:
+            if ends != default_ends or self.suppressed:
                 digest.update(read_bytes(generation))
         for path in self.files:
             digest.update(bytes.fromhex(sha256(path)))
@@ -339,7 +351,10 @@ class Checkpoint:
 
     def shape(self, name: str, rows: slice | None = None) -> list[int]:
         """Shape of tensor `name`, or of some of its rows."""
-        _, _, (count, *others) = self._entry(name)
+        _, _, shape = self._entry(name)
+        if not shape:  # a number, such as the towers of multimodal models have
+            return []
+        count, *others = shape
         return [len(range(count)[rows or slice(None)]), *others]
 
     def chunks(self, name: str, rows: slice | None = None) -> Iterator[torch.Tensor]:
@@ -408,7 +423,12 @@ class Checkpoint:
             target.mkdir(exist_ok=True)
             shutil.copyfile(file, target / file.name)
         files = file_entries(folder, target)
-        return Tokens(bos=self.config.bos_token_id, eos=self.eos, files=files)
+        return Tokens(
+            bos=self.config.bos_token_id,
+            eos=self.eos,
+            suppressed=self.suppressed,
+            files=files,
+        )
 
 
 def _read_json(path: Path) -> dict:

@@ -22,6 +22,7 @@ from workbench.check.gates import Gate
 from workbench.check.hf import Reference
 from workbench.check.text import check_held_out, default_ids
 from workbench.check.transcript import TIE, Transcript, resampled_interval
+from workbench.decode.sampling import suppress
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
@@ -288,13 +289,15 @@ class _TranscriptText:
         """The figures of Hugging Face's model with other weights; prompts are
         resampled."""
         transcript = self.transcript
+        suppressed = self.original.checkpoint.suppressed
         hidden = model.last_hidden(np.array(transcript.input_ids), use_cache=False)
         nats, agreed, counts, stops = [], [], [], []
         for number, text in enumerate(transcript.texts):
             golden = self.original.logits(text.hidden).numpy()
             actual = model.logits(hidden[number, text.predicting_positions]).numpy()
-            tokens = actual.argmax(-1)
-            gap = golden.max(-1) - golden[np.arange(len(golden)), tokens]
+            tokens = suppress(actual, suppressed).argmax(-1)
+            best = suppress(golden, suppressed).max(-1)
+            gap = best - golden[np.arange(len(golden)), tokens]
             nats.append(kl(golden, actual).sum())
             agreed.append((gap <= TIE * transcript.sigma).sum())
             counts.append(len(text.tokens))

@@ -167,6 +167,11 @@ FAULTS = [
         plant=declare("tokens", "eos", [2, 5]),
     ),
     Fault(
+        "token suppressed that the checkpoint allows",
+        gate="interface",
+        plant=declare("tokens", "suppressed", [5]),
+    ),
+    Fault(
         "begin of sequence of another model",
         gate="interface",
         plant=declare("tokens", "bos", 3),
