@@ -169,6 +169,16 @@ def test_the_search_keeps_the_limit_where_predictions_are_wrong_by_bits():
     assert chosen == min(within, key=lambda choice: choice.price)
 
 
+def test_the_search_goes_on_where_a_measured_kl_is_zero():
+    """Replaced matrices that change no logit: every choice keeps any limit."""
+    choices = frontier(random_costs(1, tensors=40))
+    measure, _ = measured_by(lambda choice: 0.0)
+    kl = choices[len(choices) // 2].predicted_kl
+    chosen, measured = search(choices, Limit(kl=kl), measure)
+    assert chosen.quality.kl == 0
+    assert chosen == min(measured, key=lambda choice: choice.price)
+
+
 def test_a_limit_of_bytes_takes_the_best_choice_that_fits():
     choices = frontier(random_costs(5, tensors=20))
     size = choices[7].bytes

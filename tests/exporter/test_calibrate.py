@@ -86,8 +86,8 @@ def test_the_order_of_the_inputs_does_not_matter():
     values, tables, _, hessian = random_tables(8, 16, 6)
     places = torch.randperm(96, generator=torch.Generator().manual_seed(7))
     exchanged = statistics_of(hessian[places][:, places])
-    first = compress._feed_tables(values, tables, statistics_of(hessian))
-    second = compress._feed_tables(values[:, places], tables, exchanged)
+    first = compress._gptq_tables(values, tables, statistics_of(hessian))
+    second = compress._gptq_tables(values[:, places], tables, exchanged)
     # sums are rounded in another order, so that a value midway may fall on either side
     assert (first[:, places.numpy()] == second).mean() > 0.999
 
@@ -284,7 +284,7 @@ def test_a_calibration_that_was_killed_goes_on_where_it_ended(
 def test_another_text_does_not_go_on_with_what_is_left(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", **SIZE)
     folder = tmp_path / ".b.calibration"
-    calibrate.prepare(folder, {"ids": "another text"})
+    calibrate.prepare_work_folder(folder, {"ids": "another text"})
     (folder / "model.layers.0.mlp.up_proj.weight.npz").write_bytes(b"another's")
     bundle = small(
         checkpoint, tmp_path / "b", compress="lut4-g8", calibration=random_text()

@@ -13,22 +13,24 @@ from tiny import DATA
 from workbench.bundle.presets import find_preset
 from workbench.check.text import task_text
 from workbench.decode.tokenizer import encode_text
+from workbench.exporter import candidates as exporter_candidates
 from workbench.exporter import mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import Text
-from workbench.exporter.compress import InputStatistics
-from workbench.exporter.mixed import (
+from workbench.exporter.candidates import (
     CandidateValues,
-    Measurement,
+    compressed_values,
+    store_candidates,
+)
+from workbench.exporter.compress import InputStatistics
+from workbench.exporter.losses import estimate_losses
+from workbench.exporter.mixed import (
     Search,
-    estimate_losses,
-    linear_modules,
-    load_model,
     read_allocation,
     search_formats,
-    store_candidates,
     write_allocation,
 )
+from workbench.exporter.replaceable import ReplaceableModel, linear_modules, load_model
 from workbench.models.checkpoint import Checkpoint
 
 WINDOW = 64
@@ -79,8 +81,8 @@ def test_each_matrix_is_compressed_for_its_inputs(
     def rows(arrays, preset, shape):
         return torch.from_numpy(arrays["rows"].copy()).half()
 
-    monkeypatch.setattr(mixed, "compress_matrix", mean_squares)
-    monkeypatch.setattr(mixed, "decompress", rows)
+    monkeypatch.setattr(exporter_candidates, "compress_matrix", mean_squares)
+    monkeypatch.setattr(exporter_candidates, "decompress", rows)
     candidates = CandidateValues(tmp_path)
     presets = presets_of(modules, "lut4-g8")
     store_candidates(model, modules, texts[0], presets, candidates)
@@ -105,9 +107,9 @@ def test_slices_of_a_matrix_are_compressed_as_the_whole(name, monkeypatch):
     importance = torch.rand(32, generator=generator) + 0.1
     inputs = InputStatistics.of(torch.diag(importance), 0.01)
     preset = find_preset(name)
-    whole = mixed.compressed_values(values, preset, inputs)
-    monkeypatch.setattr(mixed, "HEAD_ROWS", 16)
-    assert torch.equal(mixed.compressed_values(values, preset, inputs), whole)
+    whole = compressed_values(values, preset, inputs)
+    monkeypatch.setattr(exporter_candidates, "HEAD_ROWS", 16)
+    assert torch.equal(compressed_values(values, preset, inputs), whole)
     assert 0 < (whole - values).abs().max() < 1
 
 
@@ -116,7 +118,7 @@ def test_logits_are_those_of_hugging_face_s_model(family, exports):
     """One family divides its logits, another one bounds them."""
     model = load_model(Checkpoint(exports.checkpoint(family)))
     ids = torch.arange(12)[None]
-    measurement = Measurement(model, {}, ids)
+    measurement = ReplaceableModel.run(model, {}, ids)
     logits = measurement.logits(measurement.hidden[0], measurement.head)
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0]
@@ -125,7 +127,7 @@ def test_logits_are_those_of_hugging_face_s_model(family, exports):
 
 
 def test_an_unchanged_model_has_no_distance(model, texts, modules):
-    quality = Measurement(model, modules, texts[1][:2]).quality()
+    quality = ReplaceableModel.run(model, modules, texts[1][:2]).quality()
     assert quality.kl == pytest.approx(0, abs=1e-9)
     assert (quality.perplexity_ratio, quality.same_top) == (1, 1)
 
@@ -146,7 +148,7 @@ def test_estimates_agree_with_measurements_where_tokens_do_not_mix(
     candidates = CandidateValues(tmp_path)
     candidates.save(tensor, "lut4-g8", changed)
     module = {tensor: modules[tensor]}
-    measurement = Measurement(model, module, texts[1].reshape(3, -1))
+    measurement = ReplaceableModel.run(model, module, texts[1].reshape(3, -1))
     losses = estimate_losses(measurement, presets_of(module, "lut4-g8"), candidates, 0)
     measurement.replace_matrix(tensor, candidates.load(tensor, "lut4-g8"))
     kl = measurement.quality().kl
@@ -155,7 +157,7 @@ def test_estimates_agree_with_measurements_where_tokens_do_not_mix(
 
 
 def test_fp16_is_estimated_to_cost_nothing(model, texts, modules, tmp_path):
-    measurement = Measurement(model, modules, texts[1][:2])
+    measurement = ReplaceableModel.run(model, modules, texts[1][:2])
     presets = presets_of(modules, "fp16")
     losses = estimate_losses(measurement, presets, CandidateValues(tmp_path), 0)
     assert set(losses.values()) == {0.0}
@@ -176,7 +178,7 @@ def allocate(source, texts, modules, stored, kl=0.005, **options):
     shapes = {t: tuple(model.get_submodule(m).weight.shape) for t, m in modules.items()}
     fitted = {t: {n: find_preset(n) for n in mixed.CANDIDATES} for t in modules}
     setup = Search(Text(texts[1].numpy(), "tasks"), Limit(kl=kl), **options)
-    measurement = Measurement(model, modules, texts[1])
+    measurement = ReplaceableModel.run(model, modules, texts[1])
     return search_formats(measurement, shapes, fitted, stored, setup)
 
 
@@ -187,7 +189,7 @@ def test_a_choice_stays_within_its_limit_when_it_is_measured_anew(
     uniform = {choice.name: choice for choice in result.uniform}
     assert result.chosen.quality.kl <= 0.005 < uniform["lut4-g8"].quality.kl
     assert result.chosen.bytes < uniform["int8-channel"].bytes
-    fresh = Measurement(load_model(source), modules, texts[1])
+    fresh = ReplaceableModel.run(load_model(source), modules, texts[1])
     for tensor, preset in result.chosen.formats.items():
         fresh.replace_matrix(tensor, stored.load(tensor, preset))
     assert fresh.quality() == result.chosen.quality
@@ -220,7 +222,7 @@ def test_other_limits_and_presets_are_measured_beside_the_choice(
     source, texts, modules, stored
 ):
     plain = allocate(source, texts, modules, stored)
-    more = allocate(source, texts, modules, stored, further=(0.01, 0.002))
+    more = allocate(source, texts, modules, stored, further_limits=(0.01, 0.002))
     assert more.chosen == plain.chosen
     kls = [choice.quality.kl for choice in more.frontier if choice.quality]
     plain_kls = [choice.quality.kl for choice in plain.frontier if choice.quality]
@@ -270,7 +272,7 @@ def test_stored_candidates_are_not_compressed_again(
     def refuse(*arguments):
         raise AssertionError("compressed again")
 
-    monkeypatch.setattr(mixed, "compress_matrix", refuse)
+    monkeypatch.setattr(exporter_candidates, "compress_matrix", refuse)
     presets = presets_of(modules, *mixed.CANDIDATES)
     store_candidates(load_model(source), modules, texts[0], presets, stored)
     stored.path(next(iter(modules)), "lut4-g8").unlink()

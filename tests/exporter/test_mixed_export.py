@@ -14,16 +14,11 @@ from workbench.check.golden import stored_weights
 from workbench.check.text import check_held_out, default_ids, task_text
 from workbench.decode import Decoder
 from workbench.decode.tokenizer import encode_text
-from workbench.exporter import bundle_name, make_options, mixed
+from workbench.exporter import bundle_name, candidates, make_options, mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import draw_windows
-from workbench.exporter.mixed import (
-    Measurement,
-    Search,
-    linear_modules,
-    load_model,
-    read_allocation,
-)
+from workbench.exporter.mixed import Search, read_allocation
+from workbench.exporter.replaceable import ReplaceableModel, linear_modules, load_model
 from workbench.models.checkpoint import Checkpoint
 
 PRESETS = ("lut4-g8", "int8-channel", "lut6-g16", "fp16")
@@ -136,7 +131,9 @@ def test_the_values_of_the_bundle_have_the_recorded_quality(chosen, source):
     read = stored_weights(source, chosen)
     model = load_model(source)
     modules = linear_modules(model, source, chosen.manifest.formats)
-    measurement = Measurement(model, modules, torch.from_numpy(SELECTION.ids).long())
+    measurement = ReplaceableModel.run(
+        model, modules, torch.from_numpy(SELECTION.ids).long()
+    )
     for tensor in modules:
         measurement.replace_matrix(tensor, read(tensor).float())
     quality = measurement.quality()
@@ -180,7 +177,7 @@ def test_an_interrupted_search_goes_on_with_the_formats_that_it_has(
         with pytest.raises(KeyboardInterrupt):
             export_mixed(tmp_path / "b", setup)
     assert not (tmp_path / "b").exists()
-    monkeypatch.setattr(mixed, "compress_matrix", pytest.fail)
+    monkeypatch.setattr(candidates, "compress_matrix", pytest.fail)
     assert export_mixed(tmp_path / "b", setup).manifest.selection
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 

@@ -48,10 +48,12 @@ from workbench.bundle.presets import (
 )
 from workbench.errors import InputError
 from workbench.exporter.shards import Spec, specs
-from workbench.exporter.template import Template
+from workbench.exporter.template import Template, convert_shard
 from workbench.exporter.weights import (
     WeightSource,
+    all_weights,
     check_shape,
+    find_presets,
     load_values,
     rounded,
     stored,
@@ -64,8 +66,8 @@ from workbench.models.family import Plan
 from workbench.progress import bar
 
 if TYPE_CHECKING:
-    from workbench.exporter.calibrate import Calibrated, Text
-    from workbench.exporter.mixed import Search
+    from workbench.exporter.calibrate import CompressedMatrices, Text
+    from workbench.exporter.mixed import Allocation, Search
 
     Formats = Mapping[str, str] | Search
 
@@ -183,33 +185,26 @@ def _export(
         check_all_named(source, plan, options, formats)
     try:
         with ExitStack() as stack:
-            calibrated = allocation = None
+            matrices = allocation = None
             if calibration is not None:
-                # numba and Hugging Face's models take seconds to import
-                from workbench.exporter import calibrate
-
                 paths.check_new_bundle(bundle)
-                work = stack.enter_context(calibrate.work_folder(bundle))
-                if formats is None or isinstance(formats, Mapping):
-                    weights = all_weights(source, plan, options, formats)
-                    calibrated = calibrate.calibrate(source, weights, calibration, work)
-                else:
-                    from workbench.exporter import mixed
+                # numba and Hugging Face's models take seconds to import
+                from workbench.exporter.calibrate import work_folder
 
-                    mixture = mixed.choose_formats(
-                        source, plan, options, calibration, formats, work
-                    )
-                    allocation, calibrated = mixture.allocation, mixture.calibrated
+                work = stack.enter_context(work_folder(bundle))
+                matrices, allocation = _compress(
+                    source, plan, options, calibration, formats, work
+                )
+            if allocation is not None:
+                presets = find_presets(allocation.chosen.formats)
+            else:
+                presets = find_presets(formats)
             folder = stack.enter_context(new_bundle(bundle))
-            stored_formats = allocation.chosen.formats if allocation else formats
-            manifest = write_bundle(
-                folder, source, plan, options, calibrated, stored_formats
-            )
+            manifest = write_bundle(folder, source, plan, options, matrices, presets)
             records = {}
             if calibration is not None:
-                nearest = calibrated.unfitted(
-                    all_weights(source, plan, options, stored_formats)
-                )
+                weights = all_weights(source, plan, options, presets)
+                nearest = matrices.unfitted(weights)
                 records["calibration"] = calibration.record(folder, nearest)
             if allocation is not None:
                 records["selection"] = allocation.record(folder, formats.text)
@@ -222,21 +217,30 @@ def _export(
         raise InputError(f"bundle {bundle}", reason, needed, step) from problem
 
 
-def all_weights(
-    source: Checkpoint, plan: Plan, options: Options, formats: Mapping | None
-) -> list[WeightSource]:
-    """The weights of all shards, with the presets of `formats`."""
-    presets = find_presets(formats)
-    return [
-        weight
-        for spec in specs(plan, options)
-        for weight in weight_sources(spec, source, plan, options, presets)
-    ]
+def _compress(
+    source: Checkpoint,
+    plan: Plan,
+    options: Options,
+    calibration: "Text",
+    formats: "Formats | None",
+    folder: Path,
+) -> "tuple[CompressedMatrices, Allocation | None]":
+    """Compresses matrices for the inputs that they have on a text. Returns them, and how
+    their formats were chosen; None: no search chose them.
 
+    Args:
+        formats: see `export`.
+        folder: a work folder.
+    """
+    if formats is None or isinstance(formats, Mapping):
+        from workbench.exporter.calibrate import calibrate
 
-def find_presets(formats: Mapping[str, str] | None) -> dict[str, Preset]:
-    """Checkpoint tensor → preset, of names that `check_formats` has accepted."""
-    return {tensor: find_preset(name) for tensor, name in (formats or {}).items()}
+        weights = all_weights(source, plan, options, find_presets(formats))
+        return calibrate(source, weights, calibration, folder), None
+    from workbench.exporter.mixed import choose_formats
+
+    mixture = choose_formats(source, plan, options, calibration, formats, folder)
+    return mixture.matrices, mixture.allocation
 
 
 def bundle_name(
@@ -361,20 +365,20 @@ def write_bundle(
     source: Checkpoint,
     plan: Plan,
     options: Options,
-    calibrated: "Calibrated | None" = None,
-    formats: Mapping[str, str] | None = None,
+    matrices: "CompressedMatrices | None",
+    presets: Mapping[str, Preset],
 ) -> Manifest:
     """Writes every file of a bundle except its manifest to `folder`; returns the
     manifest.
 
     Args:
-        calibrated: matrices that are compressed already.
-        formats: checkpoint tensor → preset, of every matrix of a mixed bundle.
+        matrices: those that are compressed already.
+        presets: checkpoint tensor → preset, of every matrix of a mixed bundle; empty
+            for other bundles.
 
     Raises:
         InputError: a tensor that is missing or does not fit, no space on the disk.
     """
-    presets = find_presets(formats)
     shards = [
         (spec, weight_sources(spec, source, plan, options, presets))
         for spec in specs(plan, options)
@@ -382,7 +386,7 @@ def write_bundle(
     needed = sum(weight.bytes for _, weights in shards for weight in weights)
     needed += 2 * plan.dims.V * (plan.dims.C + plan.dims.L * plan.dims.P)
     check_room(folder, needed, f"bundle in {folder.parent}")
-    convert = options.plugin.template if options.plugin else Template
+    convert = options.plugin.template if options.plugin else convert_shard
     templates = {}
     # One thread of torch in each thread of the pool: more would only wait for the
     # pool's, and spin meanwhile.
@@ -404,7 +408,7 @@ def write_bundle(
                 templates[program_key] = convert(spec, plan, options, weights)
                 progress.update()
             arguments = folder, spec, templates[program_key], weights, source, options
-            pending.append(pool.submit(_write_shard, *arguments, calibrated))
+            pending.append(pool.submit(_write_shard, *arguments, matrices))
         progress.set_postfix_str("writing")
         entries = []
         for future in pending:
@@ -434,14 +438,9 @@ def check_all_named(
     source: Checkpoint, plan: Plan, options: Options, formats: Mapping[str, str]
 ) -> None:
     """Raises an InputError unless formats are those of every matrix of a bundle."""
-    presets = find_presets(formats)
-    matrices = {
-        weight.tensor
-        for spec in specs(plan, options)
-        for weight in weight_sources(spec, source, plan, options, presets)
-        if weight.is_compressible
-    }
-    for tensor in sorted(presets.keys() - matrices):
+    weights = all_weights(source, plan, options, find_presets(formats))
+    matrices = {weight.tensor for weight in weights if weight.is_compressible}
+    for tensor in sorted(formats.keys() - matrices):
         needed, step = "the name of a matrix", "choose the formats again"
         raise InputError(f"format of {tensor!r}", "no matrix", needed, step)
 
@@ -492,15 +491,19 @@ def _write_shard(
     weights: list[WeightSource],
     source: Checkpoint,
     options: Options,
-    calibrated: "Calibrated | None",
+    matrices: "CompressedMatrices | None",
 ) -> Shard:
-    """Writes one shard; returns its manifest entry."""
+    """Writes one shard; returns its manifest entry.
+
+    Args:
+        matrices: those that are compressed already.
+    """
     package = folder / f"{spec.name}{template.suffix}"
 
     def load(weight: WeightSource) -> dict[str, np.ndarray]:
         arrays = None
-        if calibrated and weight.tensor and weight.preset != FP16:
-            arrays = calibrated.arrays(weight)
+        if matrices and weight.tensor and weight.preset != FP16:
+            arrays = matrices.arrays(weight)
         return arrays or stored(weight, load_values(weight, source))
 
     files, places = template.write(package, weights, load)

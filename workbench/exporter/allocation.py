@@ -136,17 +136,17 @@ class Limit:
 def matrix_bytes(rows: int, inputs: int, preset: Preset) -> int:
     """Stored bytes of a matrix [rows, inputs]: elements, scales in fp16, and a table of
     fp16 values for each group of rows."""
-    values = 0
+    fp16_values = 0  # beside the elements
     if preset.is_table:
-        tables = rows // (preset.group or rows)
-        values = tables * 2**preset.bits
+        tables = rows // preset.group if preset.group else 1
+        fp16_values = tables * 2**preset.bits
     elif preset.granularity == "per_tensor":
-        values = 1
+        fp16_values = 1
     elif preset.block:
-        values = rows * (inputs // preset.block)
+        fp16_values = rows * (inputs // preset.block)
     elif preset.is_integer:
-        values = rows
-    return math.ceil(rows * inputs * preset.bits / 8) + 2 * values
+        fp16_values = rows
+    return math.ceil(rows * inputs * preset.bits / 8) + 2 * fp16_values
 
 
 def rescale(costs: Sequence[Cost], measured: dict[str, float]) -> list[Cost]:
@@ -209,22 +209,20 @@ def hull(costs: Iterable[Cost], price: Callable[[Cost], float]) -> list[Cost]:
     first. A cost with a higher price and no lower loss than another is not on it."""
     corners: list[Cost] = []
     for cost in sorted(costs, key=lambda cost: (price(cost), cost.loss)):
+        # also skips a cost at the price of the corner before: the order is by loss, too
         if corners and cost.loss >= corners[-1].loss:
             continue
         while len(corners) > 1 and (
             _gain(corners[-1], cost, price) >= _gain(corners[-2], corners[-1], price)
         ):
             corners.pop()
-        if corners and _gain(corners[-1], cost, price) == math.inf:
-            corners.pop()  # less loss at the same price
         corners.append(cost)
     return corners
 
 
 def _gain(cheaper: Cost, better: Cost, price: Callable[[Cost], float]) -> float:
-    """The loss avoided for a unit of price."""
-    difference = price(better) - price(cheaper)
-    return (cheaper.loss - better.loss) / difference if difference > 0 else math.inf
+    """The loss avoided for a unit of price, between costs of two prices."""
+    return (cheaper.loss - better.loss) / (price(better) - price(cheaper))
 
 
 def _undominated(choices: Iterable[Choice]) -> list[Choice]:
@@ -293,7 +291,8 @@ def search(
             index = len(choices) - 1  # the last measurement has to find one
         choice = measure(choices[index])
         measured.append(choice)
-        if choice.predicted_kl > 0:
+        # rounding may leave a measured KL of 0, from which nothing can be predicted
+        if choice.predicted_kl > 0 and choice.quality.kl > 0:
             factor = choice.quality.kl / choice.predicted_kl
         if choice.quality.kl <= limit.kl:
             within, best = index, choice
@@ -315,11 +314,12 @@ def search(
 
 
 def _first_within(choices: Sequence[Choice], kl: float, below: int, above: int) -> int:
-    """The index between two others (exclusive) of the cheapest choice whose predicted KL
-    is at most this one; the costliest without one."""
-    inside = range(below + 1, above)
-    within = (i for i in inside if choices[i].predicted_kl <= kl)
-    return next(within, inside[-1])
+    """The index of the cheapest choice whose predicted KL is at most `kl` nats, among
+    those above `below` and below `above`; the index of the costliest of them where there
+    is none."""
+    indices = range(below + 1, above)
+    within = (i for i in indices if choices[i].predicted_kl <= kl)
+    return next(within, indices[-1])
 
 
 def next_choice(

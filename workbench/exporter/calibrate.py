@@ -14,9 +14,9 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,17 @@ from workbench.bundle.presets import FP16
 from workbench.errors import InputError
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
 from workbench.exporter.weights import WeightSource, load_values
-from workbench.files import locked
+from workbench.files import locked, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 from workbench.progress import bar
 
 # Short windows, since most heads attend to the first token of each: its keys and values
 # are in all outputs, and with 64 of them they weigh more and vary more.
-WINDOW = 128
+WINDOW = 128  # tokens
 WINDOWS = 64
-IDS = "calibration.npy"
-KEY = "key.json"
+IDS = "calibration.npy"  # in a bundle
+KEY = "key.json"  # in a work folder
 Arrays = dict[str, np.ndarray]
 
 
@@ -114,7 +114,7 @@ def draw_windows(
     return Text(np.concatenate([before, pieces], 1), source, seed)
 
 
-class Calibrated:
+class CompressedMatrices:
     """The compressed matrices of a checkpoint, in a work folder.
 
     Args:
@@ -125,7 +125,8 @@ class Calibrated:
         self.folder = folder
 
     def arrays(self, weight: WeightSource) -> Arrays | None:
-        """The arrays of a weight; None: no linear module has it."""
+        """The arrays of a weight, by role; None: they are not finished, or no linear
+        module has the weight."""
         path = self._path(weight.tensor, weight.rows)
         if not path.is_file():
             return None
@@ -138,12 +139,10 @@ class Calibrated:
         paths = {self._path(w.tensor, w.rows): w.tensor for w in compressed}
         return sorted({name for path, name in paths.items() if not path.is_file()})
 
-    def save(self, tensor: str, rows: slice | None, arrays: Arrays) -> None:
-        path = self._path(tensor, rows)
-        unfinished = path.with_suffix(".partial")
-        with unfinished.open("wb") as file:
-            np.savez(file, **arrays)
-        unfinished.rename(path)
+    def save(self, weight: WeightSource, arrays: Arrays) -> None:
+        """Writes the arrays of a weight, by role."""
+        path = self._path(weight.tensor, weight.rows)
+        write_whole(path, partial(np.savez, **arrays))
 
     def _path(self, tensor: str, rows: slice | None) -> Path:
         start = f".{rows.start}" if rows else ""
@@ -151,65 +150,80 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One calibration.
+class CalibrationRun:
+    """What the layers of one calibration share.
 
     Args:
-        weights: checkpoint tensor → the weight that holds it whole.
+        source: the checkpoint, from which a layer reads its tensors.
+        weights: checkpoint tensor → the weight that stores it whole.
+        results: the matrices that are compressed already.
         progress: a bar that counts layers and slices of the head.
     """
 
     source: Checkpoint
     weights: dict[str, WeightSource]
-    results: Calibrated
+    results: CompressedMatrices
     progress: Any
 
 
 class CompressingLayer(WrappedLayer):
-    """A decoder layer that compresses its matrices when it is called."""
+    """A decoder layer that compresses its matrices when it is called, and computes its
+    outputs with what is stored.
 
-    def __init__(self, layer: nn.Module, prefix: str, calibration: Run):
+    Args:
+        prefix: of the names of the layer's tensors in the checkpoint.
+    """
+
+    def __init__(self, layer: nn.Module, prefix: str, run: CalibrationRun):
         super().__init__(layer)
         self.prefix = prefix
-        self.calibration = calibration
+        self.run = run
 
     def forward(self, *args, **kwargs):
-        read = self.calibration.source.tensor
-        names = self.layer.state_dict()
-        values = {name: read(self.prefix + name).half().float() for name in names}
-        linear = {
-            f"{name}.weight": module
-            for name, module in self.layer.named_modules()
-            if isinstance(module, nn.Linear)
-            and self.prefix + f"{name}.weight" in self.calibration.weights
+        read = self.run.source.tensor
+        values = {
+            name: read(self.prefix + name).half().float()
+            for name in self.layer.state_dict()
         }
-        weights = {
-            name: self.calibration.weights[self.prefix + name] for name in linear
-        }
-        stored = {
-            name: self.calibration.results.arrays(weight)
-            for name, weight in weights.items()
-        }
-        if not all(stored.values()):
-            stored = {}
+        weights: dict[str, WeightSource] = {}  # of the linear modules, by parameter
+        for name, module in self.layer.named_modules():
+            weight = self.run.weights.get(f"{self.prefix}{name}.weight")
+            if isinstance(module, nn.Linear) and weight:
+                weights[f"{name}.weight"] = weight
+        arrays = {name: self.run.results.arrays(w) for name, w in weights.items()}
+        if not all(arrays.values()):
+            linear = {
+                name: self.layer.get_submodule(name.removesuffix(".weight"))
+                for name in weights
+            }
             with summed_inputs(linear) as sums:
                 functional_call(self.layer, values, args, kwargs)
-            statistics = {}  # the matrices of one input share them
-            for name, total in sums.items():
-                if id(total) not in statistics:
-                    statistics[id(total)] = total.statistics
-                weight = weights[name]
-                matrix = load_values(weight, self.calibration.source)
-                matrix = matrix.reshape(weight.shape[:2])
-                stored[name] = compress_matrix(
-                    matrix, weight.preset, statistics[id(total)]
-                )
-                self.calibration.results.save(weight.tensor, None, stored[name])
-        for name, arrays in stored.items():
+            arrays = self._compress(weights, sums)
+        for name, stored in arrays.items():
             weight = weights[name]
-            values[name] = decompress(arrays, weight.preset, weight.shape[:2]).float()
-        self.calibration.progress.update()
+            values[name] = decompress(stored, weight.preset, weight.shape[:2]).float()
+        self.run.progress.update()
         return functional_call(self.layer, values, args, kwargs)
+
+    def _compress(
+        self, weights: dict[str, WeightSource], sums: "dict[str, InputSum]"
+    ) -> dict[str, Arrays]:
+        """Compresses and saves matrices; returns their arrays.
+
+        Args:
+            weights: of the layer, by the name of the parameter.
+            sums: of the inputs, by the same names.
+        """
+        statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
+        arrays = {}
+        for name, total in sums.items():
+            if id(total) not in statistics:
+                statistics[id(total)] = total.statistics
+            weight = weights[name]
+            matrix = load_values(weight, self.run.source).reshape(weight.shape[:2])
+            arrays[name] = compress_matrix(matrix, weight.preset, statistics[id(total)])
+            self.run.results.save(weight, arrays[name])
+        return arrays
 
 
 class InputSum:
@@ -232,7 +246,8 @@ class InputSum:
 
     @property
     def statistics(self) -> InputStatistics:
-        """What the rounding of the modules' matrices needs to know.
+        """What the rounding of the modules' matrices needs to know. It takes a Cholesky
+        decomposition of a matrix [C, C].
 
         The damping is the median |x|² over the number of inputs: the sampling error of
         an ordinary input's correlations. The mean of H's diagonal would not do. An
@@ -242,6 +257,13 @@ class InputSum:
         return InputStatistics.of(self.total / self.count, median / self.count)
 
 
+def input_statistics(x: torch.Tensor) -> InputStatistics:
+    """The statistics of inputs [windows, window, C]."""
+    total = InputSum()
+    total.add(x)
+    return total.statistics
+
+
 @contextmanager
 def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]:
     """Sums the inputs of modules by their names while they run; modules that read one
@@ -249,35 +271,29 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
     sums: dict[str, InputSum] = {}
     # The tensors are kept: another one at the address of a freed one would be taken for
     # it.
-    read: list[tuple[torch.Tensor, InputSum]] = []
+    last_read: list[tuple[torch.Tensor, InputSum]] = []
 
-    def record(name: str, x: torch.Tensor) -> None:
-        for tensor, total in read:
+    def record(name: str, module: nn.Module, arguments: tuple) -> None:
+        x = arguments[0]
+        for tensor, total in last_read:
             if tensor is x:
                 sums.setdefault(name, total)
                 return
         total = sums.setdefault(name, InputSum())
         total.add(x)
-        read[:] = [*read[-1:], (x, total)]
+        last_read[:] = [*last_read[-1:], (x, total)]
 
-    handles = []
-    for name, module in linear.items():
-
-        def hook(module, arguments, name=name):
-            record(name, arguments[0])
-
-        handles.append(module.register_forward_pre_hook(hook))
-    try:
+    with ExitStack() as hooks:
+        for name, module in linear.items():
+            hook = partial(record, name)
+            hooks.enter_context(module.register_forward_pre_hook(hook))
         yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.inference_mode()
 def calibrate(
     source: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
-) -> Calibrated:
+) -> CompressedMatrices:
     """Compresses every matrix of `weights` that is a linear module of a layer, or the
     head.
 
@@ -296,8 +312,8 @@ def calibrate(
         "presets": {w.tensor: w.preset.name for w in matrices},
         "seed": text.seed,
     }
-    prepare(folder, key)
-    results = Calibrated(folder)
+    prepare_work_folder(folder, key)
+    results = CompressedMatrices(folder)
     head = [w for w in matrices if w.path == "lm_head.weight"]
     whole = {w.tensor: w for w in matrices if w.rows is None}
     model = empty_model(source.config, "sdpa")
@@ -306,7 +322,7 @@ def calibrate(
     with bar(
         total=layers + len(head), desc="calibrate", unit="layer", leave=False
     ) as progress:
-        run = Run(source, whole, results, progress)
+        run = CalibrationRun(source, whole, results, progress)
         for index, layer in enumerate(base.layers):
             prefix = f"{source.prefix}layers.{index}."
             base.layers[index] = CompressingLayer(layer, prefix, run)
@@ -318,14 +334,12 @@ def calibrate(
             return source.tensor(source.prefix + table, ids.tolist()).half()
 
         hidden = run_base(base, text.ids, embed, read, use_cache=False)
-        total = InputSum()
-        total.add(hidden)
-        statistics = total.statistics
+        statistics = input_statistics(hidden)
         for weight in head:
             if results.arrays(weight) is None:
                 values = load_values(weight, source).reshape(weight.shape[:2])
                 arrays = compress_matrix(values, weight.preset, statistics)
-                results.save(weight.tensor, weight.rows, arrays)
+                results.save(weight, arrays)
             progress.update()
     return results
 
@@ -338,8 +352,9 @@ def code_version() -> str:
     return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
 
-def prepare(folder: Path, key: dict) -> None:
-    """Makes a work folder of a calibration with this key, emptied of another one's."""
+def prepare_work_folder(folder: Path, key: dict) -> None:
+    """Makes a work folder for results that `key`, as JSON, decides. One with another key
+    is emptied first."""
     text = json.dumps(key, sort_keys=True)
     file = folder / KEY
     if folder.is_dir() and not (file.is_file() and file.read_text() == text):

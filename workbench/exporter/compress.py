@@ -10,6 +10,7 @@ fixed indices the best entries are a least-squares problem, and for fixed entrie
 index of one weight after another is exchanged for a better one, so that Δ H Δᵀ never
 rises."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,11 @@ ROWS = 1024  # rows that are in float32 at a time, a multiple of every group
 ROUNDS = 1  # times that entries and indices of tables are improved
 STEPS = 5  # of conjugate gradients for the entries of a table
 SWEEPS = 2  # over the indices of a row in each round
+
+BlockRounding = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+"""Rounds a block of columns. It is given their values [R, B], which it may change, an
+array [R, B] to fill with their errors over the factor's diagonal, the block's part of the
+factor [B, B], and the numbers of the columns [B]; all float32 but the last."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def compress_matrix(
         limit = 2 ** (preset.bits - 1) - 1
         for piece in pieces:
             of_inputs = torch.from_numpy(np.repeat(scales[piece], block, axis=1))
-            integers[piece] = _feed_integers(
+            integers[piece] = _gptq_integers(
                 values[piece].float(), of_inputs, limit, inputs
             )
         return arrays
@@ -97,7 +103,7 @@ def compress_matrix(
         groups = slice(piece.start // group, piece.stop // group)
         part = values[piece].float()
         tables = np.float32(luts[groups])
-        indices[piece] = _feed_tables(part, tables, inputs)
+        indices[piece] = _gptq_tables(part, tables, inputs)
         _improve(part, tables, indices[piece], inputs.hessian)
         luts[groups] = tables
     return {"indices": indices.reshape(-1), "lut": luts}
@@ -117,7 +123,7 @@ def decompress(
     return torch.from_numpy(np.float16(dense).reshape(shape))
 
 
-def _feed_tables(
+def _gptq_tables(
     values: torch.Tensor, tables: np.ndarray, inputs: InputStatistics
 ) -> np.ndarray:
     """The indices [R, C] of the entries of float32 `tables` to which GPTQ rounds float32
@@ -125,39 +131,44 @@ def _feed_tables(
     indices = np.empty(values.shape, np.uint8)
     group = len(values) // len(tables)
 
-    def round_block(part, errors, factor, columns):
+    def round_block(
+        part: np.ndarray, errors: np.ndarray, factor: np.ndarray, columns: np.ndarray
+    ) -> None:
         block = np.empty(part.shape, np.uint8)
         _round_to_tables(part, errors, factor, tables, group, block)
         indices[:, columns] = block
 
-    _feed(values, inputs, round_block)
+    _gptq_columns(values, inputs, round_block)
     return indices
 
 
-def _feed_integers(
+def _gptq_integers(
     values: torch.Tensor, scales: torch.Tensor, limit: int, inputs: InputStatistics
 ) -> np.ndarray:
     """The integers [R, C] up to ±`limit` to whose products with `scales` [R, C] GPTQ
     rounds float32 `values` [R, C]."""
     integers = np.empty(values.shape, np.int8)
 
-    def round_block(part, errors, factor, columns):
+    def round_block(
+        part: np.ndarray, errors: np.ndarray, factor: np.ndarray, columns: np.ndarray
+    ) -> None:
         block = np.empty(part.shape, np.int8)
         of_inputs = scales[:, columns].contiguous().numpy()
         _round_to_integers(part, errors, factor, of_inputs, limit, block)
         integers[:, columns] = block
 
-    _feed(values, inputs, round_block)
+    _gptq_columns(values, inputs, round_block)
     return integers
 
 
-def _feed(values: torch.Tensor, inputs: InputStatistics, round_block) -> None:
+def _gptq_columns(
+    values: torch.Tensor, inputs: InputStatistics, round_block: BlockRounding
+) -> None:
     """Rounds the columns of float32 `values` [R, C] in the order of `inputs`, block
     after block, and moves the errors of each block onto the columns that follow.
 
     Args:
-        round_block: called with the block's values [R, B], an array for its errors, the
-            block's part of the factor and the numbers of its columns [B].
+        round_block: see `BlockRounding`.
     """
     rest = values[:, inputs.order]
     width = rest.shape[1]
@@ -276,7 +287,11 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
 
 @njit(cache=True, nogil=True)
 def _round_to_tables(part, errors, factor, tables, group, indices):
-    """Rounds `part` [R, B] to entries of the tables of groups of rows."""
+    """Rounds `part` [R, B] to entries of `tables` [R / group, K], and moves the error of
+    each column onto those that follow in the block.
+
+    Fills `indices` [R, B] with the entries and `errors` [R, B] with the errors over the
+    diagonal of `factor` [B, B]."""
     rows, width = part.shape
     for r in range(rows):
         table = tables[r // group]
@@ -292,7 +307,8 @@ def _round_to_tables(part, errors, factor, tables, group, indices):
 
 @njit(cache=True, nogil=True)
 def _round_to_integers(part, errors, factor, scales, limit, integers):
-    """Rounds `part` [R, B] to multiples of `scales` [R, B]."""
+    """Rounds `part` [R, B] to multiples of `scales` [R, B], at most ±`limit`; fills
+    `integers` with their factors. See `_round_to_tables`."""
     rows, width = part.shape
     for r in range(rows):
         row = part[r]

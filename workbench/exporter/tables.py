@@ -60,24 +60,27 @@ def _fill_tables(values, weights, tables, cells):
 
 
 @njit(cache=True, nogil=True)
-def _fill_table(x, w, table, most):
-    """Fills the best table of the ascending values x with weights w."""
+def _fill_table(x, w, table, max_cells):
+    """Fills the best table of the ascending values x with weights w.
+
+    `sum_w` and `sum_wx` [n + 1] are running sums, so that a run of values has its mean in
+    one division."""
     n, count = len(x), len(table)
-    total = np.zeros(n + 1)  # running sums of w, w·x
-    moment = np.zeros(n + 1)
+    sum_w = np.zeros(n + 1)
+    sum_wx = np.zeros(n + 1)
     for i in range(n):
-        total[i + 1] = total[i] + w[i]
-        moment[i + 1] = moment[i] + w[i] * x[i]
-    edges = _cell_edges(x, most)
+        sum_w[i + 1] = sum_w[i] + w[i]
+        sum_wx[i + 1] = sum_wx[i] + w[i] * x[i]
+    edges = _cell_edges(x, max_cells)
     cells = len(edges) - 1
     used = min(count, cells)
-    bounds = edges[_best_bounds(x, w, total, moment, edges, used)]
+    bounds = edges[_best_bounds(x, w, sum_w, sum_wx, edges, used)]
     means = np.empty(used)
     for _ in range(LLOYD):
         for k in range(used):
             start, stop = bounds[k], bounds[k + 1]
             if stop > start:
-                means[k] = (moment[stop] - moment[start]) / (total[stop] - total[start])
+                means[k] = (sum_wx[stop] - sum_wx[start]) / (sum_w[stop] - sum_w[start])
             else:
                 means[k] = x[min(start, n - 1)]
         means.sort()  # rounding may exchange means of equal values
@@ -94,23 +97,23 @@ def _fill_table(x, w, table, most):
 
 
 @njit(cache=True, nogil=True)
-def _cell_edges(x, most):
+def _cell_edges(x, max_cells):
     """The positions [cells + 1] between which cells of the ascending values lie: a cell
-    for each distinct value, or `most` cells, half of them equally wide, half of them
+    for each distinct value, or `max_cells` cells, half of them equally wide, half of them
     equally full."""
     n = len(x)
-    edges = np.empty(most + 1, np.int64)
+    edges = np.empty(max_cells + 1, np.int64)
     edges[0] = 0
     cells = 0
     for i in range(1, n + 1):
         if i == n or x[i] > x[i - 1]:
             cells += 1
-            if cells > most:
+            if cells > max_cells:
                 break
             edges[cells] = i
-    if cells <= most:
+    if cells <= max_cells:
         return edges[: cells + 1]
-    half = most // 2
+    half = max_cells // 2
     candidates = np.empty(2 * half, np.int64)
     for j in range(half):
         width = (x[n - 1] - x[0]) * (j + 1) / half
@@ -128,55 +131,65 @@ def _cell_edges(x, most):
 
 
 @njit(cache=True, nogil=True)
-def _best_bounds(x, w, total, moment, edges, count):
+def _best_bounds(x, w, sum_w, sum_wx, edges, count):
     """The indices into `edges` [count + 1] of the bounds between the best `count` runs
-    of cells.
+    of cells: those whose squared errors Σ w (x − mean)² add up to the least.
 
-    The best last bound of the first j cells does not fall as j grows, so that each
-    middle j halves the range of the others (divide and conquer)."""
+    A run of cells i to j has the error wxx − wx² / w, of sums over its values. Dynamic
+    programming extends the best k − 1 runs of the first i cells by one run to cell j.
+    The best last bound of the first j cells does not fall as j grows, so that each middle
+    j halves the range of the others (divide and conquer, on a stack of ranges)."""
     cells = len(edges) - 1
-    square = np.zeros(cells + 1)
+    # running sums at the edges of cells
+    cell_wxx = np.zeros(cells + 1)
     running = 0.0
     for j in range(cells):
         for i in range(edges[j], edges[j + 1]):
             running += w[i] * x[i] * x[i]
-        square[j + 1] = running
-    weight = total[edges]
-    first = moment[edges]
-    last = np.zeros((count + 1, cells + 1), np.int32)
-    before = np.full(cells + 1, np.inf)
-    before[0] = 0.0
+        cell_wxx[j + 1] = running
+    cell_w = sum_w[edges]
+    cell_wx = sum_wx[edges]
+    last_bound = np.zeros((count + 1, cells + 1), np.int32)  # of k runs of j cells
+    # the errors of the first j cells in k − 1 runs, and in k
+    fewer_runs = np.full(cells + 1, np.inf)
+    fewer_runs[0] = 0.0
     for j in range(1, cells + 1):
-        before[j] = square[j] - first[j] * first[j] / weight[j]
-    after = np.empty(cells + 1)
+        fewer_runs[j] = cell_wxx[j] - cell_wx[j] * cell_wx[j] / cell_w[j]
+    errors = np.empty(cells + 1)
+    # ranges of j that are left, each with the range of its last bound
     stack = np.empty((128, 4), np.int64)
     for k in range(2, count + 1):
-        after[:] = np.inf
+        errors[:] = np.inf
         depth = 1
         stack[0] = k, cells, k - 1, cells - 1
         while depth:
             depth -= 1
-            low, high, from_, to = stack[depth]
+            low, high, first_bound, final_bound = stack[depth]
             if low > high:
                 continue
             middle = (low + high) // 2
-            best, place = np.inf, from_
-            for i in range(from_, min(to, middle - 1) + 1):
-                mass = weight[middle] - weight[i]
-                mean = first[middle] - first[i]
-                error = before[i] + square[middle] - square[i] - mean * mean / mass
+            best, best_bound = np.inf, first_bound
+            for i in range(first_bound, min(final_bound, middle - 1) + 1):
+                run_w = cell_w[middle] - cell_w[i]
+                run_wx = cell_wx[middle] - cell_wx[i]
+                error = (
+                    fewer_runs[i]
+                    + cell_wxx[middle]
+                    - cell_wxx[i]
+                    - run_wx * run_wx / run_w
+                )
                 if error < best:
-                    best, place = error, i
-            after[middle] = best
-            last[k, middle] = place
-            stack[depth] = low, middle - 1, from_, place
-            stack[depth + 1] = middle + 1, high, place, to
+                    best, best_bound = error, i
+            errors[middle] = best
+            last_bound[k, middle] = best_bound
+            stack[depth] = low, middle - 1, first_bound, best_bound
+            stack[depth + 1] = middle + 1, high, best_bound, final_bound
             depth += 2
-        before[:] = after
+        fewer_runs[:] = errors
     bounds = np.zeros(count + 1, np.int64)
     bounds[count] = cells
     for k in range(count, 1, -1):
-        bounds[k - 1] = last[k, bounds[k]]
+        bounds[k - 1] = last_bound[k, bounds[k]]
     return bounds
 
 

@@ -17,8 +17,9 @@ import tempfile
 import uuid
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -61,66 +62,31 @@ class StoredArray(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True)
 class Template:
     """The program of a shard, into which the weights of every shard of its shape can be
     written.
 
-    Attributes:
+    Args:
         name: of the shard that was converted.
+        model: the Model protobuf.
+        manifest: the text of the package's own manifest.
         modules: program value → module path, layers counted from the shard's first.
         constants: parameter's path → name of the constant that holds it.
         arrays: parameter's path → its stored arrays.
         fixed_bytes: (offset, bytes) of the rest of the weight file: headers, records,
             padding, constants that are no parameters.
-
-    Raises:
-        OSError: no space for coremltools' temporary files.
     """
 
-    suffix = ".mlpackage"
+    suffix: ClassVar[str] = ".mlpackage"
 
-    def __init__(
-        self, spec: Spec, plan: Plan, options: Options, weights: list[WeightSource]
-    ):
-        self.name = spec.name
-        self.modules = {}
-        module = blank(spec, plan, options).requires_grad_(False).eval()
-        generator = torch.Generator().manual_seed(0)
-        for i, weight in enumerate(weights):
-            # A separate range for each parameter: functions share equal lookup tables.
-            low = 0.5 + i / 64
-            parameter = module.get_parameter(weight.path)
-            parameter.uniform_(low, low + 1, generator=generator)
-        programs = {}
-        with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
-            for name, T in (options.tiling.functions or {"main": None}).items():
-                model = to_program(module, spec, options, weights, T)
-                programs[name] = Path(folder, f"{name}.mlpackage")
-                model.save(str(programs[name]))
-                self.modules |= modules_of(model)
-            package = joined(programs)
-            self.model = read_package(package)
-            self.manifest = pinned_manifest(package)
-            file = package / WEIGHTS
-            # without a file, all constants are small and in the program
-            blob = file.read_bytes() if file.is_file() else b""
-        arrays = find_arrays(self.model, blob)
-        # fp16 cast and compression append to the parameter's name
-        names = {name.split("_to_fp16")[0]: name for name in arrays}
-        self.constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
-        self.arrays = {path: arrays[name] for path, name in self.constants.items()}
-        self.fixed_bytes = []
-        end = 0
-        spans = sorted(
-            (array.start, array.stop)
-            for stored in self.arrays.values()
-            for array in stored
-        )
-        for start, stop in spans:
-            assert start >= end, "parameters that share bytes"
-            self.fixed_bytes.append((end, blob[end:start]))
-            end = stop
-        self.fixed_bytes.append((end, blob[end:]))
+    name: str
+    model: Any
+    manifest: str
+    modules: dict[str, str]
+    constants: dict[str, str]
+    arrays: dict[str, list[StoredArray]]
+    fixed_bytes: list[tuple[int, bytes]]
 
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
@@ -165,6 +131,67 @@ class Template:
         (package / MODEL).write_bytes(serialize(model))
         (package / MANIFEST).write_text(self.manifest)
         return file_entries(package.parent, package), self.constants
+
+
+def convert_shard(
+    spec: Spec, plan: Plan, options: Options, weights: list[WeightSource]
+) -> Template:
+    """Converts a shard with placeholder weights.
+
+    Raises:
+        OSError: no space for coremltools' temporary files.
+    """
+    module = blank(spec, plan, options).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for i, weight in enumerate(weights):
+        # A separate range for each parameter: functions share equal lookup tables.
+        low = 0.5 + i / 64
+        parameter = module.get_parameter(weight.path)
+        parameter.uniform_(low, low + 1, generator=generator)
+    programs, modules = {}, {}
+    with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
+        for name, T in (options.tiling.functions or {"main": None}).items():
+            model = to_program(module, spec, options, weights, T)
+            programs[name] = Path(folder, f"{name}.mlpackage")
+            model.save(str(programs[name]))
+            modules |= modules_of(model)
+        package = joined(programs)
+        model = read_package(package)
+        manifest = pinned_manifest(package)
+        file = package / WEIGHTS
+        # without a file, all constants are small and in the program
+        blob = file.read_bytes() if file.is_file() else b""
+    arrays = find_arrays(model, blob)
+    # fp16 cast and compression append to the parameter's name
+    names = {name.split("_to_fp16")[0]: name for name in arrays}
+    constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
+    arrays = {path: arrays[name] for path, name in constants.items()}
+    return Template(
+        name=spec.name,
+        model=model,
+        manifest=manifest,
+        modules=modules,
+        constants=constants,
+        arrays=arrays,
+        fixed_bytes=_bytes_between(arrays, blob),
+    )
+
+
+def _bytes_between(
+    arrays: dict[str, list[StoredArray]], blob: bytes
+) -> list[tuple[int, bytes]]:
+    """(offset, bytes) of what a weight file has before, between and after the arrays of
+    its parameters."""
+    spans = sorted(
+        (array.start, array.stop) for stored in arrays.values() for array in stored
+    )
+    pieces = []
+    end = 0
+    for start, stop in spans:
+        assert start >= end, "parameters that share bytes"
+        pieces.append((end, blob[end:start]))
+        end = stop
+    return [*pieces, (end, blob[end:])]
 
 
 def _no_search():

@@ -25,7 +25,7 @@ from torch import nn
 
 from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16
-from workbench.bundle.presets import FP16, MIXED, Preset
+from workbench.bundle.presets import FP16, MIXED, Preset, find_preset
 from workbench.errors import InputError
 from workbench.exporter import shards
 from workbench.exporter.shards import LayerStack, Spec
@@ -135,6 +135,30 @@ def weight_sources(
             check_shape(weight, source)
         weights.append(weight)
     return weights
+
+
+def all_weights(
+    source: Checkpoint,
+    plan: Plan,
+    options: Options,
+    presets: Mapping[str, Preset] | None = None,
+) -> list[WeightSource]:
+    """The weights of all shards, see `weight_sources`, in the order of
+    `shards.specs`."""
+    return [
+        weight
+        for spec in shards.specs(plan, options)
+        for weight in weight_sources(spec, source, plan, options, presets)
+    ]
+
+
+def find_presets(formats: Mapping[str, str] | None) -> dict[str, Preset]:
+    """Checkpoint tensor → preset, of checkpoint tensor → name of a preset.
+
+    Raises:
+        ValueError: a name that no preset has; `exporter.check_formats` refuses it.
+    """
+    return {tensor: find_preset(name) for tensor, name in (formats or {}).items()}
 
 
 def _preset_of_matrix(weight: WeightSource, presets: Mapping[str, Preset]) -> Preset:

@@ -1,0 +1,148 @@
+"""Hugging Face's model with matrices that can be replaced, and its distance from the
+unchanged model on a text."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from miltorch.quiet import no_progress
+from workbench.errors import InputError
+from workbench.exporter.allocation import Quality
+from workbench.models.checkpoint import LOCAL, Checkpoint
+
+SCORED_TOKENS = 32
+"""Tokens whose logits are computed at a time."""
+HEAD = "lm_head"
+
+
+def load_model(source: Checkpoint) -> nn.Module:
+    """Hugging Face's model of a checkpoint in float32. Its head has a copy of the matrix
+    where the checkpoint ties it to the embeddings, which stay as they are."""
+    import transformers
+
+    with no_progress():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=torch.float32, **LOCAL
+        )
+    head = model.get_submodule(HEAD)
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return model.eval().requires_grad_(False)
+
+
+def linear_modules(
+    model: nn.Module, source: Checkpoint, tensors: Iterable[str]
+) -> dict[str, str]:
+    """Tensor name → name of the `nn.Linear` of the model that has it.
+
+    Raises:
+        InputError: a tensor of no such module, such as experts in one tensor.
+    """
+    names = {source.head: HEAD}
+    # a multimodal model has its language model deeper
+    decoder = model.get_decoder()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear):
+            names[f"{source.prefix}{name}.weight"] = f"{path}.{name}"
+    for tensor in tensors:
+        if tensor not in names:
+            raise InputError(
+                "--compress mixed",
+                f"tensor {tensor!r}, which is no linear layer of Hugging Face's model",
+                "a model whose matrices are linear layers",
+                "choose one format for all of them, such as --compress int8-channel",
+            )
+    return {tensor: names[tensor] for tensor in tensors}
+
+
+@dataclass(frozen=True)
+class ReplaceableModel:
+    """Hugging Face's model, whose matrices can be replaced, beside what it computed before
+    any of them was.
+
+    Args:
+        model: in float32; `replace_matrix` changes it.
+        modules: tensor name → the `nn.Linear` that has the tensor.
+        ids: [windows, window] tokens of a text, int64.
+        divisor: of the logits (1: none). Granite divides them.
+        softcap: the bound b of logits b · tanh(x / b); None: not bounded. Gemma 4 bounds
+            them.
+        head: the unchanged matrix [V, C] of the head.
+        hidden: of each window [window, C], what the head of the unchanged model reads.
+    """
+
+    model: nn.Module
+    modules: dict[str, nn.Linear]
+    ids: torch.Tensor
+    divisor: float
+    softcap: float | None
+    head: torch.Tensor
+    hidden: list[torch.Tensor]
+
+    @classmethod
+    def run(
+        cls, model: nn.Module, modules: Mapping[str, str], ids: torch.Tensor
+    ) -> "ReplaceableModel":
+        """Runs the unchanged model over a text.
+
+        Args:
+            model: in float32, see `load_model`.
+            modules: tensor name → name of the `nn.Linear` that has the tensor.
+            ids: [windows, window] tokens of the text, int64.
+        """
+        model = model.eval().requires_grad_(False)
+        config = model.config.get_text_config(decoder=True)
+        return cls(
+            model,
+            {tensor: model.get_submodule(name) for tensor, name in modules.items()},
+            ids,
+            divisor=getattr(config, "logits_scaling", None) or 1.0,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            head=model.get_submodule(HEAD).weight.detach().clone(),
+            hidden=[_last_hidden(model, window) for window in ids],
+        )
+
+    def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """The model's logits [.., V] for `hidden` [.., C] with the matrix `head`
+        [V, C]."""
+        logits = hidden @ head.T / self.divisor
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def replace_matrix(self, tensor: str, values: torch.Tensor) -> None:
+        """Gives a matrix other values [R, K], float32."""
+        self.modules[tensor].weight.copy_(values)
+
+    @torch.inference_mode()
+    def quality(self) -> Quality:
+        """The distance of the model from the unchanged one."""
+        head = self.model.get_submodule(HEAD).weight
+        kls, log_ratios, same = [], [], []
+        for ids, reference in zip(self.ids, self.hidden):
+            hidden = _last_hidden(self.model, ids)
+            for start in range(0, len(ids), SCORED_TOKENS):
+                part = slice(start, start + SCORED_TOKENS)
+                p = F.log_softmax(self.logits(reference[part], self.head), -1)
+                q = F.log_softmax(self.logits(hidden[part], head), -1)
+                kls.append((p.exp() * (p - q)).sum(-1))
+                same.append(p.argmax(-1) == q.argmax(-1))
+                targets = ids[start + 1 : start + 1 + len(p), None]
+                count = len(targets)  # the last token of a window predicts none
+                log_ratios.append((p[:count] - q[:count]).gather(1, targets))
+        kl = torch.cat(kls).double()
+        return Quality(
+            kl=float(kl.mean()),
+            kl_p99=float(kl.quantile(0.99)),
+            perplexity_ratio=float(torch.cat(log_ratios).double().mean().exp()),
+            same_top=float(torch.cat(same).double().mean()),
+        )
+
+
+@torch.inference_mode()
+def _last_hidden(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """What the head reads [n, C] for tokens [n]."""
+    return model.model(input_ids=ids[None], use_cache=False)[0][0]
