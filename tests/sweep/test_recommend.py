@@ -15,6 +15,7 @@ from workbench.check import gates
 from workbench.check.golden import stored_weights
 from workbench.exporter import make_options, read_plan
 from workbench.exporter.calibrate import draw_windows
+from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import candidates, recommend
 from workbench.sweep.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT
@@ -28,7 +29,7 @@ def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
 def preset_weights(source, preset: str, **options):
     options = make_options(compress=preset, **options)
     plan = read_plan(source, options)
-    sources = candidates._sources(source, plan, options)
+    sources = all_weights(source, plan, options)
     return candidates.PresetWeights(source, sources), sources
 
 
@@ -141,12 +142,27 @@ def test_a_finished_bundle_of_fitted_values_is_measured(tiny_llama, tmp_path, ex
     export(
         tiny_llama.path, folder, calibration=text, compress="lut4-g8", max_seq_len=32
     )
-    found = candidates.candidates(tiny_llama, bundle)
-    (fitted,) = (c for c in found if c.compress == "lut4-g8")
+    listed = candidates.candidates(tiny_llama, bundle)
+    (fitted,) = (c for c in listed if c.compress == "lut4-g8")
     assert fitted.finished.root == folder.resolve()
     assert fitted.bytes == fitted.finished.bytes
     advice = recommend.recommend(tiny_llama, bundle, results(200.0, 100.0))
     assert advice.chosen.candidate.compress == "lut4-g8"
+
+
+def test_a_mixed_bundle_that_costs_too_much_gets_a_recommendation(tiny_llama, tmp_path):
+    """The options of such a bundle name no preset; its manifest has one for each matrix."""
+    names = [name for name in tiny_llama.matrices if "layers." in name]
+    formats = dict.fromkeys(names, "int8-channel") | {tiny_llama.head: "fp16"}
+    ids = np.random.default_rng(0).integers(3, 200, 400)
+    text = draw_windows(ids, "random", window=64, windows=4)
+    options = {"compress": "mixed", "formats": formats, "calibration": text}
+    bundle = export(tiny_llama.path, tmp_path / "mixed", max_seq_len=32, **options)
+    sizes = {c.compress: c.bytes for c in candidates.candidates(tiny_llama, bundle)}
+    assert sizes["int8-channel"] < bundle.bytes < sizes["fp16"]
+    assert "mixed" not in sizes
+    advice = recommend.recommend(tiny_llama, bundle, results(200.0, 100.0))
+    assert advice.chosen.candidate.compress == "int4-block32"
 
 
 def test_validate_prints_one_recommendation(tiny_llama, exports):
@@ -159,8 +175,8 @@ def test_validate_prints_one_recommendation(tiny_llama, exports):
         and "No preset that was measured keeps the limits" in result.stdout
     )
     assert "not measured" in result.stdout and "Presets were judged" in result.stdout
-    found = invoke(*command)
-    assert found["recommendation"] is None and found["tried"] is None
+    document = invoke(*command)
+    assert document["recommendation"] is None and document["tried"] is None
 
 
 def test_estimates_stand_on_either_side_of_a_limit_or_on_it():

@@ -3,7 +3,7 @@ bundle were exported in another preset. Nothing is exported."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -17,8 +17,13 @@ from workbench.check.hf import Weights
 from workbench.errors import InputError
 from workbench.exporter import make_options, read_plan
 from workbench.exporter.allocation import matrix_bytes
-from workbench.exporter.shards import specs
-from workbench.exporter.weights import WeightSource, load_values, stored, weight_sources
+from workbench.exporter.weights import (
+    WeightSource,
+    all_weights,
+    find_presets,
+    load_values,
+    stored,
+)
 from workbench.files import output_root
 from workbench.models.checkpoint import Checkpoint
 
@@ -139,12 +144,10 @@ def candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
     A preset is left out that the checkpoint or the bundle's target does not allow."""
     manifest = bundle.manifest
     plan = read_plan(checkpoint, manifest.options)
-    own_bytes = 0
-    for weight in _sources(checkpoint, plan, manifest.options):
-        if weight.is_compressible and weight.tensor:
-            weight = replace(weight, preset=manifest.preset_of(weight.tensor))
-        own_bytes += stored_bytes(weight)
-    rest = bundle.bytes - own_bytes  # programs, embeddings, tokenizer
+    presets = find_presets(manifest.formats)  # of a mixed bundle, of every matrix
+    weights = all_weights(checkpoint, plan, manifest.options, presets)
+    # programs, embeddings, tokenizer
+    other_bytes = bundle.bytes - sum(map(stored_bytes, weights))
     result = list(_finished_bundles(checkpoint, bundle))
     finished = {candidate.compress for candidate in result}
     for preset in PRESETS.values():
@@ -153,25 +156,18 @@ def candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
         fields = manifest.options.model_dump() | {"compress": preset.name}
         try:
             options = make_options(**fields)
-            sources = _sources(checkpoint, plan, options)
+            sources = all_weights(checkpoint, plan, options)
         except InputError:
             continue
-        weights, seconds = PresetWeights(checkpoint, sources), None
         if preset.needs_calibration:
-            count = sum(math.prod(weight.shape) for weight in sources)
-            weights, seconds = None, count * CALIBRATION_SECONDS
-        size = rest + sum(map(stored_bytes, sources))
+            reader = None
+            seconds = CALIBRATION_SECONDS * sum(math.prod(w.shape) for w in sources)
+        else:
+            reader, seconds = PresetWeights(checkpoint, sources), None
+        size = other_bytes + sum(map(stored_bytes, sources))
         command = export_command(checkpoint, options)
-        result.append(Candidate(preset.name, size, weights, command, seconds))
+        result.append(Candidate(preset.name, size, reader, command, seconds))
     return sorted(result, key=lambda candidate: candidate.bytes)
-
-
-def _sources(checkpoint: Checkpoint, plan, options) -> list[WeightSource]:
-    """The weights of every shard of an export."""
-    sources = []
-    for spec in specs(plan, options):
-        sources += weight_sources(spec, checkpoint, plan, options)
-    return sources
 
 
 def export_command(checkpoint: Checkpoint, options: Options) -> str:

@@ -129,8 +129,8 @@ class Trial:
         row = dict.fromkeys(COLUMNS)
         row |= {"compress": self.candidate.compress, "outcome": self.outcome}
         for name in ("kl", "agreed", "stops"):
-            estimate = self.figures and getattr(self.figures, name)
-            if estimate:
+            estimate = getattr(self.figures, name, None)
+            if estimate is not None:
                 row[name] = estimate.value
                 row[f"{name}_low"] = estimate.low
                 row[f"{name}_high"] = estimate.high
@@ -418,57 +418,67 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
         results: the gates of a bundle.
         presets: see `Recommendation.table`; without rows where none was tried.
     """
+    sentences = [_describe_export(results), *_describe_quality(results)]
+    return sentences + describe_presets(presets)
+
+
+def _describe_export(results: Sequence[Gate]) -> str:
+    """Whether the export is faulty, by how many gates, and which gates did not run."""
     gates_that_ran = [
         gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)
     ]
-    limits = [
-        gate
-        for gate in results
-        if gate.name == gates.MAX_KL_GATE and gate.verdict != gates.NOT_RUN
-    ]
+    count = len(gates_that_ran)
+    if faults := gates.faults(results):
+        names = ", ".join(gate.name for gate in faults)
+        return (
+            f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
+            "Next step: workbench explain names the cause."
+        )
+    not_run_note = ""
+    names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
+    if names_not_run:
+        not_run_note = f"; not run: {', '.join(names_not_run)}"
+    word = "not run" if gates.missing(results) else "GREEN"
+    return f"Export {word}: {count} gates on it are GREEN{not_run_note}."
+
+
+def _describe_quality(results: Sequence[Gate]) -> list[str]:
+    """The mean KL beside its limit, and each other check that is OVER. A faulty export is
+    not judged."""
+    has_fault = bool(gates.faults(results))
     other_checks_over = [
         gate
         for gate in results
         if gate.name != gates.MAX_KL_GATE and gate.verdict == gates.OVER
     ]
-    faults = gates.faults(gates_that_ran)
-    count = len(gates_that_ran)
-    if faults:
-        names = ", ".join(gate.name for gate in faults)
-        sentences = [
-            f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
-            "Next step: workbench explain names the cause."
-        ]
-    else:
-        names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
-        not_run_note = ""
-        if names_not_run:
-            not_run_note = f"; not run: {', '.join(names_not_run)}"
-        word = "not run" if gates.missing(results) else "GREEN"
-        sentences = [f"Export {word}: {count} gates on it are GREEN{not_run_note}."]
-    within = "It " if other_checks_over else "Quality WITHIN: it "
-    for limit in limits:
+    sentences = []
+    for limit in results:
+        if limit.name != gates.MAX_KL_GATE or limit.verdict == gates.NOT_RUN:
+            continue
         cost = f"a mean KL of {limit.value:.3g} nats from Hugging Face's model"
-        if faults:
+        if has_fault:
             sentences.append(
                 f"Quality not judged: {cost} is measured, and the fault has a part in it."
             )
         elif limit.verdict == gates.WITHIN:
+            # the quality is OVER where another check is
+            subject = "It" if other_checks_over else "Quality WITHIN: it"
             sentences.append(
-                f"{within}costs {cost}, at most your limit of {limit.threshold:g}."
+                f"{subject} costs {cost}, at most your limit of {limit.threshold:g}."
             )
         else:
             sentences.append(
                 f"Quality OVER: it costs {cost}, more than your limit of "
                 f"{limit.threshold:g}. This is the cost of compression and no fault."
             )
-    if not faults:
-        sentences += [
+    if has_fault:
+        return sentences
+    for gate in other_checks_over:
+        sentences.append(
             f"Quality OVER: {gate.name} is {gate.value:.3g}, less than your limit of "
             f"{gate.threshold:.3g} ({gate.reason})."
-            for gate in other_checks_over
-        ]
-    return sentences + describe_presets(presets)
+        )
+    return sentences
 
 
 def as_table(recommendation: Recommendation | None) -> pd.DataFrame:
