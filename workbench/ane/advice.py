@@ -15,8 +15,9 @@ from workbench.ane.roofline import (
     predict_with_intervals,
     with_rates,
 )
-from workbench.ane.work import ShardWork, Work, stored_bits, stored_format
+from workbench.ane.work import ShardWork, Work, join_shards, stored_bits, stored_format
 from workbench.bundle import PRESETS, Options, find_preset
+from workbench.bundle.presets import Preset
 
 MOST_BYTES = 1_000_000_000
 """Of the weights of a shard: rule G4 reports packages above it on the GPU."""
@@ -56,10 +57,13 @@ def advise(work: Work, options: Options, chip: str) -> list[Advice]:
 
     An uncertainty that both predictions share, such as an unmeasured chip, does not enter
     the comparison."""
-    current, advice = _times(work, chip), []
+    current = _times(work, chip)
+    advice: list[Advice] = []
     factor = calibration().factor
-    for option, value, reason, proposed_work in _alternatives(work, options, chip):
-        proposed = _times(proposed_work, chip)
+    for alternative in _alternatives(work, options):
+        option, value = alternative.option, alternative.value
+        reason = alternative.reason
+        proposed = _times(alternative.work, chip)
         speedup = min(
             current.stored_ms / proposed.stored_ms,
             current.repeated_ms / proposed.repeated_ms,
@@ -108,11 +112,20 @@ def _times(work: Work, chip: str) -> _Times:
     return _Times(prediction["ms"], repeated_ms, prediction)
 
 
-def _alternatives(
-    work: Work, options: Options, chip: str
-) -> Iterator[tuple[str, str | int, str, Work]]:
-    """The option, its value, what it saves, and the work of each other export. The first
-    that is faster counts: the longest cache, the format with most bits."""
+@dataclass(frozen=True)
+class _Alternative:
+    """An export with another value of one option."""
+
+    option: str
+    value: str | int
+    reason: str
+    """What it saves."""
+    work: Work
+
+
+def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
+    """Other exports. Of those of one option the first that is faster counts: the longest
+    cache, the format with most bits."""
     layers = [shard for shard in work.shards if not shard.name.startswith("head")]
     if options.moe == "dense" and len(layers) > 1:
         stacked = _stacked(layers, options)
@@ -120,26 +133,21 @@ def _alternatives(
             count = math.ceil(len(layers) * options.layers_per_shard / len(stacked))
             heads = tuple(shard for shard in work.shards if shard not in layers)
             fewer = replace(work, shards=(*stacked, *heads))
-            yield (
-                "layers_per_shard",
-                count,
-                f"{work.calls} calls to {fewer.calls}",
-                fewer,
-            )
+            reason = f"{work.calls} calls to {fewer.calls}"
+            yield _Alternative("layers_per_shard", count, reason, fewer)
     rows = options.max_seq_len // 2
     while rows >= max(SHORTEST, options.t_max):
-        shorter = replace(
-            work,
-            shards=tuple(_shortened(shard, options, rows) for shard in work.shards),
-        )
-        yield "max_seq_len", rows, "every call reads all rows of the cache", shorter
+        shards = tuple(_shortened(shard, options, rows) for shard in work.shards)
+        shorter = replace(work, shards=shards)
+        reason = "every call reads all rows of the cache"
+        yield _Alternative("max_seq_len", rows, reason, shorter)
         rows //= 2
     # of presets with equal bits the one with more scales
     presets = sorted(PRESETS.values(), key=lambda preset: -preset.stored_bits)
     for preset in presets:
         shards = tuple(_stored_as(shard, options, preset) for shard in work.shards)
         other = replace(work, shards=shards)
-        yield "compress", preset.name, "less time for weights", other
+        yield _Alternative("compress", preset.name, "less time for weights", other)
 
 
 def _stacked(layers: list[ShardWork], options: Options) -> list[ShardWork]:
@@ -152,19 +160,7 @@ def _stacked(layers: list[ShardWork], options: Options) -> list[ShardWork]:
     stacked = []
     for start in range(0, len(layers), per_shard):
         group = layers[start : start + per_shard]
-        weights = Counter()
-        for layer in group:
-            weights.update(layer.weights)
-        stacked.append(
-            ShardWork(
-                name=group[0].name,
-                weights=dict(weights),
-                cache_bytes=sum(layer.cache_bytes for layer in group),
-                spread_bytes=sum(layer.spread_bytes for layer in group),
-                recurrent_bytes=sum(layer.recurrent_bytes for layer in group),
-                cache_rows=max(layer.cache_rows for layer in group),
-            )
-        )
+        stacked.append(join_shards(group[0].name, group))
     return stacked
 
 
@@ -182,10 +178,12 @@ def _shortened(shard: ShardWork, options: Options, rows: int) -> ShardWork:
     )
 
 
-def _stored_as(shard: ShardWork, options: Options, preset) -> ShardWork:
+def _stored_as(shard: ShardWork, options: Options, preset: Preset) -> ShardWork:
     """A shard with the weights of its preset stored by another one."""
-    now = stored_format(options.preset)
+    present_format = stored_format(options.preset)
     weights = Counter()
     for format, count in shard.weights.items():
-        weights[stored_format(preset) if format == now else format] += count
+        if format == present_format:
+            format = stored_format(preset)
+        weights[format] += count
     return replace(shard, weights=dict(weights))

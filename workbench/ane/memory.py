@@ -4,50 +4,50 @@ bundle from its files, of a checkpoint from the shards that an export would writ
 import re
 import resource
 import sys
-from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from workbench.ane.work import VALUE_BYTES, source_plan
+from workbench.ane.work import VALUE_BYTES, source_plan, state_bytes
 from workbench.bundle import Bundle, Options
 from workbench.bundle.names import is_cache
 from workbench.errors import InputError
+
+if TYPE_CHECKING:
+    from workbench.models.checkpoint import Checkpoint
 
 # of a Mac's memory, which the system and the GPU share; beyond it macOS swaps
 MAC_SHARE = 0.7
 
 
-def budget(source, options: Options | None = None) -> dict[str, int]:
+def budget(
+    source: "Bundle | Checkpoint", options: Options | None = None
+) -> dict[str, int]:
     """The bytes of a bundle, or of a checkpoint's export with `options`: weights, kv,
     side_states, embedding, buffers (of a call on the host, which all shards share,
     estimated), total."""
     if isinstance(source, Bundle):
         manifest = source.manifest
-        d, options, shards = manifest.dims, manifest.options, manifest.shards
+        dims, options, shards = manifest.dims, manifest.options, manifest.shards
         embedding = manifest.embedding.file.bytes
         weights = sum(shard.bytes for shard in shards)
     else:
         from workbench.exporter.shards import specs
-        from workbench.exporter.weights import weight_sources
+        from workbench.exporter.weights import all_weights
 
         plan = source_plan(source)
-        d, shards = plan.dims, list(specs(plan, options))
+        dims, shards = plan.dims, list(specs(plan, options))
         # the second table has a row of P numbers for every layer
-        embedding = 2 * d.V * (d.C + d.L * d.P)
-        weights = sum(
-            weight.bytes
-            for spec in shards
-            for weight in weight_sources(spec, source, plan, options)
-        )
+        embedding = 2 * dims.V * (dims.C + dims.L * dims.P)
+        weights = sum(weight.bytes for weight in all_weights(source, plan, options))
     sizes = {"weights": weights, "kv": 0, "side_states": 0, "embedding": embedding}
-    size = VALUE_BYTES[options.program_dtype]
     for shard in shards:
         for name, state in shard.states.items():
             kind = "kv" if is_cache(name) else "side_states"
-            sizes[kind] += size * prod(state.shape)
+            sizes[kind] += state_bytes(state, options)
     T, S = options.t_max, options.max_seq_len
     # hidden in and out, two masks, logits
-    values = options.batch * (2 * d.C * T + 2 * T * S + T * d.V)
-    sizes["buffers"] = size * values
+    values = options.batch * (2 * dims.C * T + 2 * T * S + T * dims.V)
+    sizes["buffers"] = VALUE_BYTES[options.program_dtype] * values
     return sizes | {"total": sum(sizes.values())}
 
 
@@ -66,7 +66,11 @@ def parse_bytes(text: str, subject: str = "memory") -> int:
         InputError: another text, which the message calls `subject`.
     """
     size = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)(IB|B)?", text.strip().upper())
-    total = size and int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
+    total = 0
+    if size:
+        number, unit = float(size[1]), size[2]
+        power = "KMGT".index(unit) + 1 if unit else 0
+        total = int(number * 1024**power)
     if not total:
         needed = "a size above zero, such as 16G"
         step = "write a number and K, M, G or T"
@@ -84,4 +88,4 @@ def peak_rss() -> int | None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status = Path("/proc/self/status").read_text()
     peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return peak and int(peak[1]) * 1024
+    return int(peak[1]) * 1024 if peak else None

@@ -16,7 +16,7 @@ reported and changes no placement. Effects:
 `results` (of every operation), the `weights` in 8 or 4 bits, or operations whose kind
 fits a pattern such as `scatter*`. A rule of "-" is known and not looked for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from miltorch import Program, Type
 from miltorch.graph import Graph
-from miltorch.program import Op
+from miltorch.program import Op, Ref
 from workbench.ane.chips import published
 from workbench.ane.work import is_blocked, is_int4, palette_entries
 
@@ -110,7 +110,8 @@ def rules() -> list[dict[str, str]]:
 def lint(graph: LintGraph) -> list[dict]:
     """The rules that a graph breaks, each with the `names` of what breaks it and its
     `sources` in words."""
-    subjects, findings = _subjects(graph), []
+    subjects = _subjects(graph)
+    findings = []
     for rule in rules():
         patterns = rule["of"].split()
         operations = [
@@ -118,9 +119,11 @@ def lint(graph: LintGraph) -> list[dict]:
             for op in graph.program.block.walk()
             if any(fnmatchcase(op.kind, pattern) for pattern in patterns)
         ]
-        test = TESTS.get(rule["id"], lambda graph, subject: True)
+        test = TESTS.get(rule["id"])
         candidates = subjects.get(rule["of"], operations)
-        names = [name for name, subject in candidates if test(graph, subject)]
+        names = [
+            name for name, subject in candidates if test is None or test(graph, subject)
+        ]
         if names:
             words = rule["source"].split()
             sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
@@ -129,89 +132,122 @@ def lint(graph: LintGraph) -> list[dict]:
     return findings
 
 
-def _subjects(g: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
+def _subjects(graph: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
     """For each word of the column `of`: the (name, object) pairs that it stands for. A
     weight has the name of the operation that reads it."""
-    inputs, states = g.program.inputs.items(), g.program.states.items()
-    outputs = [(n, g.types[n]) for n in g.program.outputs if n in g.types]
-    results = [(op.name, type) for op in g.ops for _, type in op.outputs]
-    reads = [(op.name, g.producer(v)) for op in g.ops for v in op.inputs.values()]
+    inputs, states = graph.program.inputs.items(), graph.program.states.items()
+    outputs = [(n, graph.types[n]) for n in graph.program.outputs if n in graph.types]
+    results = [(op.name, type) for op in graph.ops for _, type in op.outputs]
+    reads = [
+        (op.name, graph.producer(v)) for op in graph.ops for v in op.inputs.values()
+    ]
     return {
         "inputs": inputs,
         "states": states,
         "interface": [*inputs, *outputs],
         "results": [(name, type) for name, type in results if type.kind == "tensor"],
         "weights": [(name, op) for name, op in reads if op and op.kind in SCALED],
-        "*": [(op.name, op) for op in g.ops],
+        "*": [(op.name, op) for op in graph.ops],
     }
 
 
-def _moves_width(g, op) -> bool:
+def _moves_width(graph: LintGraph, op: Op) -> bool:
     """Whether a reshape or a transpose changes the last axis."""
-    shape = g.shape(op, "x")
+    shape = graph.shape(op, "x")
     if op.kind == "reshape":
         return shape[-1:] != op.outputs[0][1].shape[-1:]
-    return int(np.ravel(g.constant(op, "perm"))[-1]) not in (-1, len(shape) - 1)
+    return int(np.ravel(graph.constant(op, "perm"))[-1]) not in (-1, len(shape) - 1)
 
 
-def _has_long_axis(g, t) -> bool:
+def _is_padded(graph: LintGraph, value: Type) -> bool:
+    """Whether rows of an fp16 input or output, of fewer than 32 values, are padded to 64
+    bytes; an axis that varies counts as 1."""
+    if value.dtype != "FLOAT16" or not value.shape:
+        return False
+    return (value.shape[-1] or 1) < 32
+
+
+def _has_uneven_rows(graph: LintGraph, state: Type) -> bool:
+    """Whether the last axis of a state is no multiple of 32."""
+    return bool(state.shape) and (state.shape[-1] or 0) % 32 > 0
+
+
+def _has_long_axis(graph: LintGraph, value: Type) -> bool:
     """Whether an axis is longer than the chip takes; channels have a limit of their
     own."""
-    cap = 16384 if g.generation <= 3 else 65536
-    return any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(t.shape))
+    cap = 16384 if graph.generation <= 3 else 65536
+    return any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(value.shape))
 
 
-def _spills(g, t) -> bool:
+def _spills(graph: LintGraph, value: Type) -> bool:
     """Whether an fp16 result is larger than the chip's working set, 2 MB on an M1 and
     4.7 MB on an M5."""
-    limit = 2e6 if g.generation < 5 else 4.7e6
-    return t.dtype == "FLOAT16" and 2 * prod(n or 1 for n in t.shape) > limit
+    limit = 2e6 if graph.generation < 5 else 4.7e6
+    return value.dtype == "FLOAT16" and 2 * prod(n or 1 for n in value.shape) > limit
 
 
-def _is_state(g, source) -> bool:
+def _is_state(graph: LintGraph, source: Ref | None) -> bool:
     """Whether a value is that of a state, or a slice of it."""
-    op = g.producer(source)
+    op = graph.producer(source)
     if op and op.kind == "slice_by_index":
-        return _is_state(g, op.inputs["x"])
+        return _is_state(graph, op.inputs["x"])
     return bool(op) and op.kind == "read_state"
 
 
-def _is_blended(g, op) -> bool:
+def _is_blended(graph: LintGraph, op: Op) -> bool:
     """Whether a product of a state's value is computed."""
-    operands = [value for o in g.ops if o.kind == "mul" for value in o.inputs.values()]
-    return any(_is_state(g, value) for value in operands)
+    operands = [
+        value for o in graph.ops if o.kind == "mul" for value in o.inputs.values()
+    ]
+    return any(_is_state(graph, value) for value in operands)
 
 
-def _is_sliced(g, op) -> bool:
+def _is_sliced(graph: LintGraph, op: Op) -> bool:
     """Whether a part of a state is written in place. A write of all of it leaves no row
     of the buffer before."""
-    update = g.producer(op.inputs.get("data"))
+    update = graph.producer(op.inputs.get("data"))
     if update is None or update.kind != "slice_update":
         return False
-    return g.shape(update, "update") != g.shape(update, "x")
+    return graph.shape(update, "update") != graph.shape(update, "x")
 
 
-def _channels_of_group(g, op) -> int:
+def _channels_of_group(graph: LintGraph, op: Op) -> int:
     """The number of output channels that share a palette [groups, …, entries, vector];
     0: one palette serves the whole weight."""
-    lut, weight = g.shape(op, "lut"), op.outputs[0][1].shape
+    lut, weight = graph.shape(op, "lut"), op.outputs[0][1].shape
     if len(lut) < 3 or lut[0] == 1:
         return 0
     return weight[0] // lut[0]
 
 
-def _columns(g, op) -> int:
+def _columns(graph: LintGraph, op: Op) -> int:
     """The number of columns, such as tokens, of a product by a weight; a size that
     varies counts as 2."""
-    shape = g.shape(op, "x")
+    shape = graph.shape(op, "x")
     return prod(n or 2 for n in (shape[-2:-1] if op.kind == "linear" else shape[2:]))
 
 
-def _is_spatial(g, op) -> bool:
-    """Whether a softmax runs over another axis than channels."""
-    axis = g.constant(op, "axis")
+def _is_spatial(graph: LintGraph, op: Op) -> bool:
+    """Whether a softmax runs over another axis than channels, axis 1."""
+    axis = graph.constant(op, "axis")
     axis = -1 if axis is None else int(np.ravel(axis)[0])
-    return axis % max(len(g.shape(op, "x")), 1) != 1
+    rank = max(len(graph.shape(op, "x")), 1)  # the input may have no shape
+    return axis % rank != 1
+
+
+def _is_fixed_beside_varying(graph: LintGraph, value: Type) -> bool:
+    """Whether an input has a fixed shape, beside state and an input whose size varies."""
+    if not graph.program.states or None in value.shape:
+        return False
+    return any(None in other.shape for other in graph.program.inputs.values())
+
+
+def _has_functions_of_several_tokens(graph: LintGraph, state: Type) -> bool:
+    """Whether a package with state has several functions, of which this one computes T
+    above 1: whether no product by a weight has a single column."""
+    products = [op for op in graph.ops if op.kind in ("conv", "linear")]
+    columns = [_columns(graph, op) for op in products]
+    return graph.functions > 1 and min(columns, default=0) > 1
 
 
 # float32 breaks T1 instead
@@ -221,75 +257,66 @@ SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 # rule → whether a graph's subject breaks it; a rule without a test is broken by every
 # subject. The subjects are what the rule's column `of` names; the comment says what breaks
 # the rule, `says` in the table says it whole, with sources.
-TESTS = {
+TESTS: dict[str, Callable[[LintGraph, Op | Type], bool]] = {
     # float32 results
-    "T1": lambda g, t: t.dtype == "FLOAT32",
+    "T1": lambda graph, value: value.dtype == "FLOAT32",
     # results that are neither fp16, int8, int16 nor bool
-    "T3": lambda g, t: t.dtype not in DTYPES,
+    "T3": lambda graph, value: value.dtype not in DTYPES,
     # rank above 5
-    "T4": lambda g, t: len(t.shape) > 5,
-    # an input or output whose last axis is shorter than 32: rows are padded to 64 bytes
-    "S1": lambda g, t: t.dtype == "FLOAT16" and t.shape and (t.shape[-1] or 1) < 32,
+    "T4": lambda graph, value: len(value.shape) > 5,
+    "S1": _is_padded,
     "S4": _has_long_axis,
     "S10": _moves_width,
     "S12": _spills,
     # an input of a size known only at run time (D1: slow, D3: off the Neural Engine)
-    "D1": lambda g, t: None in t.shape,
-    "D3": lambda g, t: None in t.shape,
+    "D1": lambda graph, value: None in value.shape,
+    "D3": lambda graph, value: None in value.shape,
     # the same beside state
-    "D7": lambda g, t: g.program.states and None in t.shape,
+    "D7": lambda graph, value: bool(graph.program.states) and None in value.shape,
     # an input of fixed shape beside state and an input whose size varies
-    "D8": lambda g, t: (
-        g.program.states
-        and None not in t.shape
-        and any(None in type.shape for type in g.program.inputs.values())
-    ),
-    # a state whose last axis is no multiple of 32
-    "K2": lambda g, t: t.shape and (t.shape[-1] or 0) % 32,
+    "D8": _is_fixed_beside_varying,
+    "K2": _has_uneven_rows,
     # three or more states
-    "K3": lambda g, t: len(g.program.states) >= 3,
+    "K3": lambda graph, value: len(graph.program.states) >= 3,
     # several functions with state, of which this one computes T above 1
-    "K4": lambda g, t: (
-        g.functions > 1
-        and min(
-            (_columns(g, op) for op in g.ops if op.kind in ("conv", "linear")),
-            default=0,
-        )
-        > 1
-    ),
+    "K4": _has_functions_of_several_tokens,
     # a 4-bit palette, which has 16 entries, beside state
-    "K10": lambda g, op: g.program.states and palette_entries(g, op) == 16,
+    "K10": lambda graph, op: graph.program.states and palette_entries(graph, op) == 16,
     # a cache [1, heads, rows, width] of more than 1024 rows
-    "K12": lambda g, t: len(t.shape) == 4 and (t.shape[2] or 0) > 1024,
+    "K12": lambda graph, value: len(value.shape) == 4 and (value.shape[2] or 0) > 1024,
     "K14": _is_blended,
     # an operation that no sweep found on the Neural Engine
-    "O1": lambda g, op: op.kind not in ON_ANE,
+    "O1": lambda graph, op: op.kind not in ON_ANE,
     # topk before M2, sin and cos before M3
-    "O3": lambda g, op: g.generation < (2 if op.kind == "topk" else 3),
+    "O3": lambda graph, op: graph.generation < (2 if op.kind == "topk" else 3),
     "K16": _is_sliced,
     "O15": _is_spatial,
     # fused attention with a mask
-    "O16": lambda g, op: "attn_mask" in op.inputs,
+    "O16": lambda graph, op: "attn_mask" in op.inputs,
     # under 0.6 MB of weights
-    "G1": lambda g, op: g.weight_bytes < 600_000,
+    "G1": lambda graph, op: graph.weight_bytes < 600_000,
     # over 2 GB of weights
-    "G2": lambda g, op: g.weight_bytes > 2_000_000_000,
+    "G2": lambda graph, op: graph.weight_bytes > 2_000_000_000,
     # more than 128 programs that one process loads
-    "G3": lambda g, op: g.programs > 128,
+    "G3": lambda graph, op: graph.programs > 128,
     # over 1 GB of weights
-    "G4": lambda g, op: g.weight_bytes > 1_000_000_000,
+    "G4": lambda graph, op: graph.weight_bytes > 1_000_000_000,
     # one weight file above 2 GiB
-    "G5": lambda g, op: g.largest_file > 2**31,
+    "G5": lambda graph, op: graph.largest_file > 2**31,
     # over 1.70 GB of weights
-    "G6": lambda g, op: g.weight_bytes > 1_700_000_000,
+    "G6": lambda graph, op: graph.weight_bytes > 1_700_000_000,
     # int4 weights with a scale for each block of inputs
-    "Q3": lambda g, weight: is_blocked(g.shape(weight, "scale")) and is_int4(g, weight),
+    "Q3": lambda graph, weight: (
+        is_blocked(graph.shape(weight, "scale")) and is_int4(graph, weight)
+    ),
     # int8 weights
-    "Q4": lambda g, weight: not is_int4(g, weight),
+    "Q4": lambda graph, weight: not is_int4(graph, weight),
     # a 4-bit palette
-    "Q5": lambda g, op: palette_entries(g, op) == 16,
+    "Q5": lambda graph, op: palette_entries(graph, op) == 16,
     # int8 weights on an M1
-    "Q6": lambda g, op: g.generation == 1 and not is_int4(g, op),
+    "Q6": lambda graph, op: graph.generation == 1 and not is_int4(graph, op),
     # a 4-bit palette for each group of 8 output channels
-    "Q7": lambda g, op: palette_entries(g, op) == 16 and _channels_of_group(g, op) == 8,
+    "Q7": lambda graph, op: (
+        palette_entries(graph, op) == 16 and _channels_of_group(graph, op) == 8
+    ),
 }

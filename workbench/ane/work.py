@@ -7,10 +7,11 @@ streamed, and norms, biases and rotary tables are too small to count. Recurrent 
 are those of matrix states; the states of short convolutions are a few kB."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +19,14 @@ import miltorch
 from miltorch import Program
 from miltorch.graph import Graph
 from miltorch.program import Op, Ref
-from workbench.bundle import PRESETS, Bundle, Options, Shard
+from workbench.bundle import PRESETS, Bundle, Dims, Options, Shard, StateEntry
 from workbench.bundle.names import MATRIX_STATE, ROUTER_STATE, is_cache
 from workbench.bundle.presets import Preset
+
+if TYPE_CHECKING:
+    from workbench.exporter.shards import Spec
+    from workbench.models.checkpoint import Checkpoint
+    from workbench.models.family import Plan
 
 VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
 FORMATS = {name: "int8" for name in PRESETS if name.startswith("int8")}
@@ -93,18 +99,22 @@ class Work:
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of K and V that the attention products of all shards read."""
         return sum(shard.cache_bytes for shard in self.shards)
 
     @property
     def spread_bytes(self) -> int:
+        """The same, if K and V were repeated for each query head."""
         return sum(shard.spread_bytes for shard in self.shards)
 
     @property
     def recurrent_bytes(self) -> int:
+        """Bytes of matrix states."""
         return sum(shard.recurrent_bytes for shard in self.shards)
 
     @property
     def cache_rows(self) -> int:
+        """Rows of the longest cache."""
         return max(shard.cache_rows for shard in self.shards)
 
 
@@ -122,7 +132,9 @@ def stored_bits(format: str) -> float:
     return bits + 16 / int(block) if block else bits
 
 
-def call_work(source, options: Options | None = None, T: int = 1) -> Work:
+def call_work(
+    source: "Bundle | Checkpoint", options: Options | None = None, T: int = 1
+) -> Work:
     """The work of one call of T tokens: of a bundle, or of a checkpoint's export with
     `options`. Slices of the head are one call; of routed experts, each layer calls its
     largest one for each token of the call."""
@@ -144,22 +156,22 @@ def call_work(source, options: Options | None = None, T: int = 1) -> Work:
             weights = {f: n * calls for f, n in largest.weights.items()}
             joined.append(ShardWork(name, weights, calls=calls))
         else:
-            joined.append(_joined(name, works))
+            joined.append(join_shards(name, works))
     # other exporters may have the head in the last layer's package
     joined = [work for work in joined if work.weights]
     ranged = is_mixture and options.moe == "dense" and not options.fixed_sizes
     return Work(tuple(joined), T, options.batch, ranged)
 
 
-def joined_name(shard) -> str:
-    """The name of a shard, one for all slices of the head and for all experts of a
+def joined_name(shard: "Shard | Spec") -> str:
+    """The name of a shard; all slices of the head have one name, and all experts of a
     layer."""
     names = {"head": "head", "expert": f"expert of layer {shard.layers[0]}"}
     return names.get(shard.kind, shard.name)
 
 
-def _joined(name: str, works: list[ShardWork]) -> ShardWork:
-    """Shards that are called at once, as one."""
+def join_shards(name: str, works: list[ShardWork]) -> ShardWork:
+    """The work of several shards in one call."""
     weights = Counter()
     for work in works:
         weights.update(work.weights)
@@ -176,14 +188,16 @@ def _joined(name: str, works: list[ShardWork]) -> ShardWork:
 # --- of a checkpoint
 
 
-def source_plan(checkpoint):
+def source_plan(checkpoint: "Checkpoint") -> "Plan":
     """The plan of a checkpoint's family."""
     from workbench.models import family_of
 
     return family_of(checkpoint.config).plan(checkpoint.config)
 
 
-def _planned_shards(source, plan, options: Options) -> Iterable[tuple]:
+def _planned_shards(
+    source: "Checkpoint", plan: "Plan", options: Options
+) -> "Iterator[tuple[Spec, ShardWork]]":
     """Every shard that an export would write, and its work."""
     from workbench.exporter.shards import specs
     from workbench.exporter.weights import weight_sources
@@ -196,18 +210,22 @@ def _planned_shards(source, plan, options: Options) -> Iterable[tuple]:
         yield spec, _with_states(spec, dict(weights), plan.dims, options)
 
 
-def _with_states(shard, weights: dict, dims, options: Options) -> ShardWork:
-    """The work of a shard whose attention products read every cache as it is stored."""
-    size = VALUE_BYTES[options.program_dtype]
+def _with_states(
+    shard: "Spec", weights: dict[str, int], dims: Dims, options: Options
+) -> ShardWork:
+    """The work of a shard whose attention products read every cache as it is stored.
+
+    Args:
+        weights: format → elements.
+    """
     caches, spread, recurrent, rows = 0, 0, 0, 0
     for name, state in shard.states.items():
         if is_cache(name):
-            caches += size * prod(state.shape)
-            # layers may differ in the number of their key heads
-            spread += size * prod(state.shape) * dims.H // state.shape[-3]
+            caches += state_bytes(state, options)
+            spread += _repeated_bytes(state, dims, options)
             rows = max(rows, state.shape[-2])
         elif name.endswith(f".{MATRIX_STATE}"):
-            recurrent += size * prod(state.shape)
+            recurrent += state_bytes(state, options)
     return ShardWork(
         name=shard.name,
         weights=weights,
@@ -238,13 +256,23 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
     works = [
         program_work(miltorch.read(package, function), **states) for package in packages
     ]
-    work = _joined(shard.name, works)
-    entries = [s for name, s in shard.states.items() if is_cache(name)]
+    work = join_shards(shard.name, works)
+    entries = [entry for name, entry in shard.states.items() if is_cache(name)]
     rows = max((entry.shape[-2] for entry in entries), default=0)
-    size = VALUE_BYTES[options.program_dtype]
-    repeated = sum(size * prod(e.shape) * dims.H // e.shape[-3] for e in entries)
+    repeated = sum(_repeated_bytes(entry, dims, options) for entry in entries)
     spread = max(work.cache_bytes, repeated)
     return replace(work, spread_bytes=spread, cache_rows=rows, calls=len(works))
+
+
+def state_bytes(state: StateEntry, options: Options) -> int:
+    """The bytes of a state, as the program stores it."""
+    return VALUE_BYTES[options.program_dtype] * prod(state.shape)
+
+
+def _repeated_bytes(cache: StateEntry, dims: Dims, options: Options) -> int:
+    """The bytes of a cache [.., H_kv, rows, D] whose heads are repeated for each query
+    head. Layers may differ in H_kv."""
+    return state_bytes(cache, options) * dims.H // cache.shape[-3]
 
 
 def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWork:
