@@ -19,8 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +34,12 @@ from workbench.ane.work import stored_format
 from workbench.bundle.presets import PRESETS, find_preset
 from workbench.check.evaluate import open_reference
 from workbench.check.golden import stored_weights
+from workbench.check.hf import Reference, Weights
 from workbench.check.text import check_held_out, share_part
 from workbench.decode.tokenizer import encode_text
 from workbench.errors import InputError
 from workbench.exporter.calibrate import draw_windows
+from workbench.files import write_whole
 from workbench.log import machine
 from workbench.models.checkpoint import Checkpoint
 
@@ -142,54 +146,76 @@ def read_windows(source: Checkpoint, argument: str, count: int) -> Windows:
 
 
 @torch.inference_mode()
-def score(source: Checkpoint, weights, text: Windows) -> Score:
-    """The figures of weights (a reader of tensors by name) on a text."""
+def score(source: Checkpoint, weights: Weights, text: Windows) -> Score:
+    """The figures of weights on a text.
+
+    Args:
+        weights: reads a tensor by its name in the checkpoint.
+    """
     golden_model, model = open_reference(source), open_reference(source)
     model.weights = weights
     golden_hidden = last_hidden(source, golden_model, text)
     hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
-    columns = {name: [] for name in ("scored", "nll", "golden_nll", "kl", "same_top")}
-    all_kl = []
+    scored, nll, golden_nll, kl, same_top = [], [], [], [], []  # by window
+    kl_of_tokens = []
     for ids, golden_row, row in zip(text.ids, golden_hidden, hidden):
-        sums = np.zeros(5)
-        for start in range(0, len(ids) - 1, SCORED):
-            part = slice(start, min(start + SCORED, len(ids) - 1))
+        targets = torch.from_numpy(ids[1:].astype(np.int64))
+        window_nll = window_golden_nll = window_kl = 0.0
+        window_same = 0
+        for start in range(0, len(targets), SCORED):
+            part = slice(start, min(start + SCORED, len(targets)))
             p = torch.log_softmax(golden_model.logits(golden_row[part]), -1)
             q = torch.log_softmax(model.logits(row[part]), -1)
-            targets = torch.from_numpy(ids[1:][part].astype(np.int64))[:, None]
-            kl = (p.exp() * (p - q)).sum(-1).double()
-            all_kl.append(kl)
-            same = (p.argmax(-1) == q.argmax(-1)).sum()
-            nll, golden_nll = (-x.gather(1, targets).double().sum() for x in (q, p))
-            sums += [len(kl), nll, golden_nll, kl.sum(), same]
-        for (name, values), value in zip(columns.items(), sums.tolist()):
-            values.append(int(value) if name in ("scored", "same_top") else value)
-    largest = torch.cat(all_kl).sort(descending=True).values
-    largest = largest[: int(TAIL * len(largest)) + 2].tolist()
-    return Score(text.sha256, text.ids.shape[1], largest_kl=largest, **columns)
+            part_kl = (p.exp() * (p - q)).sum(-1).double()
+            kl_of_tokens.append(part_kl)
+            window_nll += nats_of(targets[part], q)
+            window_golden_nll += nats_of(targets[part], p)
+            window_kl += float(part_kl.sum())
+            window_same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        scored.append(len(targets))
+        nll.append(window_nll)
+        golden_nll.append(window_golden_nll)
+        kl.append(window_kl)
+        same_top.append(window_same)
+    largest = torch.cat(kl_of_tokens).sort(descending=True).values
+    return Score(
+        sha256=text.sha256,
+        window=text.ids.shape[1],
+        scored=scored,
+        nll=nll,
+        golden_nll=golden_nll,
+        kl=kl,
+        same_top=same_top,
+        largest_kl=largest[: int(TAIL * len(largest)) + 2].tolist(),
+    )
 
 
-def last_hidden(source: Checkpoint, model, text: Windows) -> torch.Tensor:
-    """What the head reads with the checkpoint's weights; computed once for a text."""
+def nats_of(targets: torch.Tensor, log_p: torch.Tensor) -> float:
+    """The nats of tokens [n] under distributions of logarithms [n, V], summed."""
+    return -float(log_p.gather(1, targets[:, None]).double().sum())
+
+
+def last_hidden(source: Checkpoint, model: Reference, text: Windows) -> torch.Tensor:
+    """What the head reads [windows, window, C] with the checkpoint's weights; computed once
+    for a text."""
     key = f"{source.sha256[:12]}-{hashlib.sha256(text.ids.tobytes()).hexdigest()[:12]}"
     path = WORK / f"{key}.npy"
     if not path.is_file():
         hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
         WORK.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".partial")
-        with unfinished.open("wb") as file:
-            np.save(file, hidden.numpy())
-        unfinished.rename(path)
+        write_whole(path, partial(np.save, arr=hidden.numpy()))
     return torch.from_numpy(np.load(path))
 
 
-def measure(source: Checkpoint, preset: str, seed: int | None, texts: list[Windows]):
+def measure(
+    source: Checkpoint, preset: str, seed: int | None, texts: list[Windows]
+) -> None:
     """Exports one preset and scores it; writes its row.
 
     Args:
         seed: of the calibration's windows; None: without a text.
     """
-    name = preset if seed is None else f"{preset}-s{seed}"
+    name = row_name(preset, seed)
     bundle = WORK / f"{source.name}-{name}"
     shutil.rmtree(bundle, ignore_errors=True)
     is_resumed = bundle.with_name(f".{bundle.name}.calibration").exists()
@@ -211,7 +237,7 @@ def measure(source: Checkpoint, preset: str, seed: int | None, texts: list[Windo
         "seed": seed,
         "bits": bits_of_bundle(source, opened),
         "bytes": opened.bytes,
-        # of an export that went on with what an earlier one had finished: nothing
+        # an export that continued an interrupted one did a part of the work alone
         "export_seconds": None if is_resumed else exported["seconds"],
         "export_cpu_seconds": None if is_resumed else cpu,
         "peak_rss_bytes": None if is_resumed else exported["peak_rss_bytes"],
@@ -223,7 +249,15 @@ def measure(source: Checkpoint, preset: str, seed: int | None, texts: list[Windo
     shutil.rmtree(bundle)
 
 
-def write_row(source: Checkpoint, name: str, row: dict, weights, texts: list[Windows]):
+def write_row(
+    source: Checkpoint, name: str, row: dict, weights: Weights, texts: list[Windows]
+) -> None:
+    """Scores weights on every text and writes their row, as JSON.
+
+    Args:
+        name: of the row's file.
+        row: what is known of the weights without a text.
+    """
     scores = {text.name: asdict(score(source, weights, text)) for text in texts}
     columns = machine.environment()
     document = {
@@ -236,12 +270,16 @@ def write_row(source: Checkpoint, name: str, row: dict, weights, texts: list[Win
     }
     path = row_path(source, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".partial")
-    unfinished.write_text(json.dumps(rounded(document), indent=1) + "\n")
-    unfinished.rename(path)
+    write_whole(path, (json.dumps(rounded(document), indent=1) + "\n").encode())
+
+
+def row_name(preset: str, seed: int | None) -> str:
+    """The name of a row; `seed` is that of the calibration, None: without a text."""
+    return preset if seed is None else f"{preset}-s{seed}"
 
 
 def row_path(source: Checkpoint, name: str) -> Path:
+    """The file of a row."""
     return ROWS / source.name / f"{name}.json"
 
 
@@ -317,16 +355,12 @@ def table(folder: Path = ROWS) -> list[str]:
         columns = ["preset", "bits", "calibrated", *texts, "export", "peak"]
         lines += [f"### {checkpoint.name}", "", f"| {' | '.join(columns)} |"]
         lines.append("|---" * len(columns) + "|")
+        # preset, whether it was calibrated → a row for each seed
         groups: dict[tuple[str, bool], list[dict]] = {}
-        for row in rows:
+        for row in sorted(rows, key=place_in_table):
             key = row["preset"], row["seed"] is not None
             groups.setdefault(key, []).append(row)
-        order = [*PRESETS]
-        for preset, is_calibrated in sorted(
-            groups,
-            key=lambda key: (order.index(key[0]) if key[0] in order else 99, *key),
-        ):
-            seeds = groups[preset, is_calibrated]
+        for (preset, is_calibrated), seeds in groups.items():
             words = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
             cells = [
                 f"`{preset}`" if preset in PRESETS else preset,
@@ -341,6 +375,15 @@ def table(folder: Path = ROWS) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return lines
+
+
+def place_in_table(row: dict) -> tuple[int, str, bool]:
+    """Sorts rows: presets in their order, then other formats by their names; of each those
+    without a text first."""
+    order = [*PRESETS]
+    name = row["preset"]
+    rank = order.index(name) if name in order else len(order)
+    return rank, name, row["seed"] is not None
 
 
 def text_cell(rows: list[dict], text: str) -> str:
@@ -376,7 +419,7 @@ def presets_table() -> list[str]:
     """Bits, need of a text, and the chips that stream each preset as it is stored."""
     streams = pd.read_csv(ROOT / "data/sources/weight_streams.csv").set_index("format")
     rules = pd.read_csv(ROOT / "data/sources/ane_rules.csv")
-    names = {re.sub(r"^\d+:", "", rule): rule for rule in rules["id"]}
+    known_ids = {re.sub(r"^\d+:", "", rule) for rule in rules["id"]}
     lines = [
         "| preset | bits | needs a text | streamed as stored on | rules |",
         "|---|---|---|---|---|",
@@ -390,14 +433,13 @@ def presets_table() -> list[str]:
         first = streams["from_generation"].get(stored_format(preset))
         chips = "every chip" if first == 1 else f"M{first} and later"
         rule_ids = RULES.get(preset.name, [])
-        assert set(rule_ids) <= names.keys(), rule_ids
-        needs = "yes" if preset.needs_calibration else "no"
+        assert set(rule_ids) <= known_ids, rule_ids
         cells = [
             f"`{preset.name}`",
             str(bits),
-            needs,
+            "yes" if preset.needs_calibration else "no",
             chips,
-            ", ".join(rule_ids) or "–",
+            ", ".join(rule_ids) if rule_ids else "–",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -413,37 +455,52 @@ def write_page(page: Path = PAGE, folder: Path = ROWS) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["measure", "gguf", "table"])
-    parser.add_argument("checkpoint", nargs="?", type=Path)
-    parser.add_argument("files", nargs="*", help="NAME=FILE.gguf")
-    parser.add_argument("--text", action="append", default=[], help="NAME=FILE")
-    parser.add_argument("--preset", nargs="+", default=[*PRESETS])
-    parser.add_argument("--seed", nargs="*", type=int, default=[0])
-    parser.add_argument("--windows", type=int, default=WINDOWS)
+    actions = parser.add_subparsers(dest="action", required=True)
+    for action in ("measure", "gguf"):
+        options = actions.add_parser(action)
+        options.add_argument("checkpoint", type=Path)
+        options.add_argument("--text", action="append", default=[], help="NAME=FILE")
+        options.add_argument("--windows", type=int, default=WINDOWS)
+        if action == "gguf":
+            options.add_argument("files", nargs="+", help="NAME=FILE.gguf")
+        else:
+            options.add_argument("--preset", nargs="+", default=[*PRESETS])
+            options.add_argument("--seed", nargs="*", type=int, default=[0])
+    actions.add_parser("table")
     arguments = parser.parse_args()
-    if arguments.what == "table":
-        return write_page()
+    if arguments.action == "table":
+        write_page()
+        return
     source = Checkpoint(arguments.checkpoint)
     texts = [read_windows(source, text, arguments.windows) for text in arguments.text]
-    start = time.time()
-    for file in arguments.files:
-        path = row_path(source, f"llama.cpp-{file.partition('=')[0]}")
-        if not is_current(path, texts, source.sha256):
-            measure_gguf(source, file, texts)
-        print(f"{path.relative_to(ROOT)}  {time.time() - start:.0f} s", flush=True)
-    if arguments.what == "gguf":
-        return None
+    if arguments.action == "gguf":
+        for file in arguments.files:
+            name = f"llama.cpp-{file.partition('=')[0]}"
+            complete_row(
+                source, name, texts, partial(measure_gguf, source, file, texts)
+            )
+        return
     for seed in (None, *arguments.seed):
-        for name in arguments.preset:
-            preset = find_preset(name)
+        for preset in map(find_preset, arguments.preset):
             if preset.bits == 16 and seed is not None:
                 continue
             if preset.needs_calibration and seed is None:
                 continue
-            path = row_path(source, name if seed is None else f"{name}-s{seed}")
-            if not is_current(path, texts, source.sha256):
-                measure(source, name, seed, texts)
-            print(f"{path.relative_to(ROOT)}  {time.time() - start:.0f} s", flush=True)
+            name = row_name(preset.name, seed)
+            work = partial(measure, source, preset.name, seed, texts)
+            complete_row(source, name, texts, work)
+
+
+def complete_row(
+    source: Checkpoint, name: str, texts: list[Windows], work: Callable[[], None]
+) -> None:
+    """Calls `work`, which writes a row, unless the row was measured on these texts; prints
+    the row's file and the seconds."""
+    start = time.monotonic()
+    path = row_path(source, name)
+    if not is_current(path, texts, source.sha256):
+        work()
+    print(f"{path.relative_to(ROOT)}  {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
