@@ -61,7 +61,7 @@ def run_step(tmp_path):
         assert not inputs
         step = STEPS["Validate"]
         variables = {
-            name: EXPRESSION.sub(lambda found: str(contexts[found[1]]), value)
+            name: EXPRESSION.sub(lambda match: str(contexts[match[1]]), value)
             for name, value in step["env"].items()
         }
         # the Python of the tests, wherever it is installed

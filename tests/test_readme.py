@@ -101,8 +101,8 @@ def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
 
     def written(verb) -> list[list[str]]:
         """The arguments of its commands with a verb."""
-        found = map(shlex.split, commands(TUTORIAL))
-        return [words[1:] for words in found if words[:2] == ["workbench", verb]]
+        lines = map(shlex.split, commands(TUTORIAL))
+        return [words[1:] for words in lines if words[:2] == ["workbench", verb]]
 
     (export,), decodes = written("export"), written("generate")
     (snippet,) = blocks("python", TUTORIAL)

@@ -35,8 +35,8 @@ KEYS = {
 }
 
 
-def lacks(found: dict, name: str) -> set[str]:
-    return {*KEYS[name].split()} - found.keys()
+def lacks(document: dict, name: str) -> set[str]:
+    return {*KEYS[name].split()} - document.keys()
 
 
 def verdicts(result: dict) -> dict[str, str]:
@@ -65,31 +65,37 @@ def no_portable(monkeypatch):
 
 
 def test_doctor_names_what_is_here():
-    found = invoke("doctor")
-    assert not lacks(found, "doctor")
-    assert found["default_runtime"] in ("portable", "coreml")
+    document = invoke("doctor")
+    assert not lacks(document, "doctor")
+    assert document["default_runtime"] in ("portable", "coreml")
 
 
 def test_export_reports_what_it_made(tmp_path, exports):
     checkpoint, out = exports.checkpoint("llama", num_hidden_layers=1), tmp_path / "b"
-    found = invoke("export", checkpoint, out, "--max-seq-len", 16, "--tokens", "1-2")
-    assert not lacks(found, "export")
-    assert (found["family"], found["layers"], found["shards"]) == ("llama", 1, 2)
+    document = invoke("export", checkpoint, out, "--max-seq-len", 16, "--tokens", "1-2")
+    assert not lacks(document, "export")
+    assert (document["family"], document["layers"], document["shards"]) == (
+        "llama",
+        1,
+        2,
+    )
     files = [p for p in out.rglob("*") if p.is_file() and p.name != "bundle.json"]
-    assert found["bytes"] == sum(path.stat().st_size for path in files)
+    assert document["bytes"] == sum(path.stat().st_size for path in files)
 
 
 def test_validate_is_complete_with_and_without_a_golden(llama_bundle, golden):
     checked = invoke("validate", llama_bundle.root)
     assert not lacks(checked["gates"][0], "gate")
     assert (checked["verdict"], checked["quality"]) == ("not_run", "not_run")
-    found = invoke("validate", llama_bundle.root, "--golden", golden)
-    assert not lacks(found, "validate")
+    document = invoke("validate", llama_bundle.root, "--golden", golden)
+    assert not lacks(document, "validate")
     # without the checkpoint weights, host and program are not compared
-    assert (found["verdict"], found["quality"]) == ("not_run", "WITHIN")
-    assert not lacks(found["worst"], "worst") and not lacks(found["logits"], "logits")
+    assert (document["verdict"], document["quality"]) == ("not_run", "WITHIN")
+    assert not lacks(document["worst"], "worst") and not lacks(
+        document["logits"], "logits"
+    )
     # (T × layer × tensor isolated, those chained, logits) × position
-    assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
+    assert document["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
 
 
 def test_a_cost_above_the_limit_exits_4_and_names_the_gates_that_did_not_run(
@@ -120,9 +126,9 @@ def test_red_exits_1_with_its_gates_first_and_withholds_the_quality(
     assert result.exit_code == 1 and export.split() == ["export", "RED"]
     assert quality.split() == ["quality", "not", "judged"]
     assert gate.split()[0] == "RED"
-    found = json.loads(cli(*command, "--json").stdout)
-    assert (found["verdict"], found["quality"]) == ("RED", "not_run")
-    assert found["cost"]["kl"]["mean"] > 0
+    document = json.loads(cli(*command, "--json").stdout)
+    assert (document["verdict"], document["quality"]) == ("RED", "not_run")
+    assert document["cost"]["kl"]["mean"] > 0
 
 
 @pytest.mark.shim
@@ -139,11 +145,11 @@ def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
     assert (tmp_path / Path(written["reference"]).name).is_file()
     request.getfixturevalue("no_portable")
     for where in (SINGLE_COPY, SINGLE_COPY[:2]):
-        found = verdicts(invoke("validate", bundle.root, "--golden", out, *where))
+        document = verdicts(invoke("validate", bundle.root, "--golden", out, *where))
         for name in ("device", "program", "weights", "host"):
-            assert found[name] == "GREEN"
-    found = invoke("validate", bundle.root, "--golden", alone, *SINGLE_COPY)
-    (device,) = [gate for gate in found["gates"] if gate["name"] == "device"]
+            assert document[name] == "GREEN"
+    document = invoke("validate", bundle.root, "--golden", alone, *SINGLE_COPY)
+    (device,) = [gate for gate in document["gates"] if gate["name"] == "device"]
     assert device["verdict"] == "not_run"
     assert "workbench golden CHECKPOINT --out G --for" in device["reason"]
 
@@ -154,10 +160,10 @@ def test_each_unit_asks_every_gate_and_the_limit_that_is_given(exports, calls_he
     bundle = exports.bundle(checkpoint, max_seq_len=20)
     (bundle.root / "verdict.json").unlink(missing_ok=True)
     options = "--checkpoint", checkpoint, "--max-kl", "1e-12"
-    found = invoke("validate", "units", bundle.root, *options)
-    words = found["verdict"], found["quality"], found["device_measured"]
+    document = invoke("validate", "units", bundle.root, *options)
+    words = document["verdict"], document["quality"], document["device_measured"]
     assert words == ("GREEN", "OVER", False)
-    assert found["units"][0]["reason"].startswith("max_kl")
+    assert document["units"][0]["reason"].startswith("max_kl")
     stored = json.loads((bundle.root / "verdict.json").read_text())["gates"]
     assert {gate["verdict"] for gate in stored} == {"GREEN"}
 
@@ -168,14 +174,17 @@ def test_explain_splits_every_layer_names_the_variant_and_the_ranges_on_one_page
     checkpoint = exports.checkpoint("llama")
     root = exports.bundle(checkpoint, compress="int8-tensor").root
     arguments = "explain", root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4"
-    found = invoke(*arguments)
-    assert found["verdict"] == "GREEN" and not lacks(found, "explain")
-    first, second = found["parts"]
+    document = invoke(*arguments)
+    assert document["verdict"] == "GREEN" and not lacks(document, "explain")
+    first, second = document["parts"]
     assert not lacks(first, "part") and (first["layer"], second["layer"]) == (0, 1)
     assert first["runtime"] is None and first["quantization"] > 0
-    assert found["fits"] == "as configured"
-    assert found["variants"][0].keys() >= {"name", "relative_rms"}
-    assert not lacks(found["ranges"], "ranges") and found["ranges"]["first_inf"] is None
+    assert document["fits"] == "as configured"
+    assert document["variants"][0].keys() >= {"name", "relative_rms"}
+    assert (
+        not lacks(document["ranges"], "ranges")
+        and document["ranges"]["first_inf"] is None
+    )
 
 
 @pytest.mark.shim
@@ -193,9 +202,9 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
     _, bundle = small
     package = bundle.root / bundle.manifest.shards[0].path
     for source in (bundle.root, package):
-        found = invoke("explain", "ranges", source)["ranges"]
-        assert not lacks(found, "ranges") and found["first_inf"] is None
-        assert found["worst"][0].keys() >= {"op", "module", "max_abs"}
+        document = invoke("explain", "ranges", source)["ranges"]
+        assert not lacks(document, "ranges") and document["first_inf"] is None
+        assert document["worst"][0].keys() >= {"op", "module", "max_abs"}
     inputs = ranges.random_inputs
 
     def overflowing(*arguments):
@@ -236,5 +245,5 @@ def never(name):
 def test_json_names_numbers_that_json_lacks(capsys):
     nan = {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}
     show({"worst": nan, "n": 3}, True)
-    found = json.loads(capsys.readouterr().out, parse_constant=never)
-    assert found == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}
+    document = json.loads(capsys.readouterr().out, parse_constant=never)
+    assert document == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}

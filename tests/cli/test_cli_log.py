@@ -54,9 +54,11 @@ def test_the_table_is_sorted_filtered_and_at_most_a_hundred_columns_wide(root):
 
 
 def test_two_runs_side_by_side_name_gates_that_changed(root):
-    found = invoke("log", "compare", "a", "b", "--log", root)
-    assert found["changed_gates"] == [{"gate": "program", "a": "GREEN", "b": "RED"}]
-    assert found.keys() > {"settings", "measures", "alike"}
+    comparison = invoke("log", "compare", "a", "b", "--log", root)
+    assert comparison["changed_gates"] == [
+        {"gate": "program", "a": "GREEN", "b": "RED"}
+    ]
+    assert comparison.keys() > {"settings", "measures", "alike"}
     text = run("log", "compare", "a", "b", "--log", root)
     lines = [line.split() for line in text.splitlines()]
     assert ["compress", "fp16", "lut4"] in lines
@@ -68,8 +70,8 @@ def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
 ):
     bundle = exports.bundle("llama")
     options = "--T", "1,2", "--depth", "4", "-r", "2", "--log", tmp_path
-    found = run("sweep", bundle.root, *options)
-    assert re.search(r"cells +4\ndone +4", found) and "tok/s" in found
+    output = run("sweep", bundle.root, *options)
+    assert re.search(r"cells +4\ndone +4", output) and "tok/s" in output
     runs = log.load("runs", tmp_path)
     cells = set(zip(runs["T"], runs["depth"], runs["round"]))
     assert len(runs) == 4 and cells == {*product((1, 2), [4], (0, 1))}

@@ -164,8 +164,8 @@ def test_a_word_is_the_subcommand_and_a_folder_of_its_name_has_its_path(
         Path(word).symlink_to(llama_bundle.root)
     missing = cli("explain", "parts")
     assert missing.exit_code == 2 and "BUNDLE" in missing.stderr
-    found = invoke("explain", "./parts", "--checkpoint", DATA / "tiny-llama")
-    assert found["parts"] and found["ranges"]
+    document = invoke("explain", "./parts", "--checkpoint", DATA / "tiny-llama")
+    assert document["parts"] and document["ranges"]
     assert invoke("validate", "./units")["gates"]
 
 

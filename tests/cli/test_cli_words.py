@@ -66,19 +66,19 @@ def test_help_names_every_subcommand():
 
 
 def test_there_are_thirteen_commands():
-    found = FUNCTIONS.keys() - plugins.find_plugins("commands").keys()
-    assert found == {*COMMANDS.split()}
+    names = FUNCTIONS.keys() - plugins.find_plugins("commands").keys()
+    assert names == {*COMMANDS.split()}
 
 
 def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch):
     def run_notebook(number, parameters, **_):
         print(number, "starts")
-        found = {"experiment": number, "report": "", "executed": ""}
-        found["verdict"] = "GREEN" if number == "05" else "not_run"
-        found["quality"] = "WITHIN" if number == "05" else "not_run"
-        found["conclusion"] = f"{number} holds.\nIt is small."
+        document = {"experiment": number, "report": "", "executed": ""}
+        document["verdict"] = "GREEN" if number == "05" else "not_run"
+        document["quality"] = "WITHIN" if number == "05" else "not_run"
+        document["conclusion"] = f"{number} holds.\nIt is small."
         figures = [{"path": f"{number}/a.png", "alt": f"picture of {number}"}]
-        return found | {"figures": figures}
+        return document | {"figures": figures}
 
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
     result = cli("run", "5", "34")

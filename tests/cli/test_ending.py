@@ -73,9 +73,9 @@ def nested(depth: int) -> RecursionError:
     ids=lambda value: type(value).__name__,
 )
 def test_an_error_is_one_message_with_its_exit_code(capsys, problem, code, words):
-    found, said = ends(capsys, problem)
+    exit_code, said = ends(capsys, problem)
     (line,) = said.splitlines()
-    assert found == code and words in line and line.startswith("workbench: ")
+    assert exit_code == code and words in line and line.startswith("workbench: ")
 
 
 def test_a_fault_of_the_workbench_names_the_file_of_its_traceback(

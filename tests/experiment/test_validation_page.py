@@ -57,25 +57,25 @@ def read(record: Record) -> BeautifulSoup:
 
 
 def test_both_words_the_first_difference_and_the_commands_stand_there(record):
-    found = read(record)
-    cards = [card.b.text for card in found(class_="verdict")]
+    soup = read(record)
+    cards = [card.b.text for card in soup(class_="verdict")]
     assert cards == ["GREEN", "OVER"]
-    (texts,) = found(class_="continuation")
+    (texts,) = soup(class_="continuation")
     assert texts.find(class_="reference").text == "sat up"
     assert texts.find(class_="bundle").text == "fell"
     assert "at token 2, cause: the weights" in texts.text
-    assert "--max-seq-len" in found.pre.text and "--max-kl 0.05" in found.pre.text
-    assert "/home/somebody" not in found.text and "…/x" in found.text
-    assert not found(["script", "link", "iframe"])
-    assert "size: A4" in found.style.text
+    assert "--max-seq-len" in soup.pre.text and "--max-kl 0.05" in soup.pre.text
+    assert "/home/somebody" not in soup.text and "…/x" in soup.text
+    assert not soup(["script", "link", "iframe"])
+    assert "size: A4" in soup.style.text
 
 
 def test_a_red_export_withholds_the_quality_and_keeps_the_figures(record):
     red = Gate("budget", "RED", 9.0, 6.0, "error")
     results = replace(record.results, verdict="RED", gates=[*record.results.gates, red])
-    found = read(replace(record, results=results))
-    assert [card.b.text for card in found(class_="verdict")] == ["RED", "not judged"]
-    assert "0.2" in found.text
+    soup = read(replace(record, results=results))
+    assert [card.b.text for card in soup(class_="verdict")] == ["RED", "not judged"]
+    assert "0.2" in soup.text
 
 
 def squeezed(text: str) -> str:
@@ -101,14 +101,14 @@ def test_odd_names_prompts_and_texts_are_read_back(record, name, prompt, token):
     written = validation_page(odd)
     text = page.html(written)
     text.encode()  # a lone surrogate is written as its escape
-    found = BeautifulSoup(text, "html.parser")
-    assert squeezed(found.h1.text) == squeezed(
+    soup = BeautifulSoup(text, "html.parser")
+    assert squeezed(soup.h1.text) == squeezed(
         visible(f"{name or 'a'} · {manifest.options.compress}")
     )
-    texts = found.find(class_="continuation")
+    texts = soup.find(class_="continuation")
     assert squeezed(texts.b.text) == squeezed(visible(prompt))
     assert squeezed(texts.find(class_="bundle").text) == squeezed(visible(f"b{token}"))
-    assert not found(["script", "img"])
+    assert not soup(["script", "img"])
     # Markdown lets no tag through
     rendered = MarkdownIt("gfm-like", {"linkify": False}).render(page.markdown(written))
     assert not BeautifulSoup(rendered, "html.parser")(["script", "img", "a"])

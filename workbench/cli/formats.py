@@ -1,8 +1,9 @@
 """The options of `export --compress mixed`, which chooses a format for every matrix."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeFloat
@@ -11,6 +12,12 @@ from workbench import paths
 from workbench.check.gates import MAX_KL
 from workbench.cli.common import read_ids, reject_unused
 from workbench.errors import InputError
+
+if TYPE_CHECKING:
+    from workbench.bundle import Bundle, Options
+    from workbench.exporter.calibrate import Text
+    from workbench.exporter.mixed import Search
+    from workbench.models.checkpoint import Checkpoint
 
 MIXED = "mixed"  # workbench.bundle.presets, whose package imports NumPy, has it too
 SELECTION = "data/selection.txt"
@@ -60,7 +67,8 @@ class FormatTarget:
             return
         targets = {"--max-kl": self.max_kl, "--bytes": self.size, "--ms-on": self.ms_on}
         names = [name for name, value in targets.items() if value is not None]
-        if not names or self.size is not None and len(names) > 1:
+        has_two = self.size is not None and len(names) > 1
+        if not names or has_two:
             raise InputError(
                 "--compress mixed",
                 " and ".join(names) or "no target",
@@ -70,11 +78,11 @@ class FormatTarget:
         if self.select and self.select_ids:
             needed = "--select or --select-ids"
             raise InputError("selection", "two texts", needed, "leave one of them out")
-        given = self.select or self.select_ids
-        if given and not given.is_file():
+        file = self.select or self.select_ids
+        if file and not file.is_file():
             needed = "a text to choose formats on"
-            raise InputError(str(given), "no file", needed, "check the path")
-        if not given and not self.text_file().is_file():
+            raise InputError(str(file), "no file", needed, "check the path")
+        if not file and not self.text_file().is_file():
             raise InputError(
                 "--compress mixed",
                 f"no {SELECTION}, since this is no checkout",
@@ -86,10 +94,13 @@ class FormatTarget:
         """The file of text, where no ids are given."""
         return self.select or paths.find(SELECTION)
 
-    def search(self, source, options, calibration):
-        """The `Search` of formats for a `Checkpoint` and export `options`.
+    def search(
+        self, source: "Checkpoint", options: "Options", calibration: "Text"
+    ) -> "Search":
+        """The search of formats for an export.
 
         Args:
+            options: of the export.
             calibration: the text that weights are compressed for.
 
         Raises:
@@ -111,9 +122,10 @@ class FormatTarget:
                 "another text to choose formats on",
                 "give another one: --select TEXT",
             )
-        limit = Limit(kl=self.max_kl) if self.max_kl is not None else None
         if self.size is not None:
             limit = Limit(bytes=parse_bytes(self.size, "--bytes"))
+        else:
+            limit = Limit(kl=MAX_KL if self.max_kl is None else self.max_kl)
         timing = None
         if not options.plugin:  # rates are those of Core ML programs
             alike = options.model_copy(update={"compress": "fp16"})
@@ -123,10 +135,14 @@ class FormatTarget:
             needed = "Core ML programs, whose times are predicted"
             raise InputError("--ms-on", f"target {options.target}", needed, step)
         minimizes = "ms" if self.ms_on else "bytes"
-        return Search(text, limit or Limit(kl=MAX_KL), timing, minimizes)
+        return Search(text, limit, timing, minimizes)
 
-    def _read(self, source):
-        """The windows of the text for selection."""
+    def _read(self, source: "Checkpoint") -> "Text":
+        """The windows of the text for selection.
+
+        Raises:
+            InputError: a text that is not in the tokenizer's language, or too short.
+        """
         from workbench.check.hf import check_ids
         from workbench.check.text import UNKNOWN_SHARE
         from workbench.decode.tokenizer import encode_text, load_tokenizer
@@ -156,8 +172,10 @@ class FormatTarget:
         )
 
 
-def describe_choice(bundle) -> dict:
-    """What was chosen for a mixed bundle, as JSON."""
+def describe_choice(bundle: "Bundle") -> dict:
+    """What a search chose for a mixed bundle, as JSON: bytes and bits of the matrices,
+    KL in nats, predicted milliseconds of a call, and the number of matrices of each
+    format."""
     from workbench.exporter.mixed import read_allocation
 
     selection = bundle.manifest.selection
@@ -178,6 +196,4 @@ def describe_choice(bundle) -> dict:
 
 def count_formats(formats: dict[str, str]) -> dict[str, int]:
     """Preset → the number of matrices that it stores, most first."""
-    from collections import Counter
-
     return dict(Counter(formats.values()).most_common())

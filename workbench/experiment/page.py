@@ -15,6 +15,8 @@ from workbench.experiment.tables import html_table, markdown_table
 
 @dataclass(frozen=True)
 class Heading:
+    """Begins a part of a page."""
+
     text: str
 
 
@@ -27,7 +29,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of the two words.
+    """What is said of the export, or of its quality.
 
     Attributes:
         subject: Export or Quality.
@@ -42,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Both words, side by side."""
+    """Both verdicts, side by side."""
 
     export: Verdict
     quality: Verdict
@@ -108,6 +110,8 @@ Block = Heading | Paragraph | Verdicts | Table | Picture | Commands | Continuati
 
 @dataclass(frozen=True)
 class Page:
+    """A title, and what follows below it."""
+
     title: str
     blocks: tuple[Block, ...]
 
@@ -126,11 +130,12 @@ def _markdown(block: Block) -> str:
             return escape.markdown_sentence(block.text)
         case Verdicts(export, quality):
             words = f"**Export {export.word}, quality {quality.word}**"
-            reasons = [v for v in (export, quality) if v.reason]
-            lines = [
-                f"- {v.subject}: {escape.markdown_sentence(v.reason)}" for v in reasons
-            ]
-            return "\n\n".join([words, "\n".join(lines)] if lines else [words])
+            reasons = "\n".join(
+                f"- {verdict.subject}: {escape.markdown_sentence(verdict.reason)}"
+                for verdict in (export, quality)
+                if verdict.reason
+            )
+            return f"{words}\n\n{reasons}" if reasons else words
         case Table():
             parts = [escape.markdown_sentence(block.caption)] if block.caption else []
             parts.append(markdown_table(block.data))

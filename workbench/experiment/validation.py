@@ -37,6 +37,8 @@ from workbench.log.anonymous import anonymous
 WORST_CELLS = 6  # rows of the table of the largest errors
 COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
 STATED = "not checked here"
+TENSORS = {"update": "update", "k": "row of K", "v": "row of V"}
+"""Tensors that a heatmap may show, the first that was measured, in words."""
 # the checks of quality, and what their figures are
 QUALITY_CHECKS = {
     "max_kl": "mean KL",
@@ -96,8 +98,10 @@ def _export_reason(checked: list[Gate]) -> str:
     """Which gates decide the word on the export."""
     if faults := gates.faults(checked):
         first, *others = faults
-        also = f" Also RED: {', '.join(gate.name for gate in others)}."
-        return f"{first.name}: {_sentence(first.reason)}{also if others else ''}"
+        reason = f"{first.name}: {_sentence(first.reason)}"
+        if others:
+            reason += f" Also RED: {', '.join(gate.name for gate in others)}."
+        return reason
     count = sum(gate.verdict == gates.GREEN for gate in checked)
     names = [
         gate.name
@@ -129,8 +133,8 @@ def _sentence(text: str) -> str:
 
 def _pairs(rows: Mapping[str, object]) -> pd.DataFrame:
     """A table of names and values in words; those without a value are left out."""
-    kept = [(name, str(value)) for name, value in rows.items() if value]
-    return pd.DataFrame(kept, columns=["setting", "value"], dtype=object)
+    stated = [(name, str(value)) for name, value in rows.items() if value]
+    return pd.DataFrame(stated, columns=["setting", "value"], dtype=object)
 
 
 def _listed(values: Mapping) -> str:
@@ -181,42 +185,68 @@ def _heatmap(record: Record) -> list[Block]:
     if rows.empty:
         return []
     isolated = rows[rows["mode"] == "isolated"]
-    tensors = [t for t in ("update", "k", "v") if (isolated["tensor"] == t).any()]
-    if not tensors:
+    present = set(isolated["tensor"])
+    # where no layer shows its update, as in other exporters' packages, its rows of K
+    tensor = next((name for name in TENSORS if name in present), None)
+    if tensor is None:
         return []
-    has_budget = bool(isolated["ratio"].notna().any())
+    return [
+        Heading("Where the error lies"),
+        _error_picture(isolated, tensor, record.tokens),
+        _worst_cells(rows, _has_budget(isolated), record.tokens),
+    ]
+
+
+def _has_budget(isolated: pd.DataFrame) -> bool:
+    """Whether errors are compared with what rounding alone causes."""
+    return bool(isolated["ratio"].notna().any())
+
+
+def _error_picture(isolated: pd.DataFrame, tensor: str, tokens: list[str]) -> Picture:
+    """A heatmap of a tensor's errors by layer and token, with a panel for calls of one
+    token and one for longer calls.
+
+    Args:
+        isolated: rows of `record.COLUMNS`, of layers that were fed Hugging Face's
+            inputs.
+    """
     T = isolated["T"].astype(int)
-    several = f"T = 2 to {T.max()}, the worst" if T.max() > 2 else "T = 2"
-    panels = isolated.assign(
-        calls=T.map(lambda count: "T = 1" if count == 1 else several)
-    )
-    what = {"update": "update", "k": "row of K", "v": "row of V"}[tensors[0]]
-    measure = "Error" if has_budget else "1 − cosine"
-    over = " over its tolerance" if has_budget else ""
+    longer_calls = "T = 2"
+    if T.max() > 2:
+        longer_calls = f"T = 2 to {T.max()}, the worst"
+    calls = T.map(lambda count: "T = 1" if count == 1 else longer_calls)
+    has_budget = _has_budget(isolated)
     figure = plots.heatmap(
-        panels,
+        isolated.assign(calls=calls),
         metric="error" if has_budget else "cosine",
         by="calls",
-        tensor=tensors[0],
-        tokens=record.tokens,
+        tensor=tensor,
+        tokens=tokens,
     )
     picture = io.BytesIO()
     # a date would change the bytes of equal pages
     figure.savefig(picture, format="svg", metadata={"Date": None})
+    measure, divisor = "1 − cosine", ""
+    if has_budget:
+        measure, divisor = "Error", " over its tolerance"
     alt = (
-        f"{measure} of each layer's {what}{over}, by layer and token, each layer fed "
-        "Hugging Face's input; T is the number of tokens of a call."
+        f"{measure} of each layer's {TENSORS[tensor]}{divisor}, by layer and token, each "
+        "layer fed Hugging Face's input; T is the number of tokens of a call."
     )
+    return Picture(picture.getvalue(), alt)
+
+
+def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Table:
+    """The cells with the largest errors, each at its worst T."""
     order = "ratio" if has_budget else "over_rounding"
     ranked = compared(rows).sort_values(order, ascending=False, na_position="first")
     ranked = ranked.drop_duplicates(["tensor", "layer", "position"]).head(WORST_CELLS)
-    labels = [record.tokens[position] for position in ranked["position"]]
     worst = pd.DataFrame(
         {
             "tensor": ranked["tensor"],
             "layer": ranked["layer"].astype(int),
             "position": ranked["position"].astype(int),
-            "token": labels,
+            "token": [tokens[position] for position in ranked["position"]],
             "T": ranked["T"].astype(int),
             "error": ranked["error"],
             "rounding alone": ranked["budget"],
@@ -228,11 +258,7 @@ def _heatmap(record: Record) -> list[Block]:
         "The cells whose error is the largest multiple of what rounding alone causes, "
         "each at its worst T. Error and rounding alone are relative RMS."
     )
-    return [
-        Heading("Where the error lies"),
-        Picture(picture.getvalue(), alt),
-        Table(worst.dropna(axis="columns", how="all"), caption),
-    ]
+    return Table(worst.dropna(axis="columns", how="all"), caption)
 
 
 def _gates(checked: list[Gate], is_noted: bool) -> pd.DataFrame:
@@ -326,13 +352,13 @@ def _ends(row: PromptFigures) -> str:
 def _continuations(row: PromptFigures) -> Continuations:
     """Both texts of a prompt, from shortly before the first difference on."""
     common = commonprefix([row.text, row.bundle_text])
-    rests = [text[len(common) :] for text in (row.text, row.bundle_text)]
+    reference, bundle = (t[len(common) :] for t in (row.text, row.bundle_text))
     if len(common) > COMMON_CHARACTERS:
         common = f"… {common[-COMMON_CHARACTERS:].split(' ', 1)[-1]}"
     note = f"first difference at token {row.first_difference}"
     if row.cause:
         note += f", cause: {row.cause}"
-    return Continuations(row.prompt, common, *rests, note)
+    return Continuations(row.prompt, common, reference, bundle, note)
 
 
 def _recommendation(record: Record) -> list[Block]:
