@@ -331,50 +331,75 @@ def check_answer(
     findings = []
     if named is not None:
         findings, text = check_named(place, text, named)
-    settings_measured: set[Stated] = set()
-    pairs = {}  # (first, second) value of an axis → the ratios of their times
+    if "median" in text and not LISTED.search(text):
+        findings.append(
+            Finding(place, "times", "no number of processes", "a median over processes")
+        )
+    findings += check_medians(place, text, processes)
+    return findings + check_ratios(place, text, processes)
+
+
+def by_setting(data: pd.DataFrame) -> list[tuple[tuple, pd.DataFrame]]:
+    """The processes of every setting of a figure of times, in the order of time, by the values
+    of its axes."""
+    axes = [name for name in ("max_seq_len", "T", "rows") if name in data]
+    return list(data.sort_values("run_id").groupby(axes, dropna=False))
+
+
+def check_medians(
+    place: str, text: str, processes: dict[str, pd.DataFrame]
+) -> list[Finding]:
+    """Checks the settings that an Answer lists by the value of an axis."""
+    measured: set[Stated] = set()
     for data in processes.values():
-        keys = [name for name in ("max_seq_len", "T", "rows") if name in data]
-        settings = list(data.sort_values("run_id").groupby(keys, dropna=False))
-        for key, rows in settings:
+        for key, rows in by_setting(data):
             values = rows["value"]
             median, count = f"{values.median():.4g}", len(values)
             least, most = f"{values.min():.4g}", f"{values.max():.4g}"
             for name in map(str, key):
                 # an Answer may leave the least and the most out
-                settings_measured.add(Stated(name, median, count))
-                settings_measured.add(Stated(name, median, count, least, most))
-        for (first, a), (second, b) in combinations(settings, 2):
-            changed = [i for i, (x, y) in enumerate(zip(first, second)) if x != y]
-            if len(changed) != 1:
-                continue
-            count = min(len(a), len(b))
-            logs = np.log(b["value"].to_numpy()[:count] / a["value"].to_numpy()[:count])
-            for low, high, sign in ((first, second, 1), (second, first, -1)):
-                names = str(low[changed[0]]), str(high[changed[0]])
-                pairs.setdefault(names, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
-    if "median" in text and not LISTED.search(text):
-        findings.append(
-            Finding(place, "times", "no number of processes", "a median over processes")
-        )
+                measured.add(Stated(name, median, count))
+                measured.add(Stated(name, median, count, least, most))
+    findings = []
     for key, median, least, most, count in LISTED.findall(text):
         stated = Stated(key, median, int(count), least, most)
-        of_key = {one for one in settings_measured if one.key == key}
+        of_key = {one for one in measured if one.key == key}
         if of_key and stated not in of_key:
             figures = "; ".join(sorted({one.median for one in of_key}))
             findings.append(
                 Finding(place, f"median at {key}", f"{median} of {count}", figures)
             )
+    return findings
+
+
+def check_ratios(
+    place: str, text: str, processes: dict[str, pd.DataFrame]
+) -> list[Finding]:
+    """Checks the ratios of an Answer, and whether it says more or fewer."""
+    # (first, second) value of an axis → the ratios of second to first, as they are printed,
+    # of settings that differ in this axis alone
+    ratios: dict[tuple[str, str], set[str]] = {}
+    for data in processes.values():
+        for (first, a), (second, b) in combinations(by_setting(data), 2):
+            changed = [i for i, (x, y) in enumerate(zip(first, second)) if x != y]
+            if len(changed) != 1:
+                continue
+            (axis,) = changed
+            names = str(first[axis]), str(second[axis])
+            # the k-th process of one is paired with the k-th of the other
+            count = min(len(a), len(b))
+            logs = np.log(b["value"].to_numpy()[:count] / a["value"].to_numpy()[:count])
+            for pair, sign in ((names, 1), (names[::-1], -1)):
+                ratios.setdefault(pair, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
+    findings = []
     for second, more, first, ratio, rounds in RATIO.findall(text):
-        right = pairs.get((first, second), set())
-        words = "more" if float(ratio) > 1 else "fewer"
-        if ratio not in right or words != more or int(rounds) < 3:
+        right = ratios.get((first, second), set())
+        word = "more" if float(ratio) > 1 else "fewer"
+        if ratio not in right or word != more or int(rounds) < 3:
             published = f"{more}, {ratio} times, {rounds} rounds"
-            findings.append(
-                Finding(
-                    place, f"{second} over {first}", published, "; ".join(sorted(right))
-                )
-            )
+            label = f"{second} over {first}"
+            computed = "; ".join(sorted(right))
+            findings.append(Finding(place, label, published, computed))
     return findings
 
 
