@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 
@@ -18,6 +18,7 @@ from workbench.check.record import (
     Results,
     Setup,
     TranscriptFigures,
+    TriedPresets,
 )
 from workbench.errors import visible
 from workbench.experiment import page
@@ -78,12 +79,32 @@ def test_a_red_export_withholds_the_quality_and_keeps_the_figures(record):
     assert "0.2" in soup.text
 
 
+def test_texts_that_utf_8_cannot_hold_are_written_as_escapes(record):
+    """Reasons of gates, causes, labels of tokens and names of presets."""
+    odd = "a\ud800"
+    (row,) = record.results.transcript.prompts
+    results = replace(
+        record.results,
+        gates=[replace(gate, reason=odd) for gate in record.results.gates],
+        transcript=replace(
+            record.results.transcript, prompts=[replace(row, cause=odd)]
+        ),
+        tried=TriedPresets(odd, 1.0, [{"compress": odd, "outcome": "over", "kl": 0.2}]),
+    )
+    written = validation_page(replace(record, results=results))
+    html = page.html(written)
+    assert html.count("a\\ud800") >= 5
+    page.markdown(written).encode("utf-8", "surrogatepass")
+    assert "\ud800" not in html
+
+
 def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
 @settings(deadline=None, max_examples=60)
 @given(name=ODD, prompt=ODD, token=ODD)
+@example(name="\ud800", prompt="\ud800", token="\ud800")
 def test_odd_names_prompts_and_texts_are_read_back(record, name, prompt, token):
     manifest = record.bundle.manifest
     named = SimpleNamespace(

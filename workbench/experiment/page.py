@@ -159,7 +159,7 @@ def _markdown(block: Block) -> str:
                 "then the bundle": block.bundle,
             }
             rows = [(name, visible(text)) for name, text in named.items()]
-            table = pd.DataFrame(rows, columns=["text", block.note])
+            table = pd.DataFrame(rows, columns=["text", visible(block.note)])
             return markdown_table(table)
 
 

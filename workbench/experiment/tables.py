@@ -4,7 +4,7 @@ Values are the same words in each; text arrives as it is."""
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -40,6 +40,17 @@ def words_of(value: object) -> str:
     if hasattr(value, "tolist"):
         return words_of(value.tolist())
     return str(value)
+
+
+def table_of(rows: Sequence[Mapping], columns: Sequence[str]) -> pd.DataFrame:
+    """Rows as a table with these columns, whose texts are Python's objects: pandas' own
+    type of text refuses lone surrogates, which a stranger's JSON may hold."""
+    values_of = {}
+    for name in columns:
+        values = [row.get(name) for row in rows]
+        has_text = any(isinstance(value, str) for value in values)
+        values_of[name] = pd.Series(values, dtype=object if has_text else None)
+    return pd.DataFrame(values_of, columns=list(columns))
 
 
 def text_columns(table: pd.DataFrame) -> list:
@@ -257,7 +268,7 @@ def gate_table(results: Iterable[gates.Gate]) -> pd.DataFrame:
     rows = [gate.json() for gate in results]
     rows.sort(key=lambda row: [*SIGNS].index(row["verdict"]))
     columns = ["name", "verdict", "value", "threshold", "reason"]
-    table = pd.DataFrame(rows, columns=columns)
+    table = table_of(rows, columns)
     table["verdict"] = table["verdict"].map(SIGNS)
     counts_nothing = table["threshold"].isin([0.0, 1.0]) & table["value"].isin(
         [0.0, 1.0]

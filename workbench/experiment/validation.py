@@ -30,7 +30,7 @@ from workbench.experiment.page import (
     Verdict,
     Verdicts,
 )
-from workbench.experiment.tables import gate_table, words_of
+from workbench.experiment.tables import gate_table, table_of, words_of
 from workbench.files import read_bytes
 from workbench.log.anonymous import anonymous
 
@@ -241,12 +241,13 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
     order = "ratio" if has_budget else "over_rounding"
     ranked = compared(rows).sort_values(order, ascending=False, na_position="first")
     ranked = ranked.drop_duplicates(["tensor", "layer", "position"]).head(WORST_CELLS)
+    labels = [tokens[position] for position in ranked["position"]]
     worst = pd.DataFrame(
         {
             "tensor": ranked["tensor"],
             "layer": ranked["layer"].astype(int),
             "position": ranked["position"].astype(int),
-            "token": [tokens[position] for position in ranked["position"]],
+            "token": pd.Series(labels, ranked.index, dtype=object),
             "T": ranked["T"].astype(int),
             "error": ranked["error"],
             "rounding alone": ranked["budget"],
@@ -320,7 +321,9 @@ def _transcript(record: Record) -> list[Block]:
         }
         for row in figures.prompts
     ]
-    blocks: list[Block] = [Heading("Transcript"), Table(pd.DataFrame(rows), caption)]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    table = table_of(rows, [*columns])
+    blocks: list[Block] = [Heading("Transcript"), Table(table, caption)]
     if stop := record.results.stop:
         words = f"Hugging Face's text ends after {stop.ends} of {len(rows)} prompts"
         if stop.ends:
@@ -378,7 +381,8 @@ def _recommendation(record: Record) -> list[Block]:
         if chosen.command and record.is_noted:
             blocks.append(Commands((anonymous(chosen.command),)))
     if (tried := results.tried) and tried.presets:
-        table = pd.DataFrame(tried.presets).dropna(axis="columns", how="all")
+        columns = dict.fromkeys(name for row in tried.presets for name in row)
+        table = table_of(tried.presets, [*columns]).dropna(axis="columns", how="all")
         caption = (
             f"Presets by Hugging Face's model with their weights, on {tried.text}, in "
             f"{tried.seconds:.0f} s; KL is the mean in nats, with its 95% interval."
