@@ -218,13 +218,13 @@ def test_python_in_the_documents_imports_what_exists():
 
 
 @pytest.mark.slow("runs Hugging Face's layers twice")
-def test_the_stream_hides_a_missing_attention_as_much_as_the_readme_says():
+def test_the_stream_hides_a_missing_attention_as_much_as_the_page_says():
     folder = ROOT / "data" / "tiny-llama"
     source = Checkpoint(folder)
     said = re.search(
         r"attention of layer (\d) of tiny-llama, the worst cosine over a held-out prompt "
         r"of (\d+) tokens is ([\d.]+) in the stream and ([\d.]+) in what the layer adds",
-        (ROOT / "README.md").read_text(),
+        (ROOT / "docs" / "verdict.md").read_text(),
     )
     layer, count, *cosines = said.groups()
     ids = prompt_ids(folder, int(count))

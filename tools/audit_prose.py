@@ -12,7 +12,9 @@ A number is accounted for if
   value the piece must have; or `stated: REASON`, for a number that is no result. The piece
   `table: HEADING` stands for a whole table, named by its first heading.
 
-Code and the table of benchmarks are left out; `audit_benchmarks.py` checks the latter."""
+Code and two tables of the README are left out, since tools write them from measurements:
+`audit_benchmarks.py` checks that of the benchmarks, tests/tools/test_commands.py that of the
+commands."""
 
 import ast
 import re
@@ -22,7 +24,7 @@ from pathlib import Path
 
 REGISTER = "tools/prose_numbers.tsv"
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-BLOCK = re.compile(r"<!-- benchmarks -->.*?<!-- /benchmarks -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (benchmarks|commands) -->.*?<!-- /\1 -->", re.DOTALL)
 SOURCES = r"\.csv|report\.md|RESULTS\.md|faults\.md|data/README\.md|public/README\.md"
 CITED = re.compile(rf"\]\((?:https?:|[^)]*(?:{SOURCES}))|\brules? [A-Z]\d+")
 CODE = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>")
@@ -72,7 +74,7 @@ def numbers(line: str) -> list[str]:
 
 
 def prose(text: str) -> list[str]:
-    """The lines of a page outside code and the table of benchmarks."""
+    """The lines of a page outside code and the tables that tools write."""
     return FENCE.sub("", BLOCK.sub("", text)).splitlines()
 
 

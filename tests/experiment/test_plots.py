@@ -18,6 +18,7 @@ from tiny import ROOT
 
 from workbench import plots
 from workbench.check import compare, validate
+from workbench.plots import cells
 
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
@@ -65,6 +66,17 @@ def test_a_cell_is_hatched_where_its_gate_would_be_red():
     rows = rows.assign(error=np.r_[[limit * 1.001] * 3, [limit * 0.999] * 7])
     figure = plots.heatmap(rows, metric="error")
     assert sum(len(c.get_paths()) for c in drawn(figure, PolyCollection)) == 3
+
+
+def test_colours_of_cells_have_an_order_in_grey_and_none_is_grey_or_black():
+    colours = matplotlib.colormaps[cells.COLOUR_MAP](np.linspace(0, 1, 256))[:, :3]
+    # relative luminance by Rec. 709, of linear light
+    linear = np.where(
+        colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4
+    )
+    lightness = np.cbrt(linear @ [0.2126, 0.7152, 0.0722])
+    assert (np.diff(lightness) > 0).all() and np.ptp(lightness) > 0.6
+    assert np.ptp(colours, axis=1).min() > 0.2
 
 
 @pytest.mark.parametrize("layer", [pd.NA, -1])

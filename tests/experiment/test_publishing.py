@@ -25,7 +25,8 @@ def test_publishing_moves_the_run_and_its_rows_and_removes_unused_ones(project):
     run = run_of(shipped)
     rows = log.load("runs", project / "experiments" / "log" / log.SHIPPED)
     assert rows["run_id"].tolist() == [run["run_id"]]
-    assert {path.name for path in shipped.parent.iterdir()} == {"log", NAME}
+    names = {path.name for path in shipped.parent.iterdir()}
+    assert names == {"log", NAME, "README.md"}
     shutil.rmtree(project / "build")
     assert last_run("7") == shipped
     with refused("a run of your own"):
@@ -39,6 +40,7 @@ STEPS = [
     (publishing, "replace_folder"),
     (files, "_exchange"),
     (publishing, "_remove_unused_rows"),
+    (publishing.overview, "write_overview"),
 ]
 
 
@@ -66,7 +68,8 @@ def test_an_interrupted_publication_leaves_one_whole_run(
     assert files_of(shipped) == before or run_ids == {new.run_id}
     publish_run(new.folder)
     assert run_of(shipped)["run_id"] == new.run_id
-    assert {path.name for path in shipped.parent.iterdir()} == {"log", NAME}
+    names = {path.name for path in shipped.parent.iterdir()}
+    assert names == {"log", NAME, "README.md"}
     rows = log.load("runs", project / "experiments" / "log" / log.SHIPPED)
     assert rows["run_id"].tolist() == [new.run_id]
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from workbench import log
 from workbench.errors import InputError
-from workbench.experiment import folders, report
+from workbench.experiment import folders, overview, report
 from workbench.files import checkout, replace_folder
 from workbench.log.anonymous import anonymous
 
 
 def publish_run(folder: Path) -> Path:
     """Makes the run in `folder` the shipped one: its files go to `experiments/NN_slug`,
-    its log rows to the shipped log, from which the rows go that no shipped run uses.
+    its log rows to the shipped log, from which the rows go that no shipped run uses. The
+    page of all shipped runs, `experiments/README.md`, is written again.
 
     The shipped run is the earlier or the new one at every moment. Absolute paths are
     shortened. Returns the shipped folder.
@@ -43,6 +44,7 @@ def publish_run(folder: Path) -> Path:
     _ship_rows(run["run_ids"])
     replace_folder(new, target)
     _remove_unused_rows(name[:2])
+    overview.write_overview(target.parent)
     return target
 
 

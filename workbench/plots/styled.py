@@ -37,7 +37,7 @@ STYLE = {
     "axes.axisbelow": True,
     "grid.color": "0.9",
     "lines.markersize": 4.5,
-    "hatch.linewidth": 0.6,
+    "hatch.linewidth": 0.4,
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
     "savefig.dpi": 200,

@@ -1,0 +1,89 @@
+"""The page of all shipped experiments, `experiments/README.md`: question, answer and
+picture of each, from the files of its run."""
+
+import re
+from pathlib import Path
+
+from workbench.experiment import folders
+from workbench.experiment.notebooks import title_of
+from workbench.files import write_whole
+
+PAGE = "README.md"
+LEAST_ANSWER = 40
+"""Characters: sentences of the answer's first line are taken up to this length, because
+the first may be "Yes." alone."""
+PICTURE_WIDTH = 320  # pixels
+
+
+def overview(shipped: Path) -> str:
+    """The page in Markdown, with a row for each run in the folder `shipped`."""
+    lines = [
+        "# Experiments",
+        "",
+        "Every folder holds the last published run of a notebook: `report.md`, figures with "
+        "their data, tables, and `run.json` with parameters, checkpoint and machine. "
+        "`workbench run NN --publish` replaces it and writes this page again.",
+        "",
+        "| experiment | question | answer | checkpoint, day | picture |",
+        "|---|---|---|---|---|",
+    ]
+    for path in sorted(shipped.glob(f"[0-9]*/{folders.RUN}")):
+        lines.append(_row(path.parent))
+    lines += [
+        "",
+        "Beside them: [benchmarks](benchmarks/README.md), the rows of the table in "
+        "[presets](../docs/presets.md) (`bits`), and the [log](log/public/README.md).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write_overview(shipped: Path) -> Path:
+    """Writes the page into the folder of the shipped runs."""
+    path = shipped / PAGE
+    write_whole(path, overview(shipped).encode())
+    return path
+
+
+def short_answer(conclusion: str) -> str:
+    """The first sentences of an answer's first line, at least `LEAST_ANSWER` characters
+    where the line has as many."""
+    first_line = conclusion.strip().partition("\n")[0]
+    # a full stop inside a number or a name has no space behind it
+    sentences = re.split(r"(?<=[.?!])\s+", first_line)
+    answer = ""
+    for sentence in sentences:
+        answer = f"{answer} {sentence}".strip()
+        if len(answer) >= LEAST_ANSWER:
+            break
+    return answer
+
+
+def _row(folder: Path) -> str:
+    """The line of one run."""
+    run = folders.read_run(folder)
+    name = folder.name
+    _, _, question = title_of(name).partition(" · ")
+    checkpoint = (run.get("checkpoint") or {}).get("name", "run")
+    if checkpoint == "run":  # the source of a notebook without a checkpoint
+        checkpoint = "no checkpoint"
+    day = run["environment"]["time"][:10]
+    cells = [
+        f"[{name[:2]}]({name}/report.md)",
+        question or name,
+        short_answer(run["conclusion"]),
+        f"{checkpoint}, {day}",
+        _picture(folder),
+    ]
+    # a bar would end the cell
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _picture(folder: Path) -> str:
+    """The first figure of a run, as in its report."""
+    for part in folders.read_parts(folder):
+        if part["kind"] == "figures":
+            address = f"{folder.name}/figures/{part['name']}.svg"
+            alt = part["alt"].replace('"', "&quot;")
+            return f'<img src="{address}" width="{PICTURE_WIDTH}" alt="{alt}">'
+    return "–"
