@@ -351,6 +351,14 @@ def export(path: Path, folder: Path, /, **options) -> Bundle:
     return exporter._export(source, exporter.make_options(**options), folder)
 
 
+def random_text(V: int, seed: int = 0, count: int = 1024):
+    """A text of random ids to calibrate with, in windows of 128."""
+    from workbench.exporter.calibrate import draw_windows
+
+    ids = np.random.default_rng(seed).integers(0, V, count)
+    return draw_windows(ids.tolist(), "random ids", seed=seed, window=128)
+
+
 class Exports:
     """Checkpoints and bundles on demand. Each is made once for all tests, and for all processes
     with the same `root`: a checkpoint for each family with its dimensions, a bundle for each set

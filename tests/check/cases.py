@@ -23,6 +23,7 @@ import tiny  # noqa: E402
 from faults import FAULTS  # noqa: E402
 from faults.copies import Copy  # noqa: E402
 from faults.fault import Fault  # noqa: E402
+from faults.weights import FITTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
 from workbench.check import distinct, host, interface, program, states, weights  # noqa: E402
@@ -84,6 +85,9 @@ BASES: dict[str, Recipe] = {
     "gemma4": Recipe("gemma4_text", {}, {}),
     "gemma4_dense": Recipe("gemma4_unified_text", {}, {}),
     "small_scalar": Recipe("small_scalar", {}, {}),
+    "fitted": Recipe(
+        LLAMA, {}, {"max_seq_len": 64, "calibration": tiny.random_text(256)}
+    ),
     "wide": Recipe(
         "llama", {"vocab_size": 2 * 16_384, "num_hidden_layers": 1}, {"max_seq_len": 16}
     ),
@@ -94,6 +98,7 @@ ALL_ALIKE = [(0, 1, 2, 3)]
 ONE_DIFFERS = [(0, 2), (1,)]
 ALIKE: dict[str, list[tuple[int, ...]]] = {
     "llama": ALL_ALIKE,
+    "fitted": ALL_ALIKE,
     "fixed": ALL_ALIKE,
     "functions": ALL_ALIKE,
     "batch": ALL_ALIKE,
@@ -231,6 +236,11 @@ class Record:
         return cls(**fields | {"case": Case.parse(fields["case"])})
 
 
+def presets_of(base: str) -> tuple[str, ...]:
+    """The presets of a bundle that faults are planted in."""
+    return FITTED if base == "fitted" else PRESETS
+
+
 def sound_cases() -> list[Case]:
     names = {
         "clean": [str(seed) for seed in range(clean.COUNT)],
@@ -243,7 +253,7 @@ def sound_cases() -> list[Case]:
         Case(kind, name, preset)
         for kind in SOUND
         for name in names[kind]
-        for preset in (PRESETS if kind == "base" else clean.PRESETS)
+        for preset in (presets_of(name) if kind == "base" else clean.PRESETS)
     ]
 
 
@@ -251,7 +261,7 @@ def faulty_cases() -> list[Case]:
     return [
         Case.parse(f"{name}/{preset}")
         for name, fault in FAULTS.items()
-        for preset in fault.presets or PRESETS
+        for preset in fault.presets or presets_of(fault.bundle)
     ]
 
 

@@ -23,7 +23,7 @@ from workbench.models.checkpoint import Checkpoint
 
 CLEAN = [case for case in cases.sound_cases() if case.kind == "clean"]
 SOUND = [
-    *(Case("base", name, "fp16") for name in cases.BASES),
+    *(Case("base", name, cases.presets_of(name)[0]) for name in cases.BASES),
     Case("massive", "-", "lut6-g16"),
     Case("deep", "-", "int8-tensor"),
     *(CLEAN[i] for i in np.random.default_rng(2).choice(len(CLEAN), 2)),
@@ -64,7 +64,7 @@ def test_a_fault_is_caught_in_another_layer_of_the_same_program(case, exports):
 @pytest.mark.matrix(1, wide=4)
 @pytest.mark.parametrize("base", cases.ALIKE)
 def test_layers_that_are_called_alike_have_one_program(base, exports):
-    sound = Case("base", base, "fp16")
+    sound = Case("base", base, cases.presets_of(base)[0])
     folder, checkpoint = cases.export_sound(exports, sound)
     first_layers = {
         f"layers_{layers[0]:02}_{layers[0]:02}" for layers in cases.ALIKE[base]

@@ -4,9 +4,8 @@ every fault, and has the GREEN bundles."""
 import numpy as np
 import pytest
 import torch
-from faults.copies import Copy
 
-from workbench import Bundle, export
+from workbench import Bundle
 from workbench.bundle import PRESETS
 from workbench.bundle.presets import find_preset
 from workbench.check import compare
@@ -18,8 +17,6 @@ from workbench.check.weights import (
     table_ratios,
     weights_gate,
 )
-from workbench.exporter.calibrate import draw_windows
-from workbench.models.checkpoint import Checkpoint
 
 
 def unplaced(copy):
@@ -239,23 +236,3 @@ def test_tables_that_no_exporter_makes_are_refused(change, words):
 def test_a_plug_in_may_leave_out_zeros_or_ones():
     tensors = map(torch.tensor, ([0, 0], [1, 1], [0, 1], [2, 2]))
     assert [*map(_is_constant, tensors)] == [True, True, False, False]
-
-
-def test_fitted_values_are_not_judged_and_all_other_weights_are(exports, tmp_path):
-    """Planted: an embedding times 1.05, and a matrix that no shard stores, in a bundle
-    whose matrices were fitted to a text."""
-    checkpoint = exports.checkpoint("llama", num_hidden_layers=2)
-    ids = np.random.default_rng(0).integers(0, 90, 256).tolist()
-    text = draw_windows(ids, "random ids", window=64)
-    options = {"compress": "lut4-g8", "max_seq_len": 16, "calibration": text}
-    bundle = export(checkpoint, tmp_path / "sound", **options)
-    source = Checkpoint(checkpoint)
-    gate = weights_gate(bundle, source)
-    assert (gate.verdict, gate.applies) == ("not_run", True)
-    # seven matrices of each of two layers, and the head
-    assert "the values of 15 matrices were fitted" in gate.reason
-    for number, plant in enumerate((rounded_embedding, unplaced)):
-        copy = Copy(bundle.root, tmp_path / str(number))
-        plant(copy)
-        gate = weights_gate(Bundle.open(copy.seal()), source)
-        assert gate.verdict == "RED"

@@ -21,15 +21,17 @@ within 0.5% of the error that the means of the weights that use each entry would
 The exact solver takes about 35 ms a group, so that one group of each stored tensor is
 compared with the best table: the one whose error is the largest over that of the means.
 
-Values that were fitted to a calibration text are not judged: the gate is then not_run,
-and compares all other weights."""
+Values that were fitted to a calibration text are judged row by row; see `calibrated`.
+Their tables must be finite and ascending, too."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, isnan, prod
 
 import numpy as np
 import torch
+from torch import nn
 
 import miltorch
 from miltorch.program import Ref
@@ -37,6 +39,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL, PER_LAYER
 from workbench.bundle.presets import Preset
 from workbench.check import gates
+from workbench.check.calibrated import FittedRows, fitted_tensors, judge_matrices
 from workbench.check.compare import blocks, safe_ratio
 from workbench.check.gates import Gate
 from workbench.check.head_rows import describe_lost_rows, lost_rows
@@ -73,7 +76,10 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         return _recognised(bundle, checkpoint)
     deviations = []
     problems = []
-    calibrated: set[str] = set()
+    can_be_fitted: set[str] = set()
+    if manifest.calibration:
+        can_be_fitted = fitted_tensors(checkpoint) - {*manifest.calibration.nearest}
+    fitted: dict[str, list[tuple[Shard, str | None]]] = {}
     rows_stored: dict[str, set[int]] = {}
     tensors = text_tensors(checkpoint) | {checkpoint.head}
     for name, table in bundle.embedding.items():
@@ -95,14 +101,26 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
                 preset = manifest.preset_of(tensor)
                 size = weight_array(parts, preset).size
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
-                if manifest.calibration and "val" not in parts:
-                    calibrated.add(tensor)
+                if tensor in can_be_fitted and "val" not in parts:
+                    fitted.setdefault(tensor, []).append((shard, function))
                 else:
                     deviations.append(worst_deviation(place, parts, values, preset))
                 rows_stored.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:
             # the other tensors of this package are not compared
             problems.append(f"{place}: {problem}")
+    note = ""
+    if fitted and not problems:
+        start = time.process_time()
+        try:
+            deviations += fitted_deviations(bundle, checkpoint, fitted)
+        except DAMAGED as problem:
+            problems.append(str(problem))
+        seconds = time.process_time() - start
+        note = (
+            f"; {len(fitted)} matrices were fitted to a calibration text and judged row "
+            f"by row in {seconds:.0f} CPU s"
+        )
     if not problems:
         for tensor in sorted(tensors):
             rows = (checkpoint.shape(tensor) or [1])[0]
@@ -120,17 +138,10 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     problems = _head_problems(bundle, checkpoint) + problems
     fine = (
         f"{len(deviations)} stored tensors equal the checkpoint's within the rounding "
-        f"of their preset; worst: {worst.reason}"
+        f"of their preset; worst: {worst.reason}{note}"
     )
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = ["…"]
-    if calibrated and not problems:
-        return gates.not_run(
-            "weights",
-            f"{len(deviations)} stored tensors equal the checkpoint's within the "
-            f"rounding of their preset; the values of {len(calibrated)} matrices were "
-            "fitted to a calibration text, and no gate judges such values yet",
-        )
     gate = gates.no_faults("weights", problems, fine, sep="; ")
     return replace(gate, value=worst.value, threshold=worst.threshold)
 
@@ -143,6 +154,51 @@ def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     except DAMAGED:
         return []
     return [sentence] if sentence else []
+
+
+def fitted_deviations(
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    fitted: dict[str, list[tuple[Shard, str | None]]],
+) -> list[Gate]:
+    """The deviations of matrices that were fitted to the bundle's calibration text.
+
+    Args:
+        fitted: a tensor's name → the shards, and the functions of their programs, that
+            store it.
+
+    Raises:
+        ValueError: arrays that do not fit together, or tables that are not ascending
+            numbers.
+    """
+    readers: dict[tuple[str, str | None], Callable[[str], Parts]] = {}
+
+    def read(shard: Shard, function: str | None, tensor: str):
+        key = shard.name, function
+        if key not in readers:
+            readers.clear()  # of the layer before
+            readers[key] = open_parts(bundle, shard, function)
+        parts = readers[key](tensor)
+        preset = bundle.manifest.preset_of(tensor)
+        size = weight_array(parts, preset).size
+        values, numbers = checkpoint_values(checkpoint, shard, tensor, size)
+        return parts, values, preset, numbers.start
+
+    def read_rows(tensor: str) -> Iterator[FittedRows]:
+        for shard, function in fitted[tensor]:
+            parts, values, preset, first = read(shard, function, tensor)
+            place = f"{shard.name}: {tensor}"
+            yield fitted_rows(place, first, parts, values.half().float(), preset)
+
+    judged = judge_matrices(bundle, checkpoint, {*fitted}, read_rows)
+    deviations = [gate for of_matrix in judged.values() for gate in of_matrix]
+    for tensor in sorted(fitted.keys() - judged.keys()):
+        # no linear module reads it, so that nothing can be fitted to its inputs
+        for shard, function in fitted[tensor]:
+            parts, values, preset, _ = read(shard, function, tensor)
+            place = f"{shard.name}: {tensor}"
+            deviations.append(worst_deviation(place, parts, values, preset))
+    return deviations
 
 
 def _excess(gate: Gate) -> float:
@@ -345,6 +401,104 @@ def _as_number(bits: int) -> float:
     return float(np.uint32(bits).view(np.float32))
 
 
+def check_tables(
+    parts: Parts, values: torch.Tensor, preset: Preset
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tables [G, entries] float32 of a weight and its indices [rows, columns].
+
+    Raises:
+        ValueError: tables for groups that are not ascending numbers, tables that do not
+            divide the rows as the preset does, or an index behind the end of a table.
+    """
+    tables = np.float32(parts["lut"]).reshape(-1, 1 << preset.bits)
+    count = len(tables)
+    if count * (preset.group or len(values)) != len(values):
+        raise ValueError(f"{count} tables for {len(values)} rows, not as {preset.name}")
+    indices = parts["indices"].reshape(values.shape)
+    if indices.max(initial=0) >= tables.shape[1]:
+        raise ValueError(
+            f"an index of {indices.max()} into tables of {preset.bits} bits"
+        )
+    # one table for a tensor of few distinct values ends with zeros
+    is_ascending = np.isfinite(tables).all() and (np.diff(tables, axis=1) >= 0).all()
+    if preset.group and not is_ascending:
+        raise ValueError("a table whose entries are not ascending numbers")
+    return tables, indices
+
+
+def fitted_rows(
+    place: str, first: int, parts: Parts, values: torch.Tensor, preset: Preset
+) -> FittedRows:
+    """What a shard stores of a fitted matrix, beside the nearest values that the stored
+    tables or scales can express, and those on an even grid of the preset's.
+
+    Args:
+        first: the number of the first row within the matrix.
+        values: the checkpoint's [rows, columns], rounded to fp16.
+
+    Raises:
+        ValueError: arrays that do not fit together; see also `check_tables`.
+    """
+    if preset.is_integer:
+        return FittedRows(
+            place, first, preset.bits, 1, values, *_integer_rows(parts, values, preset)
+        )
+    tables, indices = check_tables(parts, values, preset)
+    tables = torch.from_numpy(tables)
+    groups = values.reshape(len(tables), -1)
+    chosen = torch.from_numpy(np.int64(indices)).reshape(groups.shape)
+    stored = torch.gather(tables, 1, chosen).reshape(values.shape)
+    middles = (tables[:, 1:] + tables[:, :-1]) / 2
+    closest = torch.searchsorted(middles, groups)
+    nearest = torch.gather(tables, 1, closest).reshape(values.shape)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    step = (high - low) / (tables.shape[1] - 1)
+    even = (low + torch.round((groups - low) / step).nan_to_num() * step).half().float()
+    gaps = nn.functional.pad(tables.diff(dim=1), (1, 1), mode="replicate")
+    steps = (gaps[:, 1:] + gaps[:, :-1]) / 2
+    clipped = (chosen == 0) | (chosen == tables.shape[1] - 1)
+    return FittedRows(
+        place,
+        first,
+        bits=preset.bits,
+        group=len(values) // len(tables),
+        values=values,
+        stored=stored,
+        nearest=nearest,
+        even=even.reshape(values.shape),
+        step=torch.gather(steps, 1, closest).reshape(values.shape),
+        clipped=clipped.reshape(values.shape),
+    )
+
+
+def _integer_rows(
+    parts: Parts, values: torch.Tensor, preset: Preset
+) -> tuple[torch.Tensor, ...]:
+    """Stored values, the nearest ones with the stored scales, the nearest ones with the
+    scales of the preset, the stored scales, and where the largest integer is stored,
+    each [rows, columns]."""
+    if np.any(parts.get("offset", 0)):
+        raise ValueError(f"a zero point, not as {preset.name} makes it")
+    data = np.float32(parts["data"])
+    factors = torch.from_numpy(_factors(parts["scale"], data.shape))
+    steps = factors.repeat_interleave(data.size // len(factors)).reshape(values.shape)
+    largest = 2 ** (preset.bits - 1) - 1
+    width = values.numel()
+    if preset.granularity != "per_tensor":
+        width = preset.block or values.shape[1]
+    peaks = values.abs().reshape(-1, width).amax(1)
+    peaks = (peaks / largest).half().float()
+    even = peaks.repeat_interleave(width).reshape(values.shape)
+
+    def nearest(steps: torch.Tensor) -> torch.Tensor:
+        codes = torch.round(values / steps).nan_to_num().clamp(-largest, largest)
+        return codes * steps
+
+    codes = torch.from_numpy(data).reshape(values.shape)
+    is_largest = codes.abs() >= largest
+    return codes * steps, nearest(steps), nearest(even), steps, is_largest
+
+
 def table_deviation(
     place: str, parts: Parts, values: torch.Tensor, preset: Preset
 ) -> Gate:
@@ -355,16 +509,9 @@ def table_deviation(
         ValueError: tables that are not ascending numbers or that do not divide the rows
             as the preset does, or an index behind the end of a table.
     """
-    tables = np.float32(parts["lut"]).reshape(-1, 1 << preset.bits)
+    tables, indices = check_tables(parts, values, preset)
     count = len(tables)
     rows = preset.group or len(values)
-    if count * rows != len(values):
-        raise ValueError(f"{count} tables for {len(values)} rows, not as {preset.name}")
-    indices = parts["indices"].reshape(values.shape)
-    if indices.max(initial=0) >= tables.shape[1]:
-        raise ValueError(
-            f"an index of {indices.max()} into tables of {preset.bits} bits"
-        )
     best = "times the squared error of the best table"
     unit = "times the distance to the nearest entry"
     if not preset.group:
@@ -376,8 +523,6 @@ def table_deviation(
             deviation(place, error, TABLE_LIMIT, best),
         ]
         return max(pair, key=_excess)
-    if not np.isfinite(tables).all() or (np.diff(tables, axis=1) < 0).any():
-        raise ValueError("a table whose entries are not ascending numbers")
     from workbench.check import kernels  # numba takes a moment to import
 
     nearest = np.zeros(count, np.float32)

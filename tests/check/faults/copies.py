@@ -107,6 +107,20 @@ class StoredWeight:
         values[row] *= factor
         stored.write(values)
 
+    def scale_row_by_draws(self, row: int, factor: float) -> None:
+        """Multiplies one row of a weight with tables: each weight becomes one of the two entries
+        around its multiple, drawn so that their mean is the multiple."""
+        codes = self.codes.read()
+        table = self._tables()[row]
+        target = table[codes[row].ravel().astype(int)] * factor
+        upper = np.searchsorted(table, target).clip(1, len(table) - 1)
+        lower = upper - 1
+        gap = np.maximum(table[upper] - table[lower], 1e-9)
+        share = ((target - table[lower]) / gap).clip(0, 1)
+        draws = np.random.default_rng(0).random(len(target))
+        codes[row] = np.where(draws < share, upper, lower).reshape(codes[row].shape)
+        self.codes.write(codes)
+
     def shift(self, steps: int) -> None:
         """Moves every weight by this many codes, as a wrong zero point does; a float by twice as
         many of fp16's steps."""

@@ -8,6 +8,9 @@ from faults.copies import StoredWeight
 from faults.fault import Fault
 
 GROUPED = ("lut6-g16",)  # presets of `cases` with a table for each group of rows
+# Presets of the bundle `fitted`, and those with a table for each group of rows.
+FITTED = ("int8-channel", "int4-block32", "lut6-g16", "lut4-g8")
+FITTED_TABLES = ("lut6-g16", "lut4-g8")
 Plant = Callable[..., None]
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -47,6 +50,20 @@ def scale(tensor: str, factor: float) -> Plant:
 def scale_row(tensor: str, row: int, factor: float) -> Plant:
     """Multiplies one output channel, by its own scale where it has one."""
     return edit_stored(tensor, lambda stored: stored.scale_row(row, factor))
+
+
+def store_scaled_row(tensor: str, row: int, factor: float) -> Plant:
+    """Multiplies one output channel. An entry of a coarse table stands for its own multiple, too:
+    each weight is stored as one of the two entries around its multiple, drawn so that their mean is
+    the multiple."""
+
+    def scale_stored(stored: StoredWeight) -> None:
+        if stored.role == "indices":
+            stored.scale_row_by_draws(row, factor)
+        else:
+            stored.scale_row(row, factor)
+
+    return edit_stored(tensor, scale_stored)
 
 
 def shift(tensor: str, steps: int) -> Plant:
@@ -239,6 +256,25 @@ def declare_other_groups(copy, layer):
         if tensor.endswith("mlp.up_proj.weight"):
             formats = copy.manifest.setdefault("formats", {})
             formats[tensor] = f"{name}-g{int(group) // 2}"
+
+
+def declare_other_format(copy, layer):
+    """The manifest calls a matrix one of another preset."""
+    others = {
+        "lut6-g16": "lut6-g8",
+        "lut4-g8": "lut4-g4",
+        "int8-channel": "lut4-g8",
+        "int4-block32": "lut4-g8",
+    }
+    formats = copy.manifest.setdefault("formats", {})
+    for tensor in copy.shard(layer)["weights"]:
+        if tensor.endswith("mlp.up_proj.weight"):
+            formats[tensor] = others[copy.manifest["options"]["compress"]]
+
+
+def forget_the_calibration(copy):
+    """The manifest says nothing of the text that the values were fitted to."""
+    copy.manifest["calibration"] = None
 
 
 FAULTS = [
@@ -566,5 +602,69 @@ FAULTS = [
         layer=1,
         plant=declare_other_groups,
         presets=GROUPED,
+    ),
+    Fault(
+        "tables of two neighbouring groups exchanged after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=1,
+        plant=edit_tables("mlp.up_proj.weight", exchange_neighbours),
+        presets=FITTED_TABLES,
+    ),
+    Fault(
+        "entries of one table rotated by one after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=1,
+        plant=edit_tables("self_attn.q_proj.weight", rotate_one),
+        presets=FITTED_TABLES,
+    ),
+    Fault(
+        "one row times 1.05 after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=1,
+        plant=store_scaled_row("mlp.down_proj.weight", 20, 1.05),
+        # 256 inputs of lut4-g8 are too few to tell such a row from rounding
+        presets=("int8-channel", "int4-block32", "lut6-g16"),
+    ),
+    Fault(
+        "one row times 1.02 after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=1,
+        plant=store_scaled_row("mlp.down_proj.weight", 20, 1.02),
+        presets=("int8-channel", "lut6-g16"),
+    ),
+    Fault(
+        "sixteen inputs of one row zero after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=3,
+        plant=edit_values("mlp.down_proj.weight", zero_sixteen_inputs),
+        presets=FITTED,
+    ),
+    Fault(
+        "format of a tensor mislabelled after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=1,
+        plant=declare_other_format,
+        presets=FITTED,
+    ),
+    Fault(
+        "one tensor of another layer after a calibration",
+        gate="weights",
+        bundle="fitted",
+        layer=0,
+        plant=store_tensor_of_another_layer,
+        presets=FITTED,
+    ),
+    Fault(
+        "calibration forgotten",
+        gate="weights",
+        bundle="fitted",
+        plant=forget_the_calibration,
+        presets=FITTED,
     ),
 ]

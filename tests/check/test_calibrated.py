@@ -1,0 +1,246 @@
+"""Gate `weights` on matrices that were fitted to a calibration text: sound ones are GREEN, planted
+faults RED, in bundles of a small model and in wide random matrices."""
+
+import cases
+import numpy as np
+import pytest
+import tiny
+import torch
+from cases import Case
+from faults.copies import Copy
+
+from workbench import Bundle, export
+from workbench.bundle import find_preset
+from workbench.bundle.presets import Preset
+from workbench.check.calibrated import InputWeights, Moment, matrix_gates
+from workbench.check.gates import RED, Gate
+from workbench.check.weights import fitted_rows, weights_gate
+from workbench.exporter import calibrate
+from workbench.exporter.compress import InputStatistics, compress_matrix
+from workbench.models.checkpoint import Checkpoint
+
+PRESETS = cases.FITTED
+
+
+@pytest.fixture
+def fitted(exports):
+    """Sound bundles of a trained model by their preset."""
+
+    def bundle(preset: str) -> Bundle:
+        folder, _ = cases.export_sound(exports, Case("base", "fitted", preset))
+        return Bundle.open(folder)
+
+    return bundle
+
+
+@pytest.mark.slow("exports a bundle and judges its weights")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sound_bundles_are_green(fitted, tiny_llama, preset):
+    gate = weights_gate(fitted(preset), tiny_llama)
+    assert gate.verdict == "GREEN", gate.reason
+    # seven matrices of each of four layers, and the head
+    assert "29 matrices were fitted to a calibration text" in gate.reason
+
+
+@pytest.mark.slow("exports a bundle and judges its weights")
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2", "zaya", "lfm2"])
+def test_sound_bundles_of_other_families_are_green(exports, tmp_path, family):
+    checkpoint = exports.checkpoint(family)
+    text = tiny.random_text(90)
+    options = {"compress": "lut4-g8", "max_seq_len": 16, "calibration": text}
+    gate = weights_gate(
+        export(checkpoint, tmp_path / "b", **options), Checkpoint(checkpoint)
+    )
+    assert gate.verdict == "GREEN", gate.reason
+
+
+FAULTY = [case for case in cases.faulty_cases() if case.fault.bundle == "fitted"]
+
+
+@pytest.mark.slow("exports a bundle and plants a fault")
+@pytest.mark.parametrize("case", FAULTY, ids=str)
+def test_faults_in_files_are_red(exports, case):
+    with cases.open_subject(exports, case) as subject:
+        assert subject.weights.verdict == RED
+
+
+def scale_embedding(copy):
+    copy.edit_embedding(lambda table: table * np.float16(1.05))
+
+
+def leave_out_a_tensor(copy):
+    copy.shard(1)["weights"].pop("model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("plant", [scale_embedding, leave_out_a_tensor])
+def test_what_no_text_was_fitted_to_is_judged_too(fitted, tiny_llama, tmp_path, plant):
+    copy = Copy(fitted("lut4-g8").root, tmp_path / "copy")
+    plant(copy)
+    assert weights_gate(Bundle.open(copy.seal()), tiny_llama).verdict == RED
+
+
+def test_other_token_ids_than_the_manifest_names_are_red(fitted, tiny_llama, tmp_path):
+    copy = Copy(fitted("lut4-g8").root, tmp_path / "copy")
+    folder = copy.seal()
+    ids = np.load(folder / "calibration.npy")
+    np.save(folder / "calibration.npy", ids[:, ::-1].copy())
+    gate = weights_gate(Bundle.open(folder), tiny_llama)
+    assert gate.verdict == RED and "token ids" in gate.reason
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_statistics_of_another_layer_are_red(tiny_llama, tmp_path, monkeypatch, preset):
+    """Planted in the exporter: every layer is compressed with the inputs of the first."""
+    first: dict[int, torch.Tensor] = {}
+
+    class OfFirstLayer(InputStatistics):
+        @classmethod
+        def of(cls, hessian: torch.Tensor, damping: float) -> InputStatistics:
+            return InputStatistics.of(first.setdefault(len(hessian), hessian), damping)
+
+    monkeypatch.setattr(calibrate, "InputStatistics", OfFirstLayer)
+    text = tiny.random_text(tiny_llama.config.vocab_size)
+    options = {"compress": preset, "max_seq_len": 64, "calibration": text}
+    bundle = export(tiny_llama.path, tmp_path / "b", **options)
+    gate = weights_gate(bundle, tiny_llama)
+    assert gate.verdict == RED and "median" in gate.reason
+
+
+# --- wide matrices ---
+
+
+WIDTH, ROWS = 576, 64
+
+
+def correlated_inputs(seed: int) -> torch.Tensor:
+    """Inputs [4096, WIDTH] of unequal size that share directions."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(WIDTH, 96, generator=generator)
+    x = torch.randn(4096, 96, generator=generator) @ mixing.T
+    x += 5 * torch.randn(x.shape, generator=generator)
+    return x * torch.exp(0.5 * torch.randn(WIDTH, generator=generator))
+
+
+def statistics_of(x: torch.Tensor) -> InputStatistics:
+    """What the exporter knows of inputs x."""
+    total = calibrate.InputSum()
+    total.add(x[None])
+    return total.statistics
+
+
+def weights_of(seed: int) -> torch.Tensor:
+    """Weights [ROWS, WIDTH] with heavy tails and rows of unequal size."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_t(5, (ROWS, WIDTH)) * np.exp(
+        0.3 * rng.standard_normal((ROWS, 1))
+    )
+    return torch.from_numpy(values * 0.02).half()
+
+
+def judge(
+    values: torch.Tensor,
+    target: torch.Tensor,
+    preset: Preset,
+    inputs: torch.Tensor,
+    fitted_inputs: torch.Tensor,
+) -> list[Gate]:
+    """The gates of `values` with these `inputs`, whose exporter fitted `target` to
+    `fitted_inputs`."""
+    arrays = compress_matrix(target.clone(), preset, statistics_of(fitted_inputs))
+    if preset.is_integer:
+        parts = {
+            "data": arrays["data"].reshape(values.shape),
+            "scale": arrays["scale"].reshape(len(values), -1),
+        }
+    else:
+        entries = 1 << preset.bits
+        parts = {
+            "indices": arrays["indices"].reshape(values.shape),
+            "lut": arrays["lut"].reshape(-1, 1, 1, 1, entries, 1),
+        }
+    rows = fitted_rows("w", 0, parts, values.float(), preset)
+    return matrix_gates([rows], InputWeights.of([Moment.of(inputs)]))
+
+
+def red(gates: list) -> list[str]:
+    return [gate.reason for gate in gates if gate.verdict == RED]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", PRESETS)
+def test_wide_sound_matrices_are_green(name, seed):
+    values, inputs = weights_of(seed), correlated_inputs(seed)
+    assert not red(judge(values, values, find_preset(name), inputs, inputs))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("int8-channel", 1.02),
+        ("lut6-g16", 1.02),
+        ("lut4-g8", 1.05),
+        ("int4-block32", 1.05),
+    ],
+)
+def test_a_row_that_the_exporter_scaled_is_red(name, factor, seed):
+    values, inputs = weights_of(seed), correlated_inputs(seed)
+    target = values.clone()
+    target[20] *= factor
+    reasons = red(judge(values, target, find_preset(name), inputs, inputs))
+    assert any("row 20" in reason and "slope" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["int8-channel", "lut6-g16", "lut4-g8"])
+def test_inputs_that_the_exporter_lost_in_one_row_are_red(name, seed):
+    values, inputs = weights_of(seed), correlated_inputs(seed)
+    target = values.clone()
+    target[20, 96:112] = 0
+    reasons = red(judge(values, target, find_preset(name), inputs, inputs))
+    assert any("row 20" in reason and "of 16 inputs" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_wide_matrix_with_the_statistics_of_other_inputs_is_red(name):
+    values, inputs, others = weights_of(0), correlated_inputs(0), correlated_inputs(1)
+    reasons = red(judge(values, values, find_preset(name), inputs, others))
+    assert any("median" in reason for reason in reasons)
+
+
+def test_a_table_of_few_entries_is_red():
+    """The stored entries are the nearest of a table that uses 8 of its 64 entries."""
+    values, inputs = weights_of(0), correlated_inputs(0)
+    preset = find_preset("lut6-g16")
+    groups = np.float32(values).reshape(ROWS // 16, -1)
+    ends = np.linspace(groups.min(1), groups.max(1), 8, axis=1)
+    tables = np.float32(np.float16(ends.repeat(8, 1)))
+    indices = np.abs(groups[..., None] - tables[:, None]).argmin(-1)
+    parts = {
+        "indices": np.uint8(indices).reshape(values.shape),
+        "lut": np.float16(tables).reshape(-1, 1, 1, 1, 64, 1),
+    }
+    rows = fitted_rows("w", 0, parts, values.float(), preset)
+    reasons = red(matrix_gates([rows], InputWeights.of([Moment.of(inputs)])))
+    assert any("even grid" in reason for reason in reasons)
+
+
+def test_a_table_for_a_whole_tensor_shows_its_cost_beside_groups():
+    """Rows of unequal size with heavy tails: one table serves the large rows."""
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.standard_normal((ROWS // 8, 1, 1)))
+    values = 0.02 * rng.standard_t(3, (ROWS // 8, 8, WIDTH)) * sizes
+    values = torch.from_numpy(values.reshape(ROWS, WIDTH)).half()
+    inputs = correlated_inputs(0)
+    output = values.float() @ inputs.T
+    costs, whole = {}, f"lut4-g{ROWS}"
+    for name in (whole, "lut4-g8"):
+        preset = find_preset(name)
+        arrays = compress_matrix(values, preset, statistics_of(inputs))
+        stored = arrays["lut"].reshape(-1, 16)[
+            np.arange(ROWS)[:, None] // preset.group,
+            arrays["indices"].reshape(ROWS, WIDTH),
+        ]
+        change = (torch.from_numpy(np.float32(stored)) - values.float()) @ inputs.T
+        costs[name] = float((change.square().sum(1) / output.square().sum(1)).mean())
+    assert costs[whole] > 2 * costs["lut4-g8"]
