@@ -13,7 +13,7 @@ where `describe_functions`, `describe_functions_and_moves` or `count_tokens` dec
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +33,10 @@ from workbench.bundle import (
     new_bundle,
 )
 from workbench.bundle.foreign import TOKENS, Foreign, Function, Part, caches
-from workbench.bundle.names import IDS, LOGITS
+from workbench.bundle.names import IDS, LOGITS, PER_LAYER, X0, split_layer
 from workbench.check import compare, hf
 from workbench.check.program import state_rows
+from workbench.check.weights import HOST_TENSORS
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.exporter import versions, write_embedding
@@ -49,15 +50,22 @@ LARGEST_CALL = 64  # tokens of a call where a package takes any number
 # pattern in the lower-case name of an input or an output → its role; the first decides
 INPUTS = {
     "write|update": "write",
+    "per_layer_raw": "per_layer",
     "causalmask": "mask_inf",
     "mask": "mask",
+    "cos_s$": "rope_cos_local",
+    "sin_s$": "rope_sin_local",
+    "cos_f$": "rope_cos_global",
+    "sin_f$": "rope_sin_global",
     "cos": "rope_cos",
     "sin": "rope_sin",
+    "ring_?pos": "ring_start",
     "current_?pos|start|^pos$|offset": "start",
     "position": "positions",
     "ids?$|tokens?$": "ids",
     "hidden|embed|^x$": "x",
-    # any other input is fed zeros; the table of assumptions names it
+    # any other input is what an earlier package outputs under its name, or is fed zeros;
+    # the table of assumptions names it
     "": "zeros",
 }
 OUTPUTS = {
@@ -134,6 +142,31 @@ def open_package(path: Path) -> Package:
     )
 
 
+def connect(packages: list[Package]) -> list[Package]:
+    """Packages in the order in which they run, with the role `carried` of inputs that
+    have no other role and of the outputs of earlier packages that they are."""
+    outputs: set[str] = set()
+    inputs: set[str] = set()
+    for package in packages:
+        for name, role in package.input_roles.items():
+            if role == "zeros" and {name, f"{name}_out"} & outputs:
+                inputs.add(name)
+        outputs |= package.output_roles.keys()
+    connected = []
+    for package in packages:
+        input_roles, output_roles = (
+            {
+                name: "carried" if name.removesuffix("_out") in inputs else role
+                for name, role in roles.items()
+            }
+            for roles in (package.input_roles, package.output_roles)
+        )
+        connected.append(
+            replace(package, input_roles=input_roles, output_roles=output_roles)
+        )
+    return connected
+
+
 def propose(
     packages: Sequence[Path], checkpoint: Checkpoint, out: Path
 ) -> tuple[Bundle, list[dict]]:
@@ -152,6 +185,7 @@ def propose(
             paths_of_source = source.glob("[!.]*.mlpackage")
         opened_packages += map(open_package, paths_of_source)
     opened_packages.sort(key=lambda package: package.running_order)
+    opened_packages = connect(opened_packages)
     names = [package.path.name for package in opened_packages]
     if len({*names}) < len(names):
         step = "rename one of them, or leave it out"
@@ -184,6 +218,11 @@ def describe(
     compress = nearest_preset(entries, checkpoint)
     options = describe_options(functions, cache_shapes, plan, compress)
     spec = layers_spec(plan, options, 0, plan.dims.L)
+    # packages keep no copies of caches, and compute from x what layers add to the stream
+    for name in list(spec.states):
+        if source_layer(plan, name) is not None:
+            del spec.states[name]
+    spec.inputs.pop(X0, None)
     # Caches of one shape are in any order here; `match_caches` puts them right. It
     # permutes names and planes, so that each plane needs a name of its own shape now.
     tensors = sorted(cache_shapes, key=cache_shapes.get)
@@ -233,7 +272,7 @@ def link_packages(
     for index, package in enumerate(packages):
         states = package.program.states
         # packages that each declare all caches share one state
-        is_shared = len(caches(0, states)) == 2 * plan.dims.L
+        is_shared = len(caches(0, states)) == len(cache_sizes(plan))
         number = 0 if is_shared else index
         cache_shapes |= caches(number, states)
         name = package.path.name
@@ -270,17 +309,34 @@ def link_package(source: Path, target: Path) -> None:
         link(str(source / file), str(path))
 
 
+def source_layer(plan: Plan, state: str) -> int | None:
+    """The layer whose cache rows the layer of a logical state copies; None: it has its
+    own."""
+    layer, _ = split_layer(state)
+    return plan.layers[layer].source
+
+
+def cache_sizes(plan: Plan) -> list[tuple[int, int]]:
+    """Heads and head width of the keys and of the values of every layer that has
+    some."""
+    sizes = [layer.heads(plan.dims) for layer in plan.layers if layer.source is None]
+    return sorted(sizes + sizes)
+
+
 def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
-    """Raises an InputError unless there are keys and values of every layer, of the
-    model's heads and head width."""
-    dims = plan.dims
+    """Raises an InputError unless there are keys and values of every layer that has
+    some, of its heads and head width, or padded to the largest width."""
     # heads and width of [1, heads, rows, width]; a state of another rank has other sizes
-    sizes = [tuple(shape[1::2]) for shape in shapes.values()]
-    if sizes != [(dims.H_kv, dims.D)] * (2 * dims.L):
+    sizes = sorted(tuple(shape[1::2]) for shape in shapes.values())
+    needed = cache_sizes(plan)
+    largest = max(width for _, width in needed)
+    padded = sorted((heads, largest) for heads, _ in needed)
+    if sizes not in (needed, padded):
+        kinds = [f"{heads} heads of width {width}" for heads, width in {*needed}]
         raise InputError(
             "packages",
             f"{len(sizes)} caches, of heads and widths {sorted(set(sizes))}",
-            f"{2 * dims.L} of {dims.H_kv} heads of width {dims.D}",
+            f"{len(needed)} of {' and '.join(sorted(kinds))}",
             "name all packages, and the checkpoint that was exported",
         )
 
@@ -308,7 +364,14 @@ def describe_functions_and_moves(
 def nearest_preset(entries: Sequence, checkpoint: Checkpoint) -> str:
     """The preset whose bits per weight are nearest to those of files of weights."""
     stored = sum(file.bytes for file in entries if file.path.endswith(".bin"))
-    count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.header)
+    # the host looks second embeddings up, and towers are no part of the text model
+    lookup = HOST_TENSORS[PER_LAYER]
+    count = sum(
+        math.prod(checkpoint.shape(name))
+        for name in checkpoint.header
+        if (name.startswith(checkpoint.prefix) or name == checkpoint.head)
+        and not name.endswith(lookup)
+    )
     bits = 8 * stored / count
     return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
 
@@ -361,8 +424,13 @@ def match_caches(
     (state,), (shard,) = decoder.seqs.states, manifest.shards
     names, entries = zip(*shard.states.items())
     rows = [state.read(name)[0, :, 0] for name in names]
-    expected = [state_rows(trace, name) for name in names]
-    errors = [[compare.relative_rms(e, row) for row in rows] for e in expected]
+    errors = np.full((len(names), len(rows)), UNMATCHED)
+    for i, name in enumerate(names):
+        expected = state_rows(trace, name)
+        for j, row in enumerate(rows):
+            # a plane holds a cache of as many rows and channels
+            if entries[i].shape == entries[j].shape:
+                errors[i, j] = compare.relative_rms(expected, row)
     errors = np.nan_to_num(errors, nan=UNMATCHED, posinf=UNMATCHED)
     nearest = linear_sum_assignment(errors)
     states = {names[i]: entries[j] for i, j in zip(*nearest)}

@@ -33,11 +33,21 @@ TOKENS = {
     "mask_inf": -2,
     "rope_cos": -2,  # [T, D] or [T, D / 2], the bundle's rope table
     "rope_sin": -2,
+    # the same of models that have a table for each of two kinds of layers
+    "rope_cos_local": -2,
+    "rope_sin_local": -2,
+    "rope_cos_global": -2,
+    "rope_sin_global": -2,
+    "per_layer": -2,  # [1, L·P, T, 1] or [1, T, L·P]: second embeddings of all layers
 }
-# `start`: the position of the first token. `zeros`: an input of no known role. Outputs
-# are `x`; `logits` of the vocabulary or of a slice; or, of each slice, the token `top`
-# with the largest logit and that logit, `top_value`.
-Role = Literal[*TOKENS, "start", "zeros", "logits", "top", "top_value"]
+# `start`: the position of the first token; `ring_start`: its row in the smallest cache,
+# where position p is in row p modulo the rows. `carried`: an output that a later package
+# reads under the same name, with or without `_out`. `zeros`: an input of no known role.
+# Other outputs are `x`; `logits` of the vocabulary or of a slice; or, of each slice, the
+# token `top` with the largest logit and that logit, `top_value`.
+Role = Literal[
+    *TOKENS, "start", "ring_start", "carried", "zeros", "logits", "top", "top_value"
+]
 
 
 class ManifestModel(BaseModel):
@@ -86,7 +96,8 @@ class Foreign(ManifestModel):
     they run, and the ways to call them.
 
     `StateEntry.tensor` of the shard's caches names a plane of a state: `0/kv_cache/3` is
-    plane 3 of `kv_cache` in state number 0.
+    plane 3 of `kv_cache` in state number 0. A plane may be wider than the heads of its
+    layer, which are in its first channels.
 
     Args:
         roles: the role of every input and output of the packages by its name, slices of

@@ -437,10 +437,12 @@ class _Recorder:
         if starts is None:
             starts = np.zeros(B, int)
         for layer in range(*shard.layers):
-            if not self.decoder.manifest.layers[layer].attends:
-                continue
             for leaf, field in ((K_STATE, "k"), (V_STATE, "v")):
                 name = f"layers.{layer}.{leaf}"
+                # it does not attend, or packages of another exporter have no copy of
+                # the cache that it reads
+                if name not in state.shard.states:
+                    continue
                 cache = np.asarray(state.read(name), np.float32).swapaxes(1, 2)
                 S = state.shard.states[name].ring or cache.shape[1]
                 positions = starts[:, None] + np.arange(max(0, n - S), n)

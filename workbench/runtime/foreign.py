@@ -14,7 +14,7 @@ import miltorch
 from miltorch.constants import Constants
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.foreign import TOKENS, Function, caches, refuse
-from workbench.bundle.names import LOGITS, MASKED, POS, X
+from workbench.bundle.names import LOGITS, MASKED, PER_LAYER, POS, X
 from workbench.runtime.base import Model, OnCall, State, interrupted
 
 
@@ -34,6 +34,10 @@ class ForeignState(State):
         super().__init__(model.shard)
         self.foreign = model.foreign
         self.arranged_for: int | None = 0
+        # channels of each plane that the heads of its layer have
+        self.widths = {
+            entry.tensor: entry.shape[-1] for entry in model.shard.states.values()
+        }
         self.part_states: dict[int | None, State] = {}
         self.tensors: dict[str, tuple[State, str]] = {}
         for part, models in zip(self.foreign.parts, model.models):
@@ -49,7 +53,8 @@ class ForeignState(State):
         packed, _, plane = tensor.rpartition("/")
         state, name = self.tensors[packed]
         value = state.read(name)
-        return value.reshape(-1, *value.shape[-3:])[[int(plane)]]
+        planes = value.reshape(-1, *value.shape[-3:])
+        return planes[[int(plane)], ..., : self.widths[tensor]]
 
     def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         self.arrange_rows(0)
@@ -57,7 +62,8 @@ class ForeignState(State):
         state, name = self.tensors[packed]
         # a package's state may hold the caches of all its layers
         planes = state.read(name)
-        planes.reshape(-1, *planes.shape[-3:])[int(plane)] = value[0]
+        of_plane = planes.reshape(-1, *planes.shape[-3:])[int(plane)]
+        of_plane[..., : self.widths[tensor]] = value[0]
         state.write(name, planes)
 
     def arrange_rows(self, end: int) -> None:
@@ -120,6 +126,8 @@ class ForeignModel(Model):
         self.fast = fast
         self.V = bundle.manifest.dims.V
         self.models = models
+        # rows of the smallest cache
+        self.ring_rows = min(entry.shape[-2] for entry in shard.states.values())
         self._check_names()
         self._check_slices()
         packages = [model for functions in models for model in functions.values()]
@@ -133,13 +141,17 @@ class ForeignModel(Model):
         """Refuses a description that lacks an input, output or cache of the packages, or
         has one that no package has."""
         packaged = set()
+        states = self.shard.states.values()
+        widths = {entry.tensor: entry.shape[-1] for entry in states}
         for part, functions in zip(self.foreign.parts, self.models):
             for model in functions.values():
                 program = model.program
                 packaged |= {*program.inputs, *program.outputs}
                 for tensor, shape in caches(part.state, program.states).items():
-                    packaged.add(f"{tensor} {shape}")
-        states = self.shard.states.values()
+                    *sizes, width = shape
+                    # the heads of a layer may be narrower than their plane
+                    width = min(width, widths.get(tensor, width))
+                    packaged.add(f"{tensor} {[*sizes, width]}")
         described = {f"{entry.tensor} {entry.shape}" for entry in states}
         if different := packaged ^ (described | self.foreign.roles.keys()):
             actual = f"{sorted(different)} on one side only"
@@ -242,10 +254,11 @@ class ForeignModel(Model):
         while not function.logits and parts[-1][0].state is None:
             del parts[-1]  # the head
         outputs: dict[str, list[np.ndarray]] = defaultdict(list)
+        carried: dict[str, np.ndarray] = {}
         for part, models in parts:
             model = models[None if part.state is None else function.name]
             package_inputs = {
-                name: self._input_array(name, type_, values, positions, hook)
+                name: self._input_array(name, type_, values, carried, positions, hook)
                 for name, type_ in model.program.inputs.items()
             }
             part_state = arguments.state.part_states.get(part.state)
@@ -254,7 +267,9 @@ class ForeignModel(Model):
             results = model.predict(package_inputs, part_state, hook)
             self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
             for name, role in self.foreign.roles.items():
-                if name in results:
+                if name in results and role == "carried":
+                    carried[name.removesuffix("_out")] = results[name]
+                elif name in results:
                     value = results[name]
                     # only in rank 4 do channels come before tokens
                     if value.ndim == 4:
@@ -271,10 +286,12 @@ class ForeignModel(Model):
         name: str,
         type_: miltorch.Type,
         values: dict[str, np.ndarray],
+        carried: dict[str, np.ndarray],
         positions: np.ndarray,
         hook: Callable | None,
     ) -> np.ndarray:
-        """The array of an input for a call of tokens at `positions` [T]."""
+        """The array of an input for a call of tokens at `positions` [T]. `carried`:
+        outputs of earlier parts."""
         shape = type_.shape
         role = self.foreign.roles[name]
         T = len(positions)
@@ -282,6 +299,10 @@ class ForeignModel(Model):
             value = positions
         elif role == "start":
             value = positions[:1]
+        elif role == "ring_start":
+            value = positions[:1] % self.ring_rows
+        elif role == "carried" and name in carried:
+            value = carried[name]
         elif role in ("write", "mask", "mask_inf"):
             value = self._mask(role, shape, positions, hook)
         elif role == "zeros":
@@ -335,7 +356,7 @@ def _plane(role: str, shape: Sequence[int], value: np.ndarray, T: int) -> np.nda
     size = max(T, shape[TOKENS[role]] or T)
     columns = np.minimum(np.arange(size), T - 1)
     value = np.take(value, columns, axis=TOKENS[role])
-    if role == X and len(shape) < 4:
+    if role in (X, PER_LAYER) and len(shape) < 4:
         return value[..., 0].swapaxes(1, 2)
     if role.startswith("rope"):
         # may be as wide as the head, with the half twice

@@ -1,0 +1,108 @@
+"""Packages with the interface of public exports of Gemma 4 are adopted: GREEN as they should be,
+RED where full-attention layers turn every pair of channels."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+from exporter_gemma4 import Chunked, chunked
+from in_process import invoke
+from refusal import refused
+
+from workbench import Decoder
+from workbench.models.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.slow("converts four packages")
+SIZES = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+SIZES |= {"num_hidden_layers": 8, "num_kv_shared_layers": 4}
+PROMPT = [5, 90, 17, 33, 2, 64, 71, 8, 40]
+OWNERS = range(4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(exports) -> Path:
+    return exports.checkpoint("gemma4_text", **SIZES)
+
+
+def packages_of(checkpoint: Path, folder: Path, **options) -> Path:
+    folder.mkdir()
+    chunked(folder, Chunked(checkpoint, **options))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packages(checkpoint, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chunks") / "packages"
+    return packages_of(checkpoint, folder)
+
+
+def adopted(packages: Path, checkpoint: Path, folder: Path) -> dict[str, dict]:
+    """What adopt assumed of packages, by its subject."""
+    source = "--checkpoint", checkpoint, "--out", folder
+    rows = invoke("adopt", packages, *source)["assumed"]
+    return {row["about"]: row for row in rows}
+
+
+def gates_of(bundle: Path, checkpoint: Path) -> dict[str, dict]:
+    ids = ",".join(map(str, PROMPT))
+    source = "--checkpoint", checkpoint, "--prompt-ids", ids
+    return {gate["name"]: gate for gate in invoke("validate", bundle, *source)["gates"]}
+
+
+def test_sound_packages_are_green_and_give_hugging_face_s_tokens(
+    exports, checkpoint, packages, tmp_path
+):
+    assumed = adopted(packages, checkpoint, tmp_path / "b")
+    roles = {
+        "per_layer_raw": "per_layer",
+        "per_layer_combined": "carried",
+        "per_layer_combined_out": "carried",
+        "kv13_k": "carried",
+        "kv14_v": "carried",
+        "cos_s": "rope_cos_local",
+        "sin_f": "rope_sin_global",
+        "current_pos": "start",
+        "ring_pos": "ring_start",
+        "token_id": "top",
+        "token_logit": "top_value",
+    }
+    assert {name: assumed[name]["assumed"] for name in roles} == roles
+    decoder = Decoder(tmp_path / "b", "portable", "exact")
+    (shard,) = decoder.manifest.shards
+    assert {*shard.states} == {
+        f"layers.{i}.{leaf}" for i in OWNERS for leaf in ("k_state", "v_state")
+    }
+    expected = exports.golden(checkpoint, 24)
+    decoder.prefill(expected.ids[:-1])
+    assert decoder.decode_one_token(expected.ids[-1]).argmax() == (
+        expected.logits[-1].argmax()
+    )
+    gates = gates_of(tmp_path / "b", checkpoint)
+    assert "RED" not in {gate["verdict"] for gate in gates.values()}, gates
+    for name in ("interface", "host", "program", "state_life", "write_address", "undo"):
+        assert gates[name]["verdict"] == "GREEN", gates[name]
+
+
+def test_full_layers_that_turn_all_pairs_are_red(checkpoint, tmp_path):
+    packages = packages_of(checkpoint, tmp_path / "packages", turns_all_pairs=True)
+    adopted(packages, checkpoint, tmp_path / "b")
+    gate = gates_of(tmp_path / "b", checkpoint)["program"]
+    assert gate["verdict"] == "RED" and gate["value"] > 5 * gate["threshold"], gate
+
+
+def test_packages_without_a_chunk_are_refused(checkpoint, packages, tmp_path):
+    chunks = sorted(packages.iterdir())
+    source = Checkpoint(checkpoint)
+    with refused("4 caches.*8 of 1 heads of width 16 and 1 heads of width 32"):
+        invoke(
+            "adopt", *chunks[1:], "--checkpoint", source.path, "--out", tmp_path / "b"
+        )
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_work_of_a_call_is_read_off_the_packages(checkpoint, packages, tmp_path):
+    adopted(packages, checkpoint, tmp_path / "b")
+    plan = invoke("plan", tmp_path / "b")
+    # two sliding and two full layers, without the padding of narrow heads
+    window = tiny.DIMS["gemma4_text"]["sliding_window"]
+    assert plan["bytes"]["kv"] == 2 * 2 * (2 * window * 16 + 2 * 32 * 32)
