@@ -213,7 +213,8 @@ def hf(path: Path):
     source = checkpoint.Checkpoint(path)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name in source:
+            # the towers of a multimodal model have numbers
+            if buffer.ndim and name in source:
                 buffer.copy_(source.tensor(name))
         for module in model.modules():
             if type(module).__name__ in ("Gemma3RMSNorm", "Qwen3_5RMSNorm"):

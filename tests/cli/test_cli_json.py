@@ -22,7 +22,9 @@ KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
     "export": "bundle family shards layers bytes converted stamped seconds peak_rss_bytes",
-    "validate": "verdict quality gates worst min_cosine mean_cosine rows logits",
+    "validate": "verdict quality gates worst min_cosine mean_cosine rows logits "
+    "peak_rss_bytes",
+    "golden": "golden tokens layers bytes peak_rss_bytes",
     "gate": "name verdict value threshold reason",
     "worst": "layer position T tensor mode cosine psnr_db max_abs",
     "logits": "top1_agreement kl_mean kl_max cosine_min",
@@ -141,6 +143,7 @@ def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
     invoke("golden", checkpoint, "--out", alone, *prompt)
     written = invoke("golden", checkpoint, "--out", out, "--for", bundle.root)
     assert Golden.load(out).ids.tolist() == Prompt().token_ids(bundle)
+    assert not lacks(written, "golden")
     assert written["verdict"] == "GREEN" and (bundle.root / "verdict.json").is_file()
     assert (tmp_path / Path(written["reference"]).name).is_file()
     request.getfixturevalue("no_portable")

@@ -1,5 +1,8 @@
+import shutil
+
 import pytest
 import tiny
+from in_process import cli
 from refusal import refused
 from transformers import AutoConfig
 
@@ -37,3 +40,23 @@ def test_the_last_layers_copy_the_rows_of_the_last_owner_of_their_type():
 def test_refuses_by_name(fields, actual):
     with refused(actual):
         gemma4.plan(config(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields, actual",
+    [
+        ({"enable_moe_block": True, "num_experts": 4}, "enable_moe_block = true"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all"),
+        ({"vocab_size_per_layer_input": 90}, "vocab_size_per_layer_input = 90"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3"),
+    ],
+)
+def test_export_and_plan_end_with_exit_code_2_and_write_nothing(
+    exports, tmp_path, fields, actual
+):
+    path = shutil.copytree(exports.checkpoint("gemma4_text"), tmp_path / "checkpoint")
+    tiny.edit_json(path / "config.json", *fields.items())
+    for command in (("export", path, tmp_path / "b"), ("plan", path)):
+        result = cli(*command)
+        assert result.exit_code == 2 and actual in result.stderr, result.output
+    assert not (tmp_path / "b").exists()

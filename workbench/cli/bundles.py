@@ -124,6 +124,7 @@ def golden(
         reject_unused("--transcript", prompts=prompts)
     target = workbench.Bundle.open(for_) if for_ else None
     source = load_checkpoint(checkpoint)
+    from workbench.ane.memory import peak_rss
     from workbench.check import gates, validate
     from workbench.check.golden import VERDICT_HASH
     from workbench.check.transcript import load_prompts
@@ -153,6 +154,7 @@ def golden(
         validate.device_reference(target, reference)
         result["reference"] = str(validate.reference_path(target, reference))
         result |= gates_json(results)  # bug gates alone: nothing is said of quality
+    result["peak_rss_bytes"] = peak_rss()
     show(result, json)
 
 

@@ -97,6 +97,7 @@ def validate(
         reject_unused("--transcript", text)
     stage("validate: reading the checkpoint")
     source = load_checkpoint(checkpoint)
+    from workbench.ane.memory import peak_rss
     from workbench.check import validate as checks
     from workbench.check.tasks import answers_gate, load_tasks
     from workbench.decode.tokenizer import token_labels
@@ -160,7 +161,7 @@ def validate(
     lines = None if json else format_result(_shortened(figures_json))
     if lines and recommendation:
         lines += ["", *(f"- {line}" for line in recommendation.sentences())]
-    show(figures_json, json, lines)
+    show(figures_json | {"peak_rss_bytes": peak_rss()}, json, lines)
 
 
 # The keys of `Recommendation.json` where no preset was tried.

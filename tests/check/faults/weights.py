@@ -340,6 +340,19 @@ FAULTS = [
         plant=scale("self_attn.qk_norm.temp", 1.1),
     ),
     Fault(
+        "scalar of a layer times 1.1",
+        gate="weights",
+        bundle="gemma4",
+        layer=3,
+        plant=scale("layer_scalar", 1.1),
+    ),
+    Fault(
+        "projection of second embeddings times 1.05",
+        gate="weights",
+        bundle="gemma4",
+        plant=scale("per_layer_model_projection.weight", 1.05),
+    ),
+    Fault(
         "updates of one layer times 1.1", gate="weights", layer=2, plant=scale_updates
     ),
     Fault(

@@ -1,0 +1,178 @@
+"""Every form in which a folder of Gemma 4 comes gives Hugging Face's tokens and a GREEN export: as
+published and as saved again, with and without the towers and the K and V of sharing layers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import transformers
+from in_process import invoke
+from safetensors.torch import load_file, save_file
+
+from workbench import Decoder
+from workbench.models.checkpoint import Checkpoint
+
+IDS, NEW = [2, 17, 42, 3, 88], 12
+PREFIX = "model.language_model."
+E2B = {"num_hidden_layers": 4, "layer_types": tiny.SLIDING[:2] * 2}
+# a family of the text model → changes of its tiny dimensions
+SIZES = {
+    "gemma4_text": E2B,
+    "gemma4_unified_text": {},
+    # 31B: the dense model with the configuration of the smaller ones
+    "dense": tiny.DIMS["gemma4_unified_text"]
+    | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+}
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8)
+VISION |= dict(num_attention_heads=2, num_key_value_heads=2, patch_size=4)
+VISION |= dict(position_embedding_size=16)
+AUDIO = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+AUDIO |= dict(output_proj_dims=16, subsampling_conv_channels=[4, 4])
+SEVERAL, ONE = [1, 100, 50], 1
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a checkpoint of the text model `family` is stored.
+
+    Attributes:
+        has_towers: in a multimodal wrapper beside a vision and an audio tower, with its
+            prefix.
+        has_shared_rows: sharing layers have projections of K and V, which nothing reads.
+        is_published: the configuration has `global_head_dim`, as published ones have; otherwise
+            `per_layer_config`, which transformers writes.
+        eos: in generation_config.json; None: there is no such file.
+    """
+
+    family: str
+    has_towers: bool = True
+    has_shared_rows: bool = False
+    is_published: bool = True
+    eos: list[int] | int | None = None
+
+
+FORMS = {
+    "E2B_as_published": Form("gemma4_text", has_shared_rows=True, eos=SEVERAL),
+    "12B_as_published": Form("gemma4_unified_text", eos=SEVERAL),
+}
+MORE_FORMS = {
+    "E2B_without_rows_of_sharing_layers": Form("gemma4_text", eos=SEVERAL),
+    "E2B_saved_again": Form("gemma4_text", is_published=False, eos=SEVERAL),
+    "E2B_text_as_published": Form(
+        "gemma4_text", has_towers=False, has_shared_rows=True, eos=ONE
+    ),
+    "E2B_text_saved_again": Form("gemma4_text", has_towers=False, is_published=False),
+    "12B_saved_again": Form("gemma4_unified_text", is_published=False, eos=ONE),
+    "31B_as_published": Form("dense"),
+    "31B_text_saved_again": Form("dense", has_towers=False, is_published=False),
+}
+CASES = [
+    *FORMS.items(),
+    *(pytest.param(*form, marks=pytest.mark.wide) for form in MORE_FORMS.items()),
+]
+
+
+def text_checkpoint(exports, family: str) -> Path:
+    """The text model alone, as transformers saves it."""
+    model_type = "gemma4_text" if family == "dense" else family
+    return exports.checkpoint(model_type, **SIZES[family])
+
+
+def published_fields(config: dict) -> dict:
+    """A text model's configuration with the names of published ones in place of
+    `per_layer_config`."""
+    sizes = list(config["per_layer_config"].values())[0]
+    fields = {key: value for key, value in config.items() if key != "per_layer_config"}
+    fields["global_head_dim"] = sizes["head_dim"]
+    if "num_key_value_heads" in sizes:
+        fields["num_global_key_value_heads"] = sizes["num_key_value_heads"]
+    return fields
+
+
+def wrap(text: Path, folder: Path) -> None:
+    """Saves a text model as the text part of a multimodal one with random towers."""
+    config = json.loads((text / "config.json").read_text())
+    towers = {"vision_config": VISION, "audio_config": AUDIO}
+    kind = "Gemma4"
+    if config["model_type"] == "gemma4_unified_text":
+        kind, towers = "Gemma4Unified", {"vision_config": {"patch_size": 4}}
+        towers["vision_config"] |= {"mm_embed_dim": 16, "position_embedding_size": 16}
+    wrapper = getattr(transformers, f"{kind}Config")(text_config=config, **towers)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(wrapper).half()
+    model.save_pretrained(folder)
+    with tiny.edited_weights(folder) as weights:
+        for name, tensor in load_file(text / tiny.WEIGHTS).items():
+            name = PREFIX + name.removeprefix("model.")
+            assert weights[name].shape == tensor.shape
+            weights[name] = tensor
+
+
+def store(form: Form, text: Path, folder: Path) -> None:
+    """Writes a checkpoint in a form."""
+    prefix = "model."
+    if form.has_towers:
+        wrap(text, folder)
+        prefix = PREFIX
+    else:
+        folder.mkdir()
+        for name in ("config.json", tiny.WEIGHTS):
+            (folder / name).write_bytes((text / name).read_bytes())
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if form.is_published:
+        config = json.loads((folder / "config.json").read_text())
+        if form.has_towers:
+            config["text_config"] = published_fields(config["text_config"])
+        else:
+            config = published_fields(config)
+        (folder / "config.json").write_text(json.dumps(config))
+    if form.has_shared_rows:
+        weights = load_file(folder / tiny.WEIGHTS)
+        for sharing, source in ((2, 0), (3, 1)):
+            for name in ("k_proj", "v_proj", "k_norm"):
+                own = weights[f"{prefix}layers.{source}.self_attn.{name}.weight"]
+                name = f"{prefix}layers.{sharing}.self_attn.{name}.weight"
+                weights[name] = torch.randn_like(own)
+        save_file(weights, folder / tiny.WEIGHTS, metadata={"format": "pt"})
+    if form.eos is not None:
+        fields = json.dumps({"eos_token_id": form.eos})
+        (folder / "generation_config.json").write_text(fields)
+
+
+def greedy(path: Path) -> list[int]:
+    with torch.inference_mode():
+        model = tiny.hf(path)
+        tokens = model.generate(
+            torch.tensor([IDS]), max_new_tokens=NEW, do_sample=False
+        )
+    return tokens[0, len(IDS) :].tolist()
+
+
+@pytest.mark.slow("exports a bundle of its own and runs both models")
+@pytest.mark.parametrize("name, form", CASES)
+def test_a_folder_gives_hugging_face_s_tokens_and_is_green(
+    exports, tmp_path, name, form
+):
+    text = text_checkpoint(exports, form.family)
+    path = tmp_path / "checkpoint"
+    store(form, text, path)
+    checkpoint = Checkpoint(path)
+    assert checkpoint.prefix == (PREFIX if form.has_towers else "model.")
+    others = [name for name in checkpoint.header if not name.startswith(PREFIX)]
+    assert not form.has_towers or any("vision" in tensor for tensor in others)
+    bundle = tiny.export(path, tmp_path / "bundle", max_seq_len=32, compress="fp16")
+    expected = [form.eos] if isinstance(form.eos, int) else form.eos
+    assert bundle.manifest.tokens.eos == (expected or [1])
+    stored = {tensor for shard in bundle.manifest.shards for tensor in shard.weights}
+    assert all(
+        tensor.startswith(checkpoint.prefix) or tensor == checkpoint.head
+        for tensor in stored
+    )
+    assert not any("layers.3.self_attn.k_" in tensor for tensor in stored)
+    tokens = Decoder(bundle, "portable", "exact").generate(IDS, NEW)
+    assert tokens == greedy(path) == greedy(text)
+    command = "validate", bundle.root, "--checkpoint", path, "--prompt-ids"
+    result = invoke(*command, ",".join(map(str, IDS)))
+    assert (result["verdict"], result["quality"]) == ("GREEN", "WITHIN")
