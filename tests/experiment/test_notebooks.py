@@ -131,6 +131,7 @@ def stored(number: str, folder: Path) -> dict:
         names |= {
             "rope_red": files["rope_gates"],
             "largest": files.get("largest_token"),
+            "verdicts": files.get("verdicts", verdicts_of_05()),
         }
         names["Ts"] = [1, names["T_MAX"]]
     if number == "30":
@@ -196,6 +197,20 @@ def says(number: str, names: dict, *parts: str) -> None:
     assert [part for part in parts if part not in words] == [], words
 
 
+def verdicts_of_05() -> pd.DataFrame:
+    """Both verdicts on a sound bundle and two faulty ones, one of which changes no
+    token."""
+    return pd.DataFrame(
+        {
+            "bundle": ["sound", "one row late", "frequencies 2% too high"],
+            "export": ["GREEN", "RED", "RED"],
+            "quality": ["WITHIN", "not judged", "not judged"],
+            "tokens agreed": [1.0, 0.6, 1.0],
+            "error over rounding": [2.4, 238.0, 15.0],
+        }
+    )
+
+
 def red(name: str) -> list:
     return [gates.Gate(name, "RED", 9.0, 6.0, "")]
 
@@ -244,6 +259,14 @@ def test_the_answer_of_05_turns_with_its_rows():
         "as in the",
     )
     says("05", names, "This fault turned RED: write_address", "an attention sink")
+    sound, late, turned = "sound", "one row late", "frequencies 2% too high"
+    told = names | {"verdicts": verdicts_of_05()}
+    says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
+    says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
+    says("05", told, f"“{late}”", "takes 60.0% of the tokens; its error is 238 times")
+    says("05", told, f"“{turned}”", "takes 100.0% of the tokens; its error is 15 times")
+    unasked = verdicts_of_05().assign(**{"tokens agreed": None})
+    assert "own text" not in answer("05", names | {"verdicts": unasked})
     texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
     words = answer("05", names | {"continuation": texts})
     assert "“… a ferry” the bundle writes: “leaves”" in words

@@ -43,9 +43,11 @@ from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
 from workbench.check.greedy import GreedyTexts, Text
 from workbench.check.hf import Reference, half, whole_model
+from workbench.check.tasks import load_tasks
+from workbench.check.text import TASKS, UNKNOWN_SHARE
 from workbench.decode import Decoder
 from workbench.decode.sampling import suppress
-from workbench.decode.tokenizer import encode_chat, encode_text, text_of
+from workbench.decode.tokenizer import encode_chat, encode_text, text_of, unknown_share
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
@@ -266,6 +268,29 @@ def load_prompts(path: str | Path = "") -> list[str]:
     if not prompts:
         raise InputError(f"prompts {file}", "no line", needed, step)
     return prompts
+
+
+def default_prompts(checkpoint: Checkpoint, count: int, room: int) -> list[str]:
+    """At most `count` prompts for a checkpoint, each of at most `room` tokens: those of
+    `PROMPTS`, or, where its tokenizer does not know their words, those of the held-out
+    tasks of the small trained models. None without a tokenizer, or with one that knows
+    neither."""
+    folder = checkpoint.tokenizer
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    for prompts in (load_prompts(), _task_prompts()):
+        encoded = {prompt: encode(folder, prompt) for prompt in prompts}
+        shares = [unknown_share(folder, ids) for ids in encoded.values()]
+        if shares and np.mean(shares) <= UNKNOWN_SHARE:
+            fitting = [prompt for prompt, ids in encoded.items() if len(ids) <= room]
+            return fitting[:count]
+    return []
+
+
+def _task_prompts() -> list[str]:
+    """The prompts of `TASKS`; none outside a checkout."""
+    file = paths.find(TASKS)
+    return [task["prompt"] for task in load_tasks(file)] if file.is_file() else []
 
 
 def encode(folder: str | Path, prompt: str) -> list[int]:
@@ -508,10 +533,12 @@ def gaps(
 
 
 def compare_texts(
-    decoder: Decoder, checkpoint: Checkpoint, texts: list[Text]
+    decoder: Decoder, checkpoint: Checkpoint, texts: Sequence[Text]
 ) -> Transcript:
     """Feeds the texts to the bundle, to Hugging Face's model, to that model with a
-    rounded stream, and to it with the stored weights."""
+    rounded stream, and to it with the stored weights. The texts themselves stay as they
+    are, so that several bundles can be compared with the same ones."""
+    texts = [replace(text) for text in texts]
     reference = open_reference(checkpoint)
     sigma = measure_rounding(reference, texts, decoder.manifest.stream_scale)
     padded = _padded(texts)
