@@ -396,6 +396,34 @@ def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
     assert "in 30 of 30 layers" in words and "the other 27 layers are smaller" in words
 
 
+def test_31_draws_the_presets_that_were_measured_with_their_intervals():
+    (cell,) = [c for c in cells_of(named("31"), "code") if '"presets", plots' in c]
+    drawn = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, about, **options: drawn.update(
+            data=data, figure=draw(data, **options)
+        )
+    )
+    names = {"experiment": experiment, "plots": plots, "MAX_KL": 0.05}
+    names |= {"golden": SimpleNamespace(source=SimpleNamespace(name="a"))}
+    names |= {"advice": SimpleNamespace(text="512 tokens of text")}
+    exec(cell, names | {"presets": recommend.as_table(None)})
+    assert not drawn
+    row = {"compress": "int8-channel", "kl_low": 0.003, "kl": 0.004, "kl_high": 0.005}
+    unmeasured = {"compress": "lut4-g8", "MiB": 90.0}
+    presets = pd.DataFrame([unmeasured, row | {"MiB": 187.0}])
+    exec(cell, names | {"presets": presets})
+    (figure,) = drawn["figure"].axes
+    assert sorted(drawn["data"]["KL"]) == [0.003, 0.004, 0.005]
+    (bar,) = figure.containers
+    (segment,) = bar.lines[2][0].get_segments()
+    assert segment[:, 1].tolist() == [0.003, 0.005]
+    (legend,) = drawn["figure"].legends
+    words = {text.get_text() for text in legend.get_texts()}
+    assert {"int8-channel", "your limit"} < words and "lut4-g8" not in words
+    assert any("95% intervals" in text for text in words)
+
+
 def test_the_answer_of_32_says_which_order_overflows():
     names = shipped("32")
     says("32", names, "alone does not overflow", "bits more")
