@@ -15,7 +15,7 @@ from workbench.check import end_tokens, gates, transcript
 from workbench.check.greedy import Text
 from workbench.check.hf import Reference, half
 from workbench.check.transcript import Transcript
-from workbench.decode.transcript import unknown_share
+from workbench.decode.tokenizer import unknown_share
 from workbench.models.checkpoint import Checkpoint
 
 PROMPTS = ["The keeper of the light", "A ferry leaves", "Bread", "Who repairs boilers?"]
