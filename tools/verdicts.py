@@ -25,6 +25,7 @@ from bits import ROOT, rounded
 
 from workbench import Bundle
 from workbench.bundle.presets import PRESETS, find_preset
+from workbench.check.gates import REQUIRED
 from workbench.check.transcript import PROMPTS
 from workbench.files import sha256
 from workbench.log import machine
@@ -187,7 +188,7 @@ def cells(row: dict) -> list[str]:
         f"`{row['preset']}`",
         f"{row['bytes'] / 2**20:,.1f}",
         describe_export(row),
-        row["quality"].replace("_", " "),
+        "not judged" if row["verdict"] == "RED" else row["quality"].replace("_", " "),
         f"{row['cost']['kl']['mean']:.3g}",
         f"{transcript['agreed']:.3f} [{low:.3f}, {high:.3f}]",
         str(transcript["ties"]),
@@ -205,7 +206,7 @@ def describe_export(row: dict) -> str:
         return "GREEN"
     names = [gate["name"] for gate in row["gates"] if gate["verdict"] == row["verdict"]]
     if row["verdict"] == "not_run":
-        names = [name for name in names if name != "device"]  # needs a Mac everywhere
+        names = [name for name in names if name in REQUIRED]
     return f"{row['verdict'].replace('_', ' ')}: {', '.join(names)}"
 
 
