@@ -30,7 +30,7 @@ ANSWERED = [
 ]
 PROMPTS = [*ANSWERED, "1 0 + 9 9 =", "the cow near the happy pigs"]
 SEMICOLON, LAST = 13, 255  # a frequent token, and one that no text here has
-TEMPLATE = "{% for turn in messages %}{{ turn.content }}END{% endfor %}"
+TEMPLATE = "{{ bos_token }}{% for turn in messages %}{{ turn.content }}END{% endfor %}"
 EXIT_CODES = {("GREEN", "WITHIN"): 0, ("RED", "not judged"): 1, ("GREEN", "OVER"): 4}
 
 
@@ -239,14 +239,13 @@ def test_a_chat_template_unlike_the_checkpoint_s_is_red(judge, make_bundle, tmp_
 
 
 def widen_rows(folder: Path) -> None:
-    """Plants: one row of a matrix is 64 times as large, and the column that reads it as
-    much smaller. The model computes the same, and one scale for the matrix serves its
-    other rows badly."""
+    """Plants: one row of a matrix is 128 times as large, and nothing reads what it
+    computes. One scale for the whole matrix serves its other rows badly."""
     with edited_weights(folder) as tensors:
         for layer in range(4):
             mlp = f"model.layers.{layer}.mlp"
-            tensors[f"{mlp}.up_proj.weight"][0] *= 64
-            tensors[f"{mlp}.down_proj.weight"][:, 0] /= 64
+            tensors[f"{mlp}.gate_proj.weight"][0] = 0
+            tensors[f"{mlp}.up_proj.weight"][0] *= 128
 
 
 @pytest.mark.slow("exports a bundle, and validates it twice")
