@@ -254,7 +254,9 @@ def test_int8_tensor_is_over_and_a_preset_is_recommended(judge, make_bundle, tmp
     widen_rows(source)
     judged = judge(*make_bundle(source, "int8-tensor"), "GREEN", "OVER")
     assert judged.verdict("max_kl") == "OVER"
-    assert judged.json["recommendation"]["compress"] == "int8-channel"
+    chosen = judged.json["recommendation"]
+    # a scale for 32 inputs serves them well
+    assert chosen["compress"] == "int4-block32" and chosen["interval"][1] < 0.05
     causes = {row["cause"] for row in judged.json["transcript"]["prompts"]}
     assert causes <= {"the weights", None}
 
