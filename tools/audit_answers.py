@@ -133,6 +133,12 @@ def sink_share(tables: Tables, match: re.Match) -> list[float]:
     return [table["attention"].mean(), table["even"].iloc[0]]
 
 
+def bundle_text(tables: Tables, match: re.Match) -> list[float]:
+    table = tables["tables/verdicts"].set_index("bundle")
+    row = table.loc[match.group("bundle")]
+    return [row["tokens agreed"], row["error over rounding"]]
+
+
 def largest_part(tables: Tables, match: re.Match) -> list[float]:
     """Its share of the summed squares, and the share of the cross terms."""
     products = tables["tables/shares"].set_index("part")
@@ -295,6 +301,12 @@ CLAIMS = {
             r"(?P<tensor>an update|a row of [KV]) is at most "
             rf"{NUMBER} times what rounding alone causes, (?:beside {NUMBER} in|as in)",
             worst_ratio,
+        ),
+        Claim(
+            "tokens of Hugging Face's text",
+            r"Bundle “(?P<bundle>[^”]*)”: export [^.]*\. Along Hugging Face's own text it "
+            rf"takes {NUMBER} of the tokens; its error is {NUMBER} times",
+            bundle_text,
         ),
         Claim(
             "size of the stream",

@@ -15,25 +15,47 @@ from workbench.check import end_tokens, gates, transcript
 from workbench.check.greedy import Text
 from workbench.check.hf import Reference, half
 from workbench.check.transcript import Transcript
+from workbench.decode.tokenizer import unknown_share
 from workbench.models.checkpoint import Checkpoint
 
 PROMPTS = ["The keeper of the light", "A ferry leaves", "Bread", "Who repairs boilers?"]
 
 
-@pytest.fixture(scope="module")
-def compared(tiny_llama, exports):
-    """tiny-llama in fp16 beside its checkpoint."""
+@pytest.fixture
+def decoder(tiny_llama, exports):
+    """tiny-llama in fp16."""
     bundle = exports.bundle(tiny_llama.path, max_seq_len=64, compress="fp16")
-    decoder = Decoder(bundle, "portable")
-    return decoder, transcript.transcribe(decoder, tiny_llama, PROMPTS, 12)
+    return Decoder(bundle, "portable")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama, exports):
+    """tiny-llama's texts."""
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=64, compress="fp16")
+    return transcript.expect_texts(bundle, tiny_llama, PROMPTS, 12)
+
+
+@pytest.fixture
+def english(copy):
+    """A checkpoint whose tokenizer knows the words of the prompts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = " ".join(transcript.load_prompts()).split()
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *dict.fromkeys(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.save_pretrained(copy)
+    return Checkpoint(copy)
 
 
 def words(results) -> dict[str, str]:
     return {gate.name: gate.verdict for gate in results}
 
 
-def test_a_sound_export_agrees_and_its_error_is_that_of_rounding(compared):
-    decoder, result = compared
+def test_a_sound_export_agrees_and_its_error_is_that_of_rounding(decoder, expected):
+    result = transcript.compare_texts(decoder, expected)
     assert [text.prompt for text in result.texts] == PROMPTS
     assert result.agreed == 1 and result.interval == [1, 1]
     assert 0 < result.sigma < 0.1 and result.error < transcript.ERROR_LIMIT
@@ -58,23 +80,21 @@ def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama)
 
 
 def test_logits_that_are_larger_everywhere_change_no_text_and_are_red(
-    compared, tiny_llama, monkeypatch
+    decoder, expected, monkeypatch
 ):
     """Planted: the bundle's logits × 1.05, which no greedy text shows."""
-    decoder, sound = compared
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
-    result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
+    result = transcript.compare_texts(decoder, expected)
     assert result.agreed == 1
     assert words(result.judge())["text_budget"] == "RED"
 
 
 def test_two_exchanged_rows_of_the_head_are_red_and_named(
-    compared, tiny_llama, monkeypatch
+    decoder, expected, monkeypatch
 ):
     """Planted: the logits of two tokens that no text contains."""
-    decoder, sound = compared
-    used = {token for text in sound.texts for token in [*text.ids, *text.tokens]}
+    used = {token for text in expected.texts for token in [*text.ids, *text.tokens]}
     a, b = [n for n in range(decoder.manifest.dims.V) if n not in used][-2:]
     logits = decoder.logits
 
@@ -84,7 +104,7 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
         return values
 
     monkeypatch.setattr(decoder, "logits", exchanged)
-    result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
+    result = transcript.compare_texts(decoder, expected)
     gate, *_ = result.judge()
     assert gate.verdict == "RED" and result.worst_row in (a, b)
     assert f"token {result.worst_row}" in gate.reason
@@ -172,6 +192,20 @@ def test_a_bundle_whose_tokenizer_makes_other_ids_is_red(tiny_llama, exports, tm
     assert (gate.name, gate.verdict) == ("interface", gates.RED)
 
 
+def test_default_prompts_are_ones_that_the_tokenizer_knows_and_that_fit(
+    tiny_llama, exports, english
+):
+    prompts = transcript.default_prompts(tiny_llama, 3, 60)
+    assert len(prompts) == 3
+    for prompt in prompts:
+        ids = transcript.encode(tiny_llama.tokenizer, prompt)
+        assert len(ids) <= 60 and not unknown_share(tiny_llama.tokenizer, ids)
+    assert transcript.default_prompts(tiny_llama, 3, 5) == []
+    without_tokenizer = Checkpoint(exports.checkpoint("llama"))
+    assert transcript.default_prompts(without_tokenizer, 3, 60) == []
+    assert transcript.default_prompts(english, 2, 60) == transcript.load_prompts()[:2]
+
+
 @pytest.mark.parametrize(
     ("contents", "reason"),
     [("", "no line"), ("{}", "line 1 without one"), ('{"prompt": " "}', "line 1 with")],
@@ -191,13 +225,12 @@ def test_options_of_the_transcript_are_refused_without_it(tmp_path, llama_bundle
 
 
 def test_the_error_on_a_device_is_reported_and_gate_device_judges_it(
-    compared, tiny_llama, monkeypatch
+    decoder, expected, monkeypatch
 ):
     """Planted: a device's logits × 1.05."""
-    decoder, sound = compared
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
-    result = transcript.compare_texts(decoder, tiny_llama, sound.texts)
+    result = transcript.compare_texts(decoder, expected)
     gate, *_ = replace(result, is_device=True).judge()
     assert gate.verdict == "not_run" and f"{result.error:.3g}" in gate.reason
 

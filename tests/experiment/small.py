@@ -10,7 +10,13 @@ import nbformat
 from tiny import ROOT, random
 
 SMALL = {
-    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 6, "NEW_TOKENS": 3},
+    "05": {
+        "MAX_SEQ_LEN": 64,
+        "T_MAX": 2,
+        "POSITIONS": 6,
+        "NEW_TOKENS": 3,
+        "PROMPTS": 2,
+    },
     # dense experts in fp16 are exported once
     "30": {
         "MAX_SEQ_LEN": 48,

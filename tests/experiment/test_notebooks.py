@@ -131,6 +131,7 @@ def stored(number: str, folder: Path) -> dict:
         names |= {
             "rope_red": files["rope_gates"],
             "largest": files.get("largest_token"),
+            "verdicts": files.get("verdicts", verdicts_of_05()),
         }
         names["Ts"] = [1, names["T_MAX"]]
     if number == "30":
@@ -196,6 +197,20 @@ def says(number: str, names: dict, *parts: str) -> None:
     assert [part for part in parts if part not in words] == [], words
 
 
+def verdicts_of_05() -> pd.DataFrame:
+    """Both verdicts on a sound bundle and two faulty ones, one of which changes no
+    token."""
+    return pd.DataFrame(
+        {
+            "bundle": ["sound", "one row late", "frequencies 2% too high"],
+            "export": ["GREEN", "RED", "RED"],
+            "quality": ["WITHIN", "not judged", "not judged"],
+            "tokens agreed": [1.0, 0.6, 1.0],
+            "error over rounding": [2.4, 238.0, 15.0],
+        }
+    )
+
+
 def red(name: str) -> list:
     return [gates.Gate(name, "RED", 9.0, 6.0, "")]
 
@@ -244,6 +259,14 @@ def test_the_answer_of_05_turns_with_its_rows():
         "as in the",
     )
     says("05", names, "This fault turned RED: write_address", "an attention sink")
+    sound, late, turned = "sound", "one row late", "frequencies 2% too high"
+    told = names | {"verdicts": verdicts_of_05()}
+    says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
+    says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
+    says("05", told, f"“{late}”", "takes 60.0% of the tokens; its error is 238 times")
+    says("05", told, f"“{turned}”", "takes 100.0% of the tokens; its error is 15 times")
+    unasked = verdicts_of_05().assign(**{"tokens agreed": None})
+    assert "own text" not in answer("05", names | {"verdicts": unasked})
     texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
     words = answer("05", names | {"continuation": texts})
     assert "“… a ferry” the bundle writes: “leaves”" in words
@@ -371,6 +394,34 @@ def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
         f"Layer {i}" for i in range(3)
     ]
     assert "in 30 of 30 layers" in words and "the other 27 layers are smaller" in words
+
+
+def test_31_draws_the_presets_that_were_measured_with_their_intervals():
+    (cell,) = [c for c in cells_of(named("31"), "code") if '"presets", plots' in c]
+    drawn = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, about, **options: drawn.update(
+            data=data, figure=draw(data, **options)
+        )
+    )
+    names = {"experiment": experiment, "plots": plots, "MAX_KL": 0.05}
+    names |= {"golden": SimpleNamespace(source=SimpleNamespace(name="a"))}
+    names |= {"advice": SimpleNamespace(text="512 tokens of text")}
+    exec(cell, names | {"presets": recommend.as_table(None)})
+    assert not drawn
+    row = {"compress": "int8-channel", "kl_low": 0.003, "kl": 0.004, "kl_high": 0.005}
+    unmeasured = {"compress": "lut4-g8", "MiB": 90.0}
+    presets = pd.DataFrame([unmeasured, row | {"MiB": 187.0}])
+    exec(cell, names | {"presets": presets})
+    (figure,) = drawn["figure"].axes
+    assert sorted(drawn["data"]["KL"]) == [0.003, 0.004, 0.005]
+    (bar,) = figure.containers
+    (segment,) = bar.lines[2][0].get_segments()
+    assert segment[:, 1].tolist() == [0.003, 0.005]
+    (legend,) = drawn["figure"].legends
+    words = {text.get_text() for text in legend.get_texts()}
+    assert {"int8-channel", "your limit"} <= words and "lut4-g8" not in words
+    assert "bars: their 95% intervals" in legend.get_title().get_text()
 
 
 def test_the_answer_of_32_says_which_order_overflows():

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from workbench import paths
+from workbench.bundle import Bundle
 from workbench.bundle.names import is_cache
 from workbench.check import gates
 from workbench.check.end_tokens import (
@@ -43,9 +44,11 @@ from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
 from workbench.check.greedy import GreedyTexts, Text
 from workbench.check.hf import Reference, half, whole_model
+from workbench.check.tasks import load_tasks
+from workbench.check.text import TASKS, UNKNOWN_SHARE
 from workbench.decode import Decoder
 from workbench.decode.sampling import suppress
-from workbench.decode.tokenizer import encode_chat, encode_text, text_of
+from workbench.decode.tokenizer import encode_chat, encode_text, text_of, unknown_share
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
@@ -268,6 +271,29 @@ def load_prompts(path: str | Path = "") -> list[str]:
     return prompts
 
 
+def default_prompts(checkpoint: Checkpoint, count: int, room: int) -> list[str]:
+    """At most `count` prompts for a checkpoint, each of at most `room` tokens: those of
+    `PROMPTS`, or, where its tokenizer does not know their words, those of the held-out
+    tasks of the small trained models. None without a tokenizer, or with one that knows
+    neither."""
+    folder = checkpoint.tokenizer
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    for prompts in (load_prompts(), _task_prompts()):
+        encoded = {prompt: encode(folder, prompt) for prompt in prompts}
+        shares = [unknown_share(folder, ids) for ids in encoded.values()]
+        if shares and np.mean(shares) <= UNKNOWN_SHARE:
+            fitting = [prompt for prompt, ids in encoded.items() if len(ids) <= room]
+            return fitting[:count]
+    return []
+
+
+def _task_prompts() -> list[str]:
+    """The prompts of `TASKS`; none outside a checkout."""
+    file = paths.find(TASKS)
+    return [task["prompt"] for task in load_tasks(file)] if file.is_file() else []
+
+
 def encode(folder: str | Path, prompt: str) -> list[int]:
     """Token ids of a prompt by the tokenizer in a folder: in its chat template where it
     has one, else as the opening of a text."""
@@ -306,30 +332,77 @@ def encode_prompts(
     return {prompt: encode(checkpoint.tokenizer, prompt) for prompt in prompts}
 
 
+@dataclass(frozen=True)
+class ExpectedTexts:
+    """Hugging Face's texts after prompts, and what the logits of a bundle are compared
+    with. The decoders of one bundle share them, also those of copies with the same
+    weights.
+
+    Attributes:
+        texts: with their two best tokens and `hidden`.
+        sigma: in logits, see the module.
+        checkpoint: of the model.
+        reference: Hugging Face's model on the checkpoint's own weights.
+        stored: the same model with the weights that the bundle stores.
+        stored_hidden: [texts, n, C], what the head of `stored` reads.
+    """
+
+    texts: list[Text]
+    sigma: float
+    checkpoint: Checkpoint
+    reference: Reference
+    stored: Reference
+    stored_hidden: torch.Tensor
+
+    @property
+    def input_ids(self) -> list[list[int]]:
+        """What a model reads of each text, in one length."""
+        return _padded(self.texts)
+
+
+def expect_texts(
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    prompts: Sequence[str],
+    new_tokens: int = NEW_TOKENS,
+) -> ExpectedTexts:
+    """Hugging Face's text after each prompt, beside the weights that a bundle stores.
+
+    Prompts whose text does not fit max_seq_len are left out.
+
+    Raises:
+        InputError: no prompt fits.
+    """
+    S = bundle.manifest.options.max_seq_len
+    encoded = encode_prompts(checkpoint, prompts)
+    fitting = [(p, ids) for p, ids in encoded.items() if len(ids) + new_tokens <= S]
+    _check_any_fits(fitting, new_tokens, S)
+    stage("validate: Hugging Face's text")
+    states = [name for shard in bundle.manifest.shards for name in shard.states]
+    is_recurrent = not all(map(is_cache, states))
+    texts = write_texts(checkpoint, fitting, new_tokens, not is_recurrent)
+    reference = open_reference(checkpoint)
+    sigma = measure_rounding(reference, texts, bundle.manifest.stream_scale)
+    stored = Reference(checkpoint, stored_weights(checkpoint, bundle))
+    hidden = stored.last_hidden(np.array(_padded(texts)), use_cache=False)
+    return ExpectedTexts(texts, sigma, checkpoint, reference, stored, hidden)
+
+
 def transcribe(
     decoder: Decoder,
     checkpoint: Checkpoint,
     prompts: Sequence[str],
     new_tokens: int = NEW_TOKENS,
 ) -> Transcript:
-    """Compares a bundle with Hugging Face's own text after each prompt.
-
-    Prompts whose text does not fit max_seq_len are left out.
+    """Compares a bundle with Hugging Face's own text after each prompt; see
+    `expect_texts`.
 
     Raises:
         InputError: no prompt fits; packages that output no logits.
     """
     _check_logits(decoder)
-    S = decoder.options.max_seq_len
-    encoded = encode_prompts(checkpoint, prompts)
-    fitting = [(p, ids) for p, ids in encoded.items() if len(ids) + new_tokens <= S]
-    _check_any_fits(fitting, new_tokens, S)
-    stage("validate: Hugging Face's text")
-    states = [name for shard in decoder.manifest.shards for name in shard.states]
-    is_recurrent = not all(map(is_cache, states))
-    texts = write_texts(checkpoint, fitting, new_tokens, not is_recurrent)
-    stage("validate: transcript")
-    return compare_texts(decoder, checkpoint, texts)
+    expected = expect_texts(decoder.bundle, checkpoint, prompts, new_tokens)
+    return compare_texts(decoder, expected)
 
 
 def transcribe_golden(decoder: Decoder, golden: GreedyTexts) -> Transcript:
@@ -507,38 +580,38 @@ def gaps(
     return gap
 
 
-def compare_texts(
-    decoder: Decoder, checkpoint: Checkpoint, texts: list[Text]
-) -> Transcript:
-    """Feeds the texts to the bundle, to Hugging Face's model, to that model with a
-    rounded stream, and to it with the stored weights."""
-    reference = open_reference(checkpoint)
-    sigma = measure_rounding(reference, texts, decoder.manifest.stream_scale)
-    padded = _padded(texts)
-    stored = Reference(checkpoint, stored_weights(checkpoint, decoder.bundle))
-    explained = stored.last_hidden(np.array(padded), use_cache=False)
-    outputs = _bundle_outputs(decoder, padded)
+def compare_texts(decoder: Decoder, expected: ExpectedTexts) -> Transcript:
+    """Feeds Hugging Face's texts to a bundle.
+
+    Raises:
+        InputError: packages that output no logits.
+    """
+    _check_logits(decoder)
+    stage("validate: transcript")
+    texts = [replace(text) for text in expected.texts]
+    stored, sigma = expected.stored, expected.sigma
+    outputs = _bundle_outputs(decoder, expected.input_ids)
     errors, roundings = [], []
     rows = np.zeros(decoder.manifest.dims.V)
     for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
         at, best = text.predicting_positions, text.best_tokens
         actual = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
-        by_stored = stored.logits(explained[number, at]).numpy()
+        by_stored = stored.logits(expected.stored_hidden[number, at]).numpy()
         stored_difference = _difference(by_stored, best)
         errors.append(_difference(actual, best) - stored_difference)
         as_fp16 = by_stored.astype(np.float16)
         roundings.append(_difference(as_fp16, best) - stored_difference)
         rows += np.square(actual - by_stored, dtype=np.float64).sum(0)
         text.bundle_tokens = _pick(decoder, actual)
-        text.gap = gaps(text, text.bundle_tokens, reference)
+        text.gap = gaps(text, text.bundle_tokens, expected.reference)
         of_bundle = by_stored[np.arange(len(by_stored)), text.bundle_tokens]
-        largest = suppress(by_stored, checkpoint.suppressed).max(-1)
+        largest = suppress(by_stored, expected.checkpoint.suppressed).max(-1)
         text.weights_explain = largest - of_bundle <= TIE * sigma
     rounding = np.hypot(sigma, _rms(np.concatenate(roundings)))
     rows = np.sqrt(rows)
     worst_row = int(rows.argmax())
     median = float(np.median(rows))
-    ends = read_end_tokens(checkpoint)
+    ends = read_end_tokens(expected.checkpoint)
     return Transcript(
         texts,
         sigma,
@@ -548,7 +621,7 @@ def compare_texts(
         frozenset(decoder.manifest.tokens.eos),
         decoder.is_device,
         ends,
-        describe_contradictions(ends, checkpoint),
+        describe_contradictions(ends, expected.checkpoint),
     )
 
 

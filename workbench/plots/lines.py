@@ -38,6 +38,7 @@ def lines(
     hue: str,
     col: str | None = None,
     spread: Sequence[float] = (0, 1),
+    bars: str = "",
     marks: Mapping[str, float] = {},
     xlog: float | None = None,
     ylog: bool = False,
@@ -52,6 +53,8 @@ def lines(
     starts above 0 says so.
 
     Args:
+        bars: what points and bars are, for the legend, where the rows of a point are no
+            repetitions: an estimate and both ends of its interval.
         marks: names and values of dashed horizontal lines.
         xlog: base of a logarithmic x axis; None: linear, with whole numbers.
         ylabel: "" where each panel shows a quantity of its own, without a common scale.
@@ -106,7 +109,8 @@ def lines(
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
     notes = []
     if has_several:
-        notes.append(f"points: medians; bars: {_describe_spread(spread)}")
+        repetitions = f"points: medians; bars: {_describe_spread(spread)}"
+        notes.append(bars or repetitions)
     if outside_x:
         points = format_count(outside_x, "point")
         notes.append(f"{xlabel or x} ≤ 0 is not on the logarithmic axis: {points}")

@@ -151,12 +151,14 @@ class Recommendation:
         text: what the presets were judged on.
         bundle_bytes: of the bundle that is OVER.
         seconds: of everything.
+        cpu_seconds: of everything, by all threads of this process.
     """
 
     trials: list[Trial] = field(default_factory=list)
     text: str = ""
     bundle_bytes: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def chosen(self) -> Trial | None:
@@ -183,7 +185,11 @@ class Recommendation:
                 "bundle_bytes": self.bundle_bytes,
                 "command": chosen.candidate.command,
             }
-        tried = {"text": self.text, "seconds": self.seconds}
+        tried = {
+            "text": self.text,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+        }
         tried["presets"] = gates.records(self.table().astype(object))
         return {"recommendation": recommendation, "tried": tried}
 
@@ -230,7 +236,7 @@ def recommend(
         return None
     limits = Limits.of(results)
     stage("validate: presets that keep the limits")
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     original = open_reference(checkpoint)
     if has_texts:
         scored = _TranscriptText(original, transcript)
@@ -245,8 +251,13 @@ def recommend(
         trials.append(Trial(candidate, outcome, figures, seconds))
         if outcome == KEPT:
             break
-    seconds = time.perf_counter() - start
-    return Recommendation(trials, str(scored), bundle.bytes, seconds)
+    return Recommendation(
+        trials,
+        str(scored),
+        bundle.bytes,
+        seconds=time.perf_counter() - start,
+        cpu_seconds=time.process_time() - cpu_start,
+    )
 
 
 def _measure(

@@ -1,0 +1,253 @@
+"""Both verdicts on a model in every preset, beside Hugging Face's own text.
+
+    python tools/verdicts.py measure CHECKPOINT
+    python tools/verdicts.py table
+
+`measure` exports the checkpoint in every preset, with `data/calibration.txt` where a preset needs a
+text, and runs `workbench validate --transcript` on the bundle, with the prompts of
+`data/prompts.jsonl` and the default limits. Each row is a file in `experiments/verdicts`. A row of
+the same checkpoint, prompts and text of calibration is not measured again, so that a run that was
+ended goes on. `table` writes the rows to docs/verdict.md."""
+
+import argparse
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bits import ROOT, rounded
+
+from workbench import Bundle
+from workbench.bundle.presets import PRESETS, find_preset
+from workbench.check.gates import REQUIRED
+from workbench.check.transcript import PROMPTS
+from workbench.files import sha256
+from workbench.log import machine
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep.candidates import CALIBRATION_TEXT
+
+ROWS = ROOT / "experiments" / "verdicts"
+WORK = ROOT / "build" / "verdicts"
+PAGE = ROOT / "docs" / "verdict.md"
+BEGIN, END = "<!-- verdicts -->", "<!-- /verdicts -->"
+MAX_SEQ_LEN = 256  # of every bundle; a prompt and its text take about a hundred tokens
+SEED = 0
+ENDED = {0: "held", 1: "RED", 4: "OVER"}  # exit codes of a validation that ended
+COLUMNS = ["preset", "MiB", "export", "quality", "mean KL", "tokens agreed", "ties"]
+COLUMNS += ["ends agreed", "error over rounding", "recommended", "recommendation"]
+COLUMNS += ["validation"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a row is measured from, by the SHA-256 of each.
+
+    Attributes:
+        calibration: of the text that the weights were fitted to; None without one.
+    """
+
+    checkpoint: str
+    prompts: str
+    calibration: str | None
+
+    @classmethod
+    def of(cls, source: Checkpoint, preset: str) -> "Inputs":
+        text = None
+        if find_preset(preset).needs_calibration:
+            text = sha256(ROOT / CALIBRATION_TEXT)
+        return cls(source.sha256, sha256(ROOT / PROMPTS), text)
+
+
+def row_path(source: Checkpoint, preset: str) -> Path:
+    return ROWS / source.name / f"{preset}.json"
+
+
+def is_current(path: Path, inputs: Inputs) -> bool:
+    """Whether a row was measured from these files."""
+    return path.is_file() and json.loads(path.read_text())["inputs"] == vars(inputs)
+
+
+def run_command(*words: object) -> tuple[dict, float, float]:
+    """The JSON of a command of the workbench, its CPU seconds, and its seconds.
+
+    Raises:
+        subprocess.CalledProcessError: a command that did not end with a result.
+    """
+    command = [sys.executable, "-m", "workbench.cli", *map(str, words), "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+    if ended.returncode not in ENDED:
+        raise subprocess.CalledProcessError(ended.returncode, command)
+    seconds = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(ended.stdout), cpu, seconds
+
+
+def export(source: Checkpoint, preset: str) -> Bundle:
+    """The bundle in a preset; exported again only where it is not whole. Bundles have a
+    folder each: finished bundles beside one another would recommend each other."""
+    folder = WORK / source.name / preset / "bundle"
+    if not folder.exists():
+        words = ["export", source.path, folder, "--compress", preset]
+        words += ["--max-seq-len", MAX_SEQ_LEN]
+        if find_preset(preset).needs_calibration:
+            words += ["--calibrate", ROOT / CALIBRATION_TEXT, "--seed", SEED]
+        run_command(*words)
+    return Bundle.open(folder)
+
+
+def measure(source: Checkpoint, preset: str) -> None:
+    """Exports and validates one preset, writes its row, and deletes its bundle."""
+    inputs = Inputs.of(source, preset)
+    bundle = export(source, preset)
+    words = ["validate", bundle.root, "--checkpoint", source.path, "--transcript"]
+    result, cpu, seconds = run_command(*words)
+    environment = machine.environment()
+    row = {
+        "checkpoint": source.name,
+        "preset": preset,
+        "inputs": vars(inputs),
+        "bytes": bundle.bytes,
+        "cpu_seconds": cpu,
+        "seconds": seconds,
+        "machine": environment["machine"],
+        "commit": environment["commit"],
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **figures(result),
+    }
+    path = row_path(source, preset)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(rounded(row), indent=1) + "\n")
+    unfinished.rename(path)
+    shutil.rmtree(bundle.root.parent)
+
+
+def figures(result: dict) -> dict:
+    """What a row keeps of the JSON of `workbench validate --transcript`: verdicts, gates
+    and figures, without the texts and without commands, which name folders."""
+    names = "name", "verdict", "value", "threshold"
+    prompts = result["transcript"]["prompts"]
+    without_texts = {k: v for k, v in result["transcript"].items() if k != "prompts"}
+    causes = [prompt["cause"] for prompt in prompts if prompt["cause"]]
+    tried, chosen = result["tried"], result["recommendation"]
+    if tried:
+        presets = [without_command(trial) for trial in tried["presets"]]
+        tried = tried | {"presets": presets}
+    return {
+        "verdict": result["verdict"],
+        "quality": result["quality"],
+        "gates": [{name: gate[name] for name in names} for gate in result["gates"]],
+        "cost": result["cost"],
+        "transcript": without_texts,
+        "prompts": len(prompts),
+        "first_differences": {
+            cause: causes.count(cause) for cause in sorted({*causes})
+        },
+        "stop": result["stop"],
+        "recommendation": chosen and without_command(chosen),
+        "tried": tried,
+    }
+
+
+def without_command(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if name != "command"}
+
+
+def table(folder: Path = ROWS) -> list[str]:
+    """The lines of the page's tables, one table for each checkpoint."""
+    lines = []
+    for checkpoint in sorted(path for path in folder.glob("*") if path.is_dir()):
+        rows = [json.loads(path.read_text()) for path in checkpoint.glob("*.json")]
+        lines += [f"### {checkpoint.name}", "", f"| {' | '.join(COLUMNS)} |"]
+        lines.append("|---" * len(COLUMNS) + "|")
+        order = [*PRESETS]
+        for row in sorted(rows, key=lambda row: order.index(row["preset"])):
+            lines.append(f"| {' | '.join(cells(row))} |")
+        lines.append("")
+    return lines
+
+
+def cells(row: dict) -> list[str]:
+    """A row of a table, by `COLUMNS`."""
+    transcript, stop = row["transcript"], row["stop"]
+    low, high = transcript["interval"]
+    verdicts = {gate["name"]: gate["verdict"] for gate in row["gates"]}
+    ends = f"{stop['bundle_ends']} of {stop['ends']}" if stop["ends"] else "no end"
+    if verdicts["stop"] == "not_run":
+        ends += ", not run"
+    return [
+        f"`{row['preset']}`",
+        f"{row['bytes'] / 2**20:,.1f}",
+        describe_export(row),
+        "not judged" if row["verdict"] == "RED" else row["quality"].replace("_", " "),
+        f"{row['cost']['kl']['mean']:.3g}",
+        f"{transcript['agreed']:.3f} [{low:.3f}, {high:.3f}]",
+        str(transcript["ties"]),
+        ends,
+        f"{transcript['error']:.3g}",
+        describe_recommendation(row),
+        f"{row['tried']['cpu_seconds']:.0f} CPU s" if row["tried"] else "–",
+        f"{row['cpu_seconds']:.0f} CPU s",
+    ]
+
+
+def describe_export(row: dict) -> str:
+    """The verdict on the export, and the gates that decide it where it is not GREEN."""
+    if row["verdict"] == "GREEN":
+        return "GREEN"
+    names = [gate["name"] for gate in row["gates"] if gate["verdict"] == row["verdict"]]
+    if row["verdict"] == "not_run":
+        names = [name for name in names if name in REQUIRED]
+    return f"{row['verdict'].replace('_', ' ')}: {', '.join(names)}"
+
+
+def describe_recommendation(row: dict) -> str:
+    """The preset that keeps the limits, with its KL, its interval and its size."""
+    if not row["tried"]:
+        return "–"
+    chosen = row["recommendation"]
+    if not chosen:
+        return "none keeps the limits"
+    low, high = chosen["interval"]
+    size = f"{chosen['bytes'] / 2**20:,.1f} MiB"
+    return f"`{chosen['compress']}`: {chosen['kl']:.3g} [{low:.3g}, {high:.3g}], {size}"
+
+
+def write_page(page: Path = PAGE, folder: Path = ROWS) -> None:
+    """Replaces what stands between the two marks of the page."""
+    block = "\n".join([BEGIN, "", *table(folder), END])
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    text = page.read_text()
+    page.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measure", "table"])
+    parser.add_argument("checkpoint", nargs="?", type=Path)
+    parser.add_argument("--preset", nargs="+", choices=[*PRESETS], default=[*PRESETS])
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        return write_page()
+    if arguments.checkpoint is None:
+        parser.error("measure needs a CHECKPOINT")
+    source = Checkpoint(arguments.checkpoint)
+    for preset in arguments.preset:
+        path = row_path(source, preset)
+        if not is_current(path, Inputs.of(source, preset)):
+            measure(source, preset)
+        print(path.relative_to(ROOT), flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
