@@ -23,7 +23,7 @@ scales: a norm hides a factor of its input wherever the input is large."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pandas as pd
@@ -41,7 +41,7 @@ from workbench.check.compare import (
     with_tolerance,
 )
 from workbench.check.gates import Gate
-from workbench.check.golden import StoredWeights, stored_weights
+from workbench.check.golden import stored_weights
 from workbench.check.hf import Reference, Row, nudge, recording_cache
 from workbench.check.run import PromptRun, plan_calls, program_inputs, run_passes
 from workbench.check.states import LARGE, SUBNORMAL, ShardNames, default_ts
@@ -105,6 +105,9 @@ class Stretch:
         return self.start + len(self.ids)
 
 
+Stretches = dict[str, tuple[Stretch, ...]]  # see `reference_stretches`
+
+
 def program_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
     """A `Tolerance`: the size of the value, which makes the ratio a relative RMS, plus
     what two steps of rounding cause over `LIMIT`, so that these steps alone stay within
@@ -136,11 +139,11 @@ def program_gate(
     decoder: Decoder,
     checkpoint: Checkpoint,
     representatives: ShardNames = None,
-    weights: StoredWeights | None = None,
+    stretches: Stretches | None = None,
 ) -> Gate:
     """The gate on a portable decoder in `exact` arithmetic; see `program_errors` for the
     arguments. The constants of another exporter's programs have their own limit."""
-    table = program_errors(decoder, checkpoint, representatives, weights)
+    table = program_errors(decoder, checkpoint, representatives, stretches)
     worst = table.loc[table["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if pd.notna(worst["layer"]):
@@ -157,7 +160,7 @@ def program_errors(
     decoder: Decoder,
     checkpoint: Checkpoint,
     representatives: ShardNames = None,
-    weights: StoredWeights | None = None,
+    stretches: Stretches | None = None,
 ) -> pd.DataFrame:
     """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
     tensor: updates (chained: hidden states), states, router states, logits, and choices
@@ -166,14 +169,15 @@ def program_errors(
 
     Args:
         representatives: see `states`; None: all shards.
-        weights: of the bundle's files, `half`; None: they are read.
+        stretches: of `reference_stretches` for the bundle's weights, with a chained end
+            unless the decoder `can_feed_layers`; None: they are computed.
     """
     isolated = can_feed_layers(decoder)
-    weights = weights or stored_weights(checkpoint, decoder.bundle, half=True)
-    reference = Reference(checkpoint, weights)
-    stretches = reference_stretches(
-        decoder.manifest, reference, chained_end=not isolated
-    )
+    if stretches is None:
+        weights = stored_weights(checkpoint, decoder.bundle, half=True)
+        stretches = reference_stretches(
+            decoder.manifest, Reference(checkpoint, weights), chained_end=not isolated
+        )
     plans = plan_stretches(decoder.options, stretches, isolated, representatives)
     references = {}
     for plan in plans:
@@ -200,10 +204,7 @@ def can_feed_layers(decoder: Decoder) -> bool:
 
 
 def plan_stretches(
-    options: Options,
-    stretches: dict[str, tuple[Stretch, ...]],
-    isolated: bool,
-    representatives: ShardNames,
+    options: Options, stretches: Stretches, isolated: bool, representatives: ShardNames
 ) -> list["StretchPlan"]:
     """The passes of gate `program`.
 
@@ -417,7 +418,7 @@ def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
 
 def reference_stretches(
     manifest: Manifest, reference: Reference, chained_end: bool
-) -> dict[str, tuple[Stretch, ...]]:
+) -> Stretches:
     """The stretches `start`, `end` (if the cache has room for one) and `scaled` of all
     sequences, computed by Hugging Face's model with the weights of a bundle.
     Token ids are random, different for each sequence, and begin with the checkpoint's
@@ -591,9 +592,7 @@ def expected_state(
     """
     value = np.zeros(shape, np.float32)
     if is_cache(name):
-        rng = np.random.default_rng(shape)
-        signs = rng.choice([-1, 1], shape)
-        value[:] = rng.choice(GARBAGE, (shape[-2], 1)) * signs
+        value[:] = _garbage_rows(tuple(shape))
     for trace, end in parts:
         rows = state_rows(trace, name)
         if rows is None:  # no state precedes the first token
@@ -604,3 +603,13 @@ def expected_state(
         else:
             value[:] = rows[-len(value) :]
     return value
+
+
+@lru_cache(maxsize=2)
+def _garbage_rows(shape: tuple[int, ...]) -> np.ndarray:
+    """Seeded garbage of a cache of this shape, float32, to be read alone."""
+    rng = np.random.default_rng(shape)
+    signs = rng.choice([-1, 1], shape)
+    rows = np.float32(rng.choice(GARBAGE, (shape[-2], 1)) * signs)
+    rows.flags.writeable = False
+    return rows

@@ -9,6 +9,7 @@ rows depends on the weights too."""
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -313,13 +314,25 @@ def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[di
 
 
 def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
-    """For each state two float16 arrays: random values of magnitude 1 to 2, and the same
-    values times `garbage`."""
+    """For each state two float16 arrays, to be read alone: random values of magnitude 1
+    to 2, and the same values times `garbage`."""
+    states = model.shard.states
+    shapes = tuple(tuple(entry.shape) for entry in states.values())
+    return dict(zip(states, _random_values(shapes, garbage), strict=True))
+
+
+# two entries: `_reading_faults` asks each shard for two kinds of garbage in turn
+@lru_cache(maxsize=2)
+def _random_values(shapes: tuple, garbage: float) -> list[tuple]:
+    """The values of `_random_states` for states of these shapes."""
     rng = np.random.default_rng(0)
-    values = {}
-    for name, entry in model.shard.states.items():
-        value = (1 + rng.random(entry.shape)) * rng.choice([-1, 1], entry.shape)
-        values[name] = value.astype(np.float16), (garbage * value).astype(np.float16)
+    values = []
+    for shape in shapes:
+        value = (1 + rng.random(shape)) * rng.choice([-1, 1], shape)
+        pair = value.astype(np.float16), (garbage * value).astype(np.float16)
+        for array in pair:
+            array.flags.writeable = False
+        values.append(pair)
     return values
 
 

@@ -45,6 +45,14 @@ from workbench.check.golden import (
 )
 from workbench.check.hf import Reference, Row, half
 from workbench.check.run import trace_bundle
+from workbench.check.shared import (
+    BudgetKey,
+    SharedResults,
+    StoredKey,
+    StretchesKey,
+    find_or_compute,
+    golden_digest,
+)
 from workbench.check.states import STATE_GATES, ShardNames, default_ts
 from workbench.check.trace import Arrays, LayerTrace, Trace, parse_name
 from workbench.decode import Decoder
@@ -196,6 +204,7 @@ def validate(
     again: bool = False,
     alone: bool = False,
     fresh: bool = False,
+    shared: SharedResults | None = None,
 ) -> Validation:
     """Validates a bundle: bug gates, every layer × position × T against `golden`, and
     the cost.
@@ -210,6 +219,8 @@ def validate(
         alone: do not load a second copy of the bundle as portable. Gate `device` is then
             not_run if `device_reference` has no file.
         fresh: see `load_or_run_gates`.
+        shared: gives each of several validations the results that they share; None:
+            all are computed.
     """
     bundle = decoder.bundle
     source = golden.source
@@ -217,13 +228,18 @@ def validate(
     # gate `program` and the budget need the same values of the bundle's files
     read_weights = cache(partial(stored_weights, source, bundle, half=True))
     bugs = load_or_run_gates(
-        decoder, source, again, golden.verdict, read_weights, fresh
+        decoder, source, again, golden.verdict, read_weights, fresh, shared
     )
-    inner = decoder.shows_inner_layers
-    stage("validate: rounding of Hugging Face's model")
     budget = None
     if source is not None:
-        budget = measure_budget(bundle, source, golden, inner, read_weights())
+        stage("validate: rounding of Hugging Face's model")
+        inner = decoder.shows_inner_layers
+        key = BudgetKey(StoredKey.of(bundle, source), golden_digest(golden), inner)
+        budget = find_or_compute(
+            {} if shared is None else shared.budgets,
+            key,
+            lambda: measure_budget(bundle, source, golden, inner, read_weights()),
+        )
     read_weights.cache_clear()
     cost = measure(decoder, golden, Ts, budget)
     device = _run_device_gate(decoder, golden, alone)
@@ -237,6 +253,7 @@ class Subject:
     Attributes:
         decoder: runs the gates that it can; None: decoders are opened.
         read_weights: gives the values of the bundle's files, `half`.
+        shared: results of other bundles that count for this one.
         results: of the gates that have run so far.
     """
 
@@ -244,16 +261,16 @@ class Subject:
     checkpoint: Checkpoint
     decoder: Decoder | None = None
     read_weights: Callable[[], StoredWeights] | None = None
+    shared: SharedResults = field(default_factory=SharedResults)
     results: list[Gate] = field(default_factory=list)
 
     @cached_property
+    def stored_key(self) -> StoredKey:
+        return StoredKey.of(self.bundle, self.checkpoint)
+
+    @cached_property
     def representatives(self) -> ShardNames:
-        """Names of one shard per distinct program; None, for every shard, if gate
-        `weights` is not GREEN."""
-        verdicts = {gate.name: gate.verdict for gate in self.results}
-        if verdicts.get("weights") != gates.GREEN:
-            return None
-        return distinct.representatives(self.bundle, self.checkpoint)
+        return shards_to_test(self.bundle, self.checkpoint, self.results)
 
     @cached_property
     def exact(self) -> Decoder:
@@ -273,13 +290,29 @@ class Subject:
         return self.exact
 
 
+def shards_to_test(
+    bundle: Bundle, checkpoint: Checkpoint, results: Sequence[Gate]
+) -> ShardNames:
+    """Names of one shard per distinct program; None, for every shard, if gate `weights`
+    is not GREEN among the results, since only the weights that it compares may differ
+    between shards of one program."""
+    verdicts = {gate.name: gate.verdict for gate in results}
+    if verdicts.get("weights") != gates.GREEN:
+        return None
+    return distinct.representatives(bundle, checkpoint)
+
+
 def interface_gate(subject: Subject) -> Gate:
     """Runs gate `interface` on a subject, as the functions below run the others."""
     return interface.interface_gate(subject.bundle, subject.checkpoint)
 
 
 def weights_gate(subject: Subject) -> Gate:
-    return weights.weights_gate(subject.bundle, subject.checkpoint)
+    return find_or_compute(
+        subject.shared.weights_gates,
+        subject.stored_key,
+        lambda: weights.weights_gate(subject.bundle, subject.checkpoint),
+    )
 
 
 def host_gate(subject: Subject) -> Gate:
@@ -291,10 +324,24 @@ def program_gate(subject: Subject) -> Gate:
         target = subject.bundle.manifest.options.target
         reason = f"needs fp32 arithmetic, which target {target} lacks"
         return gates.not_run("program", reason, applies=False)
-    values = None if subject.read_weights is None else subject.read_weights()
-    return program.program_gate(
-        subject.exact, subject.checkpoint, subject.representatives, values
+    chained_end = not program.can_feed_layers(subject.exact)
+    stretches = find_or_compute(
+        subject.shared.stretches,
+        StretchesKey(subject.stored_key, chained_end),
+        partial(_compute_stretches, subject, chained_end),
     )
+    return program.program_gate(
+        subject.exact, subject.checkpoint, subject.representatives, stretches
+    )
+
+
+def _compute_stretches(subject: Subject, chained_end: bool) -> program.Stretches:
+    if subject.read_weights:
+        values = subject.read_weights()
+    else:
+        values = stored_weights(subject.checkpoint, subject.bundle, half=True)
+    reference = Reference(subject.checkpoint, values)
+    return program.reference_stretches(subject.bundle.manifest, reference, chained_end)
 
 
 def state_gate(name: str, subject: Subject) -> Gate:
@@ -317,6 +364,7 @@ def bug_gates(
     *,
     decoder: Decoder | None = None,
     read_weights: Callable[[], StoredWeights] | None = None,
+    shared: SharedResults | None = None,
 ) -> list[Gate]:
     """Runs `BUG_GATES`, which are the same for every compression.
 
@@ -327,14 +375,16 @@ def bug_gates(
         decoder: its host and states are checked, and its program if its arithmetic is
             `exact`. Instead of a device or of other arithmetic, a decoder of the bundle's
             interpreter is opened.
-        read_weights: see `Subject`.
+        read_weights, shared: see `Subject`.
 
     Raises:
         InputError: a file whose SHA-256 is not the manifest's.
     """
     check_exported_from(checkpoint, bundle)
-    bundle.verify()
+    bundle.verify()  # before `shared` is asked for results of these files
     subject = Subject(bundle, checkpoint, decoder, read_weights)
+    if shared is not None:
+        subject.shared = shared
     results = subject.results
     for name, gate in BUG_GATES.items():
         stage(f"validate: {name}")
@@ -367,6 +417,7 @@ def load_or_run_gates(
     trusted_hash: str | None = None,
     read_weights: Callable[[], StoredWeights] | None = None,
     fresh: bool = False,
+    shared: SharedResults | None = None,
 ) -> list[Gate]:
     """The bug gates of verdict.json, if it counts. If it does not, or if `again` is set,
     they are run with the checkpoint `source` and stored. Without a checkpoint only the
@@ -375,7 +426,7 @@ def load_or_run_gates(
 
     Args:
         trusted_hash: of the verdict.json that the user's golden names.
-        read_weights: see `Subject`.
+        read_weights, shared: see `Subject`.
         fresh: no stored verdict counts, whoever wrote it.
 
     Raises:
@@ -388,7 +439,9 @@ def load_or_run_gates(
         # a verdict that is stored for the files must not come from a decoder that may
         # have been changed in memory
         used = decoder if again else None
-        results = bug_gates(bundle, source, decoder=used, read_weights=read_weights)
+        results = bug_gates(
+            bundle, source, decoder=used, read_weights=read_weights, shared=shared
+        )
         gates.save_verdict(bundle, results)
     else:
         bundle.verify()

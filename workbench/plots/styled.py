@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import PlaceHolderLayoutEngine
 from matplotlib.patches import Patch
 
 from workbench.plots import text
@@ -59,6 +60,13 @@ class StyledFigure(Figure):
 
     def draw(self, renderer) -> None:
         with style():
+            engine = self.get_layout_engine()
+            is_final = engine is None or isinstance(engine, PlaceHolderLayoutEngine)
+            if self.canvas.is_saving() and not is_final:
+                # matplotlib draws a figure twice to save it: first for its layout alone,
+                # which takes as long as the second time where there are many cells
+                engine.execute(self)
+                return
             super().draw(renderer)
 
     def savefig(self, fname, **options) -> None:

@@ -158,9 +158,14 @@ class Model(ABC):
                 if T == ANY_T:
                     t_max = function_names.get(name, package.t_max)
                 check_interface(self.shard, program, t_max)
+            self.bind(T, program)
             # All functions have the same states: that of the last one stays, without its
             # operations, so that the file of its weights is mapped no longer.
             self.program = replace(program, block=None)
+
+    def bind(self, T: int, program: miltorch.Program) -> None:  # noqa: B027
+        """Called with the program of each function once its interface is checked: a
+        runtime that executes programs itself overrides it, so that none is read twice."""
 
     def T_of(self, inputs: dict[str, np.ndarray]) -> int:
         """The T of the function that runs a call, a key of `functions`."""

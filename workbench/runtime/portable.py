@@ -55,26 +55,36 @@ class PortableModel(Model):
         messages("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
         self.weight_bytes = _read_ahead(package.path)
-        super().__init__(package, settings)
         self.precision = settings.precision
         self.reads = settings.reads
         self.fast = settings.fast and self.precision == "declared"
         self.executables: dict[tuple[int, bool], miltorch.Executable] = {}
-        self.executable_for(min(self.functions), self.fast)
+        super().__init__(package, settings)
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
+
+    def bind(self, T: int, program: miltorch.Program) -> None:
+        """Builds the executable of the smallest T; the others are built when they are
+        first needed."""
+        if T == min(self.functions):
+            self.executables[T, self.fast] = self.build(program, self.fast)
 
     def executable_for(self, T: int, fused: bool) -> miltorch.Executable:
         """The executable of the function of T, built when it is first needed."""
         key = T, fused
         if key not in self.executables:
             program = miltorch.read(self.path, self.functions[T])
-            if fused:
-                program = miltorch.fuse(program, self.reads)
-            executable = miltorch.Executable(program, self.precision)
-            # fused steps hold copies of their weights: the file is mapped no longer
-            self.executables[key] = executable.release() if fused else executable
+            self.executables[key] = self.build(program, fused)
         return self.executables[key]
+
+    def build(self, program: miltorch.Program, fused: bool) -> miltorch.Executable:
+        if not fused:
+            return miltorch.Executable(program, self.precision)
+        executable = miltorch.Executable(
+            miltorch.fuse(program, self.reads), self.precision
+        )
+        # fused steps hold copies of their weights: the file is mapped no longer
+        return executable.release()
 
     @property
     def executable(self) -> miltorch.Executable:
