@@ -39,8 +39,10 @@ def slice_update(
 
 def slice_by_size(x, *, begin, size):
     for axis, (first, count) in enumerate(zip(begin, size, strict=True)):
-        first += x.shape[axis] * (first < 0)
-        x = x.narrow(axis, first, x.shape[axis] - first if count == -1 else count)
+        size = x.shape[axis]
+        if first < 0:
+            first += size
+        x = x.narrow(axis, first, size - first if count == -1 else count)
     return x
 
 
