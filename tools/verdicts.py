@@ -33,7 +33,8 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.candidates import CALIBRATION_TEXT
 
 ROWS = ROOT / "experiments" / "verdicts"
-WORK = ROOT / "build" / "verdicts"
+# build/verdicts has this checkout's notes on verdict.json files
+WORK = ROOT / "build" / "preset_verdicts"
 PAGE = ROOT / "docs" / "verdict.md"
 BEGIN, END = "<!-- verdicts -->", "<!-- /verdicts -->"
 MAX_SEQ_LEN = 256  # of every bundle; a prompt and its text take about a hundred tokens
