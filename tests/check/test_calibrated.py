@@ -54,6 +54,31 @@ def test_sound_bundles_of_other_families_are_green(exports, tmp_path, family):
     assert gate.verdict == "GREEN", gate.reason
 
 
+@pytest.mark.slow("exports two bundles and judges their weights")
+@pytest.mark.parametrize("sizes", [{"tokens": "1,4"}, {"layers_per_shard": 2}], ids=str)
+def test_every_copy_of_a_matrix_is_judged(exports, tmp_path, sizes):
+    """Each function of a package stores the matrices of its shard."""
+    checkpoint = exports.checkpoint("llama")
+    options = {"compress": "lut4-g8", "max_seq_len": 16} | sizes
+    bundle = export(
+        checkpoint, tmp_path / "b", calibration=tiny.random_text(90), **options
+    )
+    gate = weights_gate(bundle, Checkpoint(checkpoint))
+    assert gate.verdict == "GREEN", gate.reason
+    assert "matrices were fitted to a calibration text" in gate.reason
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_scale_that_is_not_finite_is_red(fitted, tiny_llama, tmp_path, value):
+    copy = Copy(fitted("int8-channel").root, tmp_path / "copy")
+    scale = copy.weight("model.layers.1.self_attn.v_proj.weight").arrays["scale"]
+    values = scale.read().copy()
+    values.flat[3] = value
+    scale.write(values)
+    gate = weights_gate(Bundle.open(copy.seal()), tiny_llama)
+    assert gate.verdict == RED and "not a finite number" in gate.reason
+
+
 FAULTY = [case for case in cases.faulty_cases() if case.fault.bundle == "fitted"]
 
 

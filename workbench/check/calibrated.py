@@ -457,7 +457,10 @@ class JudgedLayer(WrappedLayer):
             tensor = self.prefix + name
             if tensor in judgement.tensors and name in linear:
                 stored[name] = [*judgement.read_rows(tensor)]
-                values[name] = torch.cat([part.stored for part in stored[name]])
+                # every function of a package stores all rows; each copy is judged, and
+                # the layer runs on one of them
+                slices = {part.first: part.stored for part in stored[name]}
+                values[name] = torch.cat([slices[first] for first in sorted(slices)])
             else:
                 values[name] = read(tensor).half().float()
         modules = {name: linear[name] for name in stored}

@@ -110,6 +110,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
             # the other tensors of this package are not compared
             problems.append(f"{place}: {problem}")
     note = ""
+    compared = len(deviations)
     if fitted and not problems:
         start = time.process_time()
         try:
@@ -137,7 +138,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     problems += [gate.reason for gate in deviations if gate.verdict == gates.RED]
     problems = _head_problems(bundle, checkpoint) + problems
     fine = (
-        f"{len(deviations)} stored tensors equal the checkpoint's within the rounding "
+        f"{compared} stored tensors equal the checkpoint's within the rounding "
         f"of their preset; worst: {worst.reason}{note}"
     )
     if len(problems) > MAX_PROBLEMS:
@@ -176,7 +177,8 @@ def fitted_deviations(
     def read(shard: Shard, function: str | None, tensor: str):
         key = shard.name, function
         if key not in readers:
-            readers.clear()  # of the layer before
+            if any(name != shard.name for name, _ in readers):
+                readers.clear()  # of the layer before
             readers[key] = open_parts(bundle, shard, function)
         parts = readers[key](tensor)
         preset = bundle.manifest.preset_of(tensor)
@@ -479,6 +481,8 @@ def _integer_rows(
     each [rows, columns]."""
     if np.any(parts.get("offset", 0)):
         raise ValueError(f"a zero point, not as {preset.name} makes it")
+    if not np.isfinite(parts["scale"]).all():
+        raise ValueError("a scale that is not a finite number")
     data = np.float32(parts["data"])
     factors = torch.from_numpy(_factors(parts["scale"], data.shape))
     steps = factors.repeat_interleave(data.size // len(factors)).reshape(values.shape)
