@@ -10,6 +10,7 @@ the same checkpoint, prompts and text of calibration is not measured again, so t
 ended goes on. `table` writes the rows to docs/verdict.md."""
 
 import argparse
+import hashlib
 import json
 import re
 import resource
@@ -92,10 +93,13 @@ def run_command(*words: object) -> tuple[dict, float, float]:
     return json.loads(ended.stdout), cpu, seconds
 
 
-def export(source: Checkpoint, preset: str) -> Bundle:
-    """The bundle in a preset; exported again only where it is not whole. Bundles have a
-    folder each: finished bundles beside one another would recommend each other."""
-    folder = WORK / source.name / preset / "bundle"
+def export(source: Checkpoint, preset: str, inputs: Inputs) -> Bundle:
+    """The bundle in a preset; exported again only where no whole one of these inputs is
+    left of an interrupted run. Bundles have a folder each: finished bundles beside one
+    another would recommend each other."""
+    facts = json.dumps(vars(inputs) | {"max_seq_len": MAX_SEQ_LEN}, sort_keys=True)
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
+    folder = WORK / source.name / f"{preset}-{digest}" / "bundle"
     if not folder.exists():
         words = ["export", source.path, folder, "--compress", preset]
         words += ["--max-seq-len", MAX_SEQ_LEN]
@@ -108,7 +112,7 @@ def export(source: Checkpoint, preset: str) -> Bundle:
 def measure(source: Checkpoint, preset: str) -> None:
     """Exports and validates one preset, writes its row, and deletes its bundle."""
     inputs = Inputs.of(source, preset)
-    bundle = export(source, preset)
+    bundle = export(source, preset, inputs)
     words = ["validate", bundle.root, "--checkpoint", source.path, "--transcript"]
     result, cpu, seconds = run_command(*words)
     environment = machine.environment()

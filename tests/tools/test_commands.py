@@ -50,6 +50,14 @@ def test_a_measurement_replaces_the_earlier_one_of_its_command_alone(tmp_path):
     assert "chip, 2 cores" in rows[-1]
 
 
+def test_commands_of_one_run_have_one_line_on_the_machine(tmp_path):
+    path = tmp_path / "commands.json"
+    rows = [Row(command.words, 5, 4, 0) for command in commands.COMMANDS]
+    save_rows(rows, COLUMNS, path)
+    (line,) = [line for line in table(path) if "chip, 2 cores" in line]
+    assert f"`{rows[0].command}` to `{rows[-1].command}`" in line
+
+
 def test_a_command_s_time_and_bytes_are_those_of_its_process(tmp_path):
     code = (
         "import pathlib; pathlib.Path('a').write_bytes(bytes(1000)); sum(range(10**7))"
@@ -66,7 +74,13 @@ def test_a_command_s_time_and_bytes_are_those_of_its_process(tmp_path):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "–"), (196e6, "196 MB"), (60e3, "0.1 MB"), (1.52e9, "1.5 GB")],
+    [
+        (0, "–"),
+        (196e6, "196 MB"),
+        (60e3, "0.1 MB"),
+        (999.7e6, "1 GB"),
+        (1.52e9, "1.5 GB"),
+    ],
 )
 def test_disk_has_two_or_three_digits(size, text):
     assert format_disk(size) == text

@@ -4,14 +4,15 @@ picture of each, from the files of its run."""
 import re
 from pathlib import Path
 
+from workbench.escape import markdown_cell
 from workbench.experiment import folders
 from workbench.experiment.notebooks import title_of
 from workbench.files import write_whole
 
 PAGE = "README.md"
 LEAST_ANSWER = 40
-"""Characters: sentences of the answer's first line are taken up to this length, because
-the first may be "Yes." alone."""
+"""Characters: sentences of the answer's first line are added until the answer has as
+many, because the first may be "Yes." alone."""
 PICTURE_WIDTH = 320  # pixels
 
 
@@ -20,8 +21,8 @@ def overview(shipped: Path) -> str:
     lines = [
         "# Experiments",
         "",
-        "Every folder holds the last published run of a notebook: `report.md`, figures with "
-        "their data, tables, and `run.json` with parameters, checkpoint and machine. "
+        "Every numbered folder holds the last published run of a notebook: `report.md`, "
+        "figures with their data, tables, and `run.json` with parameters, checkpoint and machine. "
         "`workbench run NN --publish` replaces it and writes this page again.",
         "",
         "| experiment | question | answer | checkpoint, day | picture |",
@@ -31,8 +32,9 @@ def overview(shipped: Path) -> str:
         lines.append(_row(path.parent))
     lines += [
         "",
-        "Beside them: [benchmarks](benchmarks/README.md), the rows of the table in "
-        "[presets](../docs/presets.md) (`bits`), and the [log](log/public/README.md).",
+        "Beside them: [benchmarks](benchmarks/README.md), the rows of the tables in "
+        "[presets](../docs/presets.md) (`bits`) and [verdict](../docs/verdict.md) "
+        "(`verdicts`), and the [log](log/public/README.md).",
         "",
     ]
     return "\n".join(lines)
@@ -70,13 +72,12 @@ def _row(folder: Path) -> str:
     day = run["environment"]["time"][:10]
     cells = [
         f"[{name[:2]}]({name}/report.md)",
-        question or name,
-        short_answer(run["conclusion"]),
-        f"{checkpoint}, {day}",
+        markdown_cell(question or name),
+        markdown_cell(short_answer(run["conclusion"])),
+        markdown_cell(f"{checkpoint}, {day}"),
         _picture(folder),
     ]
-    # a bar would end the cell
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+    return f"| {' | '.join(cells)} |"
 
 
 def _picture(folder: Path) -> str:
@@ -84,6 +85,7 @@ def _picture(folder: Path) -> str:
     for part in folders.read_parts(folder):
         if part["kind"] == "figures":
             address = f"{folder.name}/figures/{part['name']}.svg"
-            alt = part["alt"].replace('"', "&quot;")
+            # a bar would end the cell of the table
+            alt = part["alt"].replace('"', "&quot;").replace("|", "&#124;")
             return f'<img src="{address}" width="{PICTURE_WIDTH}" alt="{alt}">'
     return "–"
