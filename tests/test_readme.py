@@ -190,6 +190,8 @@ def test_the_glossary_has_every_gate_and_every_state():
     entries = set(re.findall(r"`(\w+)`", rows))
     assert not {*BUG_GATES, "max_kl", "budget", "device"} - entries
     assert {*STATES} <= entries
+    kinds = set(re.findall(r"^\|[^|]*\| (\w+)", page, re.MULTILINE))
+    assert {"rows", "ring", "tail", "matrix"} <= kinds
     assert "docs/glossary.md" in (ROOT / "README.md").read_text()
     assert "glossary.md" in (ROOT / "docs" / "architecture.md").read_text()
 

@@ -120,5 +120,10 @@ def test_packages_with_the_argmax_inside_that_pick_one_are_refused():
     logits = np.full(9, -np.inf)
     logits[4] = 0.0
     assert Sampling().pick(logits, 3, [2]) == 4
-    with refused("a suppressed token alone has a logit"):
+    with refused("suppressed token 4"):
         Sampling().pick(logits, 3, [4])
+    # of two slices of the vocabulary, the second best token of the better one is unknown
+    logits[7] = -1.0
+    with refused("suppressed token 4"):
+        Sampling().pick(logits, 3, [4])
+    assert Sampling().pick(logits, 3, [7]) == 4

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from conversions import small
 from refusal import refused
@@ -21,9 +22,8 @@ SIZE = {"num_hidden_layers": 2, "vocab_size": 320}
 PRESETS = ["int8-channel", "lut6-g16", "lut4-g8", "int4-block32", "int8-tensor"]
 
 
-def random_text(seed: int = 0, V: int = 90, count: int = 1024) -> calibrate.Text:
-    ids = np.random.default_rng(seed).integers(0, V, count)
-    return draw_windows(ids.tolist(), "random ids", seed=seed, window=128)
+def random_text(seed: int = 0) -> calibrate.Text:
+    return tiny.random_text(90, seed)
 
 
 def correlated_inputs(width: int, seed: int = 0) -> torch.Tensor:

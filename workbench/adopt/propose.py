@@ -355,7 +355,7 @@ def describe_functions_and_moves(
     functions = describe_functions(first_with_states.programs, window)
     if functions[0].until:
         return functions, {window: "shift"}
-    if "mask" in roles and not roles & {"start", "write"}:
+    if "mask" in roles and not roles & {"start", "write", "ring_start"}:
         # nothing says where to write: the newest row is always the last one
         return functions, {max(shape[2] for shape in cache_shapes.values()): "right"}
     return functions, {}

@@ -61,8 +61,8 @@ class Sampling:
             suppressed: token ids that are never picked.
 
         Raises:
-            InputError: logits that are not finite; no token with a logit but suppressed
-                ones.
+            InputError: logits that are not finite; a suppressed token that is the best
+                one of packages with an argmax inside.
         """
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
@@ -72,17 +72,20 @@ class Sampling:
             )
             subject = f"logits for position {position}"
             raise InputError(subject, str(logits[best]), "finite values", step)
-        if len(suppressed):
+        if best in suppressed and np.isneginf(logits).any():
+            # each slice of the vocabulary has one logit: the second best token of this
+            # one may be better than those of the others
+            raise InputError(
+                f"token {position} of a text",
+                f"suppressed token {best}, the best one",
+                "logits of every token, which packages with the argmax inside do not "
+                "output",
+                "export packages that output logits",
+            )
+        # greedy decoding copies no row where the best token may be picked
+        if best in suppressed or (self.temperature and len(suppressed)):
             logits = suppress(logits, suppressed)
             best = int(np.argmax(logits))
-            if logits[best] == -np.inf:
-                raise InputError(
-                    f"token {position} of a text",
-                    "a suppressed token alone has a logit",
-                    "logits of other tokens, which packages with the argmax inside do "
-                    "not output",
-                    "export packages that output logits",
-                )
         if self.temperature == 0:
             return best
         # stable: among equal logits the lowest id comes first, as in greedy decoding

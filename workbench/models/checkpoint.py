@@ -197,8 +197,13 @@ class Checkpoint:
         generation = self.path / GENERATION
         if not generation.is_file():
             return []
-        name, V = "suppress_tokens", self.config.vocab_size
+        name = "suppress_tokens"
         tokens = self._token_ids(name, _read_json(generation).get(name))
+        if (
+            not tokens
+        ):  # the configuration is transformers', which takes seconds to import
+            return []
+        V = self.config.vocab_size
         return [token for token in tokens if 0 <= token < V]
 
     def _token_ids(self, name: str, value) -> list[int]:

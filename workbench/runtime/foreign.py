@@ -252,7 +252,7 @@ class ForeignModel(Model):
         T = len(positions)
         parts = [*zip(self.foreign.parts, self.models)]
         while not function.logits and parts[-1][0].state is None:
-            del parts[-1]  # the head
+            del parts[-1]  # has no state: only logits need its result
         outputs: dict[str, list[np.ndarray]] = defaultdict(list)
         carried: dict[str, np.ndarray] = {}
         for part, models in parts:

@@ -80,7 +80,7 @@ class CoreAIModel(Model):
         self.states = {entry.tensor: entry.shape for entry in shard.states.values()}
         apple("coreai_torch"), apple("coreai.authoring")
         start = time.perf_counter()
-        with no_stderr(), self._one_message():
+        with no_stderr(), self._core_ai_errors():
             self.function = wait(_load(self.path))
         self._check_interface(self.function.desc, size_of_t(options))
         load_ms = (time.perf_counter() - start) * 1e3
@@ -109,7 +109,7 @@ class CoreAIModel(Model):
         self._check(inputs)
         given = {name: ndarray(inputs[name], self.dtype) for name in self.shard.inputs}
         arrays = state.arrays if state else {}
-        with self._one_message():
+        with self._core_ai_errors():
             results = wait(_call(self.function, given, arrays))
         outputs = {n: np.array(v.numpy(), np.float32) for n, v in results.items()}
         check_outputs(self.shard, inputs, outputs)
@@ -149,7 +149,7 @@ class CoreAIModel(Model):
             raise InputError(subject, shapes, declared, "export the bundle again")
 
     @contextmanager
-    def _one_message(self) -> Iterator[None]:
+    def _core_ai_errors(self) -> Iterator[None]:
         """Context manager that turns errors of Core AI into one InputError."""
         try:
             yield
