@@ -54,6 +54,7 @@ MIXED = "export TINY out --compress mixed --calibrate TINY/../tasks/heldout.txt"
         ("golden TINY --out new/g --prompt-ids 1,256", "from 0 to 255"),
         ("golden TINY --out g --prompt get --prompt-ids 1", "one of --prompt"),
         ("run 34 --set T=1", "inside a checkout"),
+        ("run 34 --publish --beside", "--publish, --beside: found both"),
         (
             "validate BUNDLE --golden README --tasks TINY/../tasks/heldout.jsonl",
             "--checkpoint",

@@ -33,6 +33,27 @@ def test_publishing_moves_the_run_and_its_rows_and_removes_unused_ones(project):
         publish_run(shipped)
 
 
+def test_a_run_of_another_checkpoint_is_shipped_beside_the_first(project):
+    first = example("/models/tiny-llama")
+    first.conclude("First.")
+    with refused("no shipped run"):
+        publish_run(first.folder, beside=True)
+    shipped = publish_run(first.folder)
+    with refused("the shipped run is of tiny-llama too"):
+        publish_run(first.folder, beside=True)
+    second = example("/models/tiny-gemma3")
+    second.conclude("Second.")
+    both = [shipped, publish_run(second.folder, beside=True)]
+    assert [folder.name for folder in both] == [NAME, f"{NAME}-tiny-gemma3"]
+    assert [run_of(f)["run_id"] for f in both] == [first.run_id, second.run_id]
+    rows = log.load("runs", project / "experiments" / "log" / log.SHIPPED)
+    assert {*rows["run_id"]} == {first.run_id, second.run_id}
+    page = (shipped.parent / "README.md").read_text()
+    assert "First." in page and f"{NAME}-tiny-gemma3/report.md" in page
+    shutil.rmtree(project / "build")
+    assert last_run("7") == shipped
+
+
 STEPS = [
     (publishing.shutil, "copytree"),
     (publishing.report, "write_report"),

@@ -26,6 +26,18 @@ def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
     return [sound, *more, gates.within("max_kl", cost, limit, "")]
 
 
+@pytest.fixture
+def in_a_folder_alone(tmp_path_factory):
+    """Copies a bundle to a folder with no other one: finished bundles beside a bundle are
+    candidates too, and other tests export to the folder that they share."""
+
+    def copy(bundle: Bundle) -> Bundle:
+        folder = tmp_path_factory.mktemp("alone") / bundle.root.name
+        return Bundle.open(shutil.copytree(bundle.root, folder))
+
+    return copy
+
+
 def preset_weights(source, preset: str, **options):
     options = make_options(compress=preset, **options)
     plan = read_plan(source, options)
@@ -59,13 +71,16 @@ def test_weights_of_a_preset_are_those_that_an_export_stores(exports, family, pr
         assert np.array_equal(weights(name).float(), expected(name)), name
 
 
-def test_bytes_of_a_preset_are_those_of_its_bundle(tiny_llama, exports):
+def test_bytes_of_a_preset_are_those_of_its_bundle(
+    tiny_llama, exports, in_a_folder_alone
+):
     presets = "int8-tensor", "int8-channel", "int4-block32", "fp16"
     bundles = {
         name: exports.bundle(tiny_llama.path, max_seq_len=32, compress=name)
         for name in presets
     }
-    predicted = candidates.candidates(tiny_llama, bundles["int8-tensor"])
+    source = in_a_folder_alone(bundles["int8-tensor"])
+    predicted = candidates.candidates(tiny_llama, source)
     sizes = [candidate.bytes for candidate in predicted]
     assert sizes == sorted(sizes)
     by_name = {candidate.compress: candidate for candidate in predicted}
@@ -84,9 +99,10 @@ def test_a_command_names_a_folder_as_a_shell_reads_it(tmp_path, tiny_llama):
 
 
 def test_the_smallest_preset_whose_whole_interval_keeps_the_limit_is_named(
-    tiny_llama, exports
+    tiny_llama, exports, in_a_folder_alone
 ):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
+    bundle = in_a_folder_alone(bundle)
     advice = recommend.recommend(tiny_llama, bundle, results(0.2, 10.0))
     assert advice is None  # the quality is WITHIN
     loose = recommend.recommend(tiny_llama, bundle, results(20.0, 10.0))
@@ -165,8 +181,9 @@ def test_a_mixed_bundle_that_costs_too_much_gets_a_recommendation(tiny_llama, tm
     assert advice.chosen.candidate.compress == "int4-block32"
 
 
-def test_validate_prints_one_recommendation(tiny_llama, exports):
+def test_validate_prints_one_recommendation(tiny_llama, exports, in_a_folder_alone):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
+    bundle = in_a_folder_alone(bundle)
     command = "validate", bundle.root, "--checkpoint", tiny_llama.path
     command += "--prompt-ids", "1,69,142,4"
     result = cli(*command, "--max-kl", "0")

@@ -31,6 +31,7 @@ def run(
     *,
     set_: list[str] | None = None,
     publish: bool = False,
+    beside: bool = False,
     json: Json = False,
 ) -> None:
     """Runs experiment notebooks headless: verdicts, figures, log rows, report.
@@ -45,9 +46,13 @@ def run(
         set_: NAME=VALUE, a notebook's parameter; of several notebooks, those without
             this parameter ignore it.
         publish: Make these the shipped write-ups.
+        beside: Ship these too, beside write-ups of another checkpoint.
     """
     from workbench import experiment
 
+    if publish and beside:
+        needed, step = "one of the two", "leave one out"
+        raise InputError("--publish, --beside", "both", needed, step)
     numbers = [number.zfill(2) for number in numbers]
     for number in numbers:
         experiment.find_notebook(number)  # refuses all before any of them runs
@@ -61,7 +66,11 @@ def run(
     results = []
     for number in numbers:
         result = experiment.run_notebook(
-            number, settings[number], publish=publish, progress=not json
+            number,
+            settings[number],
+            publish=publish,
+            beside=beside,
+            progress=not json,
         )
         results.append(result)
         if not json:

@@ -246,9 +246,11 @@ def last_run(number: str) -> Path:
     _restore_interrupted(number)
     runs = experiments().glob(f"{number}_*/[!.]*/{RUN}")
     shipped = (checkout() / "experiments").glob(f"{number}_*/{RUN}")
-    newest = sorted(runs, key=lambda path: path.stat().st_mtime) or list(shipped)
-    if newest:
+    if newest := sorted(runs, key=lambda path: path.stat().st_mtime):
         return newest[-1].parent
+    # the shortest name: runs of further checkpoints lie beside it
+    if by_length := sorted(shipped, key=lambda path: len(path.parent.name)):
+        return by_length[0].parent
     find_notebook(number)  # refuses a number that no notebook has
     step = f"run the notebook: workbench run {number}"
     raise InputError(f"experiment {number}", "no finished run", "one", step)

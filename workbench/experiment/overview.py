@@ -23,7 +23,8 @@ def overview(shipped: Path) -> str:
         "",
         "Every numbered folder holds the last published run of a notebook: `report.md`, "
         "figures with their data, tables, and `run.json` with parameters, checkpoint and machine. "
-        "`workbench run NN --publish` replaces it and writes this page again.",
+        "`workbench run NN --publish` replaces it and writes this page again; with "
+        "`--beside` the run of a further checkpoint is added.",
         "",
         "| experiment | question | answer | checkpoint, day | picture |",
         "|---|---|---|---|---|",
@@ -65,7 +66,7 @@ def _row(folder: Path) -> str:
     """The line of one run."""
     run = folders.read_run(folder)
     name = folder.name
-    _, _, question = title_of(name).partition(" · ")
+    _, _, question = title_of(folders.experiment_name(folder, run)).partition(" · ")
     checkpoint = (run.get("checkpoint") or {}).get("name", "run")
     if checkpoint == "run":  # the source of a notebook without a checkpoint
         checkpoint = "no checkpoint"

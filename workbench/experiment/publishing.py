@@ -11,7 +11,7 @@ from workbench.files import checkout, replace_folder
 from workbench.log.anonymous import anonymous
 
 
-def publish_run(folder: Path) -> Path:
+def publish_run(folder: Path, *, beside: bool = False) -> Path:
     """Makes the run in `folder` the shipped one: its files go to `experiments/NN_slug`,
     its log rows to the shipped log, from which the rows go that no shipped run uses. The
     page of all shipped runs, `experiments/README.md`, is written again.
@@ -21,9 +21,12 @@ def publish_run(folder: Path) -> Path:
 
     Args:
         folder: of a run below `build/experiments`.
+        beside: the shipped run, of another checkpoint, stays, and this one goes to
+            `experiments/NN_slug-NAME` with the name of its checkpoint.
 
     Raises:
-        InputError: it is the shipped run, or figures of another run lie there.
+        InputError: it is the shipped run, or figures of another run lie there; `beside`
+            without a shipped run of another checkpoint.
     """
     run = folders.check_one_run(folder)
     name = folders.experiment_name(folder, run)
@@ -31,9 +34,11 @@ def publish_run(folder: Path) -> Path:
         step = f"run: workbench run {name[:2]} --publish"
         raise InputError(folder.name, "the shipped run", "a run of your own", step)
     target = checkout() / "experiments" / name
+    if beside:
+        target = _place_beside(target, run)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # beside its target, since the folder of runs may be on another disk
-    new = target.with_name(f".{name}.new")
+    # next to its target, since the folder of runs may be on another disk
+    new = target.with_name(f".{target.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     for kind in folders.KINDS:
@@ -46,6 +51,24 @@ def publish_run(folder: Path) -> Path:
     _remove_unused_rows(name[:2])
     overview.write_overview(target.parent)
     return target
+
+
+def _place_beside(shipped: Path, run: dict) -> Path:
+    """The folder of a run next to the shipped run of another checkpoint."""
+    checkpoint = _checkpoint(run)
+    if not (shipped / folders.RUN).is_file():
+        actual = "no shipped run"
+    elif _checkpoint(folders.read_run(shipped)) == checkpoint:
+        actual = f"the shipped run is of {checkpoint['name']} too"
+    else:
+        return shipped.with_name(f"{shipped.name}-{checkpoint['name']}")
+    needed = "a shipped run of another checkpoint"
+    raise InputError(f"--beside, {shipped.name}", actual, needed, "leave --beside out")
+
+
+def _checkpoint(run: dict) -> dict:
+    """Name and hash of a run's checkpoint; older runs have none."""
+    return run.get("checkpoint") or {"name": "run", "sha256": None}
 
 
 def shipped_log() -> Path:

@@ -19,6 +19,7 @@ def run_notebook(
     parameters: Mapping | None = None,
     *,
     publish: bool = False,
+    beside: bool = False,
     progress: bool = True,
 ) -> dict:
     """Executes a numbered notebook in a kernel of its own.
@@ -28,7 +29,8 @@ def run_notebook(
 
     Args:
         parameters: values for names that the cell tagged `parameters` sets.
-        publish: makes the run the shipped one (see `publish_run`).
+        publish, beside: make the run the shipped one, or ship it too (see
+            `publish_run`).
 
     Returns:
         {experiment, verdict, quality, conclusion, executed, figures, runs, report}; `figures`
@@ -54,8 +56,8 @@ def run_notebook(
         write_whole(folder / folders.NOTEBOOK, copy.read_bytes())
         os.replace(copy, copies / source.name)
     executed = folder / folders.NOTEBOOK
-    if publish:
-        folder = publish_run(folder)
+    if publish or beside:
+        folder = publish_run(folder, beside=beside)
     run = folders.check_one_run(folder)
     figures = [
         {"path": str(folder / "figures" / f"{part['name']}.png"), "alt": part["alt"]}
