@@ -38,20 +38,20 @@ def test_the_formula_is_its_terms():
     row = roofline.on_chip(WORK, "M4 Max")
     row = roofline.with_rates(pd.DataFrame([row])).iloc[0].to_dict()
     stream = 1e3 / 118.9
-    assert roofline.formula_ms(row, Constants()) == pytest.approx(stream)
+    assert roofline.predict_ms(row, Constants()) == pytest.approx(stream)
     for constants, more in (
         (Constants(call=0.5), 20 * 0.5),
         (Constants(attend=20), 160 / 20),
         (Constants(unpack=1), 0),  # int8 has no table
     ):
-        ms = roofline.formula_ms(row, constants)
+        ms = roofline.predict_ms(row, constants)
         assert ms == pytest.approx(stream + more)
     table = row | {"table": True, "recurrent_mb": 9.0}
-    unpacked = roofline.formula_ms(table, Constants(unpack=50, recur=3))
+    unpacked = roofline.predict_ms(table, Constants(unpack=50, recur=3))
     assert unpacked == pytest.approx(1e3 / 50 + 3)
     many = row | {"T": 512}
     products = 2 * 512 * 1e9 / (0.5 * 14.3e12) * 1e3
-    assert roofline.formula_ms(many, Constants()) == pytest.approx(products)
+    assert roofline.predict_ms(many, Constants()) == pytest.approx(products)
 
 
 @pytest.mark.parametrize(

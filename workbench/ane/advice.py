@@ -10,8 +10,8 @@ import pandas as pd
 
 from workbench.ane.roofline import (
     calibration,
-    formula_ms,
     on_chip,
+    predict_ms,
     predict_with_intervals,
     with_rates,
 )
@@ -19,9 +19,10 @@ from workbench.ane.work import ShardWork, Work, join_shards, stored_bits, stored
 from workbench.bundle import PRESETS, Options, find_preset
 from workbench.bundle.presets import Preset
 
-MOST_BYTES = 1_000_000_000
-"""Of the weights of a shard: rule G4 reports packages above it on the GPU."""
-SHORTEST = 256
+MAX_SHARD_BYTES = 1_000_000_000
+"""The most bytes of weights in a proposed shard: rule G4 reports larger packages on the
+GPU."""
+MIN_CACHE_ROWS = 256
 """Rows of the shortest cache that is proposed."""
 SAME_TIME_RATIO = 1.05
 """Times whose ratio is smaller are called the same."""
@@ -108,7 +109,7 @@ def _times(work: Work, chip: str) -> _Times:
         predict_with_intervals(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
     )
     repeated_row = with_rates(row.assign(repeats=True)).iloc[0]
-    repeated_ms = float(formula_ms(repeated_row, calibration().constants))
+    repeated_ms = float(predict_ms(repeated_row, calibration().constants))
     return _Times(prediction["ms"], repeated_ms, prediction)
 
 
@@ -124,8 +125,20 @@ class _Alternative:
 
 
 def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
-    """Other exports. Of those of one option the first that is faster counts: the longest
-    cache, the format with most bits."""
+    """Yields other exports. `advise` takes the first of an option that is faster, so that
+    the longest cache and the format with most bits come first."""
+    yield from _fewer_shards(work, options)
+    yield from _shorter_caches(work, options)
+    # of presets with equal bits the one with more scales
+    presets = sorted(PRESETS.values(), key=lambda preset: -preset.stored_bits)
+    for preset in presets:
+        shards = tuple(_stored_as(shard, options, preset) for shard in work.shards)
+        other = replace(work, shards=shards)
+        yield _Alternative("compress", preset.name, "less time for weights", other)
+
+
+def _fewer_shards(work: Work, options: Options) -> Iterator[_Alternative]:
+    """Yields the export with as many layers in a shard as may be, if it has fewer shards."""
     layers = [shard for shard in work.shards if not shard.name.startswith("head")]
     if options.moe == "dense" and len(layers) > 1:
         stacked = _stacked(layers, options)
@@ -135,28 +148,26 @@ def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
             fewer = replace(work, shards=(*stacked, *heads))
             reason = f"{work.calls} calls to {fewer.calls}"
             yield _Alternative("layers_per_shard", count, reason, fewer)
+
+
+def _shorter_caches(work: Work, options: Options) -> Iterator[_Alternative]:
+    """Yields the exports with a half, a quarter and so on of the rows of the cache."""
     rows = options.max_seq_len // 2
-    while rows >= max(SHORTEST, options.t_max):
+    while rows >= max(MIN_CACHE_ROWS, options.t_max):
         shards = tuple(_shortened(shard, options, rows) for shard in work.shards)
         shorter = replace(work, shards=shards)
         reason = "every call reads all rows of the cache"
         yield _Alternative("max_seq_len", rows, reason, shorter)
         rows //= 2
-    # of presets with equal bits the one with more scales
-    presets = sorted(PRESETS.values(), key=lambda preset: -preset.stored_bits)
-    for preset in presets:
-        shards = tuple(_stored_as(shard, options, preset) for shard in work.shards)
-        other = replace(work, shards=shards)
-        yield _Alternative("compress", preset.name, "less time for weights", other)
 
 
 def _stacked(layers: list[ShardWork], options: Options) -> list[ShardWork]:
-    """The layers in as few shards of equal numbers of them as `MOST_BYTES` allows."""
+    """The layers in as few shards of equal numbers of them as `MAX_SHARD_BYTES` allows."""
     sizes = [
         sum(n * stored_bits(f) / 8 for f, n in layer.weights.items())
         for layer in layers
     ]
-    per_shard = max(1, int(MOST_BYTES // max(sizes)))
+    per_shard = max(1, int(MAX_SHARD_BYTES // max(sizes)))
     stacked = []
     for start in range(0, len(layers), per_shard):
         group = layers[start : start + per_shard]

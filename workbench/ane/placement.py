@@ -73,7 +73,7 @@ class LoadedProgram(NamedTuple):
 
 
 def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[LoadedProgram]:
-    """Every program that a process loads to run the shards."""
+    """Yields every program that a process loads to run the shards."""
     for shard in shards:
         for name, package in bundle.packages(shard).items():
             functions = sorted(read_spec(package).mlProgram.functions)

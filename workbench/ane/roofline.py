@@ -37,9 +37,9 @@ from workbench.ane.work import Work, stored_bits
 
 ROUTE = "Core ML"
 """The way to the Neural Engine whose rows are fitted; other ways have other costs."""
-HALF = 0.5
-"""Products reach this share of the published peak (two rows: M1 Max at T = 64, M5 Pro at
-T = 128)."""
+REACHED_SHARE = 0.5
+"""The share of the published peak that products reach (two rows: M1 Max at T = 64, M5 Pro
+at T = 128)."""
 LEVEL = 0.9
 """An interval should contain this share of the measurements."""
 MISFIT_SCALE = 0.15
@@ -49,9 +49,9 @@ FEATURES = """chip T format table calls weights_g head_g streamed_gb rows cache_
 spread_mb recurrent_mb""".split()
 TEXT_FEATURES = ("chip", "format", "table")
 """Features that are no numbers."""
-SEVERAL = 0.05
-"""An export has several formats where more than one compressed format has this share of
-its weights. Public rows with an fp16 head beside lookup tables count as tables."""
+LEAST_SHARE = 0.05
+"""The share of an export's weights from which on a compressed format is one of its
+formats. Public rows with an fp16 head beside lookup tables count as tables."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
     the latest chip."""
     rated = chips().set_index("chip")
     rated["measured_rate"] = ~rated["assumed"].str.contains("weights_gb_s")
-    names = rows["chip"].map(lambda name: _rated(str(name), rated.index))
+    names = rows["chip"].map(lambda name: _nearest_chip(str(name), rated.index))
     rates = rated.loc[names, ["weights_gb_s", "tflops", "measured_rate"]]
     rates = rates.set_axis(rows.index)
     rates["measured_rate"] &= names == rows["chip"]
@@ -109,11 +109,13 @@ def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**rates, repeats=repeats, read_mb=read_mb)
 
 
-def _rated(chip: str, rated: Iterable[str]) -> str:
+def _nearest_chip(chip: str, rated: Iterable[str]) -> str:
     """The chip itself if it has a rate, otherwise the first chip of its generation,
     otherwise the latest of the M series."""
-    same = [name for name in rated if name.split()[0] == chip.split()[0]]
-    return chip if chip in rated else (same or [max(rated)])[0]
+    if chip in rated:
+        return chip
+    of_generation = [name for name in rated if name.split()[0] == chip.split()[0]]
+    return of_generation[0] if of_generation else max(rated)
 
 
 def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
@@ -127,14 +129,14 @@ def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
         "call": constants.call * rows["calls"],
         "stream": 1e3 * rows["streamed_gb"] / rows["weights_gb_s"],
         "unpack": 1e3 * tables,
-        "products": 2 * products_g / (HALF * rows["tflops"]),
+        "products": 2 * products_g / (REACHED_SHARE * rows["tflops"]),
         "cache": rows["read_mb"] / constants.attend,
         "state": rows["recurrent_mb"] / constants.recur,
     }
 
 
-def formula_ms(rows: Mapping, constants: Constants):
-    """The predicted ms of one call for each row (see `terms`)."""
+def predict_ms(rows: Mapping, constants: Constants):
+    """The predicted ms of one call for each row of `with_rates` (see `terms`)."""
     ms = terms(rows, constants)
     weights = np.maximum(np.maximum(ms["stream"], ms["unpack"]), ms["products"])
     return ms["call"] + weights + ms["cache"] + ms["state"]
@@ -159,7 +161,7 @@ def fit(
 
     def residuals(logs):
         constants = replace(base, **dict(zip(names, np.exp(logs))))
-        misfit = (np.log(formula_ms(arrays, constants)) - published_log) / MISFIT_SCALE
+        misfit = (np.log(predict_ms(arrays, constants)) - published_log) / MISFIT_SCALE
         # pseudo-Huber: a square near 0, a line far from it
         robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
         return np.concatenate([weight * robust, (logs - medians) / PRIOR_WIDTH])
@@ -169,15 +171,10 @@ def fit(
 
 
 def _table_share(value: bool | float | str) -> float:
-    """The share of weights in lookup tables that a cell of the column `table` stands for.
-    Published rows have all or none there: True, False, or these words in a CSV file."""
-    words = {"True": 1.0, "False": 0.0}
-    return words[str(value)] if str(value) in words else float(value)
-
-
-def predict_ms(rows: pd.DataFrame, constants: Constants) -> pd.Series:
-    """The predicted ms of every row of `with_rates`."""
-    return formula_ms(rows, constants)
+    """The share of weights in lookup tables, from a cell of the column `table`. Published
+    rows have all or none in tables: True, False, or these words in a CSV file."""
+    shares = {"True": 1.0, "False": 0.0}
+    return shares[str(value)] if str(value) in shares else float(value)
 
 
 def cross_validated_ms(
@@ -241,15 +238,16 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
     are measured, too: by format and by model from fits without the rows of the same one;
     by context from fits without the shortest or the longest caches; by chip from the
     rows that check chips without a fitted row."""
-    rows = fitted_rows(everything)
-    constants = fit(rows)
+    fitted = fitted_rows(everything)
+    constants = fit(fitted)
     logs = {}
     for by in ("source", "author", "format", "rows", "model"):
-        rows[f"{by}_ms"] = cross_validated_ms(rows, by)
-        logs[by] = np.log(rows[f"{by}_ms"] / rows["ms"])
-    is_end = rows["rows"].isin([rows["rows"].min(), rows["rows"].max()])
+        fitted[f"{by}_ms"] = cross_validated_ms(fitted, by)
+        logs[by] = np.log(fitted[f"{by}_ms"] / fitted["ms"])
+    cache_rows = fitted["rows"]
+    is_end = cache_rows.isin([cache_rows.min(), cache_rows.max()])
     is_check = (everything["use"] == "check") & (everything["T"] == 1)
-    checks = everything[is_check & ~everything["chip"].isin(rows["chip"])]
+    checks = everything[is_check & ~everything["chip"].isin(fitted["chip"])]
     checks = checks[pd.to_numeric(checks["layers"]) > 0]
     chip_width = np.log(predict_ms(checks, constants) / checks["ms"]).abs().max()
     widths = {
@@ -259,46 +257,57 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
         "program": np.log(factor_of(logs["model"])),
     }
     factor = max(factor_of(logs["source"]), factor_of(logs["author"]))
-    return Calibration(constants, rows, factor, widths)
+    return Calibration(constants, fitted, factor, widths)
 
 
 def extrapolations(row: Mapping, model: Calibration) -> dict[str, str]:
-    """Why no fitted row is like this one: chip, format, context, attention or program →
-    the reason in words."""
-    rows, reasons = model.rows, {}
+    """The reasons why no fitted row is like this one: chip, format, context, attention or
+    program → the reason in words."""
+    fitted, reasons = model.rows, {}
     chip = row["chip"]
-    if chip not in set(rows["chip"]):
+    if chip not in set(fitted["chip"]):
         rate = "" if row["measured_rate"] else ", and its rate of weights is assumed"
         reasons["chip"] = f"no decode row on {chip}{rate}"
-    if row["format"] not in set(rows["format"]):
+    if row["format"] not in set(fitted["format"]):
         reasons["format"] = f"no decode row with {row['format']} weights"
-    least, most = rows["rows"].min(), rows["rows"].max()
+    cache_rows = fitted["rows"]
+    least, most = cache_rows.min(), cache_rows.max()
     if row["cache_mb"] and not least <= row["rows"] <= most:
         reasons["context"] = (
             f"a cache of {row['rows']:.0f} rows; rows have {least:.0f} to {most:.0f}"
         )
-    programs, states = [], rows["recurrent_mb"].max()
-    if row["recurrent_mb"] > states * (1 + 1e-6):
-        programs.append(
-            f"{row['recurrent_mb']:.1f} MB of recurrent states; rows have {states:.1f}"
-        )
-    if row["calls"] > rows["calls"].max():
-        most = rows["calls"].max()
-        programs.append(f"{row['calls']:.0f} calls; rows have at most {most:.0f}")
-    ms = terms(row, model.constants)
-    if ms["products"] > max(ms["stream"], ms["unpack"]):
-        programs.append(f"products decide at T = {row['T']:.0f}")
-    if row.get("route", ROUTE) != ROUTE:
-        programs.append(f"not a program of {ROUTE}")
     is_grouped = not row["repeats"] and row["spread_mb"] > row["cache_mb"]
-    if is_grouped and rows["repeats"].all():
+    if is_grouped and fitted["repeats"].all():
         reasons["attention"] = (
             "attention that repeats no K and V, which no row measures: the interval "
             "reaches from K and V as stored to K and V for each query head"
         )
-    if programs:
-        reasons["program"] = "no decode row like its program: " + "; ".join(programs)
+    if differences := _program_differences(row, model):
+        differences = "; ".join(differences)
+        reasons["program"] = f"no decode row like its program: {differences}"
     return reasons
+
+
+def _program_differences(row: Mapping, model: Calibration) -> list[str]:
+    """What no fitted row has of a row's program, in words: its states, its number of
+    calls, its slowest term, its route."""
+    differences, states_mb = [], model.rows["recurrent_mb"].max()
+    if row["recurrent_mb"] > states_mb * (1 + 1e-6):
+        differences.append(
+            f"{row['recurrent_mb']:.1f} MB of recurrent states; rows have "
+            f"{states_mb:.1f}"
+        )
+    most_calls = model.rows["calls"].max()
+    if row["calls"] > most_calls:
+        differences.append(
+            f"{row['calls']:.0f} calls; rows have at most {most_calls:.0f}"
+        )
+    ms = terms(row, model.constants)
+    if ms["products"] > max(ms["stream"], ms["unpack"]):
+        differences.append(f"products decide at T = {row['T']:.0f}")
+    if row.get("route", ROUTE) != ROUTE:
+        differences.append(f"not a program of {ROUTE}")
+    return differences
 
 
 def predict_with_intervals(
@@ -325,10 +334,10 @@ def predict_with_intervals(
         squares = [np.log(model.factor) ** 2]
         squares += [model.widths.get(kind, 0.0) ** 2 for kind in reasons]
         factor = np.exp(np.sqrt(sum(squares)))
-        ms = repeated_ms = float(formula_ms(row, model.constants))
+        ms = repeated_ms = float(predict_ms(row, model.constants))
         if "attention" in reasons:
             repeated = row | {"read_mb": row["spread_mb"]}
-            repeated_ms = float(formula_ms(repeated, model.constants))
+            repeated_ms = float(predict_ms(repeated, model.constants))
         interval = {"low_ms": ms / factor, "high_ms": repeated_ms * factor}
         out.append({"ms": ms} | interval | {"extrapolates": reasons})
     return pd.DataFrame(out, rows.index)
@@ -388,7 +397,8 @@ def on_chip(work: Work, chip: str) -> dict:
     total = sum(work.weights.values())
     in_tables = sum(n for f, n in work.weights.items() if streams[f].startswith("lut"))
     by_count = sorted(work.weights, key=work.weights.get, reverse=True)
-    names = [f for f in by_count if f != "fp16" and work.weights[f] >= SEVERAL * total]
+    least = LEAST_SHARE * total
+    names = [f for f in by_count if f != "fp16" and work.weights[f] >= least]
     if len(names) < 2:
         names = by_count[:1]
     return {

@@ -45,7 +45,8 @@ RULE_SOURCES = {
     "GCC": "gemma-coreml-chat",
     "ZOO": "cards of john-rocky's model zoo",
 }
-# AF, one minimal program each; state and slice ops by K1 and K5
+# Operations that a sweep found on the Neural Engine, in one minimal program each (source
+# AF). Rules K1 and K5 say when those on states and slices do not run there.
 ON_ANE = frozenset(
     """
     add sub mul real_div maximum minimum abs sign square pow floor ceil round clip threshold inverse
@@ -255,8 +256,8 @@ DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 
 # rule → whether a graph's subject breaks it; a rule without a test is broken by every
-# subject. The subjects are what the rule's column `of` names; the comment says what breaks
-# the rule, `says` in the table says it whole, with sources.
+# subject. Subjects are of the kind in the rule's column `of`. The comment above a test is
+# short; the column `says` has the whole rule, with sources.
 TESTS: dict[str, Callable[[LintGraph, Op | Type], bool]] = {
     # float32 results
     "T1": lambda graph, value: value.dtype == "FLOAT32",

@@ -23,13 +23,14 @@ RANGED = (
 
 @dataclass(frozen=True)
 class Speculation:
-    """What speculation gains on one chip; None: there is no figure, `reason` says why.
+    """The gain of speculation on one chip. `gain` is None where there is no figure, and
+    `reason` says why.
 
     Args:
         acceptance: α.
         tokens: of a verification, k + 1.
-        verify_cost: V, from the formula.
         draft_cost: d.
+        verify_cost: V, from the formula.
         gain: tokens per second over those of plain decoding.
         pays_from: the least acceptance at which the gain is 1; None: it never is.
     """
@@ -38,9 +39,9 @@ class Speculation:
     acceptance: float
     tokens: int
     draft_cost: float
-    verify_cost: float | None
-    gain: float | None
-    pays_from: float | None
+    verify_cost: float | None = None
+    gain: float | None = None
+    pays_from: float | None = None
     reason: str = ""
 
     def sentence(self) -> str:
@@ -96,11 +97,11 @@ def speculate(
     acceptance: float,
     draft_cost: float = 0.0,
 ) -> Speculation:
-    """What speculation gains on a chip, for the work of a call of one token and of a
+    """The gain of speculation on a chip, from the work of a call of one token and of a
     verification."""
     T = verification.T
     if verification.ranged_experts:
-        return Speculation(chip, acceptance, T, draft_cost, None, None, None, RANGED)
+        return Speculation(chip, acceptance, T, draft_cost, reason=RANGED)
     times = [by_chip(work, [chip])["ms"].item() for work in (plain, verification)]
     verify_cost = times[1] / times[0]
     costs = T - 1, verify_cost, draft_cost

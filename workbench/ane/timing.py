@@ -4,6 +4,7 @@ chooses."""
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -23,6 +24,15 @@ CHIP = "M4"
 BILLION = 10**9
 
 
+class MatrixTime(NamedTuple):
+    """The milliseconds that a matrix takes in a call. The chip streams and unpacks at the
+    same time; each of the two adds up over matrices."""
+
+    stream_ms: float
+    unpack_ms: float
+    """From lookup tables; 0 for other formats."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """The time of one call of an export on a chip, as `roofline` predicts it.
@@ -39,18 +49,16 @@ class Timing:
     chip: str
 
     def __post_init__(self):
-        generation(self.chip)  # refuses a chip that is none
+        generation(self.chip)  # refuses an unknown chip
 
-    def prices(self, weights: int, preset: Preset) -> tuple[float, float]:
-        """The milliseconds in which the chip streams a matrix, and those in which it
-        unpacks the matrix from lookup tables (0 for other formats). Both go on at the
-        same time; each adds up over matrices.
+    def prices(self, weights: int, preset: Preset) -> MatrixTime:
+        """The times of a matrix, which a search for formats pays.
 
         Args:
             weights: elements of the matrix.
         """
-        stream, unpack = _ms_of_a_billion(self.chip, stored_format(preset))
-        return stream * weights / BILLION, unpack * weights / BILLION
+        billion = _time_of_a_billion(self.chip, stored_format(preset))
+        return MatrixTime(*(ms * weights / BILLION for ms in billion))
 
     def milliseconds(self, weights: dict[str, int]) -> float:
         """The predicted milliseconds of a call.
@@ -70,9 +78,9 @@ class Timing:
 
 
 @cache
-def _ms_of_a_billion(chip: str, format: str) -> tuple[float, float]:
-    """The milliseconds of streaming and of unpacking a billion weights."""
+def _time_of_a_billion(chip: str, format: str) -> MatrixTime:
+    """The time of a matrix of a billion weights."""
     work = Work((ShardWork("matrix", {format: BILLION}),))
     row = with_rates(pd.DataFrame([on_chip(work, chip)]))
     ms = terms(row, calibration().constants)
-    return float(ms["stream"].iloc[0]), float(ms["unpack"].iloc[0])
+    return MatrixTime(float(ms["stream"].iloc[0]), float(ms["unpack"].iloc[0]))

@@ -6,8 +6,9 @@ matrix), counted as elements of each storage format. Embeddings are looked up, n
 streamed, and norms, biases and rotary tables are too small to count. Recurrent bytes
 are those of matrix states; the states of short convolutions are a few kB."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod
@@ -128,7 +129,8 @@ def stored_format(preset: Preset) -> str:
 def stored_bits(format: str) -> float:
     """Bits of a weight as stored, with the scales of blocks: `int4-block32` has 4.5."""
     kind, _, block = format.partition("-block")
-    bits = int(kind.partition("-")[0].lstrip("fpintlu"))
+    # fp16, int8, lut4, int4-channel: a word and the number of bits
+    bits = int(re.match(r"[a-z]+(\d+)", kind)[1])
     return bits + 16 / int(block) if block else bits
 
 
@@ -144,17 +146,14 @@ def call_work(
     else:
         shards = list(_planned_shards(source, source_plan(source), options))
     experts = max((s.rows[1] for s, _ in shards if s.kind == "expert"), default=0)
+    expert_calls = min(T * options.batch, experts)
     is_mixture = any(ROUTER_STATE in shard.inputs for shard, _ in shards)
     joined = []
     # a layer's experts, and the slices of the head, follow each other
     for name, group in groupby(shards, key=lambda pair: joined_name(pair[0])):
-        members = list(group)
-        works = [work for _, work in members]
-        if members[0][0].kind == "expert":
-            largest = max(works, key=lambda work: sum(work.weights.values()))
-            calls = min(T * options.batch, experts)
-            weights = {f: n * calls for f, n in largest.weights.items()}
-            joined.append(ShardWork(name, weights, calls=calls))
+        members, works = zip(*group)
+        if members[0].kind == "expert":
+            joined.append(_largest_expert(name, works, expert_calls))
         else:
             joined.append(join_shards(name, works))
     # other exporters may have the head in the last layer's package
@@ -170,7 +169,14 @@ def joined_name(shard: "Shard | Spec") -> str:
     return names.get(shard.kind, shard.name)
 
 
-def join_shards(name: str, works: list[ShardWork]) -> ShardWork:
+def _largest_expert(name: str, works: Sequence[ShardWork], calls: int) -> ShardWork:
+    """The work of `calls` calls of the expert with most weights."""
+    largest = max(works, key=lambda work: sum(work.weights.values()))
+    weights = {format: n * calls for format, n in largest.weights.items()}
+    return ShardWork(name, weights, calls=calls)
+
+
+def join_shards(name: str, works: Sequence[ShardWork]) -> ShardWork:
     """The work of several shards in one call."""
     weights = Counter()
     for work in works:
@@ -205,7 +211,7 @@ def _planned_shards(
     for spec in specs(plan, options):
         weights = Counter()
         for weight in weight_sources(spec, source, plan, options):
-            if is_matrix(weight.shape):
+            if is_product_matrix(weight.shape):
                 weights[stored_format(weight.preset)] += prod(weight.shape)
         yield spec, _with_states(spec, dict(weights), plan.dims, options)
 
@@ -284,31 +290,49 @@ def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWo
         matrix: names of the matrix states.
     """
     graph = Graph(program)
-    weights, counted = Counter(), set()
-    cache_values, attended_bytes = set(cache), 0
-    # a call may read the cache only up to its own end; the longest read is counted
-    rows = [program.states[name].shape[-2] for name in cache & program.states.keys()]
-    longest = max(rows, default=1)
-    for op in graph.ops:
-        for source in _constant_operands(graph, op):
-            if source.name not in counted and is_matrix(graph.shape_of(source)):
-                counted.add(source.name)
-                format = weight_format(graph, graph.producer(source))
-                weights[format] += prod(graph.shape_of(source))
-        if op.kind in MOVES_CACHE_ROWS and cache_values.intersection(op.reads()):
-            cache_values.update(name for name, _ in op.outputs)
-        elif op.kind in ("matmul", "scaled_dot_product_attention"):
-            for name in cache_values.intersection(op.reads()):
-                attended_bytes += _bytes(graph.types[name], longest)
     recurrent = sum(
         _bytes(program.states[name]) for name in matrix if name in program.states
     )
     return ShardWork(
         name=program.function,
-        weights=dict(weights),
-        cache_bytes=attended_bytes,
+        weights=_product_weights(graph),
+        cache_bytes=_attended_bytes(graph, cache),
         recurrent_bytes=recurrent,
     )
+
+
+def _product_weights(graph: Graph) -> dict[str, int]:
+    """Format → elements of the matrices of a program's products, each matrix once."""
+    matrices = {
+        source.name: source
+        for op in graph.ops
+        for source in _constant_operands(graph, op)
+        if is_product_matrix(graph.shape_of(source))
+    }
+    weights = Counter()
+    for matrix in matrices.values():
+        format = weight_format(graph, graph.producer(matrix))
+        weights[format] += prod(graph.shape_of(matrix))
+    return dict(weights)
+
+
+def _attended_bytes(graph: Graph, cache: set[str]) -> int:
+    """The bytes of K and V that a program's attention products read.
+
+    Args:
+        cache: names of the states that hold keys or values.
+    """
+    states = graph.program.states
+    # a call may read the cache only up to its own end; the longest read is counted
+    longest = max((states[n].shape[-2] for n in cache & states.keys()), default=1)
+    values_of_cache, total = set(cache), 0
+    for op in graph.ops:
+        operands = values_of_cache.intersection(op.reads())
+        if op.kind in MOVES_CACHE_ROWS and operands:
+            values_of_cache.update(name for name, _ in op.outputs)
+        elif op.kind in ("matmul", "scaled_dot_product_attention"):
+            total += sum(_bytes(graph.types[name], longest) for name in operands)
+    return total
 
 
 def _constant_operands(graph: Graph, op: Op) -> list[Ref]:
@@ -326,7 +350,7 @@ def _bytes(type: miltorch.Type, varying: int = 1) -> int:
     return prod(n or varying for n in type.shape) * (4 if "32" in type.dtype else 2)
 
 
-def is_matrix(shape: tuple) -> bool:
+def is_product_matrix(shape: tuple) -> bool:
     """Whether a product's weight of this shape, outputs first, has several outputs and
     several inputs."""
     return len(shape) > 1 and shape[0] > 1 and sum(n > 1 for n in shape) > 1
@@ -347,8 +371,12 @@ def weight_format(graph: Graph, weight: Op) -> str:
 
 
 def palette_entries(graph: Graph, weight: Op) -> int:
-    """The number of entries of a palette [groups…, entries, vector] or [entries]."""
-    return sum(graph.shape_of(weight.inputs.get("lut"))[-2:][:1])
+    """The number of entries of a palette [groups…, entries, vector] or [entries]; 0 for
+    a weight without one."""
+    shape = graph.shape_of(weight.inputs.get("lut"))
+    if not shape:  # the palette is no constant of known shape
+        return 0
+    return shape[-2] if len(shape) > 1 else shape[0]
 
 
 def is_blocked(scale: tuple) -> bool:
