@@ -180,7 +180,7 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
     """The error for a path that is no folder with `file`. It says what is there; for a
     path inside such a folder, the next step is to give that folder."""
     kinds = {
-        "an unfinished export": partial(path.resolve()).exists(),
+        "an unfinished export": unfinished_folder(path.resolve()).exists(),
         "a bundle": (path / BUNDLE).is_file(),
         "a Hugging Face checkpoint": (path / CONFIG).is_file(),
         "one Core ML model": is_package(path) or path.suffix == ".mlmodelc",
@@ -317,7 +317,7 @@ def is_package(path: Path) -> bool:
     )
 
 
-def partial(bundle: Path) -> Path:
+def unfinished_folder(bundle: Path) -> Path:
     """The folder in which a bundle is made before it is renamed into place."""
     return bundle.parent / f".{bundle.name}.partial"
 

@@ -210,6 +210,7 @@ import os, signal, sys, time
 from pathlib import Path
 from workbench import cli, log
 from workbench.sweep import run
+from workbench.sweep.grid import CellResult
 
 # a shell starts what it runs in the background with interrupts ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -219,7 +220,7 @@ def measure(cell, **_):
         Path("second").touch()
         time.sleep(60)
     Path("measured").touch()
-    return "ok", None
+    return CellResult("ok", None)
 run.run_cell = measure
 cli.main()
 """

@@ -19,7 +19,7 @@ from refusal import refused
 
 from workbench import log, process, sweep
 from workbench.sweep import cluster, run, summary
-from workbench.sweep.grid import locate, stored_cells
+from workbench.sweep.grid import CellResult, locate, stored_cells
 from workbench.sweep.identity import RUNTIMES
 
 NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
@@ -133,7 +133,7 @@ def test_workers_say_what_is_done_and_what_auto_means_there(
 
     def run(client, measure, cells):
         measured_cells.extend(cells)
-        return [("ok", None)] * len(cells)
+        return [CellResult("ok", None)] * len(cells)
 
     monkeypatch.setattr(cluster, "run", run)
     changed = grid | {"run": grid["run"] | {"runtime": ["auto", "portable"]}}

@@ -276,7 +276,7 @@ def new_bundle(target: Path) -> Iterator[Path]:
         "one export to one target",
         "wait for that one, or choose another target",
     )
-    folder = paths.partial(target)
+    folder = paths.unfinished_folder(target)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, second_export):
         try:

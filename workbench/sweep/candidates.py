@@ -1,5 +1,5 @@
-"""What the matrices of a checkpoint would be, and how many bytes they would take, if its
-bundle were exported in another preset. Nothing is exported."""
+"""The values and the bytes of a checkpoint's matrices in other presets than that of its
+bundle. Nothing is exported."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from workbench.exporter.weights import (
 from workbench.files import output_root
 from workbench.models.checkpoint import Checkpoint
 
-# Options of `workbench export` beside --compress.
+# Options of `workbench export` that a command names beside --compress.
 NAMED_OPTIONS = (
     "max_seq_len",
     "tokens",
@@ -122,8 +122,8 @@ class Candidate:
             sizes of the matrices.
         weights: reads the tensors; None where a calibration would have to choose their
             values first.
-        command: the export.
-        seconds: what that export may take; None where it is not known.
+        command: exports the candidate, or validates it where it is finished.
+        seconds: an estimate of the export's time; None where it is not known.
         finished: the bundle, where it is finished.
     """
 
@@ -149,25 +149,42 @@ def candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
     # programs, embeddings, tokenizer
     other_bytes = bundle.bytes - sum(map(stored_bytes, weights))
     result = list(_finished_bundles(checkpoint, bundle))
-    finished = {candidate.compress for candidate in result}
-    for preset in PRESETS.values():
-        if preset.name == manifest.options.compress or preset.name in finished:
+    excluded = {candidate.compress for candidate in result}
+    excluded.add(manifest.options.compress)
+    for name in PRESETS:
+        if name in excluded:
             continue
-        fields = manifest.options.model_dump() | {"compress": preset.name}
+        fields = manifest.options.model_dump() | {"compress": name}
         try:
             options = make_options(**fields)
             sources = all_weights(checkpoint, plan, options)
         except InputError:
             continue
-        if preset.needs_calibration:
-            reader = None
-            seconds = CALIBRATION_SECONDS * sum(math.prod(w.shape) for w in sources)
-        else:
-            reader, seconds = PresetWeights(checkpoint, sources), None
-        size = other_bytes + sum(map(stored_bytes, sources))
-        command = export_command(checkpoint, options)
-        result.append(Candidate(preset.name, size, reader, command, seconds))
+        result.append(_unexported(checkpoint, options, sources, other_bytes))
     return sorted(result, key=lambda candidate: candidate.bytes)
+
+
+def _unexported(
+    checkpoint: Checkpoint,
+    options: Options,
+    sources: list[WeightSource],
+    other_bytes: int,
+) -> Candidate:
+    """A candidate that no bundle stores.
+
+    Args:
+        options: of the export.
+        sources: every weight of every shard, with its preset.
+        other_bytes: of the bundle's files beside weights.
+    """
+    if options.preset.needs_calibration:
+        reader = None
+        seconds = CALIBRATION_SECONDS * sum(math.prod(w.shape) for w in sources)
+    else:
+        reader, seconds = PresetWeights(checkpoint, sources), None
+    size = other_bytes + sum(map(stored_bytes, sources))
+    command = export_command(checkpoint, options)
+    return Candidate(options.compress, size, reader, command, seconds)
 
 
 def export_command(checkpoint: Checkpoint, options: Options) -> str:
@@ -189,8 +206,9 @@ def export_command(checkpoint: Checkpoint, options: Options) -> str:
 
 
 def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candidate]:
-    """Bundles of the checkpoint beside `bundle`, and among those that `export` wrote
-    itself, whose matrices were fitted to a text."""
+    """Yields finished bundles of the checkpoint whose matrices were fitted to a text, one
+    for each preset other than that of `bundle`. They are looked for beside `bundle` and
+    in the project's data/bundles."""
     folders = {bundle.root.parent, (output_root() / "data" / "bundles").resolve()}
     roots = [
         file.parent

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from workbench.errors import InputError
 from workbench.runtime import resolve
+from workbench.sweep.grid import CellResult
 
 RESOURCE = "ANE"
 CONNECT_S = 10
@@ -70,7 +71,10 @@ def connect(address: str):
 
 
 def runtimes(client, named: Sequence[str]) -> list[str]:
-    """What the runtime `auto` stands for on the workers, if a grid names it.
+    """The runtime that `auto` stands for on the workers; none unless a grid names `auto`.
+
+    Args:
+        named: the runtimes of the grid.
 
     Raises:
         InputError: it stands for different runtimes on two of them; the client is
@@ -88,8 +92,8 @@ def runtimes(client, named: Sequence[str]) -> list[str]:
     return names
 
 
-def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
-    """Yields what `measure` returns for each job on a worker, in the order in which the
+def run(client, measure: Callable[..., CellResult], jobs: list) -> Iterator[CellResult]:
+    """Yields the result of `measure` for each job on a worker, in the order in which the
     jobs end; closes the client at the end. While there is no worker that could measure,
     one line on stderr says so.
 
@@ -108,7 +112,7 @@ def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
                 ended = wait(pending, WAIT_S, "FIRST_COMPLETED").done
             except TimeoutError:
                 if not _workers(client)[1] and not announced:
-                    print(_no_worker(len(pending)), file=sys.stderr, flush=True)
+                    print(_describe_waiting(len(pending)), file=sys.stderr, flush=True)
                     announced = True
                 continue
             announced = False
@@ -121,7 +125,7 @@ def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
                     client.cancel([*pending])
                     raise problem
                 if problem:
-                    yield "failed", f"the worker died or left: {problem}"
+                    yield CellResult("failed", f"the worker died or left: {problem}")
                 else:
                     yield future.result()
 
@@ -146,7 +150,7 @@ def _workers_with_other_code(client, addresses: list[str]) -> list[str]:
     return sorted(name for name, code in codes.items() if code != code_identity())
 
 
-def _no_worker(count: int) -> str:
+def _describe_waiting(count: int) -> str:
     return (
         f"workbench: no worker with {RESOURCE} is left at the scheduler; {count} cells "
         "wait for one. Start one, or end this sweep: the same command resumes"

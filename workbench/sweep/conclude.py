@@ -22,20 +22,31 @@ NOT_SET = "not set"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two settings: the difference of the second from the first, and the reasons why
-    nothing is concluded from it."""
+    """Two settings, compared."""
 
     difference: Difference
+    """Of the second setting from the first."""
     objections: list[str]
+    """Reasons why nothing is concluded from the difference."""
 
     @property
     def is_decided(self) -> bool:
         return not self.objections
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """Two settings that are not told apart."""
+
+    pair: str
+    """Both, in words."""
+    objections: list[str]
+
+
 def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
-    """How a time depends on an axis: the median over processes at each of its values,
-    and the differences of neighbouring values and of the last from the first."""
+    """Sentences on the dependence of a time on an axis: the median over processes at each
+    of its values, and the differences of neighbouring values and of the last from the
+    first."""
     settings = _group_processes(processes, axis)
     keys = list(settings)
     pairs = list(pairwise(keys))
@@ -46,7 +57,8 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
     sentences = [f"{axis} {medians} {unit}."]
     if not pairs:
         return f"{sentences[0]} One value of {axis} was measured."
-    decided, undecided = [], []
+    decided: list[str] = []
+    undecided: list[Undecided] = []
     for first, second in pairs:
         comparison = _compare(
             {f"{axis} {first}": settings[first], f"{axis} {second}": settings[second]}
@@ -58,15 +70,16 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
                 f"{second} has {more} than {first}, {_describe_ratio(change)}"
             )
         else:
-            undecided.append((f"{second} against {first}", comparison.objections))
+            pair = f"{second} against {first}"
+            undecided.append(Undecided(pair, comparison.objections))
     if decided:
         sentences.append(f"{'; '.join(decided)}.")
-    return " ".join([*sentences, *_say_undecided(undecided, command)])
+    return " ".join([*sentences, *_describe_undecided(undecided, command)])
 
 
 def describe_fastest(processes: pd.DataFrame, command: str) -> str:
-    """Which setting (column `name`) has the most tokens per second, by how much it is
-    ahead of each other setting, and which settings are not told apart from it."""
+    """Sentences that name the setting (column `name`) with the most tokens per second, how
+    far ahead it is, and the settings that are not told apart from it."""
     settings = _group_processes(processes, "name")
     medians = {name: _values(rows).median() for name, rows in settings.items()}
     order = sorted(settings, key=medians.get, reverse=True)
@@ -76,36 +89,37 @@ def describe_fastest(processes: pd.DataFrame, command: str) -> str:
     if len(order) < 2:
         return f"{speeds}. No other setting was measured."
     first, *others = order
-    slower, undecided = [], []
+    slower: dict[str, Difference] = {}
+    undecided: list[Undecided] = []
     for name in others:
         comparison = _compare({first: settings[first], name: settings[name]})
         change = comparison.difference
         if comparison.is_decided and change.ratio < 1:
-            slower.append((name, change))
+            slower[name] = change
         else:
             # a decided ratio above 1 contradicts the medians: nothing is concluded
-            undecided.append((name, comparison.objections or [_why_undecided(change)]))
+            objections = comparison.objections or [_why_undecided(change)]
+            # the fastest setting is named once
+            pair = name if undecided else f"{first} against {name}"
+            undecided.append(Undecided(pair, objections))
     sentences = [f"{speeds}."]
     if not undecided:
-        nearest, change = max(slower, key=lambda item: item[1].ratio)
+        nearest = max(slower, key=lambda name: slower[name].ratio)
         sentences.append(
             f"The fastest is {first}, in every round. The closest is {nearest}, with "
-            f"{_describe_ratio(change)} its speed."
+            f"{_describe_ratio(slower[nearest])} its speed."
         )
         return " ".join(sentences)
     if slower:
-        names = "; ".join(name for name, _ in slower)
-        sentences.append(f"Slower than {first} in every round: {names}.")
-    name, objections = undecided[0]
-    undecided[0] = f"{first} against {name}", objections
-    return " ".join([*sentences, *_say_undecided(undecided, command)])
+        sentences.append(f"Slower than {first} in every round: {'; '.join(slower)}.")
+    return " ".join([*sentences, *_describe_undecided(undecided, command)])
 
 
 def describe_choice(
     processes: pd.DataFrame, option: str, others: Iterable[str], command: str
 ) -> str:
-    """Whether one value of an option is faster than another. Settings that differ in
-    nothing else are compared in pairs, and the decided pairs are counted.
+    """Sentences on whether one value of an option is faster than another. Settings that
+    differ in nothing else are compared in pairs, and the decided pairs are counted.
 
     Args:
         others: the columns in which the settings of a pair are equal.
@@ -113,34 +127,41 @@ def describe_choice(
     others = list(others)
     column = processes[option].astype(object)
     values = list(dict.fromkeys(column.where(column.notna(), NOT_SET)))
+    groups = [
+        _group_processes(rows, option)
+        for _, rows in processes.groupby(others, dropna=False, sort=False)
+    ]
     sentences = []
     for first, second in pairwise(values):
-        counts, objections = {"more": 0, "fewer": 0, "open": 0}, []
-        for _, rows in processes.groupby(others, dropna=False, sort=False):
-            settings = _group_processes(rows, option)
-            if not {first, second} <= settings.keys():
-                continue
-            comparison = _compare({first: settings[first], second: settings[second]})
-            objections += comparison.objections
-            if not comparison.is_decided:
-                counts["open"] += 1
-            elif comparison.difference.ratio > 1:
-                counts["more"] += 1
-            else:
-                counts["fewer"] += 1
-        pairs = sum(counts.values())
-        if not pairs:
-            continue
-        sentence = (
-            f"{option} {second} has more tokens per second than {first} in "
-            f"{counts['more']} of {pairs} pairs of settings that differ in nothing else, "
-            f"fewer in {counts['fewer']}, and {counts['open']} are not decided"
-        )
-        if objections:
-            reasons = "; ".join(dict.fromkeys(objections))
-            sentence += f" ({reasons}; decide with: {command})"
-        sentences.append(f"{sentence}.")
+        comparisons = [
+            _compare({first: settings[first], second: settings[second]})
+            for settings in groups
+            if {first, second} <= settings.keys()
+        ]
+        if comparisons:
+            counts = _count_pairs(comparisons, command)
+            sentences.append(
+                f"{option} {second} has more tokens per second than {first} in {counts}."
+            )
     return " ".join(sentences)
+
+
+def _count_pairs(comparisons: list[Comparison], command: str) -> str:
+    """The rest of a sentence that counts the pairs in which the second setting is faster,
+    slower, or neither."""
+    decided = [comparison for comparison in comparisons if comparison.is_decided]
+    more = sum(comparison.difference.ratio > 1 for comparison in decided)
+    text = (
+        f"{more} of {len(comparisons)} pairs of settings that differ in nothing else, "
+        f"fewer in {len(decided) - more}, and {len(comparisons) - len(decided)} are not "
+        "decided"
+    )
+    reasons = dict.fromkeys(
+        reason for comparison in comparisons for reason in comparison.objections
+    )
+    if reasons:
+        text += f" ({'; '.join(reasons)}; decide with: {command})"
+    return text
 
 
 def _group_processes(processes: pd.DataFrame, column: str) -> ProcessesBySetting:
@@ -202,14 +223,15 @@ def _why_undecided(change: Difference) -> str:
     return f"{change.rounds} rounds do not agree"
 
 
-def _say_undecided(pairs: list[tuple[str, list[str]]], command: str) -> list[str]:
-    """The comparisons that are not decided, grouped by their reasons, and the command
-    that decides them on an idle machine."""
-    if not pairs:
+def _describe_undecided(undecided: list[Undecided], command: str) -> list[str]:
+    """A sentence on comparisons that are not decided, grouped by their reasons, with the
+    command that decides them on an idle machine; none without any."""
+    if not undecided:
         return []
     by_reason: dict[str, list[str]] = {}
-    for name, reasons in pairs:
-        by_reason.setdefault(" and ".join(reasons), []).append(name)
+    for comparison in undecided:
+        reason = " and ".join(comparison.objections)
+        by_reason.setdefault(reason, []).append(comparison.pair)
     groups = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
     return [
         f"Not decided: {'; '.join(groups)}. On an idle machine decide with: {command}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Energy:
-    """What a measurement of energy says once its block has ended."""
+    """The result of a measurement of energy, filled in once its block has ended."""
 
     ane_joules: float | None = None
     """Joules of the Neural Engine; None: not measured."""

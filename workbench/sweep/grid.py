@@ -53,7 +53,7 @@ class Hints(BaseModel, extra="forbid"):
 
 
 class Run(BaseModel, extra="forbid", allow_inf_nan=False):
-    """How each bundle is run; every list is an axis.
+    """The ways to run each bundle; every list is an axis.
 
     `repetitions` counts the sequences that one process times; `min_tokens` and
     `min_seconds` ask for more of them. `rounds` counts the processes of a cell: every
@@ -135,13 +135,21 @@ class Source:
 
 
 class RunKey(NamedTuple):
-    """By what the log is asked whether it has a cell's run. One run serves all cells
-    with the same key."""
+    """Identifies a run in the log. Cells with equal keys share one run."""
 
     setting: str
     round: int
     prompt: str | None
     """Of the validation; None for a cell that validates nothing."""
+
+
+class CellResult(NamedTuple):
+    """The end of a cell's measurement."""
+
+    status: str
+    """`ok`, `invalid` or `failed`, as in the log's `runs`."""
+    reason: str | None
+    """None where the status is `ok`."""
 
 
 @dataclass(frozen=True)
@@ -250,18 +258,19 @@ def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
     return grid.model_copy(update={"validate_ids": ids, "golden": str(golden.file)})
 
 
-def check_cells(cells: list[Cell], grid: Grid, here: bool = True) -> None:
+def check_cells(cells: list[Cell], grid: Grid, runs_locally: bool = True) -> None:
     """Refuses a grid with a cell that cannot run.
 
     Args:
-        here: whether the cells run on this machine, which then needs their runtimes.
+        runs_locally: whether the cells run on this machine, which then needs their
+            runtimes.
 
     Raises:
         InputError: T, depth, n_gen or validate_ids do not fit the cell's bundle, or
             this machine lacks the runtime.
     """
     for cell in cells:
-        if here:
+        if runs_locally:
             resolve(cell.run["runtime"], cell.options.plugin)
         sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
         timing.check_size(cell.options, **sizes)
@@ -297,7 +306,7 @@ def cells(
     smallest = min(axes["T"]), min(axes["depth"])
     bundles = list(_bundles(grid, root))
     for round_, (source, options) in itertools.product(range(run["rounds"]), bundles):
-        runtimes = _resolved(grid.run.runtime, options, auto)
+        runtimes = _resolve_auto(grid.run.runtime, options, auto)
         for values in itertools.product(*(axes | {"runtime": runtimes}).values()):
             settings = dict(zip(axes, values)) | run
             validates = round_ == 0 and (settings["T"], settings["depth"]) == smallest
@@ -311,7 +320,7 @@ def stored_cells(grid: Grid, root: log.Root = None) -> list[Cell]:
     return list(cells(grid, root, identity.RUNTIMES))
 
 
-def _resolved(
+def _resolve_auto(
     runtimes: Sequence[str], options: Options, auto: Sequence[str]
 ) -> list[str]:
     """The runtimes of a bundle, each once, with those in `auto` (default: this
@@ -328,7 +337,7 @@ def _resolved(
 
 
 def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
-    """The source and the export options of each bundle of a grid."""
+    """Yields the source and the export options of each bundle of a grid."""
     for path in grid.bundle:
         bundle = Bundle.open(locate(path, root))
         checkpoint = bundle.manifest.checkpoint
@@ -342,22 +351,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
         )
         yield source, bundle.manifest.options
     if grid.checkpoint:
-        path = locate(grid.checkpoint, root).absolute()
-        name = paths.model_name(path)
-        if path.is_dir():
-            files = filter(Path.exists, sorted(path.iterdir()))  # a link may be broken
-            sha256 = _sha256(path, tuple(map(_stamp, files)))
-        else:
-            runs = log.load("runs", root, {"checkpoint": name})
-            sha256 = next(iter(runs["checkpoint_hash"].dropna()[::-1]), None)
-        source = Source(
-            path=path,
-            finished=False,
-            name=name,
-            checkpoint_hash=sha256,
-            contents=sha256,
-            tokenizer=path,
-        )
+        source = _checkpoint_source(grid, root)
         step = (
             "a grid names no text: run workbench export --calibrate TEXT, and name the "
             "bundle in a grid under bundle"
@@ -368,10 +362,30 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             yield source, options
 
 
+def _checkpoint_source(grid: Grid, root: log.Root) -> Source:
+    """The checkpoint of a grid. Where it is not on this machine, the log has its hash."""
+    path = locate(grid.checkpoint, root).absolute()
+    name = paths.model_name(path)
+    if path.is_dir():
+        files = filter(Path.exists, sorted(path.iterdir()))  # a link may be broken
+        sha256 = _sha256(path, tuple(map(_stamp, files)))
+    else:
+        runs = log.load("runs", root, {"checkpoint": name})
+        sha256 = next(iter(runs["checkpoint_hash"].dropna()[::-1]), None)
+    return Source(
+        path=path,
+        finished=False,
+        name=name,
+        checkpoint_hash=sha256,
+        contents=sha256,
+        tokenizer=path,
+    )
+
+
 def _stamp(file: Path) -> tuple:
-    """Changes whenever the file at this path is replaced. A copying program may give both
-    the same modification time; no program can set the time of the last status change
-    (`st_ctime_ns`)."""
+    """Fields of a file's status that change whenever the file is replaced. A copying
+    program may give both files the same modification time; no program can set the time
+    of the last status change (`st_ctime_ns`)."""
     status = file.stat()
     times = status.st_mtime_ns, status.st_ctime_ns
     return file.name, status.st_size, *times, status.st_ino
@@ -384,8 +398,8 @@ def _sha256(folder: Path, stamps: tuple) -> str:
 
 
 def locate(path: str | Path, root: log.Root = None) -> Path:
-    """Where a path of a grid lies, which may be relative to the working folder or to
-    the project of the log at `root` (see `paths.find`)."""
+    """Finds a path of a grid, which may be relative to the working folder or to the
+    project of the log at `root` (see `paths.find`)."""
     project = log.project(root)
     if project == output_root():
         project = checkout()

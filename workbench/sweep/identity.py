@@ -1,5 +1,5 @@
-"""What a bundle and its decoder are as columns of the table `runs`, and the two hashes
-by which runs are found again."""
+"""The columns of the table `runs` for a bundle and its decoder, and the two hashes by
+which runs are found again."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from workbench.decode import Decoder
 from workbench.runtime import is_device
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
-"""Columns that say how much a run measured."""
+"""Columns for the amount of a measurement."""
 HASHED_DEFAULTS = Options().model_dump(mode="json") | {
     "compress": "fp16",
     "target": COREML,

@@ -1,4 +1,4 @@
-"""What to do about the verdicts: whether the export is faulty, whether its cost exceeds
+"""Advice on the verdicts of a bundle: whether the export is faulty, whether its cost exceeds
 the user's limits, and which preset keeps them.
 
 A preset is judged by Hugging Face's model with the weights that an export in it would
@@ -28,8 +28,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
 from workbench.sweep.candidates import Candidate, candidates
 
-TEXT_TOKENS = 512  # that judge a preset where there is no transcript
-BLOCK = 16  # neighbouring tokens of a text that are resampled together
+# The tokens of plain text that judge a preset where there is no transcript.
+TEXT_TOKENS = 512
+# The neighbouring tokens of a text that are resampled together.
+BLOCK = 16
 # A transcript of fewer prompts says too little of how prompts differ for an interval.
 LEAST_PROMPTS = 8
 KEPT = "within"
@@ -70,7 +72,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Figures:
-    """What Hugging Face's model with a preset's weights loses.
+    """The cost of a preset: how far Hugging Face's model with its weights is from the same
+    model with the checkpoint's own.
 
     Attributes:
         kl: nats from the logits of the checkpoint's own weights.
@@ -86,7 +89,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Limits:
-    """The user's limits, of the checks of quality that ran; None: not judged."""
+    """The user's limits. One is None where its check of quality did not run."""
 
     max_kl: float | None
     min_agreed: float | None
@@ -103,7 +106,8 @@ class Limits:
         return cls(*(limits.get(name) for name in names))
 
     def outcome(self, figures: Figures) -> str:
-        """`KEPT` where every figure keeps its limit; else the worst of them."""
+        """`KEPT` where every figure keeps its limit, otherwise the worst outcome of a
+        figure."""
         outcomes = [KEPT]
         if self.max_kl is not None:
             outcomes.append(figures.kl.at_most(self.max_kl))
@@ -116,13 +120,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and what it was found to cost; `figures` is None where it was not
-    measured. `seconds` are those of the measurement."""
+    """A candidate and its measured cost."""
 
     candidate: Candidate
     outcome: str
+    """`KEPT`, `ON_LIMIT`, `EXCEEDED` or `NOT_MEASURED`."""
     figures: Figures | None = None
+    """None where they were not measured."""
     seconds: float = 0.0
+    """Of the measurement."""
 
     def row(self, bundle_bytes: int) -> dict:
         """The trial by `COLUMNS`."""
@@ -166,7 +172,8 @@ class Recommendation:
         return next((t for t in self.trials if t.outcome == KEPT), None)
 
     def table(self) -> pd.DataFrame:
-        """The trials by `COLUMNS`, of which those without any value are left out."""
+        """A row per trial. Those of `COLUMNS` that no trial has a value for are left
+        out."""
         rows = [trial.row(self.bundle_bytes) for trial in self.trials]
         frame = pd.DataFrame(rows, columns=COLUMNS)
         return frame.dropna(axis="columns", how="all") if rows else frame
@@ -194,13 +201,12 @@ class Recommendation:
         return {"recommendation": recommendation, "tried": tried}
 
     def sentences(self) -> list[str]:
-        """The recommendation, what was tried, and the seconds."""
-        words = describe_presets(self.table())
-        words.append(
+        """The recommendation, the presets that were tried, and the seconds."""
+        text = (
             f"Presets were judged by Hugging Face's model with their weights on "
             f"{self.text}, in {self.seconds:.0f} s."
         )
-        return words
+        return [*describe_presets(self.table()), text]
 
 
 def recommend(
@@ -234,7 +240,6 @@ def recommend(
     # a preset that keeps the other limits would be no answer to the one that is exceeded
     if not over & judged or bundle.manifest.foreign:
         return None
-    limits = Limits.of(results)
     stage("validate: presets that keep the limits")
     start, cpu_start = time.perf_counter(), time.process_time()
     original = open_reference(checkpoint)
@@ -242,15 +247,7 @@ def recommend(
         scored = _TranscriptText(original, transcript)
     else:
         scored = _PlainText.of(original)
-    trials = []
-    for candidate in bar(candidates(checkpoint, bundle), "presets", unit="preset"):
-        trial_start = time.perf_counter()
-        figures = _measure(checkpoint, candidate, scored)
-        seconds = time.perf_counter() - trial_start
-        outcome = limits.outcome(figures) if figures else NOT_MEASURED
-        trials.append(Trial(candidate, outcome, figures, seconds))
-        if outcome == KEPT:
-            break
+    trials = _try_candidates(checkpoint, bundle, scored, Limits.of(results))
     return Recommendation(
         trials,
         str(scored),
@@ -258,6 +255,26 @@ def recommend(
         seconds=time.perf_counter() - start,
         cpu_seconds=time.process_time() - cpu_start,
     )
+
+
+def _try_candidates(
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    scored: "_TranscriptText | _PlainText",
+    limits: Limits,
+) -> list[Trial]:
+    """Measures candidates, the smallest first, up to the first one that keeps the
+    limits."""
+    trials = []
+    for candidate in bar(candidates(checkpoint, bundle), "presets", unit="preset"):
+        start = time.perf_counter()
+        figures = _measure(checkpoint, candidate, scored)
+        seconds = time.perf_counter() - start
+        outcome = limits.outcome(figures) if figures else NOT_MEASURED
+        trials.append(Trial(candidate, outcome, figures, seconds))
+        if outcome == KEPT:
+            break
+    return trials
 
 
 def _measure(
@@ -379,38 +396,40 @@ def describe_presets(presets: pd.DataFrame) -> list[str]:
     """
     rows = presets.to_dict("records")
     chosen = [row for row in rows if row["outcome"] == KEPT]
-    words = [
-        f"Recommended: {_figures(row)}, {row['MiB']:,.1f} MiB instead of "
+    sentences = [
+        f"Recommended: {_describe_figures(row)}, {row['MiB']:,.1f} MiB instead of "
         f"{row['bundle_MiB']:,.1f}. Next step: {row['command']}"
         for row in chosen
     ]
     if rows and not chosen:
-        words.append(
+        sentences.append(
             "No preset that was measured keeps the limits. Next step: raise them."
         )
-    for row in rows:
-        size = f"{row['MiB']:,.1f} MiB"
-        if row["outcome"] == NOT_MEASURED and pd.isna(row.get("export_seconds")):
-            # a finished bundle
-            words.append(
-                f"{row['compress']}, {size}: not measured, since its weights were fitted "
-                f"to a part of the text that would judge it. To validate it: "
-                f"{row['command']}"
-            )
-        elif row["outcome"] == NOT_MEASURED:
-            seconds = max(1, row["export_seconds"])
-            words.append(
-                f"{row['compress']}, {size}: not measured, since a calibration chooses "
-                f"its values. To export it, about {seconds:.0f} s: {row['command']}"
-            )
-        elif row["outcome"] == ON_LIMIT:
-            words.append(f"On the limit: {_figures(row)}, {size}.")
-        elif row["outcome"] == EXCEEDED:
-            words.append(f"Over the limit: {_figures(row)}, {size}.")
-    return words
+    others = [row for row in rows if row["outcome"] != KEPT]
+    return sentences + [_describe_rejected(row) for row in others]
 
 
-def _figures(row: dict) -> str:
+def _describe_rejected(row: dict) -> str:
+    """A sentence on a preset that is not recommended, from its row of
+    `Recommendation.table`."""
+    size, command = f"{row['MiB']:,.1f} MiB", row["command"]
+    if row["outcome"] == ON_LIMIT:
+        return f"On the limit: {_describe_figures(row)}, {size}."
+    if row["outcome"] == EXCEEDED:
+        return f"Over the limit: {_describe_figures(row)}, {size}."
+    if pd.isna(row.get("export_seconds")):  # a finished bundle
+        return (
+            f"{row['compress']}, {size}: not measured, since its weights were fitted "
+            f"to a part of the text that would judge it. To validate it: {command}"
+        )
+    seconds = max(1, row["export_seconds"])
+    return (
+        f"{row['compress']}, {size}: not measured, since a calibration chooses "
+        f"its values. To export it, about {seconds:.0f} s: {command}"
+    )
+
+
+def _describe_figures(row: dict) -> str:
     """The figures of a preset with their intervals."""
     names = {"kl": "KL", "agreed": "tokens agreed", "stops": "ends"}
     parts = [

@@ -3,6 +3,7 @@ configuration."""
 
 import sys
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -40,22 +41,27 @@ def stored_tables(
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    timed, validated = _select_runs(grid, root, machine)
+    selected = _select_runs(grid, root, machine)
+    runs_of_table = {
+        "samples": selected.timed,
+        "layers": selected.timed,
+        "fidelity": selected.validated,
+    }
     tables = {}
-    for table, runs in (("samples", timed), ("layers", timed), ("fidelity", validated)):
+    for table, runs in runs_of_table.items():
         rows = log.load(table, root, {"run_id": runs["run_id"]})
         of_run = runs.columns.difference([*rows, "config", "versions"], sort=False)
         if table == "fidelity":
             rows, left_out = log.select_current(rows)
             if left_out:
-                _say(left_out)
+                _print_once(left_out)
         tables[table] = rows.merge(runs[["run_id", *of_run]], on="run_id")
     return tables
 
 
 @cache  # a slider reads the tables again at every move
-def _say(sentence: str) -> None:
-    """Prints a sentence on stderr, once in this process."""
+def _print_once(sentence: str) -> None:
+    """Prints a sentence on stderr unless this process has printed it before."""
     print(sentence, file=sys.stderr)
 
 
@@ -147,17 +153,19 @@ def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
     return [", ".join(f"{k} {v}" for k, v in row.items()) for row in settings]
 
 
-def _select_runs(
-    grid: Grid, root: log.Root, machine: str | None
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of `runs`, for times and for fidelity.
+class _SelectedRuns(NamedTuple):
+    """Rows of `runs`, for times and for fidelity."""
 
-    Returns:
-        timed: of one machine with its newest software, the first run of each setting
-            and round.
-        validated: of any machine, the newest validation of each bundle and way to run
-            it; one on the grid's prompt takes precedence.
-    """
+    timed: pd.DataFrame
+    """Of one machine with its newest software, the first run of each setting and
+    round."""
+    validated: pd.DataFrame
+    """Of any machine, the newest validation of each bundle and way to run it; one on the
+    grid's prompt takes precedence."""
+
+
+def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRuns:
+    """The rows of `runs` that a grid's tables are of."""
     cells = stored_cells(grid, root)
     of_grid = pd.DataFrame(cell.columns() for cell in cells)
     runs = _measured_runs(grid, cells, root)
@@ -168,12 +176,13 @@ def _select_runs(
     # A later run of a round was made for its validation. If it counted, a validation
     # would change the value of a setting and its place in the order of the round.
     timed = timed.drop_duplicates(["setting", "round"], keep="first")
-    return timed, validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
+    validated = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
+    return _SelectedRuns(timed, validated)
 
 
 def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
-    """The runs of the log that may be of these cells, with why each one is disturbed or
-    invalid."""
+    """The runs of the log that may be of these cells. The columns `disturbed` and
+    `invalid` are the reasons why a run is so, otherwise null."""
     runs = with_kl_p99(log.load("runs", root, {"status": MEASURED}))
     runs["disturbed"] = log.disturbed(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
@@ -204,15 +213,14 @@ def _timed_on_one_machine(
     return timed[timed["software"] == timed["software"].iloc[-1]]
 
 
-def _on_one_runtime(
-    timed: pd.DataFrame, validated: pd.DataFrame
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _on_one_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
     """The runs on one of the runtimes that `auto` stands for. A plug-in's target has
     another one, and its runs stay."""
     names = set((timed if len(timed) else validated)["runtime"])
     less_preferred = [name for name in RUNTIMES if name in names][1:]
     timed = timed[~timed["runtime"].isin(less_preferred)]
-    return timed, validated[~validated["runtime"].isin(less_preferred)]
+    validated = validated[~validated["runtime"].isin(less_preferred)]
+    return _SelectedRuns(timed, validated)
 
 
 def _machine(timed: pd.DataFrame, machine: str | None) -> str:

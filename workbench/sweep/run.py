@@ -27,7 +27,16 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
 from workbench.runtime import is_device
 from workbench.sweep import cluster, energy, identity, timing
-from workbench.sweep.grid import Cell, Grid, RunKey, cells, check_cells, locate
+from workbench.sweep.grid import (
+    Cell,
+    CellResult,
+    Grid,
+    RunKey,
+    Source,
+    cells,
+    check_cells,
+    locate,
+)
 from workbench.sweep.lock import measuring_alone
 
 MEASURED = ("ok", "invalid")
@@ -90,32 +99,38 @@ def sweep(
     # workers look into the log themselves, for runs of their machine
     todo = missing(planned, root) if runs_locally else in_random_order(planned)
     run_one = partial(run_cell, grid=grid, bundles=bundles, root=root)
-    outcomes = []
+    results: list[CellResult] = []
     try:
         with bar(desc=progress, total=len(todo), unit="cell") as progress_bar:
             if runs_locally:
                 run_one = partial(run_one, report=progress_bar.set_postfix_str)
-                results = map(run_one, todo)
+                run_all = map(run_one, todo)
             else:
-                results = cluster.run(client, run_one, todo)
-            for outcome in results:
-                outcomes.append(outcome)
+                run_all = cluster.run(client, run_one, todo)
+            for result in run_all:
+                results.append(result)
                 progress_bar.update()
     except (KeyboardInterrupt, InputError, OSError, MemoryError) as problem:
         logged = len(planned) - len(todo)
-        logged += sum(status in MEASURED for status, _ in outcomes)
+        logged += sum(result.status in MEASURED for result in results)
         text = f"{logged} of {len(planned)} cells kept in {root}"
         problem.add_note(f"{text}; the same command resumes")
         raise
-    counts = Counter(status for status, _ in outcomes)
-    reasons = [f"{status}: {reason}" for status, reason in outcomes if status != "ok"]
+    return _describe_results(results, planned, todo) | {"log": str(root)}
+
+
+def _describe_results(
+    results: list[CellResult], planned: list[Cell], todo: list[Cell]
+) -> dict:
+    """What `sweep` returns, but for the log's folder."""
+    counts = Counter(result.status for result in results)
+    reasons = [f"{status}: {reason}" for status, reason in results if status != "ok"]
     return {
         "cells": len(planned),
         "done": counts["ok"] + counts["invalid"],
         "resumed": len(planned) - len(todo),
         "failed": counts["failed"],
         "invalid": counts["invalid"],
-        "log": str(root),
         "reasons": list(dict.fromkeys(reasons)),
         "settings": {cell.key().setting for cell in planned},
     }
@@ -135,7 +150,7 @@ def missing(planned: Iterable[Cell], root: log.Root = None) -> list[Cell]:
     """The cells without a run of this machine and its software, as `in_random_order`.
     An invalid run counts, since another one would be invalid again."""
     planned = list(planned)
-    runs = _logged(root, {cell.key().setting for cell in planned})
+    runs = _logged_results(root, {cell.key().setting for cell in planned})
     return in_random_order(cell for cell in planned if cell.key() not in runs)
 
 
@@ -151,12 +166,12 @@ def in_random_order(planned: Iterable[Cell]) -> list[Cell]:
     return sorted(shuffled, key=lambda cell: cell.round)
 
 
-def _logged(
+def _logged_results(
     root: log.Root, settings: Iterable[str]
-) -> dict[RunKey, tuple[str, str | None]]:
-    """Status and reason of every run of the settings that the log has of this machine
-    with its software. A run that also validated its bundle has two keys: it serves the
-    cell without a validation, too."""
+) -> dict[RunKey, CellResult]:
+    """The result of every run of the settings that the log has of this machine with its
+    software. A run that also validated its bundle has two keys: it serves the cell
+    without a validation, too."""
     environment = log.environment()
     where = {name: environment[name] for name in ("machine", "software")}
     where |= {"status": MEASURED, "setting": list(settings)}
@@ -166,7 +181,7 @@ def _logged(
     for row in log.plain(rows).itertuples():
         for prompt in (row.prompt, None):
             key = RunKey(row.setting, row.round, prompt)
-            runs[key] = row.status, row.reason
+            runs[key] = CellResult(row.status, row.reason)
     return runs
 
 
@@ -178,9 +193,9 @@ def run_cell(
     root: Path,
     stop: threading.Event | None = None,
     report: Report = None,
-) -> tuple[str, str | None]:
-    """Exports a missing bundle, measures it and logs the run; returns the run's status
-    and reason. The row of a failed run has the end of its stderr.
+) -> CellResult:
+    """Exports a missing bundle, measures it and logs the run. The row of a failed run has
+    the end of its stderr.
 
     One cell of a log is measured at a time on a machine (see `measuring_alone`). A cell
     that another process has logged meanwhile is not measured again.
@@ -190,7 +205,7 @@ def run_cell(
     """
     with measuring_alone(root, stop):
         key = cell.key()
-        runs = _logged(root, [key.setting])
+        runs = _logged_results(root, [key.setting])
         # another process may have logged the cell while this one waited
         if key in runs:
             return runs[key]
@@ -204,7 +219,7 @@ def _measure_and_log(
     root: Path,
     stop: threading.Event | None,
     report: Report,
-) -> tuple[str, str | None]:
+) -> CellResult:
     """Exports, measures and logs a cell that the log lacks (see `run_cell`)."""
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     row, tables = {"config": {}}, {}
@@ -240,7 +255,7 @@ def _measure_and_log(
         "checkpoint_hash": cell.source.checkpoint_hash,
     }
     log.record(row, root, **tables)
-    return row.get("status", "ok"), row.get("reason")
+    return CellResult(row.get("status", "ok"), row.get("reason"))
 
 
 def _cool_down(seconds: float, stop: threading.Event | None) -> None:
@@ -255,9 +270,10 @@ def _bundle_words(cell: Cell) -> str:
 
 
 def _exported_in_child(
-    cell: Cell, bundles: Path, call: partial, report: Report
+    cell: Cell, bundles: Path, call: Callable, report: Report
 ) -> process.Outcome:
-    """The path of the cell's bundle. A missing one is exported in a child process."""
+    """The child's outcome, with the path of the cell's bundle as its value. Only a missing
+    bundle is exported, in a child process."""
     source = cell.source
     if source.finished:
         return process.Outcome(source.path)
@@ -272,7 +288,7 @@ def _exported_in_child(
     return process.Outcome(bundle.root)
 
 
-def _with_placement(row: dict, path: Path, call: partial) -> dict:
+def _with_placement(row: dict, path: Path, call: Callable) -> dict:
     """The row with the compute plan of its bundle, which a child makes."""
     from workbench.ane import placement
 
@@ -301,15 +317,7 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     Raises:
         InputError: the bundle or its checkpoint is another one than the sweep's.
     """
-    bundle, source, run = Bundle.open(path), cell.source, cell.run
-    contents_hash = bundle.manifest.checkpoint["sha256"]
-    if source.finished:
-        contents_hash = bundle.identity
-    if contents_hash != source.contents:
-        subject, needed = f"contents of {source.path}", f"the sweep's {source.contents}"
-        raise InputError(
-            subject, contents_hash, needed, "copy the same to every worker"
-        )
+    bundle, run = _open_bundle(cell.source, path), cell.run
     decoder = Decoder(
         bundle,
         run["runtime"],
@@ -331,11 +339,11 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     row = identity.run_columns(decoder) | disturbance
     row |= {"ane_joules": energy_used.ane_joules, "config": config}
     if cell.validate_ids:
-        result = _validation(cell, grid, decoder, path)
-        tables["fidelity"] = result.rows
-        row |= {"verdict": result.verdict, "quality": result.quality}
-        config["gates"] = [gate.json() for gate in result.gates]
-        config["price"] = jsonable(result.cost.json())
+        validation = _validate(cell, grid, decoder, path)
+        tables["fidelity"] = validation.rows
+        row |= {"verdict": validation.verdict, "quality": validation.quality}
+        config["gates"] = [gate.json() for gate in validation.gates]
+        config["price"] = jsonable(validation.cost.json())
         row["kl_mean"] = config["price"]["kl"]["mean"]
     manifest = bundle.manifest
     has_features = not (manifest.foreign or manifest.options.plugin)
@@ -345,7 +353,24 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     return row, tables
 
 
-def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
+def _open_bundle(source: Source, path: Path) -> Bundle:
+    """The bundle at `path`, on a worker the one that the sweep has, too.
+
+    Raises:
+        InputError: the bundle, or its checkpoint, is another one than the sweep's.
+    """
+    bundle = Bundle.open(path)
+    contents_hash = bundle.manifest.checkpoint["sha256"]
+    if source.finished:
+        contents_hash = bundle.identity
+    if contents_hash != source.contents:
+        subject, needed = f"contents of {source.path}", f"the sweep's {source.contents}"
+        step = "copy the same to every worker"
+        raise InputError(subject, contents_hash, needed, step)
+    return bundle
+
+
+def _validate(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
     """Validates the bundle against the grid's golden, or against one that is made from
     the checkpoint. Without the checkpoint of a finished bundle, the gates that need it do
     not run."""

@@ -59,6 +59,6 @@ def _write_checkpoint(path: Path, config: dict) -> None:
     with locked(path.with_name(f".{path.name}.lock")):
         if path.exists():
             return
-        partial = paths.partial(path)
+        partial = paths.unfinished_folder(path)
         shutil.rmtree(partial, ignore_errors=True)  # of an earlier, interrupted call
         random(partial, noise=noise(0), **config).rename(path)

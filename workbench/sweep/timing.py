@@ -8,6 +8,7 @@ compilation, the loading and the first prediction of each shard are samples, too
 import math
 import re
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,32 +78,12 @@ def measure_speed(
             seqs.advance(_ids(decoder, rng, T))
     # a sequence ends at max_seq_len: more tokens need more sequences
     sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
-    start, elapsed_s = time.perf_counter(), 0.0
-    repetition = order = 0
+    size = {"T": T, "depth": depth, "n_gen": n_gen}
+    clock = _SequenceClock(decoder, rng, calls, size, time.perf_counter())
+    elapsed_s, repetition = 0.0, 0
     while repetition < sequences or elapsed_s < (min_seconds or 0):
-        seqs = decoder.new_sequences()
-        columns = {"repetition": repetition, "n_prompt": depth}
-        if depth:
-            prefill_start = time.perf_counter()
-            seqs.prefill(_ids(decoder, rng, depth))
-            ms = (time.perf_counter() - prefill_start) * 1e3
-            prefill = {"phase": "prefill", "value": ms, "warmup": repetition == 0}
-            rows.append(columns | prefill)
-        columns |= {"T": T, "depth": depth, "n_gen": n_gen}
-        total_ms = 0.0
-        for call in range(WARMUP_CALLS + calls):
-            call_samples = _timed_call(decoder, seqs, _ids(decoder, rng, T))
-            elapsed_s = time.perf_counter() - start
-            is_warmup = call < WARMUP_CALLS
-            if not is_warmup:
-                total_ms += call_samples[0]["value"]
-            if repetition >= repetitions:
-                call_samples = call_samples[:1]  # the whole call, without its parts
-            columns |= {"order": order, "elapsed_s": elapsed_s, "warmup": is_warmup}
-            rows += [columns | sample for sample in call_samples]
-            order += 1
-        rate = calls * T * decoder.options.batch / total_ms * 1e3
-        rows.append(columns | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+        rows += clock.rows(repetition, has_parts=repetition < repetitions)
+        elapsed_s = rows[-1]["elapsed_s"]
         repetition += 1
     for model in (*decoder.layers, *decoder.heads):
         columns = {"shard": model.shard.name, "repetition": 0, "warmup": False}
@@ -113,6 +94,60 @@ def measure_speed(
     # a runtime that does not compile has no such time
     samples = pd.DataFrame(rows).dropna(subset="value")
     return samples.fillna({"unit": "ms"})
+
+
+@dataclass(frozen=True)
+class _SequenceClock:
+    """Times sequences of one measurement.
+
+    Attributes:
+        calls: the timed calls of a sequence, which `WARMUP_CALLS` others precede.
+        size: the columns T, depth and n_gen.
+        start: `time.perf_counter` before the first sequence.
+    """
+
+    decoder: Decoder
+    rng: np.random.Generator
+    calls: int
+    size: dict[str, int]
+    start: float
+
+    def rows(self, repetition: int, has_parts: bool) -> list[dict]:
+        """The rows of a fresh sequence: its prefill, its calls, and last its rate.
+
+        Args:
+            has_parts: whether the parts of a call are rows, too.
+        """
+        T, depth = self.size["T"], self.size["depth"]
+        rows, seqs = [], self.decoder.new_sequences()
+        columns = {"repetition": repetition, "n_prompt": depth}
+        if depth:
+            prefill_start = time.perf_counter()
+            seqs.prefill(_ids(self.decoder, self.rng, depth))
+            ms = (time.perf_counter() - prefill_start) * 1e3
+            prefill = {"phase": "prefill", "value": ms, "warmup": repetition == 0}
+            rows.append(columns | prefill)
+        columns |= self.size
+        total_ms = 0.0
+        first_order = repetition * (WARMUP_CALLS + self.calls)
+        for call in range(WARMUP_CALLS + self.calls):
+            ids = _ids(self.decoder, self.rng, T)
+            whole_call, *parts = _timed_call(self.decoder, seqs, ids)
+            is_warmup = call < WARMUP_CALLS
+            if not is_warmup:
+                total_ms += whole_call["value"]
+            columns |= {
+                "order": first_order + call,
+                "elapsed_s": time.perf_counter() - self.start,
+                "warmup": is_warmup,
+            }
+            rows.append(columns | whole_call)
+            if has_parts:
+                rows += [columns | part for part in parts]
+        rate = self.calls * T * self.decoder.options.batch / total_ms * 1e3
+        # with the order and the time of the last call
+        rows.append(columns | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+        return rows
 
 
 def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
