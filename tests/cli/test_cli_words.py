@@ -10,7 +10,7 @@ from in_process import cli
 from workbench import plugins
 from workbench.cli.app import SUBCOMMANDS, app
 from workbench.cli.common import format_result
-from workbench.experiment import typed
+from workbench.experiment import parse_value
 from workbench.log import project
 
 COMMANDS = "export golden validate explain evaluate generate plan sweep log run report doctor adopt"
@@ -119,11 +119,11 @@ def test_a_notebook_that_asks_for_the_cost_ends_well_when_it_is_over(
 
 
 def test_a_parameter_has_the_type_of_its_default():
-    assert typed("PROMPT", "12", "one two") == "12"
-    assert typed("PROMPT", "note: this", "") == "note: this"
-    assert typed("RATE", "1", 0.5) == 1
-    assert typed("FREE", "[1, 2]", None) == [1, 2]
-    assert typed("TOKENS", '{"tokens": "1-16"}', {}) == {"tokens": "1-16"}
+    assert parse_value("PROMPT", "12", "one two") == "12"
+    assert parse_value("PROMPT", "note: this", "") == "note: this"
+    assert parse_value("RATE", "1", 0.5) == 1
+    assert parse_value("FREE", "[1, 2]", None) == [1, 2]
+    assert parse_value("TOKENS", '{"tokens": "1-16"}', {}) == {"tokens": "1-16"}
 
 
 def test_a_result_is_its_names_and_values_and_its_rows_a_table():

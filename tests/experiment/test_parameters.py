@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from refusal import refused
 
-from workbench.experiment import Experiment, notebook_parameters, typed
+from workbench.experiment import Experiment, notebook_parameters, parse_value
 from workbench.experiment import parameters as under_test
 from workbench.experiment.folders import Source
 from workbench.experiment.parameters import (
     Parameters,
-    assigned,
     parameter_names,
-    portable,
+    portable_values,
+    value_text,
 )
 
 PYTHON = """
@@ -99,14 +99,14 @@ def same(first, second) -> bool:
 @given(JSON)
 def test_what_a_report_writes_is_read_as_the_same_value(value):
     for default in (value, None):
-        assert same(typed("NAME", assigned(value, default), default), value)
+        assert same(parse_value("NAME", value_text(value, default), default), value)
 
 
 @pytest.mark.parametrize(
     "text", ['"quoted"', "'", '"', 'say "no"', " x ", "12", "a\nb"]
 )
 def test_a_text_is_the_parameter_as_given(text):
-    assert typed("PROMPT", text, "") == text
+    assert parse_value("PROMPT", text, "") == text
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_a_text_is_the_parameter_as_given(text):
     [("1e-5", 0.5, 1e-5), ("[1e-5]", [0.1], [1e-5]), ("[1, 2]", (3,), (1, 2))],
 )
 def test_numbers_are_read_as_people_write_them(text, default, value):
-    assert typed("NAME", text, default) == value
+    assert parse_value("NAME", text, default) == value
 
 
 def test_what_is_no_value_is_refused_by_name():
     with refused("--set DAY: found 2026-13-45"):
-        typed("DAY", "2026-13-45", None)
+        parse_value("DAY", "2026-13-45", None)
 
 
 def test_no_path_of_this_machine_is_written(checkout, tmp_path_factory):
@@ -135,9 +135,9 @@ def test_no_path_of_this_machine_is_written(checkout, tmp_path_factory):
         ("org/Model", "org/Model"),
     ]:
         given_values = values | {"CHECKPOINT": str(given_path)}
-        result = portable(Parameters(given_values), source)
+        result = portable_values(Parameters(given_values), source)
         assert result["CHECKPOINT"] == written and result["RUNTIME"] == "auto"
         assert result["PROMPT"].startswith("prompt.txt-")
     values = {"PROMPT": "/no path, but a text", "CHECKPOINT": "/nowhere/a"}
-    result = portable(Parameters(values), Source("a"))
+    result = portable_values(Parameters(values), Source("a"))
     assert result == {"PROMPT": "/no path, but a text", "CHECKPOINT": "a"}

@@ -111,7 +111,7 @@ def _notebook_settings(
         with_name = [number for number in numbers if name in defaults[number]]
         for number in with_name or numbers:
             default = defaults[number].get(name)
-            settings[number][name] = experiment.typed(name, text, default)
+            settings[number][name] = experiment.parse_value(name, text, default)
     return settings
 
 

@@ -21,7 +21,7 @@ from workbench.experiment.folders import (
     writable_run,
 )
 from workbench.experiment.notebooks import find_notebook
-from workbench.experiment.parameters import notebook_parameters, typed
+from workbench.experiment.parameters import notebook_parameters, parse_value
 from workbench.experiment.publishing import publish_run
 from workbench.experiment.recording import Experiment
 from workbench.experiment.report import redraw, write_again, write_html, write_report
@@ -36,13 +36,13 @@ __all__ = [
     "gate_table",
     "last_run",
     "notebook_parameters",
+    "parse_value",
     "publish_run",
     "read_run",
     "redraw",
     "run_folder",
     "run_notebook",
     "show",
-    "typed",
     "writable_run",
     "write_again",
     "write_html",

@@ -1,5 +1,5 @@
-"""The folders of runs: where a finished run and an unfinished one lie, and how the one
-takes the place of the other."""
+"""The folders of runs, finished and unfinished, and the replacement of a finished run by
+the next one."""
 
 import json
 import re
@@ -28,8 +28,10 @@ from workbench.files import (
 
 RUN, REPORT, PAGE, NOTEBOOK = "run.json", "report.md", "report.html", "notebook.ipynb"
 KINDS = "figures", "tables"
+PART_ENDINGS = ".json", ".parquet", ".svg", ".pdf", ".png", ".tex"
+"""Of the files of a figure or table."""
 HASH_DIGITS = 8
-"""Of a checkpoint's SHA-256 in the name of a folder."""
+"""The number of digits of a checkpoint's SHA-256 in the name of a folder."""
 UNFINISHED = ".unfinished"
 NEW_S = 60
 """Seconds: an unfinished folder as young as this may have no lock yet."""
@@ -45,8 +47,8 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What a run's folder and a report call it: two checkpoints whose folders have
-        one name have two labels."""
+        """The checkpoint's name in a run's folder and in a report. Two checkpoints whose
+        folders have one name have two labels."""
         if self.sha256:
             return f"{self.name}-{self.sha256[:HASH_DIGITS]}"
         return self.name
@@ -138,7 +140,7 @@ def remove_abandoned() -> None:
 
 
 def finish(unfinished: Path, finished: Path) -> None:
-    """Puts a whole run in its place; an earlier one there goes."""
+    """Puts a whole run in its place; an earlier one there is removed."""
     finished.parent.mkdir(parents=True, exist_ok=True)
     replace_folder(unfinished, finished)
 
@@ -165,7 +167,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_run(folder: Path) -> dict:
-    """run.json of a finished run."""
+    """The contents of run.json of a finished run."""
     return read_json(folder / RUN)
 
 
@@ -177,21 +179,33 @@ def read_parts(folder: Path) -> list[dict]:
 
 def remove_part(folder: Path, kind: str, name: str) -> None:
     """Removes the files of a figure or table."""
-    stem = folder / kind / name
-    for ending in (".json", ".parquet", ".svg", ".pdf", ".png", ".tex"):
-        beside(stem, ending).unlink(missing_ok=True)
+    for ending in PART_ENDINGS:
+        beside(folder / kind / name, ending).unlink(missing_ok=True)
+
+
+def copy_part(source: Path, target: Path, kind: str, name: str) -> None:
+    """Copies the files of a figure or table from one run's folder to another's."""
+    (target / kind).mkdir(exist_ok=True)
+    for ending in PART_ENDINGS:
+        file = beside(source / kind / name, ending)
+        if file.is_file():
+            shutil.copy(file, target / kind)
 
 
 def stamp(folder: Path, run_id: str, order: list[tuple[str, str]]) -> None:
-    """Writes the run's id, and their places, into the descriptions of its figures and
-    tables; `order` has the kind and the name of each."""
+    """Writes the run's id into the description of each of its figures and tables, and the
+    place of each in the notebook.
+
+    Args:
+        order: the kind and the name of each.
+    """
     for place, (kind, name) in enumerate(order):
         path = beside(folder / kind / name, ".json")
         write_json(path, read_json(path) | {"place": place, "run_id": run_id})
 
 
 def check_one_run(folder: Path) -> dict:
-    """run.json of a run whose figures and tables are its own.
+    """The contents of run.json of a run, all of whose figures and tables have its id.
 
     Runs that were written before figures had the id of their run have none to compare.
 

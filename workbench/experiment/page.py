@@ -29,12 +29,12 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of the export, or of its quality.
+    """The judgement of the export, or of its quality.
 
     Attributes:
         subject: Export or Quality.
         word: as in `Gate.verdict`, or in words.
-        reason: why; empty where the word says it.
+        reason: of the judgement; empty where the word says it.
     """
 
     subject: str
@@ -89,13 +89,13 @@ class Commands:
 
 @dataclass(frozen=True)
 class Continuations:
-    """What two models write after one prompt.
+    """The texts of two models after one prompt.
 
     Attributes:
         common: the beginning that both texts have.
         reference: the rest of Hugging Face's text.
         bundle: the rest of the bundle's text.
-        note: what is known of the difference.
+        note: describes the first difference.
     """
 
     prompt: str
@@ -110,7 +110,7 @@ Block = Heading | Paragraph | Verdicts | Table | Picture | Commands | Continuati
 
 @dataclass(frozen=True)
 class Page:
-    """A title, and what follows below it."""
+    """A title and the blocks below it."""
 
     title: str
     blocks: tuple[Block, ...]

@@ -31,8 +31,8 @@ EVALUATED = """
 def _evaluated(values):
     import json
     from IPython.display import publish_display_data
-    from workbench.experiment.parameters import settable
-    publish_display_data({{"application/json": settable(values, {names!r}).json()}})
+    from workbench.experiment.parameters import split_settable
+    publish_display_data({{"application/json": split_settable(values, {names!r}).json()}})
 _evaluated(globals())
 """
 
@@ -42,8 +42,9 @@ class Parameters:
     """Values of a notebook's parameters.
 
     Args:
-        values: by name, those that `--set` can override: JSON has their types.
-        fixed: by name, in Python's words, those that it cannot.
+        values: name → value, of the parameters that `--set` can override, because JSON
+            has their types.
+        fixed: name → `repr` of the value, of the others.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -83,9 +84,9 @@ def parameter_names(source: str) -> list[str]:
     ]
 
 
-def settable(values: Mapping, names: list[str]) -> Parameters:
-    """The values of these names that are there, by whether `--set` can override
-    them."""
+def split_settable(values: Mapping, names: list[str]) -> Parameters:
+    """The values that a mapping has for names, divided into those that `--set` can
+    override and the others."""
     values = {name: values[name] for name in names if name in values}
     texts = {name: repr(value) for name, value in values.items() if not _is_json(value)}
     json_values = {name: value for name, value in values.items() if name not in texts}
@@ -114,7 +115,7 @@ def notebook_parameters(number: str) -> Parameters:
     source = parameter_source(path)
     names = parameter_names(source)
     if (literals := _literals(source)) is not None:
-        return settable(literals, names)
+        return split_settable(literals, names)
     return _evaluate(source, names, path.parent)
 
 
@@ -149,15 +150,16 @@ def _evaluate(source: str, names: list[str], folder: Path) -> Parameters:
     return Parameters(**outputs[-1].data["application/json"])
 
 
-def recorded_parameters(name: str, names: Mapping) -> Parameters:
-    """The parameters of a running notebook, by their names' values in its kernel."""
+def recorded_parameters(name: str, namespace: Mapping) -> Parameters:
+    """The parameters of a running notebook, with the values that its kernel's namespace
+    has for them."""
     source = parameter_source(named_notebook(name))
-    return settable(names, parameter_names(source))
+    return split_settable(namespace, parameter_names(source))
 
 
-def typed(name: str, text: str, default: object) -> object:
-    """The value that JSON or YAML reads in `text`, of the type of the parameter's
-    default; for a default that is a text, the text as it is.
+def parse_value(name: str, text: str, default: object) -> object:
+    """Reads a value of the type of a parameter's default, as JSON or YAML. A text is
+    returned as it is where the default is a text.
 
     Raises:
         InputError: a value of another type.
@@ -178,18 +180,19 @@ def typed(name: str, text: str, default: object) -> object:
         return TypeAdapter(kind).validate_python(value, strict=True)
     except (yaml.YAMLError, ValueError):
         needed = f"a value like {default!r}"
-        step = f"write --set '{name}={assigned(default, default)}'"
+        step = f"write --set '{name}={value_text(default, default)}'"
         raise InputError(f"--set {name}", text, needed, step) from None
 
 
-def assigned(value: object, default: object) -> str:
-    """The text from which `typed` reads a value again, given the same default."""
+def value_text(value: object, default: object) -> str:
+    """Writes a value as the text from which `parse_value` reads it, given the same
+    default."""
     if isinstance(default, str) and isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
-def portable(parameters: Parameters, source: Source) -> dict[str, object]:
+def portable_values(parameters: Parameters, source: Source) -> dict[str, object]:
     """The settable parameters as another machine's reader can use them: a path inside
     the project relative to it, and no other path of this machine.
 

@@ -1,5 +1,5 @@
-"""A run while its notebook goes on: what each cell gave, and the conclusion that makes
-the run a finished one."""
+"""A run while its notebook goes on: the entries that each cell gives, and the conclusion
+that makes the run a finished one."""
 
 import os
 import shutil
@@ -19,11 +19,13 @@ from workbench.check.gates import NOT_RUN, Gate, describe_quality, quality, verd
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.experiment import folders, report, tables
-from workbench.experiment.parameters import portable, recorded_parameters
+from workbench.experiment.parameters import portable_values, recorded_parameters
 from workbench.files import locked, write_whole
 from workbench.sweep import identity
 
 GATE = "gate"
+RUNTIME_COLUMNS = ("runtime", "precision", "compute_units")
+"""Columns of a decoder that are options of a run."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,21 @@ class Experiment:
 
     Args:
         name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
-        names: `globals()` of the notebook, which has its parameters.
+        namespace: `globals()` of the notebook, which has its parameters.
 
-    `folder` is one of its own until the run is concluded. Then the run takes the place
-    of the finished one of the same checkpoint (see `folders.run_folder`), which is whole
-    until then. What a cell gave is replaced, in its place, when the cell runs again.
+    Until the run is concluded, its `folder` is an unfinished one. Then the run takes the
+    place of the finished one of the same checkpoint (see `folders.run_folder`), which is
+    whole until then. When a cell runs again, its new entries replace its earlier ones, in
+    their place.
     """
 
-    def __init__(self, name: str, names: Mapping):
+    def __init__(self, name: str, namespace: Mapping):
         self.name = name
-        parameters = recorded_parameters(name, names)
+        parameters = recorded_parameters(name, namespace)
         self.parameters = parameters.values
         self.fixed_parameters = parameters.fixed
-        self.source = folders.source_of(names)
-        self.portable_parameters = portable(parameters, self.source)
+        self.source = folders.source_of(namespace)
+        self.portable_parameters = portable_values(parameters, self.source)
         self.finished = folders.experiments() / name / self.source.label
         self.run_id: str | None = None  # of the last conclusion
         folders.remove_abandoned()
@@ -193,11 +196,11 @@ class Experiment:
     def _replace(self, entries: list[Entry], kind: str, cell: CellExecution) -> None:
         """Adds entries, and removes those that they replace.
 
-        1. The cell ran before: they stand where its first entry stood, and all that it
-           gave then goes.
+        1. The cell ran before: they stand where its first entry stood, and all of its
+           earlier entries are removed.
         2. The same execution gives more: they stand behind its last entry.
         3. Code outside of cells gives a name again: they stand in its place.
-        4. Else they stand at the end.
+        4. Otherwise they stand at the end.
         """
         names = {entry.name for entry in entries}
         earlier = [e for e in self._entries if e.is_replaced_by(kind, names, cell)]
@@ -236,8 +239,13 @@ class Experiment:
             "gates": [gate.json() for gate in self.gates],
         }
         number = self.name[:2]
-        row = {"command": f"notebook {number}", "experiment": number}
-        row |= {"verdict": result, "quality": judged, "config": config}
+        row = {
+            "command": f"notebook {number}",
+            "experiment": number,
+            "verdict": result,
+            "quality": judged,
+            "config": config,
+        }
         options = {}
         if decoder:
             described = identity.run_columns(decoder)
@@ -246,20 +254,11 @@ class Experiment:
             options = identity.export_columns(manifest.options)
             options |= {name: described[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **log_tables)
-        parts = folders.read_parts(self.unfinished)
-        run_ids = {run_id}.union(*(part["run_ids"] for part in parts))
-        run = {"run_id": run_id, "experiment": self.name}
-        run |= {"verdict": result, "quality": judged}
-        run |= {"run_ids": sorted(run_ids)} | config
-        run["fixed_parameters"] = self.fixed_parameters
-        checkpoint = {"name": self.source.name, "sha256": self.source.sha256}
-        run["checkpoint"] = checkpoint | {"label": self.source.label}
-        named = {name: value for name, value in options.items() if value is not None}
-        run |= {"options": named, "environment": log.environment()}
-        whole = folders.make_unfinished(self.name)
-        with locked(whole):
-            _copy_parts(self.unfinished, whole)
-            self._finish(whole, run, self._order())
+        run = self._run_json(run_id, row, options)
+        new_run = folders.make_unfinished(self.name)
+        with locked(new_run):
+            _copy_parts(self.unfinished, new_run)
+            self._finish(new_run, run, self._order())
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
@@ -267,20 +266,46 @@ class Experiment:
         if self.gates:
             word = "not run" if result == NOT_RUN else result
             verdicts = f"export {word}, quality {describe_quality(self.gates)}"
-        text = "\n\n".join([verdicts, answer, f"report: {relative_path}"])
-        self._announce(text)
+        self._announce(f"{verdicts}\n\n{answer}\n\nreport: {relative_path}")
+
+    def _run_json(self, run_id: str, row: Mapping, options: Mapping) -> dict:
+        """The contents of a concluded run's run.json.
+
+        Args:
+            row: of the table `runs`, with verdict, quality and config.
+            options: of the export and the runtime; null ones are left out.
+        """
+        parts = folders.read_parts(self.unfinished)
+        return {
+            "run_id": run_id,
+            "experiment": self.name,
+            "verdict": row["verdict"],
+            "quality": row["quality"],
+            "run_ids": sorted({run_id}.union(*(part["run_ids"] for part in parts))),
+            **row["config"],
+            "fixed_parameters": self.fixed_parameters,
+            "checkpoint": {
+                "name": self.source.name,
+                "sha256": self.source.sha256,
+                "label": self.source.label,
+            },
+            "options": {n: v for n, v in options.items() if v is not None},
+            "environment": log.environment(),
+        }
 
     def _order(self) -> list[tuple[str, str]]:
         """Kind and name of figures and tables in the order of the cells."""
         return [(e.kind, e.name) for e in self._entries if e.kind != GATE]
 
-    def _finish(self, whole: Path, run: Mapping, order: list[tuple[str, str]]) -> None:
+    def _finish(
+        self, new_run: Path, run: Mapping, order: list[tuple[str, str]]
+    ) -> None:
         """Completes a folder of figures and tables to a run, and puts it in the place of
         the finished one."""
-        folders.stamp(whole, run["run_id"], order)
-        folders.write_json(whole / folders.RUN, run)
-        report.write_report(whole)
-        folders.finish(whole, self.finished)
+        folders.stamp(new_run, run["run_id"], order)
+        folders.write_json(new_run / folders.RUN, run)
+        report.write_report(new_run)
+        folders.finish(new_run, self.finished)
 
     def _join(self, kind: str, name: str) -> None:
         """Adds one figure or table to the concluded run."""
@@ -292,42 +317,33 @@ class Experiment:
             step = "run all cells of the notebook again"
             needed = f"run {self.run_id} of this notebook"
             raise InputError(str(self.finished), actual, needed, step)
-        whole = folders.make_unfinished(self.name)
+        new_run = folders.make_unfinished(self.name)
         try:
-            with locked(whole):
-                _copy_parts(self.finished, whole)
+            with locked(new_run):
+                _copy_parts(self.finished, new_run)
                 # the run is the same, and its executed notebook and page stay
                 for file in (folders.NOTEBOOK, folders.PAGE):
                     if (self.finished / file).is_file():
-                        shutil.copy(self.finished / file, whole / file)
-                folders.remove_part(whole, kind, name)
-                stem = self.unfinished / kind / name
-                (whole / kind).mkdir(exist_ok=True)
-                for path in stem.parent.iterdir():
-                    if path.name.startswith(f"{name}.") and path.stem == name:
-                        shutil.copy(path, whole / kind)
-                order = [(p["kind"], p["name"]) for p in folders.read_parts(whole)]
-                run_ids = {*run["run_ids"]}
-                for part in folders.read_parts(whole):
-                    run_ids.update(part["run_ids"])
+                        shutil.copy(self.finished / file, new_run / file)
+                folders.remove_part(new_run, kind, name)
+                folders.copy_part(self.unfinished, new_run, kind, name)
+                parts = folders.read_parts(new_run)
+                run_ids = set(run["run_ids"]).union(*(p["run_ids"] for p in parts))
                 run["run_ids"] = sorted(run_ids)
-                self._finish(whole, run, order)
+                order = [(part["kind"], part["name"]) for part in parts]
+                self._finish(new_run, run, order)
         finally:
-            shutil.rmtree(whole, ignore_errors=True)
+            shutil.rmtree(new_run, ignore_errors=True)
 
     def _announce(self, text: str) -> None:
-        """Prints a conclusion; in a kernel as an output that names the run, by which the
-        executed notebook and the run's folder find each other."""
+        """Prints a conclusion. In a kernel it is an output that names the run, so that
+        the executed notebook and the run's folder find each other."""
         if get_ipython() is None:
             print(text)
             return
         folder = self.finished.relative_to(log.project()).as_posix()
         run = {"run_id": self.run_id, "folder": folder}
         publish_display_data({"text/plain": text}, {report.OUTPUT: run})
-
-
-# of a decoder, in the options of a run
-RUNTIME_COLUMNS = ("runtime", "precision", "compute_units")
 
 
 def _remove_unfinished(folder: Path, lock: ExitStack, process: int) -> None:

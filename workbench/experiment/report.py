@@ -23,7 +23,7 @@ from workbench.experiment.page import (
     Verdict,
     Verdicts,
 )
-from workbench.experiment.parameters import assigned, default_values
+from workbench.experiment.parameters import default_values, value_text
 from workbench.experiment.tables import gate_table
 from workbench.files import write_whole
 from workbench.log.anonymous import anonymous
@@ -137,7 +137,7 @@ def _setup(run: Mapping) -> str:
 
 
 def _reproduce(name: str, run: Mapping) -> list[Block]:
-    """The commands that give the run and its report again, and what they need."""
+    """The commands that repeat the run and its report, and sentences on their inputs."""
     commands = run_command(name, run["parameters"]), f"workbench report {name[:2]}"
     blocks: list[Block] = [Commands(commands)]
     source = run.get("checkpoint") or {}
@@ -157,13 +157,13 @@ def _reproduce(name: str, run: Mapping) -> list[Block]:
 
 
 def run_command(name: str, parameters: Mapping) -> str:
-    """The command that repeats a run. It has each parameter, those too that have the
-    notebook's present values: the notebook may be edited, or differ elsewhere."""
+    """The command that repeats a run. It names every parameter, even one with the
+    notebook's present value, because the notebook may be edited, or differ elsewhere."""
     words = ["workbench", "run", name[:2]]
     defaults = default_values(name)
     for parameter, value in parameters.items():
         default = defaults.get(parameter, value)
-        words += ["--set", f"{parameter}={assigned(value, default)}"]
+        words += ["--set", f"{parameter}={value_text(value, default)}"]
     return escape.shell(words)
 
 

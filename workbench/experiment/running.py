@@ -52,7 +52,7 @@ def run_notebook(
     busy = InputError(f"notebook {source.stem}", "a run that goes on", needed, step)
     with locked(copies / f".{source.stem}.lock", busy):
         kernel.execute(source, copy, parameters, progress=progress)
-        folder = _concluded(source, copy)
+        folder = _find_concluded(source, copy)
         write_whole(folder / folders.NOTEBOOK, copy.read_bytes())
         os.replace(copy, copies / source.name)
     executed = folder / folders.NOTEBOOK
@@ -93,7 +93,7 @@ def check_parameters(number: str, parameters: Mapping) -> None:
         raise InputError(subject, actual, needed, "change it in the notebook")
 
 
-def _concluded(source: Path, copy: Path) -> Path:
+def _find_concluded(source: Path, copy: Path) -> Path:
     """The folder of the run that an executed notebook concluded.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Tables for their readers: a notebook (HTML), a report (Markdown), a paper (LaTeX).
-Values are the same words in each; text arrives as it is."""
+"""Writes tables for a notebook (HTML), a report (Markdown) and a paper (LaTeX). A value
+has the same words in each, and callers pass texts unescaped."""
 
 import math
 import re
@@ -21,14 +21,40 @@ SIGNS = {
     "WITHIN": "✓ WITHIN",
     "not_run": "– not run",
 }
-# of the cells of a page
+# a verdict with its sign → the attribute of a page's cell that colours it
 COLOURS = {
-    SIGNS[word]: f' class="{kind}"'
-    for kind, words in {"good": ("GREEN", "WITHIN"), "bad": ("RED", "OVER")}.items()
-    for word in words
+    SIGNS["GREEN"]: ' class="good"',
+    SIGNS["WITHIN"]: ' class="good"',
+    SIGNS["RED"]: ' class="bad"',
+    SIGNS["OVER"]: ' class="bad"',
 }
 NULL = "–"
 SHORT_TEXT = 24  # characters of a column of a page whose cells are not broken
+# A word of more characters, such as a tensor's name, may be broken behind these signs.
+LONG_WORD = 12
+PIECES = re.compile(r"[^._/:,=-]{1,16}[._/:,=-]*|[._/:,=-]+")
+
+
+@dataclass(frozen=True)
+class TypeSize:
+    """A size of LaTeX's type, and the mean width of a character of it in points."""
+
+    command: str
+    character: float
+
+
+# The mean widths of letters and digits of Computer Modern, digits weighing most.
+TYPE_SIZES = (
+    TypeSize(r"\small", 4.7),
+    TypeSize(r"\footnotesize", 4.3),
+    TypeSize(r"\scriptsize", 3.9),
+    TypeSize(r"\tiny", 3.4),
+)
+LINE_WIDTH = 340  # points: of the class article in 10 pt, the narrowest common one
+SEPARATION = 7  # points between two columns
+LEAST_PARAGRAPH = 9  # characters
+READABLE_PARAGRAPH = 14  # characters: for a narrower one a smaller type is taken
+SHORT_HEADING = 6  # characters of a heading's line that always fit
 
 
 def words_of(value: object) -> str:
@@ -134,36 +160,29 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
     wider than the page, columns of text become paragraphs, the widest first, and
     headings that are longer than their numbers have several lines."""
     texts = set(text_columns(table))
-    values = {
-        name: max((len(words_of(v)) for v in table[name]), default=0)
+    headings, natural = {}, {}
+    for name in table.columns:
+        longest = max((len(words_of(value)) for value in table[name]), default=0)
+        headings[name] = [str(name)]
+        if name not in texts:
+            headings[name] = _lines_of(str(name), max(longest, SHORT_HEADING))
+        natural[name] = max(longest, *map(len, headings[name]))
+    fit = _fit_line(natural, texts)
+    paragraphs = {name for name in natural if fit.widths[name] < natural[name]}
+    cells = {
+        name: [_latex_cell(value, name in paragraphs) for value in table[name]]
         for name in table.columns
     }
-    headings = {}
-    for name in table.columns:
-        if name in texts:
-            headings[name] = [str(name)]
-        else:
-            headings[name] = _lines_of(str(name), max(values[name], SHORT_HEADING))
-    natural = {
-        name: max(values[name], *map(len, headings[name])) for name in table.columns
-    }
-    size, columns = _fitting_widths(natural, texts)
-    written = pd.DataFrame(
-        {
-            name: [_latex_cell(v, columns[name] < natural[name]) for v in table[name]]
-            for name in table.columns
-        }
-    )
+    written = pd.DataFrame(cells)
+    written.columns = [
+        _latex_heading(headings[name], name in paragraphs) for name in table.columns
+    ]
     kinds = []
     for name in table.columns:
-        if columns[name] < natural[name]:
-            kinds.append(rf"p{{{columns[name] * size.character:.0f}pt}}")
+        if name in paragraphs:
+            kinds.append(rf"p{{{fit.widths[name] * fit.size.character:.0f}pt}}")
         else:
             kinds.append("l" if name in texts else "r")
-    written.columns = [
-        _latex_heading(headings[name], columns[name] < natural[name])
-        for name in table.columns
-    ]
     text = written.to_latex(
         index=False,
         escape=False,
@@ -171,55 +190,55 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
         caption=escape.latex_sentence(caption),
         label=label,
     )
-    look = f"{size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
+    look = f"{fit.size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
     return text.replace("\\begin{tabular}", f"{look}\\begin{{tabular}}", 1)
 
 
 @dataclass(frozen=True)
-class TypeSize:
-    """A size of LaTeX's type, and the mean width of a character of it in points."""
+class TableFit:
+    """The type of a table, and the characters of a line of each column."""
 
-    command: str
-    character: float
-
-
-# The mean widths of letters and digits of Computer Modern, digits weighing most.
-TYPE_SIZES = (
-    TypeSize(r"\small", 4.7),
-    TypeSize(r"\footnotesize", 4.3),
-    TypeSize(r"\scriptsize", 3.9),
-    TypeSize(r"\tiny", 3.4),
-)
-LINE_WIDTH = 340  # points: of the class article in 10 pt, the narrowest common one
-SEPARATION = 7  # points between two columns
-LEAST_PARAGRAPH = 9  # characters
-READABLE_PARAGRAPH = 14  # characters: for a narrower one a smaller type is taken
-SHORT_HEADING = 6  # characters of a heading's line that always fit
+    size: TypeSize
+    widths: dict[str, int]
 
 
-def _fitting_widths(
-    natural: dict[str, int], texts: set[str]
-) -> tuple[TypeSize, dict[str, int]]:
-    """The largest type in which a table fits the line, and the characters of each
-    column: its natural ones, or fewer for a text that is broken into lines. In the
-    smallest type a table may still be wider than the line."""
+def _fit_line(natural: dict[str, int], texts: set[str]) -> TableFit:
+    """The largest type in which a table fits the line. Columns have their natural widths,
+    or smaller ones where texts are broken into lines. In the smallest type a table may
+    still be wider than the line.
+
+    Args:
+        natural: column → characters of its longest cell.
+        texts: the columns of texts.
+    """
+    counts = [count for name, count in natural.items() if name in texts]
+    of_numbers = sum(natural.values()) - sum(counts)
     for size in TYPE_SIZES:
-        room = (LINE_WIDTH - SEPARATION * len(natural)) / size.character
-        room -= sum(count for name, count in natural.items() if name not in texts)
-        counts = [natural[name] for name in natural if name in texts]
-        # the most characters of a text for which all columns fit
-        most = max(counts, default=0)
-        while most > LEAST_PARAGRAPH and sum(min(n, most) for n in counts) > room:
-            most -= 1
-        if sum(min(count, most) for count in counts) <= room and (
-            most >= READABLE_PARAGRAPH or most == max(counts, default=0)
-        ):
+        room = (LINE_WIDTH - SEPARATION * len(natural)) / size.character - of_numbers
+        most = _longest_fitting(counts, room)
+        is_readable = most >= READABLE_PARAGRAPH or most == max(counts, default=0)
+        if is_readable and sum(min(count, most) for count in counts) <= room:
             break
+    # without a break, the smallest type
     widths = {
         name: min(count, most) if name in texts else count
         for name, count in natural.items()
     }
-    return size, widths
+    return TableFit(size, widths)
+
+
+def _longest_fitting(counts: list[int], room: float) -> int:
+    """The most characters of a line of a text for which all texts fit beside each other,
+    at least `LEAST_PARAGRAPH` where some text is as long.
+
+    Args:
+        counts: characters of each column of texts.
+        room: characters for all of them.
+    """
+    most = max(counts, default=0)
+    while most > LEAST_PARAGRAPH and sum(min(n, most) for n in counts) > room:
+        most -= 1
+    return most
 
 
 def _lines_of(heading: str, width: int) -> list[str]:
@@ -241,11 +260,6 @@ def _latex_heading(lines: list[str], is_paragraph: bool) -> str:
     return rf"\shortstack[r]{{{stacked}}}"
 
 
-# A word of more characters, such as a tensor's name, may be broken behind these signs.
-LONG_WORD = 12
-PIECES = re.compile(r"[^._/:,=-]{1,16}[._/:,=-]*|[._/:,=-]+")
-
-
 def _latex_cell(value: object, is_paragraph: bool = False) -> str:
     """A cell; in a paragraph, lines end at spaces and within long words."""
     text = unicodedata.normalize("NFC", words_of(value))
@@ -263,15 +277,13 @@ def _latex_cell(value: object, is_paragraph: bool = False) -> str:
 
 
 def gate_table(results: Iterable[gates.Gate]) -> pd.DataFrame:
-    """Gates, RED and OVER first: gate, verdict with a sign, value, limit, reason; value and limit
-    are null for a gate that holds or does not, and compares no figures."""
+    """Gates, RED and OVER first: gate, verdict with a sign, value, limit, reason. A
+    yes-or-no gate has null for value and limit."""
     rows = [gate.json() for gate in results]
     rows.sort(key=lambda row: [*SIGNS].index(row["verdict"]))
     columns = ["name", "verdict", "value", "threshold", "reason"]
     table = table_of(rows, columns)
     table["verdict"] = table["verdict"].map(SIGNS)
-    counts_nothing = table["threshold"].isin([0.0, 1.0]) & table["value"].isin(
-        [0.0, 1.0]
-    )
-    table.loc[counts_nothing, ["value", "threshold"]] = None
+    is_yes_or_no = table[["threshold", "value"]].isin([0.0, 1.0]).all(axis="columns")
+    table.loc[is_yes_or_no, ["value", "threshold"]] = None
     return table.rename(columns={"name": "gate", "threshold": "limit"})

@@ -1,9 +1,9 @@
-"""The page of a bundle: one validation, drawn from what `validate` kept of it and from
+"""The page of a bundle's validation, from the record that `validate` wrote and from
 nothing else."""
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os.path import commonprefix
 
@@ -15,7 +15,7 @@ from workbench.bundle.manifest import COREML, Calibration, Selection
 from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.gates import Gate
-from workbench.check.record import PromptFigures, Record, Setup
+from workbench.check.record import PromptFigures, Record, Setup, StopFigures
 from workbench.check.transcript import LEAST_ENDS
 from workbench.errors import InputError
 from workbench.experiment.page import (
@@ -39,7 +39,7 @@ COMMON_CHARACTERS = 160  # of a text before the first difference that a page sho
 STATED = "not checked here"
 TENSORS = {"update": "update", "k": "row of K", "v": "row of V"}
 """Tensors that a heatmap may show, the first that was measured, in words."""
-# the checks of quality, and what their figures are
+# the checks of quality → the names of their figures
 QUALITY_CHECKS = {
     "max_kl": "mean KL",
     "answers": "answers",
@@ -95,7 +95,7 @@ def _verdicts(record: Record) -> Verdicts:
 
 
 def _export_reason(checked: list[Gate]) -> str:
-    """Which gates decide the word on the export."""
+    """A sentence on the gates that decide the verdict on the export."""
     if faults := gates.faults(checked):
         first, *others = faults
         reason = f"{first.name}: {_sentence(first.reason)}"
@@ -150,7 +150,7 @@ def _describe_text(text: Calibration | Selection | None) -> str | None:
 
 
 def _setup_table(record: Record) -> Table:
-    """What was run, and where."""
+    """The bundle, the command, its inputs and the machine of a validation."""
     setup, bundle, manifest = record.setup, record.bundle, record.bundle.manifest
     environment = setup.environment
     digests = {name: f"(SHA-256 {digest})" for name, digest in setup.inputs.items()}
@@ -310,29 +310,10 @@ def _transcript(record: Record) -> list[Block]:
             f" Beside Hugging Face's model with the stored weights, the bundle's error "
             f"is {figures.error:.3g} times what rounding causes."
         )
-    rows = [
-        {
-            "prompt": row.prompt,
-            "agreed": f"{row.agreed:.1%}",
-            "ties": row.ties,
-            "first difference": words_of(row.first_difference),
-            "cause": words_of(row.cause),
-            "ends": _ends(row),
-        }
-        for row in figures.prompts
-    ]
-    columns = dict.fromkeys(name for row in rows for name in row)
-    table = table_of(rows, [*columns])
+    table = _prompt_table(figures.prompts)
     blocks: list[Block] = [Heading("Transcript"), Table(table, caption)]
     if stop := record.results.stop:
-        words = f"Hugging Face's text ends after {stop.ends} of {len(rows)} prompts"
-        if stop.ends:
-            words += f", and the bundle ends at {stop.bundle_ends} of these places"
-        if stop.ends < LEAST_ENDS:
-            words += f"; {LEAST_ENDS} ends are needed to judge"
-        if stop.contradiction:
-            words += f"; {stop.contradiction}"
-        blocks.append(Paragraph(_sentence(words)))
+        blocks.append(Paragraph(_describe_ends(stop, len(figures.prompts))))
     blocks += [
         _continuations(row) for row in figures.prompts if row.bundle_text is not None
     ]
@@ -345,8 +326,41 @@ def _transcript(record: Record) -> list[Block]:
     return blocks
 
 
+def _prompt_table(prompts: Sequence[PromptFigures]) -> pd.DataFrame:
+    """The figures of a transcript by prompt."""
+    rows = [
+        {
+            "prompt": row.prompt,
+            "agreed": f"{row.agreed:.1%}",
+            "ties": row.ties,
+            "first difference": words_of(row.first_difference),
+            "cause": words_of(row.cause),
+            "ends": _ends(row),
+        }
+        for row in prompts
+    ]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return table_of(rows, [*columns])
+
+
+def _describe_ends(stop: StopFigures, prompts: int) -> str:
+    """A sentence on the ends of both texts.
+
+    Args:
+        prompts: the number of prompts.
+    """
+    words = f"Hugging Face's text ends after {stop.ends} of {prompts} prompts"
+    if stop.ends:
+        words += f", and the bundle ends at {stop.bundle_ends} of these places"
+    if stop.ends < LEAST_ENDS:
+        words += f"; {LEAST_ENDS} ends are needed to judge"
+    if stop.contradiction:
+        words += f"; {stop.contradiction}"
+    return _sentence(words)
+
+
 def _ends(row: PromptFigures) -> str:
-    """Which of the texts after a prompt end."""
+    """The texts after a prompt that end, in words."""
     if not row.ended:
         return words_of(None)
     return "both" if row.bundle_ends else "Hugging Face's alone"
@@ -365,7 +379,7 @@ def _continuations(row: PromptFigures) -> Continuations:
 
 
 def _recommendation(record: Record) -> list[Block]:
-    """The preset that keeps the limits, and what was tried."""
+    """The preset that keeps the limits, and a table of the presets that were tried."""
     results = record.results
     blocks: list[Block] = []
     if chosen := results.recommendation:
@@ -425,7 +439,8 @@ def _selection_options(bundle: Bundle) -> list[str]:
 
 
 def _reproduce(setup: Setup, bundle: Bundle) -> list[Block]:
-    """The commands that make and measure the bundle again, and what they need."""
+    """The commands that make and measure the bundle again, and a sentence on the files
+    that they need."""
     manifest = bundle.manifest
     validate = ["workbench", "validate", "BUNDLE", *setup.command]
     report = ["workbench", "report", "BUNDLE", "--html", "page.html"]
