@@ -30,7 +30,7 @@ def export(
     /,
     *,
     options: ExportOptions = ExportOptions(),
-    text: CalibrationText = CalibrationText(),
+    calibration_text: CalibrationText = CalibrationText(),
     format_target: FormatTarget = FormatTarget(),
     json: Json = False,
 ) -> None:
@@ -45,15 +45,15 @@ def export(
     paths.check_new_bundle(bundle)
     paths.check_family(folder)
     paths.check_quantization(folder)
-    text.check(options.compress)
+    calibration_text.check(options.compress)
     format_target.check(options.compress)
     stage("export: reading the checkpoint")
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
     calibration = formats = None
-    if text.calibrate or text.calibrate_ids:
-        calibration = text.read(load_checkpoint(checkpoint))
+    if calibration_text.calibrate or calibration_text.calibrate_ids:
+        calibration = calibration_text.read(load_checkpoint(checkpoint))
     if options.compress == MIXED:
         from workbench.exporter import make_options
 
@@ -63,20 +63,8 @@ def export(
     exported = workbench.export(
         checkpoint, bundle, calibration=calibration, formats=formats, **asdict(options)
     )
-    shards = exported.manifest.shards
-    converted = len({shard.template for shard in shards})
-    result = {
-        "bundle": str(bundle),
-        "family": exported.manifest.family,
-        "shards": len(shards),
-        "layers": exported.manifest.dims.L,
-        "bytes": exported.bytes,
-        "converted": converted,
-        "stamped": len(shards) - converted,
-        "tokenizer": exported.tokenizer.is_dir(),
-        "seconds": time.perf_counter() - start,
-        "peak_rss_bytes": peak_rss(),
-    }
+    result = _describe_bundle(exported, bundle)
+    result |= {"seconds": time.perf_counter() - start, "peak_rss_bytes": peak_rss()}
     if formats is not None:
         result["mixed"] = describe_choice(exported)
     record = exported.manifest.calibration
@@ -93,6 +81,22 @@ def export(
             "The checkpoint has no tokenizer, so that prompts are token ids: --prompt-ids."
         )
     show(result, json, lines)
+
+
+def _describe_bundle(exported, path: Path) -> dict:
+    """A new bundle as JSON; `path` as the user gave it."""
+    shards = exported.manifest.shards
+    converted = len({shard.template for shard in shards})
+    return {
+        "bundle": str(path),
+        "family": exported.manifest.family,
+        "shards": len(shards),
+        "layers": exported.manifest.dims.L,
+        "bytes": exported.bytes,
+        "converted": converted,
+        "stamped": len(shards) - converted,
+        "tokenizer": exported.tokenizer.is_dir(),
+    }
 
 
 def golden(
@@ -153,7 +157,7 @@ def golden(
     if target:
         validate.device_reference(target, reference)
         result["reference"] = str(validate.reference_path(target, reference))
-        result |= gates_json(results)  # bug gates alone: nothing is said of quality
+        result |= gates_json(results)  # bug gates alone, so that there is no quality
     result["peak_rss_bytes"] = peak_rss()
     show(result, json)
 

@@ -25,6 +25,9 @@ from workbench.cli.keeping import describe_command, keep_validation
 from workbench.errors import InputError
 from workbench.progress import stage
 
+NO_RECOMMENDATION = {"recommendation": None, "tried": None}
+"""`Recommendation.json` where no preset was tried."""
+
 
 @Parameter("*")
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def validate(
     golden: Path | None = None,
     single_copy: bool = False,
     tasks: ExistingFile | None = None,
-    text: TranscriptOptions = TranscriptOptions(),
+    transcript_options: TranscriptOptions = TranscriptOptions(),
     max_kl: NonNegativeFloat = gates.MAX_KL,
     fresh: bool = False,
     json: Json = False,
@@ -84,17 +87,7 @@ def validate(
     """
     start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
-    needs_reference = bool(prompt.sources or prompt.tokens or max_kl != gates.MAX_KL)
-    _check_reference_options(prompt, checkpoint, golden, needs_reference)
-    if not checkpoint:
-        reject_unused("--checkpoint, which also answers them", tasks=tasks)
-        needed = "--checkpoint, whose model writes the text"
-        reject_unused(needed, prompts=text.prompts)
-        if not golden:
-            needed += ", or a --golden that has it"
-            reject_unused(needed, transcript=text.transcript)
-    if not text.transcript:
-        reject_unused("--transcript", text)
+    _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
     stage("validate: reading the checkpoint")
     source = load_checkpoint(checkpoint)
     from workbench.ane.memory import peak_rss
@@ -105,8 +98,8 @@ def validate(
     questions = load_tasks(tasks) if tasks else []
     is_device = _check_single_copy(exported, execution.runtime, single_copy)
     reference = _load_reference(exported, prompt, source, golden)
-    if text.transcript:
-        prompts = _load_transcript_prompts(text, source, reference)
+    if transcript_options.transcript:
+        prompts = _load_transcript_prompts(transcript_options, source, reference)
     command = describe_command(
         exported,
         prompt,
@@ -114,7 +107,7 @@ def validate(
         has_checkpoint=source is not None,
         golden=golden,
         tasks=tasks,
-        text=text,
+        transcript_options=transcript_options,
         max_kl=max_kl,
         single_copy=single_copy,
         fresh=fresh,
@@ -147,25 +140,50 @@ def validate(
         return show(unopened, json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
-    transcript, texts = None, {}
-    if text.transcript:
-        transcript = _transcribe(result, decoder, reference, prompts, text)
+    transcript, transcript_json = None, {}
+    if transcript_options.transcript:
+        transcript = _transcribe(
+            result, decoder, reference, prompts, transcript_options
+        )
         figures, stop = transcript.json(decoder)
-        texts = {"transcript": figures, "stop": stop}
+        transcript_json = {"transcript": figures, "stop": stop}
     recommendation = _recommend(source, exported, result.gates, transcript)
-    texts |= recommendation.json() if recommendation else NO_RECOMMENDATION
-    figures_json = result.json() | texts
+    tried = recommendation.json() if recommendation else NO_RECOMMENDATION
+    output = result.json() | transcript_json | tried
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
-    keep_validation(exported, figures_json, command, start, decoder, labels, rows)
-    lines = None if json else format_result(_shortened(figures_json))
+    keep_validation(exported, output, command, start, decoder, labels, rows)
+    lines = None if json else format_result(_shorten(output))
     if lines and recommendation:
         lines += ["", *(f"- {line}" for line in recommendation.sentences())]
-    show(figures_json | {"peak_rss_bytes": peak_rss()}, json, lines)
+    show(output | {"peak_rss_bytes": peak_rss()}, json, lines)
 
 
-# The keys of `Recommendation.json` where no preset was tried.
-NO_RECOMMENDATION = {"recommendation": None, "tried": None}
+def _check_options(
+    prompt: Prompt,
+    checkpoint: Path | None,
+    golden: Path | None,
+    tasks: Path | None,
+    transcript_options: TranscriptOptions,
+    max_kl: float,
+) -> None:
+    """Checks the options of `validate` before anything heavy is imported.
+
+    Raises:
+        InputError: see `_check_reference_options`; or options that nothing reads
+            without a checkpoint, a golden or --transcript.
+    """
+    needs_reference = bool(prompt.sources or prompt.tokens or max_kl != gates.MAX_KL)
+    _check_reference_options(prompt, checkpoint, golden, needs_reference)
+    if not checkpoint:
+        reject_unused("--checkpoint, which also answers them", tasks=tasks)
+        needed = "--checkpoint, whose model writes the text"
+        reject_unused(needed, prompts=transcript_options.prompts)
+        if not golden:
+            needed += ", or a --golden that has it"
+            reject_unused(needed, transcript=transcript_options.transcript)
+    if not transcript_options.transcript:
+        reject_unused("--transcript", transcript_options)
 
 
 def _recommend(source, bundle, results, transcript):
@@ -177,7 +195,7 @@ def _recommend(source, bundle, results, transcript):
     return recommend(source, bundle, results, transcript)
 
 
-def _shortened(result: dict) -> dict:
+def _shorten(result: dict) -> dict:
     """A result whose prompts fit lines of text, without the presets that were tried,
     which sentences describe."""
     result = result | NO_RECOMMENDATION
@@ -192,7 +210,7 @@ def _shortened(result: dict) -> dict:
 
 
 def _load_transcript_prompts(
-    text: TranscriptOptions, source, reference
+    options: TranscriptOptions, source, reference
 ) -> dict[str, list[int]]:
     """The prompts of a transcript, and the ids that the checkpoint's tokenizer makes of
     them, or that the golden stored.
@@ -203,7 +221,7 @@ def _load_transcript_prompts(
     from workbench.check.transcript import encode_prompts, load_prompts
 
     if source:
-        return encode_prompts(source, load_prompts(text.prompts or ""))
+        return encode_prompts(source, load_prompts(options.prompts or ""))
     if reference.texts is None:
         raise InputError(
             f"golden {reference.file}",
@@ -285,8 +303,7 @@ def validate_units(
 def _check_reference_options(
     prompt: Prompt, checkpoint: Path | None, golden: Path | None, needs_reference: bool
 ) -> None:
-    """Checks what the values of Hugging Face's model come from, before anything heavy is
-    imported.
+    """Checks the source of Hugging Face's values, before anything heavy is imported.
 
     Raises:
         InputError: neither checkpoint nor golden where `needs_reference`, a prompt

@@ -1,4 +1,4 @@
-"""What commands share: groups of options, and the printing of a result."""
+"""Groups of options that commands share, and the printing of a result."""
 
 import sys
 from collections.abc import Iterator
@@ -340,12 +340,12 @@ LABELS = {
     "converted": "programs converted",
     "stamped": "programs reused",
 }
-"""Labels of JSON keys that do not say by themselves what their value is."""
+"""Labels of JSON keys whose own words would be unclear."""
 
 
 def label(name: str) -> str:
-    """What text calls the value of a JSON key. Bytes lose the word, since text gives
-    them in MiB."""
+    """The name of a JSON key's value in a command's text. It has no word "bytes", since
+    text gives sizes in MiB."""
     return LABELS.get(name, name.removesuffix("_bytes").replace("_", " "))
 
 

@@ -1,4 +1,4 @@
-"""How a command ends: every error is one message on stderr with its exit code.
+"""The end of a command: every error is one message on stderr with its exit code.
 
 0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
 (a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from workbench.errors import RUST_ERROR, CellError, InputError, one_line, visible
 from workbench.progress import end_stage
@@ -23,10 +24,26 @@ RED, REFUSED, UNFINISHED, OVER = 1, 2, 3, 4
 INTERRUPTED = 128 + signal.SIGINT
 CLOSED_PIPE = 128 + signal.SIGPIPE
 
-ROOM = "room on the disk", "free some, then repeat the command"
-ALLOWED = "a file that this user may read and write", "name another one"
-PROCESSES = "one more process", "end others, or raise the limit (ulimit -u)"
-FILES = "one more open file", "raise the limit (ulimit -n)"
+
+class Remedy(NamedTuple):
+    """The last two parts of an `InputError`."""
+
+    needed: str
+    step: str
+
+
+class Ending(NamedTuple):
+    """The end of a command that raised an error."""
+
+    code: int
+    message: str
+    """For stderr; empty: nobody would read it."""
+
+
+ROOM = Remedy("room on the disk", "free some, then repeat the command")
+ALLOWED = Remedy("a file that this user may read and write", "name another one")
+PROCESSES = Remedy("one more process", "end others, or raise the limit (ulimit -u)")
+FILES = Remedy("one more open file", "raise the limit (ulimit -n)")
 REMEDIES = {
     errno.ENOSPC: ROOM,
     errno.EDQUOT: ROOM,
@@ -36,11 +53,11 @@ REMEDIES = {
     errno.EAGAIN: PROCESSES,
     errno.EMFILE: FILES,
     errno.ENFILE: FILES,
-    errno.ENAMETOOLONG: ("a shorter path", "name another one"),
-    errno.ENOENT: ("a file that is there", "correct the path"),
+    errno.ENAMETOOLONG: Remedy("a shorter path", "name another one"),
+    errno.ENOENT: Remedy("a file that is there", "correct the path"),
 }
-OTHER_REMEDY = "a file or device that works", "repair it, or name another one"
-MEMORY = "more memory", "end other processes, or choose a smaller model"
+OTHER_REMEDY = Remedy("a file or device that works", "repair it, or name another one")
+MEMORY = Remedy("more memory", "end other processes, or choose a smaller model")
 # torch and the threading module have no type of their own for these
 NO_MEMORY = re.compile("can't allocate memory|not enough memory")
 NO_THREAD = re.compile("can't start new thread")
@@ -81,21 +98,22 @@ def verdict_code(verdict: str | None, quality: str | None) -> int:
     return OVER if quality == "OVER" else 0
 
 
-def describe(problem: BaseException) -> tuple[int, str]:
-    """The exit code of a command that raised `problem`, and the message."""
+def describe(problem: BaseException) -> Ending:
+    """The end of a command that raised `problem`."""
     if isinstance(problem, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return Ending(INTERRUPTED, "interrupted")
     if isinstance(problem, CellError):
-        return UNFINISHED, str(problem)
+        return Ending(UNFINISHED, str(problem))
     if isinstance(problem, BrokenPipeError):
-        return CLOSED_PIPE, ""
+        return Ending(CLOSED_PIPE, "")
     if refusal := as_refusal(problem):
-        return REFUSED, str(refusal)
-    return UNFINISHED, _report_fault(problem)
+        return Ending(REFUSED, str(refusal))
+    return Ending(UNFINISHED, _report_fault(problem))
 
 
 def as_refusal(problem: BaseException) -> Exception | None:
-    """The refusal that an error amounts to; None for a fault of the workbench."""
+    """The error as a refusal of an input or of the system; None for a fault of the
+    workbench."""
     if isinstance(problem, InputError) or type(problem).__module__.startswith(
         "cyclopts"
     ):

@@ -21,7 +21,8 @@ from workbench.cli.common import (
 from workbench.errors import InputError, visible
 from workbench.files import write_whole
 
-# The notebooks that ask what presets cost: OVER is their answer, and no failure.
+# The notebooks whose question is the cost of presets: OVER is their answer, and no
+# failure.
 ASK_THE_COST = ("30", "31", "34", "35")
 
 
@@ -60,9 +61,8 @@ def run(
     settings = _notebook_settings(numbers, set_ or [])
     for values in settings.values():
         if checkpoint := values.get("CHECKPOINT"):
-            paths.locate_checkpoint(
-                paths.find(str(checkpoint))
-            )  # before a kernel starts
+            # refuses a wrong path before a kernel starts
+            paths.locate_checkpoint(paths.find(str(checkpoint)))
     results = []
     for number in numbers:
         result = experiment.run_notebook(
@@ -250,45 +250,67 @@ def sweep(
         log: Folder of the log.
     """
     portion = _parse_part(part)
-    given = {"T": T != "1", "depth": depth != "0", "rounds": rounds != 1}
-    if grid_or_bundle == "first-light":
-        reject_unused("a bundle", **given)
-        from workbench.sweep.seeded import first_light
-
-        grids = first_light(workbench.log.project(log), runtime)
-    elif Path(grid_or_bundle).is_dir():
-        run = {"T": T.split(","), "depth": depth.split(",")}
-        run |= {"rounds": rounds, "runtime": [runtime]}
-        grid = {"bundle": [grid_or_bundle], "run": run}
-        grids = [workbench.sweep.make_grid(grid, "sweep of a bundle")]
-    else:
-        given["runtime"] = runtime != "auto"
-        reject_unused("a bundle in place of a grid", **given)
-        grids = [workbench.sweep.load_grid(grid_or_bundle)]
+    grids = _make_grids(grid_or_bundle, T, depth, rounds, runtime, log)
     from workbench.sweep.summary import summary, table_lines
 
     results = [
         workbench.sweep.sweep(grid, root=log, scheduler=scheduler, part=portion)
         for grid in grids
     ]
-    totals = {"log": results[0]["log"]}
-    for name in ("cells", "done", "resumed", "failed", "invalid"):
-        totals[name] = sum(result[name] for result in results)
-    totals["reasons"] = [reason for result in results for reason in result["reasons"]]
     settings = [setting for result in results for setting in result["settings"]]
     rows = summary(log, {"setting": settings})
-    is_red = (rows["verdict"] == "RED").any()
-    is_over = (rows["quality"] == "OVER").any() and not is_red
-    # null where no cell was validated, or none stands out
-    totals |= {"verdict": None, "quality": None}
-    if is_red or is_over:
-        totals["verdict"] = "RED" if is_red else "GREEN"
-        totals["quality"] = "OVER" if is_over else "not_run"
+    totals = _total_results(results) | _worst_verdicts(rows)
     code = ending.verdict_code(totals["verdict"], totals["quality"])
     if totals["failed"] and code != ending.RED:
         code = ending.UNFINISHED
     lines = [*table_lines(rows), "", *format_result(totals)]
     show(totals, json, lines, code)
+
+
+def _make_grids(
+    grid_or_bundle: str, T: str, depth: str, rounds: int, runtime: str, log: Path | None
+) -> list:
+    """The `Grid`s of a sweep, from the arguments of `sweep`.
+
+    Raises:
+        InputError: options that the grid does not read, or a wrong grid.
+    """
+    bundle_options = {"T": T != "1", "depth": depth != "0", "rounds": rounds != 1}
+    if grid_or_bundle == "first-light":
+        reject_unused("a bundle", **bundle_options)
+        from workbench.sweep.seeded import first_light
+
+        return first_light(workbench.log.project(log), runtime)
+    if Path(grid_or_bundle).is_dir():
+        run = {"T": T.split(","), "depth": depth.split(",")}
+        run |= {"rounds": rounds, "runtime": [runtime]}
+        grid = {"bundle": [grid_or_bundle], "run": run}
+        return [workbench.sweep.make_grid(grid, "sweep of a bundle")]
+    bundle_options["runtime"] = runtime != "auto"
+    reject_unused("a bundle in place of a grid", **bundle_options)
+    return [workbench.sweep.load_grid(grid_or_bundle)]
+
+
+def _total_results(results: list[dict]) -> dict:
+    """The log and the sums of several results of `workbench.sweep.sweep`."""
+    totals = {"log": results[0]["log"]}
+    for name in ("cells", "done", "resumed", "failed", "invalid"):
+        totals[name] = sum(result[name] for result in results)
+    totals["reasons"] = [reason for result in results for reason in result["reasons"]]
+    return totals
+
+
+def _worst_verdicts(rows) -> dict[str, str | None]:
+    """The worst verdict and quality of a table of `summary`; both are null where no cell
+    was validated, or none is RED or OVER."""
+    is_red = (rows["verdict"] == "RED").any()
+    is_over = (rows["quality"] == "OVER").any() and not is_red
+    if not is_red and not is_over:
+        return {"verdict": None, "quality": None}
+    return {
+        "verdict": "RED" if is_red else "GREEN",
+        "quality": "OVER" if is_over else "not_run",
+    }
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""What `validate` keeps beside its verdict: the setup of a validation, in words that name
-no place of this machine."""
+"""The record that `validate` writes beside its verdict: the setup of a validation, in
+words that name no place of this machine."""
 
 import time
 import warnings
@@ -44,7 +44,7 @@ def describe_command(
     has_checkpoint: bool,
     golden: Path | None,
     tasks: Path | None,
-    text,
+    transcript_options,
     max_kl: float,
     single_copy: bool,
     fresh: bool,
@@ -53,7 +53,7 @@ def describe_command(
     which a later version may change.
 
     Args:
-        text: the `TranscriptOptions`.
+        transcript_options: `TranscriptOptions`, which cannot be imported here.
     """
     from workbench.runtime import is_device, resolve
 
@@ -75,11 +75,11 @@ def describe_command(
     command.add("--single-copy", single_copy)
     command.add("--tasks", tasks)
     command.add("--max-kl", max_kl)
-    if text.transcript:
+    if transcript_options.transcript:
         command.add("--transcript", True)
-        command.add("--prompts", text.prompts)
-        command.add("--min-agreed", text.min_agreed)
-        command.add("--min-stops", text.min_stops)
+        command.add("--prompts", transcript_options.prompts)
+        command.add("--min-agreed", transcript_options.min_agreed)
+        command.add("--min-stops", transcript_options.min_stops)
     command.add("--fresh", fresh)
     return command
 
@@ -113,13 +113,13 @@ def keep_validation(
             execution["compute_units"] = decoder.compute_units
         else:
             execution["precision"] = decoder.precision
-    here = workbench.log.environment()
+    columns = workbench.log.environment()
     environment = Environment(
-        machine=here["machine"],
-        platform=here["platform"],
-        versions=here["versions"],
-        time=here["time"].isoformat(timespec="minutes"),
-        commit=here["commit"],
+        machine=columns["machine"],
+        platform=columns["platform"],
+        versions=columns["versions"],
+        time=columns["time"].isoformat(timespec="minutes"),
+        commit=columns["commit"],
     )
     setup = Setup(
         command=command.words,

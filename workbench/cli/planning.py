@@ -88,41 +88,58 @@ def plan(
     import psutil
 
     from workbench import exporter
-    from workbench.ane import chips, placement
+    from workbench.ane import chips
     from workbench.ane import memory as budgets
 
     placed_on = chip or PLACED_ON
     generation = chips.generation(placed_on)
-    machine = psutil.virtual_memory().total
+    memory_bytes = psutil.virtual_memory().total
     if memory is not None:
-        machine = budgets.parse_bytes(memory)
+        memory_bytes = budgets.parse_bytes(memory)
     if bundle:
         source, chosen = bundle, bundle.manifest.options
     else:
         source = load_checkpoint(path)
         chosen = exporter.make_options(**asdict(options))
         exporter.read_plan(source, chosen)  # refuses what the export refuses
-    sizes = budgets.budget(source, chosen) | {"machine": machine}
-    result = budgets.fits(sizes["total"], machine) | {"bytes": sizes}
-    lines, speed = _predicted_speed(source, chosen, drafts, chip)
-    lines = format_result(result) + lines
-    result |= speed
+    sizes = budgets.budget(source, chosen) | {"machine": memory_bytes}
+    result = budgets.fits(sizes["total"], memory_bytes) | {"bytes": sizes}
+    speed = _predicted_speed(source, chosen, drafts, chip)
+    placed = _placement(bundle, device, placed_on, generation)
+    lines = [*format_result(result), *speed.lines, *placed.lines]
+    show(result | speed.json | placed.json, json, lines)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the output of `plan`."""
+
+    lines: list[str]
+    json: dict
+
+
+def _placement(bundle, device: Device, chip: str, generation: int) -> Section:
+    """The compute unit of every operation of a bundle, measured where Core ML has a plan
+    and otherwise predicted for a chip; none for a checkpoint (`bundle` is None) and for
+    programs of a plug-in's target."""
+    from workbench.ane import placement
+
     placements, notes = [], []
-    if bundle and not chosen.plugin:
+    if bundle and not bundle.manifest.options.plugin:
         placements, notes = _measured_placement(bundle, device)
         if not placements:
             placements = placement.predicted_placement(bundle, generation)
-    source_of_units = "predicted"
+    origin, lines = "predicted", []
     if placements:
-        source_of_units = placements[0].source
-        lines += ["", *placement.describe(placements), *notes]
-    result |= {
-        "source": source_of_units,
-        "chip": placed_on if source_of_units == "predicted" else None,
+        origin = placements[0].source
+        lines = ["", *placement.describe(placements), *notes]
+    figures = {
+        "source": origin,
+        "chip": chip if origin == "predicted" else None,
         "known": notes,
         "shards": [placed.json() for placed in placements],
     }
-    show(result, json, lines)
+    return Section(lines, figures)
 
 
 def _check_drafts(drafts: Drafts) -> None:
@@ -142,14 +159,14 @@ def _check_drafts(drafts: Drafts) -> None:
         )
 
 
-def _predicted_speed(source, options, drafts: Drafts, chip: str | None):
-    """The predicted times of an export as lines and as JSON: by chip, with what no public
-    measurement is like; faster exports; the gain of speculation."""
+def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Section:
+    """The predicted times of an export by chip, with the reasons why a prediction
+    extrapolates; faster exports; the gain of speculation."""
     result = {"chips": [], "predicted_misfit": None, "assumes": None}
     result |= {"advice": [], "speculation": None}
     if options.plugin:  # rules and speeds are those of Core ML programs
-        return [], result
-    from workbench.ane import advice, roofline, speculation
+        return Section([], result)
+    from workbench.ane import advice, roofline
     from workbench.ane.work import call_work
 
     placed_on = chip or PLACED_ON
@@ -167,20 +184,35 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None):
         lines += ["", "proposed exports"]
         lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
     if drafts.draft_acceptance is not None:
-        if drafts.verify > options.t_max:
-            raise InputError(
-                "--verify",
-                f"{drafts.verify} tokens",
-                f"at most {options.t_max}, the most tokens of a call of this export",
-                f"add --tokens 1,{drafts.verify}",
-            )
-        verification = call_work(source, options, drafts.verify)
-        gains = speculation.speculate(
-            work, verification, placed_on, drafts.draft_acceptance, drafts.draft_cost
-        )
+        gains = _predicted_gain(source, options, work, drafts, placed_on)
         result["speculation"] = asdict(gains)
         lines += ["", gains.sentence()]
-    return lines, result
+    return Section(lines, result)
+
+
+def _predicted_gain(source, options, work, drafts: Drafts, chip: str):
+    """The `Speculation` of an export on a chip.
+
+    Args:
+        work: of a call of one token.
+
+    Raises:
+        InputError: a verification of more tokens than a call of the export takes.
+    """
+    from workbench.ane import speculation
+    from workbench.ane.work import call_work
+
+    if drafts.verify > options.t_max:
+        raise InputError(
+            "--verify",
+            f"{drafts.verify} tokens",
+            f"at most {options.t_max}, the most tokens of a call of this export",
+            f"add --tokens 1,{drafts.verify}",
+        )
+    verification = call_work(source, options, drafts.verify)
+    return speculation.speculate(
+        work, verification, chip, drafts.draft_acceptance, drafts.draft_cost
+    )
 
 
 def _measured_placement(bundle, device: Device) -> tuple[list, list[str]]:
