@@ -24,8 +24,8 @@ def test_only_settings_that_differ_are_shown(tmp_path):
     young = {"time": pd.Timestamp(0, tz="UTC"), "config": {"x": []}}
     a = logged(tmp_path, samples([1.0]), depth=0, **same, **young)
     b = logged(tmp_path, samples([1.0]), depth=64, runtime="portable", **same)
-    measures, *_ = log.compare(a, b, tmp_path)
-    assert {row.setting: (row.a, row.b) for row in measures.itertuples()} == {
+    settings = log.compare(a, b, tmp_path).settings
+    assert {row.setting: (row.a, row.b) for row in settings.itertuples()} == {
         "depth": (0, 64),
         "runtime": (None, "portable"),
     }
@@ -57,7 +57,7 @@ def repeated(root, seed: int, slower=1.0, rounds=6, interleaved=True) -> list[st
 @pytest.mark.parametrize("seed", range(20))
 def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
     slower = tmp_path / "slower"
-    _, measures, _ = log.compare(*repeated(slower, seed, slower=1.1), slower)
+    measures = log.compare(*repeated(slower, seed, slower=1.1), slower).measures
     assert set(measures["phase"]) == {"call", "head", "host", "layer"}
     assert (measures["low"] > 1).all() and measures["ratio"].between(1.04, 1.16).all()
     assert (measures[["n_a", "n_b"]] == 6).all(axis=None)
@@ -71,7 +71,7 @@ def test_too_few_rounds_or_one_side_after_the_other_are_not_enough(
     tmp_path, rounds, interleaved
 ):
     runs = repeated(tmp_path, 0, 1.5, rounds, interleaved)
-    _, measures, _ = log.compare(*runs, tmp_path)
+    measures = log.compare(*runs, tmp_path).measures
     assert (
         set(measures["note"]) == {"not enough runs"} and (measures["ratio"] > 1.3).all()
     )
@@ -82,7 +82,7 @@ def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
     repeated(tmp_path, 0)
     ids = log.load("runs", tmp_path)["run_id"]
     first, second, *_ = ids[ids.str.endswith("a")]
-    _, measures, _ = log.compare(first, second, tmp_path)
+    measures = log.compare(first, second, tmp_path).measures
     assert (measures[["n_a", "n_b"]] == 1).all(axis=None)
     assert set(measures["note"]) == {"not enough runs"}
 

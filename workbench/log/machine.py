@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -31,8 +32,8 @@ def environment() -> dict:
     Returns:
         machine: the `hardware` in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16
             cores``. Times of two machines are never mixed.
-        software: what else affects a timing: the system's build and the versions of
-            coremltools and torch. Times of two versions are never mixed.
+        software: the system's build and the versions of coremltools and torch, which
+            affect timings, too. Times of two versions are never mixed.
         commit: of the checkout; it ends in ``-dirty`` when files were changed.
         versions: ``python`` and the packages that decide a result → their versions.
         time, platform.
@@ -93,7 +94,8 @@ def software_name(build: str | None, versions: dict) -> str:
 
 
 def state() -> dict:
-    """What affects timings and changes while a machine runs, as columns of ``runs``.
+    """The conditions that affect timings and change while a machine runs, as columns of
+    ``runs``.
 
     Returns:
         power_source: ``AC Power`` or ``Battery Power``, of a machine with a battery.
@@ -109,8 +111,8 @@ def state() -> dict:
     level = _first_match(r"thermalpressurelevel (\d+)$", output)
     pressures = dict(zip("01234", THERMAL_PRESSURES))
     return {
-        "power_source": battery and sources.get(battery.power_plugged),
-        "low_power": mode and mode == "1",
+        "power_source": None if battery is None else sources.get(battery.power_plugged),
+        "low_power": None if mode is None else mode == "1",
         "thermal_pressure": pressures.get(level, level),
         "swap_bytes": psutil.swap_memory().used,
     }
@@ -129,8 +131,9 @@ def disturbance() -> Iterator[dict[str, float | None]]:
     yield columns
     columns["load_end"] = _load()
     after = _processor_ticks()
-    if before and after and after[1] > before[1]:
-        columns["steal"] = (after[0] - before[0]) / (after[1] - before[1])
+    if before and after and after.total > before.total:
+        stolen = after.stolen - before.stolen
+        columns["steal"] = stolen / (after.total - before.total)
 
 
 def _load() -> float | None:
@@ -141,9 +144,16 @@ def _load() -> float | None:
         return None
 
 
-def _processor_ticks() -> tuple[int, int] | None:
-    """Stolen ticks and all ticks of all processors since the start, from
-    ``/proc/stat``; None where there is no such file.
+class _Ticks(NamedTuple):
+    """Ticks of all processors since the start of the machine."""
+
+    stolen: int
+    """Given to other machines by a hypervisor."""
+    total: int
+
+
+def _processor_ticks() -> _Ticks | None:
+    """The ticks in ``/proc/stat``; None where there is no such file.
 
     The line is ``cpu user nice system idle iowait irq softirq steal guest
     guest_nice``; the two for guests are parts of user and nice."""
@@ -151,7 +161,8 @@ def _processor_ticks() -> tuple[int, int] | None:
     if line is None:
         return None
     ticks = [int(count) for count in line.split()]
-    return ticks[7], sum(ticks)
+    *_, stolen = ticks
+    return _Ticks(stolen, sum(ticks))
 
 
 def command_output(*command: str) -> str | None:
@@ -178,7 +189,7 @@ def _first_match(pattern: str, text: str | None) -> str | None:
     """The first group of the pattern's first match in a text; None without one. ``^``
     and ``$`` are the ends of any line."""
     match = re.search(pattern, text or "", re.MULTILINE)
-    return match and match[1]
+    return None if match is None else match[1]
 
 
 def _text(path: str) -> str | None:

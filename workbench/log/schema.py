@@ -108,8 +108,8 @@ LOGITS = -1
 SETTINGS = """checkpoint compress max_seq_len T depth runtime batch layers_per_shard
 kv_write layout moe tokens sliding target precision compute_units hints fast reads n_gen
 threads min_tokens min_seconds command experiment machine software""".split()
-"""Columns of `runs` that say what was run and where; those by which runs are mostly
-told apart come first. A new option of an export or of a run belongs here
+"""Columns of `runs` for the setting and the place of a run; those by which runs are
+mostly told apart come first. A new option of an export or of a run belongs here
 (tests/sweep/test_grid_options.py). The column `setting` is a hash and not one of them."""
 
 JSON_COLUMNS = {"config", "versions", "hints", "placement"}

@@ -1,5 +1,7 @@
-"""Two logged runs side by side: their settings, and the ratios of what they measured.
-The values are those of `times`."""
+"""Compares two logged runs: their settings, and the ratios of their measurements. The
+values are those of `times`."""
+
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,25 +17,30 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """Columns that are equal for repetitions of one measurement within a run."""
 
 _FALSE_ALARMS = 0.01
-# what else may differ between two runs of a setting
+"""The share of comparisons of equal runs that may report a difference."""
+# columns that may differ between two runs of a setting
 _CIRCUMSTANCES = ["commit", "versions", "platform", "power_source", "low_power"]
 _REPEAT_COLUMNS = ["setting", "machine", "software", *_CIRCUMSTANCES]
 _RESULTS = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 
 
-def compare(
-    run_a: str, run_b: str, root: Root = None
-) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+class RunComparison(NamedTuple):
+    """The differences of two logged runs, a and b."""
+
+    settings: pd.DataFrame
+    """The columns of ``runs`` that differ: ``setting, a, b``."""
+    measures: pd.DataFrame
+    """A row per measurement (see `MEASUREMENT`) whose difference is not chance: the
+    numbers of runs ``n_a, n_b`` (null: none), the medians over them ``median_a,
+    median_b``, ``ratio`` (b over a), its interval ``low, high``, and ``note``, the reason
+    where there is no interval."""
+    alike: int
+    """The number of measurements left out because their interval contains 1."""
+
+
+def compare(run_a: str, run_b: str, root: Root = None) -> RunComparison:
     """Compares two logged runs, a and b, each together with the runs that repeat its
     setting on the same machine and code.
-
-    Returns:
-        settings: the columns of ``runs`` that differ: ``setting, a, b``.
-        measures: a row per measurement (see `MEASUREMENT`) whose difference is not
-            chance: the numbers of runs ``n_a, n_b`` (null: none), the medians over them
-            ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``,
-            and ``note``, the reason where there is no interval.
-        alike: the number of measurements left out because their interval contains 1.
 
     Each run, which is one process, counts as one value (see `times.by_process`), since
     processes differ by more than the calls within one. With fewer than three
@@ -67,11 +74,12 @@ def compare(
         side_by_side["a"].ne(side_by_side["b"]) & side_by_side.notna().any(axis=1)
     ]
     settings = settings.rename_axis("setting").reset_index()
-    return settings, measures[~alike].reset_index(drop=True), int(alike.sum())
+    measures = measures[~alike].reset_index(drop=True)
+    return RunComparison(settings, measures, int(alike.sum()))
 
 
 def _notes(counts: pd.DataFrame, rounds: int) -> pd.Series:
-    """Why each measurement has no interval; None for one that has."""
+    """The reason why a measurement has no interval; None for one that has."""
     enough = counts.ge(MIN_ROUNDS).all(axis=1) & (rounds >= MIN_ROUNDS)
     notes = pd.Series(np.where(enough, None, "not enough runs"), counts.index, object)
     notes[counts.isna().any(axis=1)] = "on one side only"

@@ -1,4 +1,4 @@
-"""The one statistic of times, and what may be concluded from it.
+"""The one statistic of times, and the rules for conclusions from it.
 
 A process gives one value: its tokens over the time of its timed calls, or the median of
 its timed calls. Calls of one process resemble each other more than those of two, so

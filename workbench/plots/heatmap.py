@@ -29,7 +29,7 @@ from workbench.plots.text import group_by, in_code_points, label_log, wrap
 
 HALF_ULP = 2.0**-11  # of an fp16 number, relative to it
 BUDGET = "√(rounding² + 2⁻²²)"
-"""The rounding budget of a cell in words: the column `budget`, which is what rounding
+"""The rounding budget of a cell in words: the column `budget`, the error that rounding
 alone causes in Hugging Face's model, together with `HALF_ULP`."""
 TOLERANCE_FACTOR = 6.0
 """The tolerance of an error over its rounding budget, as in the gate `budget`."""
@@ -40,16 +40,17 @@ LABELS = {"cosine": "1 − cosine", "error": "error ÷ its tolerance"}
 BIT_FOR_BIT = "equal bit for bit"
 NOT_EQUAL = "alike in this picture, not equal"
 
-CHARACTER = 0.06  # inches: width of a character of a token
-TOKEN_CHARACTERS = 12  # of a token's label for which the figure has room
+CHARACTER_WIDTH = 0.06  # inches, of a token's label
+TOKEN_CHARACTERS = 12  # characters of a token's label for which the figure has room
 MAX_VECTOR_CELLS = 2500  # more cells are an image: a vector cell takes up to 1.5 kB
 CELLS_PER_INCH = 70  # of a figure's width: each has a pixel of its own on a screen
-MAX_LAYERS = 250  # that are drawn; of more layers several share a cell
-LEAST_HATCHED = 0.05  # inches: a smaller cell cannot show the lines of a hatch
+MAX_DRAWN_LAYERS = 250  # where there are more, several share a cell
+MIN_HATCHED_CELL = 0.05  # inches: a smaller cell cannot show the lines of a hatch
 
 INDEX = ["layer", "position"]
 LOGITS = -1
-"""The layer of the logits in the log (`log.schema`), above all others in a figure."""
+"""The layer of the logits, above all others in a figure: `log.schema.LOGITS`, written out
+because figures import nothing of the log."""
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Scale:
-    """How the cells of a heatmap are drawn."""
+    """The look of the cells of a heatmap."""
 
     norm: LogNorm
     """Value → colour, the same for all panels."""
@@ -133,6 +134,21 @@ def heatmap(
         names = ["logits" if layer == LOGITS else layer for layer in layers]
         label_cells(ax.yaxis, names, 8)
         ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
+    _label_positions(figure, ax, positions, tokens)
+    bar = figure.colorbar(mesh, ax=axes, label=LABELS[metric])
+    label_log(bar.ax.yaxis)
+    if metric == "error":
+        bar.ax.axhline(1, color="black")
+    has_gaps = pd.concat(panels)["value"].isna().any()
+    keys = _keys(cells, scale, has_gaps)
+    add_legend(figure, keys, _notes(cells, scale, metric))
+
+
+def _label_positions(
+    figure: Figure, ax: Axes, positions: pd.Index, tokens: Sequence[str] | None
+) -> None:
+    """Labels the x axis with positions, or with tokens, for which the figure becomes
+    higher."""
     if tokens is None:
         labels = positions
         ax.set_xlabel("token position")
@@ -141,16 +157,9 @@ def heatmap(
         ax.set_xlabel("token")
         ax.tick_params(axis="x", rotation=90, labelsize=7)
         longest = max(len(in_code_points(label)) for label in labels)
-        extra_height = CHARACTER * max(0, longest - TOKEN_CHARACTERS)
+        extra_height = CHARACTER_WIDTH * max(0, longest - TOKEN_CHARACTERS)
         figure.set_figheight(figure.get_figheight() + extra_height)
     label_cells(ax.xaxis, labels, int(7.5 * figure.get_figwidth()))
-    bar = figure.colorbar(mesh, ax=axes, label=LABELS[metric])
-    label_log(bar.ax.yaxis)
-    if metric == "error":
-        bar.ax.axhline(1, color="black")
-    has_gaps = pd.concat(panels)["value"].isna().any()
-    keys = _keys(cells, scale, has_gaps)
-    add_legend(figure, keys, _notes(cells, scale, metric))
 
 
 def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -186,8 +195,8 @@ def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
 
 
 def _equality(parts: Sequence[pd.DataFrame]) -> str:
-    """In words, how far the tensors behind panels that look alike are equal. The figures
-    of rows without a digest are rounded, and prove less than the tensors would."""
+    """The equality of the tensors behind panels that look alike, in words. The figures of
+    rows without a digest are rounded, and prove less than the tensors would."""
     # a null in either column, as in older rows, proves nothing
     together = pd.concat(parts).reindex(columns=["digest", "max_abs"])
     if together["max_abs"].eq(0).all():  # each tensor equals the reference
@@ -216,7 +225,12 @@ def _scale(
     width: float,
     panel_height: float,
 ) -> Scale:
-    """How panels of a height, in a figure of a width in inches, are drawn."""
+    """The look of the cells of panels.
+
+    Args:
+        width: of the figure, in inches.
+        panel_height: of a panel, in inches.
+    """
     layers, positions = map(len, next(iter(panels.values())).index.levels)
     finite = cells["value"].replace(np.inf, np.nan)
     low, high = finite.agg(["min", "max"]).fillna(1)
@@ -225,10 +239,10 @@ def _scale(
         # a decade at least, so that cells of about the same value look alike
         norm=LogNorm(low, max(high, 10 * low)),
         block=(
-            math.ceil(layers / MAX_LAYERS),
+            math.ceil(layers / MAX_DRAWN_LAYERS),
             math.ceil(positions / int(CELLS_PER_INCH * width)),
         ),
-        is_hatched=min(cell_width, cell_height) >= LEAST_HATCHED,
+        is_hatched=min(cell_width, cell_height) >= MIN_HATCHED_CELL,
         is_raster=len(panels) * layers * positions > MAX_VECTOR_CELLS,
     )
 

@@ -1,6 +1,7 @@
 """Medians over a number, as lines."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import cycle
 
 import pandas as pd
@@ -49,11 +50,11 @@ def lines(
     `col`; bars span the quantiles `spread` of the rows of a point.
 
     The lists of colours and markers differ in length, so that 63 lines look different.
-    The legend says what points and bars are, and what is not drawn. A linear axis that
-    starts above 0 says so.
+    The legend explains points and bars, and names points that are not drawn. A linear
+    axis that starts above 0 says so.
 
     Args:
-        bars: what points and bars are, for the legend, where the rows of a point are no
+        bars: the legend's words for points and bars where the rows of a point are no
             repetitions: an estimate and both ends of its interval.
         marks: names and values of dashed horizontal lines.
         xlog: base of a logarithmic x axis; None: linear, with whole numbers.
@@ -62,16 +63,13 @@ def lines(
     panels = group_by(data, col)
     shares_y = ylabel != ""
     axes = panels_in(figure, len(panels), 1.7, shares_y)
-    line_styles = {}
-    kinds = zip(group_by(data, hue), cycle(PALETTE), cycle(MARKERS))
-    for (name, _), colour, marker in kinds:
-        line_styles[name] = {"color": colour, "marker": marker, "label": name}
+    line_styles = _line_styles(name for name, _ in group_by(data, hue))
     columns = [name for name in (x, hue, col) if name]
     is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
     keys = {}
     has_several = False  # rows of one point
-    # points without a place on a logarithmic axis, those below 0 in y by their line
-    outside_x, outside_y = 0, {}
+    # points without a place on a logarithmic axis; those in y by their line
+    outside_x, outside_y = 0, Counter()
     for ax, (title, panel) in zip(axes, panels):
         for name, group in group_by(panel, hue):
             points = group.groupby(x)[y]
@@ -81,7 +79,7 @@ def lines(
                 outside_x += (medians.index <= 0).sum()
                 medians = medians[medians.index > 0]
             if ylog:
-                outside_y[name] = outside_y.get(name, 0) + (medians <= 0).sum()
+                outside_y[name] += (medians <= 0).sum()
                 medians = medians[medians > 0]
             if medians.empty:
                 continue
@@ -90,18 +88,9 @@ def lines(
             keys[name] = Line2D([], [], **line_styles[name])
         for value in marks.values():
             ax.axhline(value, **DASHED)
-        if xlog:
-            _set_log_x(ax, data[x], xlog)
-        else:
-            ax.xaxis.get_major_locator().set_params(integer=True)
-        if ylog:
-            ax.set_yscale("log")
-            label_log(ax.yaxis)
-        ax.grid(axis="y")
-        label = y if ylabel is None else ylabel
-        if not ylog and ax.get_ylim()[0] > 0:
-            label = f"{label}\n(axis starts above 0)".strip()
-        ax.set(title=title, xlabel=xlabel or x, ylabel=label)
+        _set_x_axis(ax, data[x], xlog, xlabel or x)
+        _set_y_axis(ax, ylog, y if ylabel is None else ylabel)
+        ax.set_title(title)
         if shares_y:
             ax.label_outer()
     # in the order of the groups, whichever panel has them first
@@ -109,17 +98,21 @@ def lines(
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
     notes = []
     if has_several:
-        repetitions = f"points: medians; bars: {_describe_spread(spread)}"
-        notes.append(bars or repetitions)
-    if outside_x:
-        points = format_count(outside_x, "point")
-        notes.append(f"{xlabel or x} ≤ 0 is not on the logarithmic axis: {points}")
-    if names := [name for name, count in outside_y.items() if count]:
-        count = format_count(sum(outside_y.values()), "point")
-        points = f"{count} of {', '.join(names)}"
-        notes.append(f"{ylabel or y} ≤ 0 is not on the logarithmic axis: {points}")
+        notes.append(bars or f"points: medians; bars: {_describe_spread(spread)}")
+    notes += _describe_outside(xlabel or x, outside_x)
+    lines_outside = [name for name, count in outside_y.items() if count]
+    notes += _describe_outside(ylabel or y, outside_y.total(), lines_outside)
     notes += describe_unplaced(data, [x, y])
     add_legend(figure, legend, notes)
+
+
+def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
+    """The colour, the marker and the label of each line."""
+    looks = zip(names, cycle(PALETTE), cycle(MARKERS))
+    return {
+        name: {"color": colour, "marker": marker, "label": name}
+        for name, colour, marker in looks
+    }
 
 
 def _draw_line(
@@ -138,15 +131,46 @@ def _draw_line(
         artist.set_rasterized(is_raster)
 
 
+def _describe_outside(axis: str, count: int, names: Sequence[str] = ()) -> list[str]:
+    """A note on points that a logarithmic axis has no place for; none for none.
+
+    Args:
+        names: of their lines.
+    """
+    if not count:
+        return []
+    points = format_count(count, "point")
+    if names:
+        points += f" of {', '.join(names)}"
+    return [f"{axis} ≤ 0 is not on the logarithmic axis: {points}"]
+
+
 def _describe_spread(spread: Sequence[float]) -> str:
-    """What the bars span, in words."""
+    """The range of the bars in words."""
     if tuple(spread) == (0, 1):
         return "the least to the most"
     return "{:.0%} to {:.0%} of the values".format(*spread)
 
 
-def _set_log_x(ax: Axes, values: pd.Series, base: float) -> None:
-    """Makes the x axis logarithmic, with a tick at each of the positive values."""
+def _set_y_axis(ax: Axes, is_log: bool, label: str) -> None:
+    """Sets scale, grid and label of the y axis. A linear one that starts above 0 says
+    so."""
+    if is_log:
+        ax.set_yscale("log")
+        label_log(ax.yaxis)
+    ax.grid(axis="y")
+    if not is_log and ax.get_ylim()[0] > 0:
+        label = f"{label}\n(axis starts above 0)".strip()
+    ax.set_ylabel(label)
+
+
+def _set_x_axis(ax: Axes, values: pd.Series, base: float | None, label: str) -> None:
+    """Sets the scale and the label of the x axis: linear with whole numbers, or
+    logarithmic with a tick at each of the positive values where there is a `base`."""
+    ax.set_xlabel(label)
+    if base is None:
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        return
     ax.set_xscale("log", base=base)
     ticks = sorted(value for value in values.dropna().unique() if value > 0)
     ax.set_xticks(ticks, labels=map(format_number, ticks))

@@ -1,4 +1,4 @@
-"""Sliders over what the log holds of a grid."""
+"""Sliders over a grid's results in the log."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ TENSORS = ("update", "k", "v", "logits")
 METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
 CELL_S = 8.0  # seconds of a cell of the grid, until one was measured
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
-NOTHING = "Nothing is missing"
+NOTHING_MISSING = "Nothing is missing"
 HINT = "Click on a cell to see its values and its layer's error split."
 _open: list["Explorer"] = []
 """Explorers whose pictures take memory, which `close` frees."""
@@ -38,7 +38,7 @@ class Explorer(ui.VBox):
     """Error by layer and token, tokens per second and ms per layer at every setting of a
     grid.
 
-    What the log holds is drawn at once. The cell under the pointer is described below
+    Results in the log are drawn at once. The cell under the pointer is described below
     the picture. A click chooses the cell and shows how its layer's error splits; the
     split is measured first where the log lacks it. *Run what is missing* measures the
     rest of the grid in child processes, beginning with the shown bundle.
@@ -48,8 +48,8 @@ class Explorer(ui.VBox):
     weights. An Explorer is closed when its cell of a notebook runs again; outside of a
     notebook, when another one shows the same grid.
 
-    What is called when: after a job, and at the start, `refresh` reads the log and
-    calls `draw`; a slider calls `draw_anew`, which calls `draw`; a click calls `draw`,
+    The order of calls: after a job, and at the start, `refresh` reads the log and calls
+    `draw`; a slider calls `draw_anew`, which calls `draw`; a click calls `draw`,
     then perhaps a job. `draw` ends with `describe`.
 
     Args:
@@ -74,6 +74,7 @@ class Explorer(ui.VBox):
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.cell_s = CELL_S
+        self.has_missing = False  # cells of the grid that the log lacks
         self.chosen_cell: Place | None = None
         self.search_results: dict[tuple, str] = {}  # of `search`, by setting and place
         self.shown_rows = pd.DataFrame()  # of `fidelity`, that are drawn
@@ -185,7 +186,8 @@ class Explorer(ui.VBox):
         """Reads the log and draws."""
         self.results.refresh()
         jobs = self.missing()
-        self.run_button.description = NOTHING
+        self.has_missing = bool(jobs)
+        self.run_button.description = NOTHING_MISSING
         if jobs:
             seconds = about_seconds(sum(job.seconds for job in jobs))
             self.run_button.description = f"Run what is missing ({seconds})"
@@ -199,7 +201,7 @@ class Explorer(ui.VBox):
         if self.is_open:
             is_busy = self.queue.is_busy
             self.cancel.disabled = not is_busy
-            self.run_button.disabled = is_busy or self.run_button.description == NOTHING
+            self.run_button.disabled = is_busy or not self.has_missing
 
     def draw_anew(self) -> None:
         """Draws at another setting. The page loses what it says about the cell under
@@ -322,7 +324,7 @@ class Explorer(ui.VBox):
         self.queue.add_first(Job(label, SEARCH_S, answer))
 
     def _question(self) -> tuple:
-        """What `search` answers: the setting and the chosen place."""
+        """The question that `search` answers: the setting and the chosen place."""
         return tuple(self.setting().values()), self.chosen_cell
 
     def missing(self) -> list[Job]:

@@ -28,8 +28,8 @@ class JobQueue:
     A job that raises an error, or is cancelled, ends the queue.
 
     Args:
-        say: is given a text about what runs and what is left, every second and from
-            threads of the queue; in the end "" or that it was cancelled.
+        say: is given a text on the running job and the time left, every second and from
+            threads of the queue; in the end "", or that the queue was cancelled.
         on_change: is called when work begins or ends; see `is_busy`.
         on_result: is called after each job that ended well.
         on_error: is given the error of a job that failed.
@@ -97,7 +97,7 @@ class JobQueue:
         self._start_if_needed()  # for jobs that came while the thread ended
 
     def _count_down(self, job: Job, ended: threading.Event) -> None:
-        """Says every second what is left, until the job has ended."""
+        """Says the time left every second, until the job has ended."""
         start = time.monotonic()
         while not ended.wait(1):
             self.say(self._progress(job, time.monotonic() - start))
@@ -105,8 +105,8 @@ class JobQueue:
     def _progress(self, job: Job, elapsed_s: float) -> str:
         later_s = sum(later.seconds for later in self.jobs)
         if elapsed_s < job.seconds:
-            left = about_seconds(job.seconds - elapsed_s + later_s)
-            return f"measuring {job.label}, {left} to go"
+            time_left = about_seconds(job.seconds - elapsed_s + later_s)
+            return f"measuring {job.label}, {time_left} to go"
         words = f"measuring {job.label}, longer than expected, {elapsed_s:.0f} s so far"
         return f"{words}, then {about_seconds(later_s)}" if self.jobs else words
 

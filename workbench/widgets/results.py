@@ -1,4 +1,4 @@
-"""The cells of a grid, and what the log holds of them at a setting."""
+"""The cells of a grid, and their results in the log at a setting."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ FIRST_AXES = ("bundle", "max_seq_len", "T", "compress", "precision")
 
 
 class GridResults:
-    """What the log holds of a grid's cells.
+    """The results of a grid's cells in the log.
 
     Args:
         root: the log's folder.
@@ -68,8 +68,8 @@ class GridResults:
     def rows(
         self, table: str, setting: Setting, *, ignoring: Iterable[str]
     ) -> pd.DataFrame:
-        """The rows of a table at a setting, whatever the values of the axes `ignoring`;
-        those of `fidelity` whatever changes only times, too."""
+        """The rows of a table at a setting, at all values of the axes `ignoring`. Rows of
+        `fidelity` also match at all values of axes that change nothing but times."""
         name = "values" if table == "fidelity" else "setting"
         cells = _cells_at(self._stored_cells, setting, ignoring)
         hashes = {cell.columns()[name] for cell in cells}
@@ -96,7 +96,7 @@ class GridResults:
 
 
 def _at_nearest_length(rows: pd.DataFrame, S: int) -> pd.DataFrame:
-    """The rows of the max_seq_len that is nearest to S; none of none."""
+    """The rows of the max_seq_len that is nearest to S; no rows if there are none."""
     lengths = rows["max_seq_len"].unique()
     nearest = min(lengths, key=lambda length: abs(length - S), default=None)
     return rows[rows["max_seq_len"] == nearest]
@@ -121,7 +121,7 @@ def _table(cells: Iterable[Cell]) -> pd.DataFrame:
 def _cells_at(
     cells: pd.DataFrame, setting: Setting, ignoring: Iterable[str] = ()
 ) -> list[Cell]:
-    """The cells of a table at a setting, whatever the values of the axes `ignoring`."""
+    """The cells of a table at a setting, at all values of the axes `ignoring`."""
     for name, value in setting.items():
         if name not in ignoring:
             cells = cells[cells[name] == value]
