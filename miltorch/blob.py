@@ -32,7 +32,8 @@ NUMPY = {
     **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)},
 }
 DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
-# of the codes in a record from 1 on; BFLOAT16 has no NumPy dtype
+# dtypes in the order of their codes in a blob's record; the first has code 1. BFLOAT16
+# has no NumPy dtype
 CODES = """FLOAT16 FLOAT32 UINT8 INT8 BFLOAT16 INT16 UINT16 INT4 UINT1 UINT2 UINT4 UINT3
 UINT6 INT32 UINT32""".split()
 

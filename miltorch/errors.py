@@ -5,8 +5,8 @@ This module imports nothing of the package, so every other module may import it.
 
 import re
 
-# what a terminal obeys in place of printing it, or prints in another order, and bytes of
-# names that are no text; but for the tab and the end of a line
+# control characters other than tab and newline, marks that change the direction of text
+# or end a line, and surrogates (undecodable bytes of file names)
 CONTROL = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -44,8 +44,7 @@ class InputError(ValueError):
 
     @classmethod
     def from_message(cls, message: str) -> "InputError | None":
-        """An error with this message, or None where an InputError would say it
-        differently."""
+        """The InputError whose message this is; None for a message of another form."""
         pattern = r"(.*?): found (.*); needs (.*)\. Next: (.*)\."
         if parts := re.fullmatch(pattern, message, re.DOTALL):
             return cls(*parts.groups())

@@ -93,6 +93,7 @@ class Executable:
     def run_step(self, step: Step, values: dict, hook: Hook | None) -> None:
         """Runs one step, shows its results to the hook, and forgets the values that no
         later step reads."""
+        # `operation_errors` written out: a context manager would take time at each step
         try:
             arguments = step.arguments(values)
             if step.bodies:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +83,15 @@ def require(condition: bool, fault: str) -> None:
         raise Unfused(fault)
 
 
+class Convolution(NamedTuple):
+    """A 1×1 convolution with constant weight and bias."""
+
+    op: Op
+    weight: StoredWeight
+    bias: np.ndarray
+    """float32 [R]."""
+
+
 class Fusion:
     """The groups of one program that have been recognised so far.
 
@@ -89,8 +99,7 @@ class Fusion:
         replacements: key of an operation → the operations that stand in its place.
         mask_ops: key of an operation → operations on masks that stand before it.
         mask_results: names of the results of these operations.
-        convolutions: by input and form of the weight, the convolutions with their weights
-            and biases.
+        convolutions: input and form of the weight → the convolutions.
     """
 
     def __init__(self, program: Program, reads: str):
@@ -103,19 +112,18 @@ class Fusion:
         self.replacements: dict[str | int, list[Op]] = {}
         self.mask_ops: dict[str | int, list[Op]] = defaultdict(list)
         self.mask_results: set[str] = set()
-        self.convolutions: dict[tuple, list[tuple[Op, StoredWeight, np.ndarray]]] = (
-            defaultdict(list)
-        )
+        self.convolutions: dict[tuple, list[Convolution]] = defaultdict(list)
 
     def match(self, pattern: OperationPattern, op: Op, fault: str) -> dict:
-        """What the parts of a pattern stand for; raises `Unfused` with `fault` where
-        `op` does not match it."""
+        """Returns the argument or operation that each part of a pattern stands for;
+        raises `Unfused` with `fault` where `op` does not match the pattern."""
         match = self.matcher.match(pattern, op)
         require(match is not None, fault)
         return match
 
-    def half(self, source) -> Ref:
-        """An argument, which must be a value that is declared fp16, and no literal."""
+    def require_fp16(self, source) -> Ref:
+        """Returns an argument; raises `Unfused` unless it is a value that is declared
+        fp16, which a literal is not."""
         is_value = isinstance(source, Ref) and source.name in self.graph.types
         require(
             is_value and self.graph.types[source.name].dtype == "FLOAT16",
@@ -123,22 +131,24 @@ class Fusion:
         )
         return source
 
-    def shape(self, source, rank: int = 4) -> tuple[int | None, ...]:
-        """The declared shape of an fp16 value, which must be of a rank."""
-        shape = self.graph.types[self.half(source).name].shape
+    def require_shape(self, source, rank: int = 4) -> tuple[int | None, ...]:
+        """Returns the declared shape of an fp16 value; raises `Unfused` for another
+        rank."""
+        shape = self.graph.types[self.require_fp16(source).name].shape
         require(len(shape) == rank, f"a value of rank {len(shape)}")
         return shape
 
-    def put(self, op: Op, kind: str, **inputs) -> None:
-        """Puts an operation of `ops.fused` in the place of `op`, with its results."""
+    def replace_operation(self, op: Op, kind: str, **inputs) -> None:
+        """Replaces `op` by an operation of `ops.fused` with the same results."""
         for name, _ in op.outputs:
-            self.half(Ref(name))
+            self.require_fp16(Ref(name))
         self.replacements[op.key] = [Op(kind, op.name, inputs, op.outputs)]
 
-    def of_mask(self, op: Op, kind: str, mask) -> Ref:
-        """The result of an operation on a mask that is an input of the program. It is
-        computed once, before the first operation, `op`, that reads it."""
-        name = self.half(mask).name
+    def add_mask_operation(self, op: Op, kind: str, mask) -> Ref:
+        """Adds an operation on a mask that is an input of the program, before `op`, the
+        first operation that reads its result. Returns the result; a second call with the
+        same mask and kind returns the same one."""
+        name = self.require_fp16(mask).name
         require(name in self.program.inputs, "a mask that the program computes")
         result, declared = f"{name}.{kind}", Type("INT32", (None,), "list")
         if result not in self.mask_results:
@@ -152,6 +162,7 @@ class Fusion:
         """Makes one operation of all convolutions that read one input through weights of
         one form, in the place of the first."""
         for (x, _), members in self.convolutions.items():
+            # Convolution's fields, each for all members
             ops, weights, biases = zip(*members)
             for op in ops:
                 self.replacements[op.key] = []
@@ -200,8 +211,8 @@ CONVOLUTION = operation(
 )
 
 
-def convolution(fusion: Fusion, op: Op) -> None:
-    """Notes a 1×1 convolution, for `Fusion.join_convolutions`."""
+def fuse_convolution(fusion: Fusion, op: Op) -> None:
+    """Adds a 1×1 convolution to `Fusion.convolutions`, which `join_convolutions` reads."""
     match = fusion.match(CONVOLUTION, op, "it has strides, pads or groups")
     stored = stored_weight(match[WEIGHT], fusion.graph, fusion.constants)
     require(stored is not None, "its weight is no constant matrix of fp16 values")
@@ -213,10 +224,10 @@ def convolution(fusion: Fusion, op: Op) -> None:
             "its bias is no constant vector",
         )
         bias = constant.float().numpy()
-    fusion.shape(match[X])
-    fusion.half(Ref(op.key))
+    fusion.require_shape(match[X])
+    fusion.require_fp16(Ref(op.key))
     group = match[X].name, stored.form
-    fusion.convolutions[group].append((op, stored, bias))
+    fusion.convolutions[group].append(Convolution(op, stored, bias))
 
 
 # ---- caches
@@ -238,18 +249,18 @@ WRITE_AT_POSITION = operation("slice_update", READ_STATE, UPDATE, **WINDOW)
 WRITE_OF_ALL = operation("slice_update", BEFORE, UPDATE, **WINDOW)
 
 
-def cache_write(fusion: Fusion, op: Op) -> None:
-    """A write of rows by a mask, or of a slice at a computed position."""
+def fuse_cache_write(fusion: Fusion, op: Op) -> None:
+    """Replaces a write of rows by a mask, or of a slice at a computed position."""
     fault = "it writes no rows by a mask or a position"
     require(op.inputs.keys() == {"input", "data"}, fault)
     source, inner = op.inputs["data"], [op]
     if slice_update := fusion.matcher.computed(source, "slice_update"):
         if fusion.constants.value_or_none(slice_update.inputs.get("begin")) is None:
             match = fusion.match(WRITE_AT_POSITION, slice_update, fault)
-            return slice_write(fusion, op, match)
+            return fuse_slice_write(fusion, op, match)
         # coremltools writes all of a state as an update of a slice that is the whole
         match = fusion.match(WRITE_OF_ALL, slice_update, fault)
-        sizes = fusion.shape(op.inputs["input"])
+        sizes = fusion.require_shape(op.inputs["input"])
         whole = [(0, size) for size in sizes]
         require(bounds(match, sizes) == whole, fault)
         source = match[UPDATE]
@@ -258,25 +269,28 @@ def cache_write(fusion: Fusion, op: Op) -> None:
     require(placed is not None, fault)
     match = fusion.match(WRITE_BY_MASK, placed, fault)
     check_only_access(fusion, op, match[READ_STATE], [*inner, match[OLD_ROWS]])
-    B, H, S, D = fusion.shape(op.inputs["input"])
-    heads = list(fusion.shape(match[ROWS]))
+    B, H, S, D = fusion.require_shape(op.inputs["input"])
+    heads = list(fusion.require_shape(match[ROWS]))
     width = heads[2 if match[IS_TRANSPOSED] else 3]
     require((*heads[:2], width) == (B, H, D), "rows of another shape than the state's")
-    require(fusion.shape(match[WRITE_MASK])[:3] == (B, 1, S), "a mask of another shape")
-    fusion.put(
+    require(
+        fusion.require_shape(match[WRITE_MASK])[:3] == (B, 1, S),
+        "a mask of another shape",
+    )
+    fusion.replace_operation(
         op,
         "write_cache_rows",
         state=op.inputs["input"],
-        rows=fusion.half(match[ROWS]),
-        mask=fusion.half(match[WRITE_MASK]),
-        places=fusion.of_mask(op, "one_hot_places", match[WRITE_MASK]),
+        rows=fusion.require_fp16(match[ROWS]),
+        mask=fusion.require_fp16(match[WRITE_MASK]),
+        places=fusion.add_mask_operation(op, "one_hot_places", match[WRITE_MASK]),
         transposed=match[IS_TRANSPOSED],
     )
 
 
 def bounds(match: dict, sizes) -> list[tuple[int, int | None]]:
-    """First and last + 1 of a slice on every axis of a value of some sizes, which must
-    be constant and without steps."""
+    """The first index of a slice and the one behind its last, on every axis of a value
+    of some sizes. Raises `Unfused` unless they are constant and the slice has no steps."""
     fault = "a slice at a computed position, or one with steps"
     parameters = [match[pattern] for pattern in WINDOW.values()]
     require(all(isinstance(value, list) for value in parameters[:2]), fault)
@@ -290,8 +304,8 @@ def bounds(match: dict, sizes) -> list[tuple[int, int | None]]:
     return pairs
 
 
-def slice_write(fusion: Fusion, op: Op, match: dict) -> None:
-    """A write of a slice at a computed position."""
+def fuse_slice_write(fusion: Fusion, op: Op, match: dict) -> None:
+    """Replaces a write of a slice at a computed position."""
     slice_update = match[WRITE_AT_POSITION]
     check_only_access(fusion, op, match[READ_STATE], [slice_update])
     only = fusion.graph.readers(slice_update.key) == [op]
@@ -304,8 +318,11 @@ def slice_write(fusion: Fusion, op: Op, match: dict) -> None:
         for name in WINDOW
         if name in slice_update.inputs
     }
-    inputs |= {"state": op.inputs["input"], "update": fusion.half(match[UPDATE])}
-    fusion.put(op, "write_cache_slice", **inputs)
+    inputs |= {
+        "state": op.inputs["input"],
+        "update": fusion.require_fp16(match[UPDATE]),
+    }
+    fusion.replace_operation(op, "write_cache_slice", **inputs)
 
 
 def check_only_access(fusion: Fusion, write: Op, reading: Op, inner: list[Op]) -> None:
@@ -344,8 +361,8 @@ LIKE_ATTENTION = resembling(
 )
 
 
-def attention(fusion: Fusion, op: Op) -> None:
-    """softmax(q @ keyᵀ + mask) @ value over two states."""
+def fuse_attention(fusion: Fusion, op: Op) -> None:
+    """Replaces softmax(q @ keyᵀ + mask) @ value over two states."""
     if fusion.matcher.match(LIKE_ATTENTION, op) is None:
         return
     fault = "no attention over a cache with an additive mask"
@@ -354,10 +371,10 @@ def attention(fusion: Fusion, op: Op) -> None:
         if isinstance(match.get(shape), list):
             declared = fusion.graph.types[match[pattern].key]
             require(declared.allows(match[shape]), fault)
-    B, H, S, D = fusion.shape(match[KEY])
-    heads = fusion.shape(match[Q])
-    columns = fusion.shape(match[SCORE_MASK])
-    require(fusion.shape(match[VALUE]) == (B, H, S, D), fault)
+    B, H, S, D = fusion.require_shape(match[KEY])
+    heads = fusion.require_shape(match[Q])
+    columns = fusion.require_shape(match[SCORE_MASK])
+    require(fusion.require_shape(match[VALUE]) == (B, H, S, D), fault)
     require((*heads[:2], heads[3]) == (B, H, D), fault)
     require((*columns[:2], columns[3]) == (B, 1, S), fault)
     axis = match[SOFTMAX_AXIS]
@@ -370,12 +387,19 @@ def attention(fusion: Fusion, op: Op) -> None:
         for other in fusion.graph.readers(cell.name):
             is_before = fusion.order[other.key] < fusion.order[match[reading].key]
             require(other.kind not in WRITES or is_before, fault)
-    inputs = {"q": fusion.half(match[Q]), "mask": fusion.half(match[SCORE_MASK])}
+    inputs = {
+        "q": fusion.require_fp16(match[Q]),
+        "mask": fusion.require_fp16(match[SCORE_MASK]),
+    }
     if fusion.reads == "used":
-        inputs["columns"] = fusion.of_mask(op, "visible_columns", match[SCORE_MASK])
+        inputs["columns"] = fusion.add_mask_operation(
+            op, "visible_columns", match[SCORE_MASK]
+        )
     else:
         require(match[SCORE_MASK].name in fusion.program.inputs, fault)
-    fusion.put(op, "cached_attention", key=match[KEY], value=match[VALUE], **inputs)
+    fusion.replace_operation(
+        op, "cached_attention", key=match[KEY], value=match[VALUE], **inputs
+    )
 
 
 # ---- norms and rotations
@@ -401,9 +425,9 @@ SCALED_ROOT = Scaled(ROOT)
 NORM = Y * SCALED_ROOT
 
 
-def rms_norm(fusion: Fusion, op: Op) -> None:
-    """A root mean square norm, at its last product: by its gains, where they are not
-    all 1."""
+def fuse_rms_norm(fusion: Fusion, op: Op) -> None:
+    """Replaces a root mean square norm, whose last product is that by its gains, where
+    they are not all 1."""
     last = op
     gains = fusion.constants.value_or_none(op.inputs.get("y"))
     if isinstance(gains, torch.Tensor) and gains.numel() > 1:
@@ -414,10 +438,10 @@ def rms_norm(fusion: Fusion, op: Op) -> None:
     if match is None:  # any other product
         return
     fault = "a norm of another form"
-    rank = len(fusion.graph.types[fusion.half(match[NORM_INPUT]).name].shape)
+    rank = len(fusion.graph.types[fusion.require_fp16(match[NORM_INPUT]).name].shape)
     require(len(match[AXES]) == 1 and match[AXES][0] in range(-rank, rank), fault)
     (axis,) = match[AXES]
-    width = fusion.shape(match[NORM_INPUT], rank)[axis]
+    width = fusion.require_shape(match[NORM_INPUT], rank)[axis]
     shape = [1] * rank
     shape[axis] = width
     require(bool(width), fault)
@@ -429,7 +453,7 @@ def rms_norm(fusion: Fusion, op: Op) -> None:
     eps = match[SCALED_EPS0] * match[SCALED_EPS1]
     eps *= factors[0] * factors[1]
     gains = match[SCALED_ROOT] * gains.flatten().expand(width).float()
-    fusion.put(
+    fusion.replace_operation(
         op,
         "rms_norm",
         x=match[NORM_INPUT],
@@ -452,8 +476,8 @@ SLICED = Value()
 SLICE = operation("slice_by_index", SLICED, **WINDOW)
 
 
-def rotation(fusion: Fusion, op: Op) -> None:
-    """A rotary embedding."""
+def fuse_rotation(fusion: Fusion, op: Op) -> None:
+    """Replaces a rotary embedding."""
     match = fusion.matcher.match(ROTATED, op)
     if match is None:  # any other concat
         return
@@ -466,10 +490,10 @@ def rotation(fusion: Fusion, op: Op) -> None:
         require(slicing is not None, fault)
         piece = fusion.match(SLICE, slicing, fault)
         if whole is None:
-            whole = fusion.half(piece[SLICED])
-        require(fusion.half(piece[SLICED]) == whole, fault)
-        shape = fusion.shape(whole)
-        width = fusion.shape(source)[-1]
+            whole = fusion.require_fp16(piece[SLICED])
+        require(fusion.require_fp16(piece[SLICED]) == whole, fault)
+        shape = fusion.require_shape(whole)
+        width = fusion.require_shape(source)[-1]
         require(bool(width), fault)
         start = sum(sizes)
         expected = [*((0, size) for size in shape[:3]), (start, start + width)]
@@ -477,19 +501,19 @@ def rotation(fusion: Fusion, op: Op) -> None:
         sizes.append(width)
     require(sum(sizes) == shape[-1] and sizes[0] == sizes[1], fault)
     for table in (match[COS], match[SIN]):
-        name = fusion.half(table).name
+        name = fusion.require_fp16(table).name
         require(name in fusion.program.inputs, fault)
         require(fusion.graph.types[name].shape[-1:] == (sizes[0],), fault)
-    fusion.put(
+    fusion.replace_operation(
         op, "rotary_embedding", x=whole, cos=match[COS], sin=match[SIN], sizes=sizes
     )
 
 
-# kind of the last operation of a group → what recognises the group
+# kind of the last operation of a group → the function that recognises and replaces it
 GROUPS: dict[str, Callable[[Fusion, Op], None]] = {
-    "conv": convolution,
-    "write_state": cache_write,
-    "matmul": attention,
-    "mul": rms_norm,
-    "concat": rotation,
+    "conv": fuse_convolution,
+    "write_state": fuse_cache_write,
+    "matmul": fuse_attention,
+    "mul": fuse_rms_norm,
+    "concat": fuse_rotation,
 }

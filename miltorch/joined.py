@@ -16,7 +16,7 @@ from miltorch.ops import elementwise
 from miltorch.ops.registry import rules, window
 from miltorch.ops.state import StateCell
 from miltorch.program import Program, operation_errors
-from miltorch.steps import Body, Step, is_matrix
+from miltorch.steps import Body, Step, is_pointwise_weight
 
 # but for those that take vectors over the channels
 POINTWISE = rules(elementwise).keys() - {"prelu", "softplus_parametric"}
@@ -25,7 +25,7 @@ REDUCTIONS = {"reduce_max", "reduce_mean", "reduce_sum"}
 COLUMNWISE = POINTWISE | ALONG_AXIS | REDUCTIONS
 COLUMNWISE |= {"reshape", "slice_by_index", "transpose"}
 NO_VALUE = torch.zeros(())
-ENDLESS = 1 << 40  # columns
+MORE_THAN_ANY_SIZE = 1 << 40
 # elements of inputs of calls that run together: bounds their memory
 MOST_ELEMENTS = 1 << 20
 
@@ -105,15 +105,15 @@ class JoinedCalls:
     def run(self) -> list[dict[str, torch.Tensor]]:
         """The outputs of every call."""
         body = self.executable.body
-        for together, steps in _stages(body, self.executable.program):
-            if together:
-                for step in steps:
+        for stage in _stages(body, self.executable.program):
+            if stage.is_joint:
+                for step in stage.steps:
                     self.run_step(step)
                 continue
             # a call must read what the one before it wrote: all steps of one, then the next
-            self.separate(chain.from_iterable(step.reads() for step in steps))
+            self.separate(chain.from_iterable(step.reads() for step in stage.steps))
             for values, hook in zip(self.values, self.hooks):
-                for step in steps:
+                for step in stage.steps:
                     self.executable.run_step(step, values, hook)
         self.separate(body.outputs)
         return list(map(self.executable.outputs, self.values))
@@ -149,8 +149,8 @@ class JoinedCalls:
         return True
 
     def operands(self, step: Step) -> dict[str, Joined] | None:
-        """What a step reads, joined along one axis, that of a joined value or the first
-        spatial axis of a convolution; None where that cannot be."""
+        """The operands of a step, joined along one axis, that of a joined value or the
+        first spatial axis of a convolution; None where they cannot be joined."""
         names = list(step.reads())
         first = next((self.joined[name] for name in names if name in self.joined), None)
         if first is None and step.op.kind == "conv":
@@ -199,9 +199,17 @@ class JoinedCalls:
                     self.joined.pop(name, None)
 
 
-def _stages(body: Body, program: Program) -> Iterator[tuple[bool, list[Step]]]:
-    """The steps in their order, and whether calls run together there: between the first
-    and the last access of a state, a call must not begin before the earlier call ends."""
+class Stage(NamedTuple):
+    """Steps that follow one another."""
+
+    is_joint: bool
+    """Whether calls run together there."""
+    steps: list[Step]
+
+
+def _stages(body: Body, program: Program) -> Iterator[Stage]:
+    """The steps in their order. Between the first and the last access of a state, a call
+    must not begin before the earlier call ends."""
     accessed = [program.states.keys() & set(step.reads()) for step in body.steps]
     last = {name: index for index, names in enumerate(accessed) for name in names}
     busy_until = -1  # the last step that accesses a state which is in use
@@ -210,7 +218,7 @@ def _stages(body: Body, program: Program) -> Iterator[tuple[bool, list[Step]]]:
         busy_until = max([busy_until, *(last[name] for name in names)])
         together.append(index > busy_until)
     for flag, stage in groupby(zip(together, body.steps), lambda pair: pair[0]):
-        yield flag, [step for _, step in stage]
+        yield Stage(flag, [step for _, step in stage])
 
 
 def is_columnwise(step: Step) -> bool:
@@ -223,7 +231,7 @@ def is_columnwise(step: Step) -> bool:
     constants = step.constants
     return (
         [operand.parameter for operand in step.operands] == ["x"]
-        and is_matrix(step.op, "weight", constants.get("weight", NO_VALUE))
+        and is_pointwise_weight(step.op, "weight", constants.get("weight", NO_VALUE))
         and max(constants.get("strides") or [1]) == 1
         and constants.get("groups", 1) == 1
         and not any(constants.get("pad") or [])
@@ -231,8 +239,12 @@ def is_columnwise(step: Step) -> bool:
 
 
 def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
-    """Where the columns of a step's results are, whose first operand has this shape and
-    all theirs at `axis`; None where a result may mix columns."""
+    """The axis of the columns of a step's results; None where a result may mix columns.
+
+    Args:
+        shape: of the first operand.
+        axis: of the columns of every operand.
+    """
     kind = step.op.kind
     constants = step.constants
     place = axis + len(shape)  # `axis`, counted from the front
@@ -254,7 +266,8 @@ def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
         # an index in place of a slice drops its axis, and the others move
         if not all(isinstance(piece, slice) for piece in index):
             return None
-        takes_every_column = index[place].indices(ENDLESS) == (0, ENDLESS, 1)
+        window_of_columns = index[place].indices(MORE_THAN_ANY_SIZE)
+        takes_every_column = window_of_columns == (0, MORE_THAN_ANY_SIZE, 1)
         return axis if takes_every_column else None
     # without axes a reduction is over all of them, the columns' too
     over = constants.get("axes") or [constants.get("axis", axis)]
@@ -266,8 +279,8 @@ def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
 
 
 def _reshaped(sizes: list[int], shape: torch.Size, place: int) -> int | None:
-    """The axis of unknown size, where a reshape of `shape` to `sizes` keeps what stands
-    before and behind `place`."""
+    """The axis of unknown size, where a reshape of `shape` to `sizes` keeps the elements
+    before and behind `place`; otherwise None."""
     if -1 not in sizes:
         return None
     new = sizes.index(-1)

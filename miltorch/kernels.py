@@ -29,16 +29,16 @@ if config.DISABLE_JIT:  # its functions would get arrays where they expect scala
 config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 LOCK = threading.Lock()
 # sums may be reordered; NaN and infinity keep their meaning
-FLAGS = {"reassoc", "contract"}
-ROWS = 64  # that share a buffer
-AHEAD = 4096  # bytes of a weight that are read before they are multiplied
-SMALL = 1 << 18  # bytes that one thread reads while others would start
+FASTMATH = {"reassoc", "contract"}
+ROWS_PER_TASK = 64  # rows that one thread multiplies with one buffer
+PREFETCH_BYTES = 4096  # how far ahead of its multiplication a weight is read
+ONE_THREAD_BYTES = 1 << 18  # one thread has read a smaller weight before others start
 
 
 def run(kernel, *arrays: np.ndarray) -> None:
     """Runs a parallel kernel on a weight, on as many threads as torch uses."""
     before = torch.get_num_threads()
-    threads = 1 if arrays[0].nbytes < SMALL else before
+    threads = 1 if arrays[0].nbytes < ONE_THREAD_BYTES else before
     with LOCK:
         set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
         # starting a pool sets the number for OpenMP, and so for torch
@@ -104,12 +104,12 @@ def compiled(**options) -> Callable:
 
 @njit(inline="always")
 def prefetch_row_after(r, weight):
-    """Prefetches as many bytes as a row has, `AHEAD` bytes behind those of row r."""
+    """Prefetches as many bytes as a row has, `PREFETCH_BYTES` bytes behind those of row r."""
     for byte in range(0, weight.strides[0], 64):
-        prefetch(weight, r * weight.strides[0] + byte + AHEAD)
+        prefetch(weight, r * weight.strides[0] + byte + PREFETCH_BYTES)
 
 
-@compiled(fastmath=FLAGS, parallel=True)
+@compiled(fastmath=FASTMATH, parallel=True)
 def multiply_fp16(weight, x, bias, out):
     """A weight of fp16."""
     for r in prange(len(weight)):
@@ -121,7 +121,7 @@ def multiply_fp16(weight, x, bias, out):
             out[n, r] = float_to_fp16(total + bias[r])
 
 
-@compiled(fastmath=FLAGS, parallel=True)
+@compiled(fastmath=FASTMATH, parallel=True)
 def multiply_int8(weight, scale, x, bias, out):
     """A weight of int8 by scale [R, 1] float32."""
     for r in prange(len(weight)):
@@ -133,16 +133,18 @@ def multiply_int8(weight, scale, x, bias, out):
             out[n, r] = float_to_fp16(total * scale[r, 0] + bias[r])
 
 
-@compiled(fastmath=FLAGS, parallel=True)
+@compiled(fastmath=FASTMATH, parallel=True)
 def multiply_int4(codes, scale, x, bias, out):
     """Codes [R, K / 2] (the value plus 8 of column k in the low half of byte k, of
     column k + K / 2 in its high half) by scale [R, blocks] float32."""
     half, blocks = codes.shape[1], scale.shape[1]
     xs = x.reshape(len(x), blocks, -1)
-    for part in prange((len(codes) + ROWS - 1) // ROWS):
+    for part in prange((len(codes) + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         row = np.empty(2 * half, np.int8)
         low, high, values = row[:half], row[half:], row.reshape(blocks, -1)
-        for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
+        for r in range(
+            part * ROWS_PER_TASK, min(part * ROWS_PER_TASK + ROWS_PER_TASK, len(codes))
+        ):
             prefetch_row_after(r, codes)
             for k in range(half):
                 low[k] = np.int8(codes[r, k] & np.uint8(15)) - np.int8(8)
@@ -181,20 +183,23 @@ def _look_up(codes, table, pairs, row):
             values[k] = table[codes[k]]
 
 
-@compiled(fastmath=FLAGS, parallel=True)
-def multiply_table(codes, which, tables, x, bias, out):
-    """The weight of `dense`. A group's pairs are made where its first row is read: stored
-    for each group, they would take as many bytes as the codes of 8 rows."""
-    for part in prange((len(codes) + ROWS - 1) // ROWS):
+@compiled(fastmath=FASTMATH, parallel=True)
+def multiply_table(codes, table_of_row, tables, x, bias, out):
+    """Codes [R, bytes] by lookup tables, see `dense`. A group's pairs are made where its
+    first row is read: stored for each group, they would take as many bytes as the codes
+    of 8 rows."""
+    for part in prange((len(codes) + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         row = np.empty(x.shape[1], np.float32)
         pairs = np.empty(256, np.uint64)
         expanded = -1
-        for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
+        for r in range(
+            part * ROWS_PER_TASK, min(part * ROWS_PER_TASK + ROWS_PER_TASK, len(codes))
+        ):
             prefetch_row_after(r, codes)
-            if tables.shape[1] == 16 and which[r] != expanded:
-                _expand(tables[which[r]], pairs)
-                expanded = which[r]
-            _look_up(codes[r], tables[which[r]], pairs, row)
+            if tables.shape[1] == 16 and table_of_row[r] != expanded:
+                _expand(tables[table_of_row[r]], pairs)
+                expanded = table_of_row[r]
+            _look_up(codes[r], tables[table_of_row[r]], pairs, row)
             for n in range(len(x)):
                 total = np.float32(0)
                 for k in range(x.shape[1]):
@@ -203,19 +208,21 @@ def multiply_table(codes, which, tables, x, bias, out):
 
 
 @compiled(parallel=True)
-def dense(codes, which, tables, out):
+def dense(codes, table_of_row, tables, out):
     """out [R, K] float32: the weights of codes [R, bytes].
 
     Args:
-        which: [R] the table of every row.
+        table_of_row: [R] indices into `tables`.
         tables: [P, entries] the bits of float32 values (uint32): 16 of them where a byte
             has two codes, more where it has one.
     """
-    for part in prange((len(codes) + ROWS - 1) // ROWS):
+    for part in prange((len(codes) + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         pairs = np.empty(256, np.uint64)
         expanded = -1
-        for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
-            if tables.shape[1] == 16 and which[r] != expanded:
-                _expand(tables[which[r]], pairs)
-                expanded = which[r]
-            _look_up(codes[r], tables[which[r]], pairs, out[r])
+        for r in range(
+            part * ROWS_PER_TASK, min(part * ROWS_PER_TASK + ROWS_PER_TASK, len(codes))
+        ):
+            if tables.shape[1] == 16 and table_of_row[r] != expanded:
+                _expand(tables[table_of_row[r]], pairs)
+                expanded = table_of_row[r]
+            _look_up(codes[r], tables[table_of_row[r]], pairs, out[r])

@@ -7,12 +7,12 @@ from miltorch.graph import Graph
 from miltorch.ops import OPERATIONS
 from miltorch.program import Op, Ref
 
-# an attribute that is a list of which the program computes some elements
+# a list attribute with elements that the program computes
 MIXED = object()
 
 
 class Pattern:
-    """What an argument of an operation may be, written as the formula that computes it.
+    """The form of an argument of an operation, written as the formula that computes it.
 
     ```
     a, b, cos, sin = Value(), Value(), Value(), Value()
@@ -22,9 +22,9 @@ class Pattern:
     ```
     `op` matches if it is a `concat` whose first two values are the results of `sub` and
     `add`, whose operands are four products, and if `a`, `b`, `cos` and `sin` are each
-    the same value in both. `match` is None if it does not; else it has what every
-    pattern stands for: `match[cos]` is an argument (a `Ref` or a literal), `match[axis]`
-    an attribute (a Python number), `match[rotated]` the `Op`.
+    the same value in both. `match` is None if it does not; otherwise it maps every
+    pattern to the thing that it stands for: `match[cos]` is an argument (a `Ref` or a
+    literal), `match[axis]` an attribute (a Python number), `match[rotated]` the `Op`.
 
     | pattern | argument |
     |---|---|
@@ -122,7 +122,8 @@ class Matcher:
         self.constants = constants
 
     def match(self, pattern: OperationPattern, op: Op) -> dict[Pattern, object] | None:
-        """What every pattern within `pattern` stands for, if `op` matches it."""
+        """The argument or operation that every pattern within `pattern` stands for; None
+        if `op` does not match."""
         bound: dict[Pattern, object] = {}
         return bound if self._binds_operation(pattern, op, bound) else None
 
@@ -136,8 +137,8 @@ class Matcher:
         return op if is_half else None
 
     def _binds(self, pattern, source, bound: dict) -> bool:
-        """Whether an argument fits a pattern and what patterns are `bound` to so far, to
-        which it adds."""
+        """Whether an argument fits a pattern, given the bindings so far; adds its own to
+        `bound`."""
         match pattern:
             case Value():
                 first = bound.setdefault(pattern, source)

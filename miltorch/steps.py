@@ -10,7 +10,7 @@ import torch
 
 from miltorch.blob import NUMPY
 from miltorch.constants import Constants, python_value, to_tensor, torch_dtype, widened
-from miltorch.ops import HALF_OPERANDS, OPERATIONS, TUPLES, narrowed
+from miltorch.ops import HALF_OPERANDS, LIST_PARAMETERS, OPERATIONS, narrowed
 from miltorch.program import Block, Op, Program, Ref, Type, operation_errors
 
 NARROW_INTEGERS = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
@@ -120,7 +120,7 @@ def run_time_dtype(declared: Type, precision: str) -> torch.dtype | None:
     return torch_dtype(declared.dtype)
 
 
-def is_matrix(op: Op, parameter: str, value) -> bool:
+def is_pointwise_weight(op: Op, parameter: str, value) -> bool:
     """Whether a constant is the weight of a 1×1 convolution, whose rule takes fp16."""
     return (
         (op.kind, parameter) == ("conv", "weight")
@@ -169,7 +169,7 @@ class Binder:
         step.widens = not takes_half and not exact
         attributes = OPERATIONS[op.kind].attributes
         for parameter, source in op.inputs.items():
-            if parameter in TUPLES and not isinstance(source, list):
+            if parameter in LIST_PARAMETERS and not isinstance(source, list):
                 source = [source]
             value = self.constants.value_or_none(source)
             if value is None:
@@ -177,7 +177,9 @@ class Binder:
                 step.operands.append(Operand(parameter, names, parameter in attributes))
             elif parameter in attributes:
                 step.constants[parameter] = python_value(value)
-            elif (takes_half and not exact) or is_matrix(op, parameter, value):
+            elif (takes_half and not exact) or is_pointwise_weight(
+                op, parameter, value
+            ):
                 step.constants[parameter] = value
             else:
                 step.constants[parameter] = widened(value)

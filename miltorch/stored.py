@@ -152,12 +152,12 @@ class TableWeight(StoredWeight):
     groups of rows; see `kernels.dense`."""
 
     codes: np.ndarray  # uint8 [R, bytes]
-    which: np.ndarray  # int32 [R], the table of every row
+    table_of_row: np.ndarray  # int32 [R], an index into `tables`
     tables: np.ndarray  # uint32 [P, entries], the bits of float32 values
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.codes, self.which, self.tables
+        return self.codes, self.table_of_row, self.tables
 
     @property
     def columns(self) -> int:
@@ -169,15 +169,18 @@ class TableWeight(StoredWeight):
         codes = np.concatenate([weight.codes for weight in weights])
         tables = np.concatenate([weight.tables for weight in weights])
         first_tables = np.cumsum([0, *(len(weight.tables) for weight in weights)])
-        which = np.concatenate(
-            [weight.which + first for weight, first in zip(weights, first_tables)]
+        table_of_row = np.concatenate(
+            [
+                weight.table_of_row + first
+                for weight, first in zip(weights, first_tables)
+            ]
         )
-        return cls(codes, which, tables)
+        return cls(codes, table_of_row, tables)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         codes = self.codes[rows]
         out = np.empty((len(codes), self.columns), np.float32)
-        kernels().run(kernels().dense, codes, self.which[rows], self.tables, out)
+        kernels().run(kernels().dense, codes, self.table_of_row[rows], self.tables, out)
         return torch.from_numpy(out)
 
     def kernel(self) -> Callable:
@@ -242,7 +245,7 @@ def table_weight(indices: np.ndarray, lut: np.ndarray, **others) -> TableWeight 
     # the operation refuses such indices, the kernels would read past a table
     if indices.max(initial=0) >= entries:
         return None
-    which = np.repeat(np.arange(parts, dtype=np.int32), R // parts)
+    table_of_row = np.repeat(np.arange(parts, dtype=np.int32), R // parts)
     codes = indices.reshape(R, -1).astype(np.uint8)
     is_packed = entries <= PACKED and codes.shape[1] % 2 == 0
     # a table of more entries than PACKED says that a byte has one code
@@ -250,7 +253,7 @@ def table_weight(indices: np.ndarray, lut: np.ndarray, **others) -> TableWeight 
     values[:, :entries] = lut.reshape(parts, entries)
     if is_packed:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return TableWeight(codes, which, np.float32(values).view(np.uint32))
+    return TableWeight(codes, table_of_row, np.float32(values).view(np.uint32))
 
 
 # operations that decompress a weight → what reads it as it is stored

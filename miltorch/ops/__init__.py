@@ -3,7 +3,7 @@
 
 from importlib import import_module
 
-from miltorch.ops.registry import MAX_ELEMENTS, TUPLES, Rule, rules
+from miltorch.ops.registry import LIST_PARAMETERS, MAX_ELEMENTS, Rule, rules
 from miltorch.ops.sums import narrowed
 
 FAMILIES = """compression control convolution elementwise image indexing linear
@@ -27,7 +27,7 @@ __all__ = [
     "HALF_OPERANDS",
     "MAX_ELEMENTS",
     "OPERATIONS",
-    "TUPLES",
+    "LIST_PARAMETERS",
     "Rule",
     "narrowed",
 ]

@@ -1,4 +1,4 @@
-"""How an operation's rule is found, and what several families need.
+"""Finds the rule of an operation, and has the functions that several families share.
 
 Every public function of a family's module, and every entry of its TABLE, is the rule of
 the MIL operation of its name. A rule's positional parameters are arrays, its keyword-only
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 # parameters that are lists even when they hold one value
-TUPLES = frozenset({"values", "loop_vars", "elem_shape", "ref_tensors"})
+LIST_PARAMETERS = frozenset({"values", "loop_vars", "elem_shape", "ref_tensors"})
 MAX_ELEMENTS = 1 << 28  # of a tensor whose size an attribute decides: 1 GiB in float32
 
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 TERMS = 32
-# weights that are dense at a time: 2 MiB of float32 stay in a core's cache
+# elements of a weight that are float32 at a time: 2 MiB stay in a core's cache
 PANEL = 1 << 19
-# multiplications that one thread ends before another has begun
-SMALL = 1 << 20
+# a product of fewer multiplications ends before a second thread has begun
+ONE_THREAD_PRODUCTS = 1 << 20
 NARROW = ContextVar("narrow", default=False)
 
 
@@ -28,12 +28,13 @@ def narrowed(rule: Callable) -> Callable:
 
 
 def summed(term: Callable, *operands, terms: int = TERMS) -> torch.Tensor:
-    """What `term` returns for tensors, of which it sums over one axis each. If sums are
-    narrow, `term` gets `terms` elements of that axis at a time, and the total is rounded
-    to fp16 after every part.
+    """A sum of products, `term(*tensors)`. In precision `narrow` it is computed in parts:
+    the axis that `term` sums over is split into pieces of `terms` elements, and the total
+    so far is rounded to fp16 after each piece.
 
     Args:
-        operands: pairs of a tensor and the axis of it that `term` sums over.
+        term: contracts its tensors over one axis, as `torch.matmul` does.
+        operands: each tensor with the axis of it that `term` sums over.
     """
     if not NARROW.get():
         return term(*(x for x, _ in operands))
@@ -46,7 +47,7 @@ def summed(term: Callable, *operands, terms: int = TERMS) -> torch.Tensor:
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x [..., M, K] @ y [..., K, N]."""
     threads = torch.get_num_threads()
-    if x.numel() * y.shape[-1] < SMALL:
+    if x.numel() * y.shape[-1] < ONE_THREAD_PRODUCTS:
         torch.set_num_threads(1)
     try:
         return summed(torch.matmul, (x, -1), (y, max(-2, -y.dim())))
