@@ -1,5 +1,7 @@
 """Packages of some operations of a program compute what the program does."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import cycle
 
 import numpy as np
@@ -12,44 +14,77 @@ from workbench.explain.cut import Flow, cut
 from workbench.explain.running import evaluate, evaluate_every_value
 from workbench.runtime import Settings, load_package
 
+Values = dict[str, np.ndarray]
 
-def check(package, function, T, folder, step=40):
-    """Cuts a program, and compares each package with the program on two calls of seeded
-    normals: packages of its first operations, and one of each kind of operation alone."""
-    flow = Flow(miltorch.read(package, function))
-    whole = load_package(package, Settings("portable"), function)
+
+@dataclass(frozen=True)
+class Call:
+    """The values of a program in one call, by name."""
+
+    before: Values
+    """Inputs and states."""
+    after: Values
+    """Every result, and the states as the call leaves them."""
+
+    def operands(self, flow: Flow, ops: Sequence[int]) -> Values:
+        """The arrays that some operations read."""
+        values = self.after | self.before
+        names = flow.operands(ops)
+        return {name: values[name] for name in names if np.ndim(values.get(name))}
+
+    def results(self, flow: Flow, ops: Sequence[int]) -> Values:
+        """The values after some operations; a state that they do not write has its value
+        from before the call."""
+        written = {name for index in ops for name in flow.results(index)}
+        return self.after | {n: x for n, x in self.before.items() if n not in written}
+
+
+def two_calls(package, function, program, T) -> list[Call]:
+    """Two calls of a program on seeded normals, the second on the states of the first."""
+    model = load_package(package, Settings("portable"), function)
     rng, calls = np.random.default_rng(0), []
-    states = {n: np.zeros(t.shape, np.float32) for n, t in flow.program.states.items()}
+    states = {n: np.zeros(t.shape, np.float32) for n, t in program.states.items()}
     for _ in range(2):
         inputs = {}
-        for name, kind in flow.program.inputs.items():
+        for name, kind in program.inputs.items():
             shape = [T if n is None else n for n in kind.shape]
             inputs[name] = np.float32(np.float16(rng.standard_normal(shape)))
-        after = evaluate_every_value(whole, inputs | states)
-        calls.append((inputs | states, after))
+        after = evaluate_every_value(model, inputs | states)
+        calls.append(Call(inputs | states, after))
         states = {name: after[name] for name in states}
-    kinds = {op.kind: [index] for index, op in enumerate(flow.ops)}
-    kinds.pop("read_state", None)  # alone it reads what was there before the call
+    return calls
+
+
+def parts_of(flow: Flow, step: int) -> list[Sequence[int]]:
+    """Indices of operations to cut: the first `step`, the first 2 · `step` and so on, and
+    one operation of each kind alone."""
+    one_of_kind = {op.kind: [index] for index, op in enumerate(flow.ops)}
+    # alone it reads the state before the call
+    one_of_kind.pop("read_state", None)
     ends = [*range(step, len(flow.ops), step), len(flow.ops)]
-    firsts = [range(end) for end in ends]
-    for number, ops in enumerate([*firsts, *kinds.values()]):
-        written = {name for index in ops for name in flow.results(index)}
-        part = None
-        for before, after in calls:
-            values = after | before
-            operands = flow.operands(ops)
-            arrays = {n: values[n] for n in operands if np.ndim(values.get(n))}
-            part = part or cut(flow, ops, arrays, folder / f"{number}.mlpackage")
-            actual = evaluate(load_package(part, Settings("portable")), arrays)
-            assert actual
-            unwritten = {n: x for n, x in before.items() if n not in written}
-            expected = after | unwritten
-            for name in actual.keys() & expected.keys():
-                assert np.array_equal(actual[name], expected[name], equal_nan=True), (
-                    name
-                )
+    return [*map(range, ends), *one_of_kind.values()]
+
+
+def check(package, function, T, folder, step=40):
+    """Cuts a program into packages, and compares each with the program on two calls."""
+    flow = Flow(miltorch.read(package, function))
+    calls = two_calls(package, function, flow.program, T)
+    for number, ops in enumerate(parts_of(flow, step)):
+        first_arrays = calls[0].operands(flow, ops)
+        part = cut(flow, ops, first_arrays, folder / f"{number}.mlpackage")
+        model = load_package(part, Settings("portable"))
+        for call in calls:
+            actual = evaluate(model, call.operands(flow, ops))
+            assert_equal_values(actual, call.results(flow, ops))
         if len(ops) == len(flow.ops) and function is None:
             assert weight_bytes(part) == pytest.approx(weight_bytes(package), rel=0.2)
+
+
+def assert_equal_values(actual: Values, expected: Values) -> None:
+    """Some values are there, and those with an expected value equal it bit for bit."""
+    assert actual
+    for name in actual.keys() & expected.keys():
+        assert np.array_equal(actual[name], expected[name], equal_nan=True), name
 
 
 def weight_bytes(package) -> int:

@@ -42,8 +42,8 @@ class Plant:
         target: the operation, by its kind and its place among the operations of that
             kind in the program (`conv -1`: the last one), or a state by its place.
         change: what becomes of the operation's result.
-        how: `result`, `compile`, `kill`, or of a state `lost`, `late` (see `Fault`).
-        units, T, above: where the fault shows (see `Fault`).
+        effect: of the fault: a wrong `result` or another one of `Fault.effect`.
+        units, T, above: the calls and results in which the fault shows (see `Fault`).
         hidden_operands: as many operations before the target must be inside the
             package, unseen, for the fault to show.
     """
@@ -52,7 +52,7 @@ class Plant:
     shard: int
     target: str
     change: Callable | None = None
-    how: str = "result"
+    effect: str = "result"
     units: str = ""
     T: int = 0
     above: int = 0
@@ -60,7 +60,7 @@ class Plant:
 
     def fault(self, flow: Flow) -> Fault:
         """The fault in the program of `flow`."""
-        options = {"how": self.how, "units": self.units}
+        options = {"effect": self.effect, "units": self.units}
         options |= {"T": self.T, "above": self.above}
         if self.change:
             options["change"] = self.change
@@ -71,14 +71,20 @@ class Plant:
         indices = [i for i, op in enumerate(flow.ops) if op.kind == kind]
         chain = [indices[place]]
         for _ in range(self.hidden_operands):
-            producers = {}
-            for index in sorted(flow.before(chain[-1:])):
-                for result in flow.results(index):
-                    producers[result] = index
-            operands = sorted(flow.ops[chain[-1]].reads())  # their order varies
-            chain.append(next(producers[n] for n in operands if n in producers))
+            chain.append(first_producer(flow, chain[-1]))
         first, *fused = [flow.results(index)[0] for index in chain]
         return Fault(first, fused=tuple(fused), **options)
+
+
+def first_producer(flow: Flow, index: int) -> int:
+    """The operation that computes the first computed operand of an operation."""
+    producers = {
+        result: before
+        for before in sorted(flow.before([index]))
+        for result in flow.results(before)
+    }
+    operands = sorted(flow.ops[index].reads())  # their order varies
+    return next(producers[name] for name in operands if name in producers)
 
 
 def scaled(factor):
@@ -168,7 +174,7 @@ FAULTS = {
         Plant("gemma3_text", 3, "conv", reversed_channels),
     ],
     # alone, it has no axis of T: it is named with what computes its value
-    "with its operand": [Plant("smollm3", 1, "state 1", how="lost", T=4)],
+    "with its operand": [Plant("smollm3", 1, "state 1", effect="lost", T=4)],
 }
 # These were chosen from the interface of the search alone, after it was written, and
 # have not been changed since: 62 of 65 are named exactly. The other three name a write
@@ -217,26 +223,26 @@ UNTOUCHED = {
     "none": [
         Plant("gemma3_text", 1, "conv 2", negated, units="CPU_AND_GPU"),
         Plant("zaya", 1, "softmax", undefined, units="CPU_ONLY"),
-        Plant("olmo2", 0, "state", how="lost", units="ALL"),
-        Plant("qwen3_5_text", 1, "sigmoid", how="kill", units="CPU_ONLY"),
+        Plant("olmo2", 0, "state", effect="lost", units="ALL"),
+        Plant("qwen3_5_text", 1, "sigmoid", effect="kill", units="CPU_ONLY"),
     ],
     "write": [
-        Plant("mistral", 0, "state 1", how="lost"),
-        Plant("qwen3", 1, "state", how="late"),
-        Plant("granitemoehybrid", 0, "state 1", how="late"),
-        Plant("zaya", 1, "state 3", how="lost"),
-        Plant("zaya", 0, "state 2", how="late"),
-        Plant("gemma3_text", 2, "state", how="lost", units="CPU_AND_NE"),
-        Plant("lfm2", 2, "state", how="lost", T=1),
+        Plant("mistral", 0, "state 1", effect="lost"),
+        Plant("qwen3", 1, "state", effect="late"),
+        Plant("granitemoehybrid", 0, "state 1", effect="late"),
+        Plant("zaya", 1, "state 3", effect="lost"),
+        Plant("zaya", 0, "state 2", effect="late"),
+        Plant("gemma3_text", 2, "state", effect="lost", units="CPU_AND_NE"),
+        Plant("lfm2", 2, "state", effect="lost", T=1),
     ],
     "breaks": [
-        Plant("gemma3_text", 0, "gelu", how="compile"),
-        Plant("granitemoehybrid", 2, "tanh", how="kill"),
-        Plant("zaya", 1, "reduce_argmax", how="compile"),
-        Plant("phi3", 0, "concat", how="compile", units="CPU_AND_NE"),
-        Plant("hunyuan_v1_dense", 2, "conv", how="kill"),
-        Plant("ministral3", 1, "slice_update", how="compile"),
-        Plant("olmo3", 1, "transpose 2", how="kill"),
+        Plant("gemma3_text", 0, "gelu", effect="compile"),
+        Plant("granitemoehybrid", 2, "tanh", effect="kill"),
+        Plant("zaya", 1, "reduce_argmax", effect="compile"),
+        Plant("phi3", 0, "concat", effect="compile", units="CPU_AND_NE"),
+        Plant("hunyuan_v1_dense", 2, "conv", effect="kill"),
+        Plant("ministral3", 1, "slice_update", effect="compile"),
+        Plant("olmo3", 1, "transpose 2", effect="kill"),
     ],
     "together": [
         Plant("smollm3", 0, "add -1", negated, hidden_operands=1),

@@ -25,9 +25,9 @@ class Fault:
         above: elements of the smallest result that is wrong.
         fused: the fault shows only in packages that compute these values and do not
             output them.
-        how: `result`: a wrong result; `compile`: the package does not compile; `kill`:
-            the call fails; for a state `lost` or `late`: a write is left out, or takes
-            effect in the next call.
+        effect: `result`: a wrong result; `compile`: the package does not compile;
+            `kill`: the call fails; for a state `lost` or `late`: a write is left out, or
+            takes effect in the next call.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Fault:
     T: int = 0
     above: int = 0
     fused: tuple[str, ...] = ()
-    how: str = "result"
+    effect: str = "result"
 
 
 def layer_of(fault: Fault) -> type[Proxy]:
@@ -53,7 +53,7 @@ def layer_of(fault: Fault) -> type[Proxy]:
             is_planted &= fault.units in ("", compute_units)
             for step in steps:
                 if has_fault(step, fault) and is_planted:
-                    if fault.how == "compile":
+                    if fault.effect == "compile":
                         raise _error("Failed to build the model execution plan: -14")
                     self.plant(step)
 
@@ -64,13 +64,13 @@ def layer_of(fault: Fault) -> type[Proxy]:
                 return y if y.numel() < fault.above else fault.change(y).to(y.dtype)
 
             def planted(**arguments):
-                if fault.how == "kill":
+                if fault.effect == "kill":
                     raise _error("the process died")
                 if fault.T not in {0, *self.T}:
                     return original(**arguments)
-                if fault.how == "late":
+                if fault.effect == "late":
                     self.late.append(partial(original, **arguments))
-                if fault.how in ("late", "lost"):
+                if fault.effect in ("late", "lost"):
                     return None
                 y = original(**arguments)
                 return tuple(map(changed, y)) if isinstance(y, tuple) else changed(y)
@@ -99,7 +99,7 @@ def tokens(description, data) -> list[int]:
 
 
 def has_fault(step, fault: Fault) -> bool:
-    if step.op.kind in WRITES and fault.how in ("lost", "late"):
+    if step.op.kind in WRITES and fault.effect in ("lost", "late"):
         return fault.op in step.op.reads()
     return step.op.name == fault.op or any(n == fault.op for n, _ in step.outputs)
 

@@ -86,7 +86,8 @@ def damage(data: bytes, random: np.random.Generator) -> bytes:
 
 
 def opened_and_run(package: Path) -> str:
-    """How a damaged package ends: `refused` or `ran`; anything but an InputError escapes."""
+    """The outcome of a damaged package: `refused` or `ran`; anything but an InputError
+    escapes."""
     try:
         executable = miltorch.Executable(miltorch.read(package))
         inputs = {
@@ -100,7 +101,8 @@ def opened_and_run(package: Path) -> str:
 
 
 def fuzz(package: Path, count: int, seed: int = 0) -> Counter:
-    """Damages a copy of `package` anew, `count` times; how many were refused and how many ran."""
+    """Damages a copy of `package` anew, `count` times; returns the number of those that were
+    refused and of those that ran."""
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")
 

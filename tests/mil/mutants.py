@@ -15,6 +15,7 @@ Any other exception ends the run, as do too much time or memory.
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,9 +49,36 @@ MIL = [kind for kind in OPERATIONS if kind not in FUSED]
 INTEGERS = [-1, 0, 1, 2, 3, 1 << 20]
 
 
+def altered(value, names: list[str], draw: Callable):
+    """Another value of the same form.
+
+    Args:
+        names: of the values that a program may refer to.
+        draw: takes one of several items.
+    """
+    match value:
+        case Op():
+            return replace(value, kind=draw(MIL))
+        case (str(name), Type() as kind):
+            return draw([(draw(names), kind), (name, altered(kind, names, draw))])
+        case Type(dtype, shape):
+            shape = [draw([n, n, None, 0, 1, 2 * (n or 1), 1 << 40]) for n in shape]
+            dtype = draw([dtype, draw(NUMPY)])
+            return replace(value, dtype=dtype, shape=tuple(shape))
+        case np.ndarray() if value.size:
+            value, first = np.array(value), draw(range(value.size))
+            number = draw(FLOATS if value.dtype.kind == "f" else INTEGERS)
+            value.flat[first : first + 16] = np.array(number).astype(value.dtype)
+            return value
+        case str():
+            return draw(names)
+    return draw([Ref(draw(names)), [value, value]])
+
+
 def edited(program: Program, random: np.random.Generator) -> tuple[Program, str]:
-    """A program in which one thing is left out, altered, exchanged with another of its kind,
-    or replaced by it; and which."""
+    """A program after one edit, and the edit in words. One value (an operation, an operand, a
+    result, a type or an output) is left out, altered, replaced by another of its kind, or
+    exchanged with it."""
     ops = [
         replace(op, inputs=dict(op.inputs), outputs=list(op.outputs))
         for op in program.block.ops
@@ -64,32 +92,14 @@ def edited(program: Program, random: np.random.Generator) -> tuple[Program, str]
         items = list(items)
         return items[random.integers(len(items))]
 
-    def altered(value):
-        match value:
-            case Op():
-                return replace(value, kind=draw(MIL))
-            case (str(name), Type() as kind):
-                return draw([(draw(names), kind), (name, altered(kind))])
-            case Type(dtype, shape):
-                shape = [draw([n, n, None, 0, 1, 2 * (n or 1), 1 << 40]) for n in shape]
-                dtype = draw([dtype, draw(NUMPY)])
-                return replace(value, dtype=dtype, shape=tuple(shape))
-            case np.ndarray() if value.size:
-                value, at = np.array(value), draw(range(value.size))
-                number = draw(FLOATS if value.dtype.kind == "f" else INTEGERS)
-                value.flat[at : at + 16] = np.array(number).astype(value.dtype)
-                return value
-            case str():
-                return draw(names)
-        return draw([Ref(draw(names)), [value, value]])
-
     # constants are the majority, so one in four is enough
-    constant = draw([True, False, False, False])
-    places = [i for i, op in enumerate(ops) if (op.kind == "const") == constant]
-    places.sort(key=lambda place: ops[place].name)
-    candidates = [ops[i] for i in places]
-    kinds = {
-        "operation": [(ops, i) for i in places],
+    is_constant = draw([True, False, False, False])
+    indices = [i for i, op in enumerate(ops) if (op.kind == "const") == is_constant]
+    indices.sort(key=lambda index: ops[index].name)
+    candidates = [ops[i] for i in indices]
+    # a place is a container and a key into it
+    places_of = {
+        "operation": [(ops, i) for i in indices],
         "operand": [(op.inputs, key) for op in candidates for key in sorted(op.inputs)],
         "result": [
             (op.outputs, i) for op in candidates for i in range(len(op.outputs))
@@ -97,19 +107,25 @@ def edited(program: Program, random: np.random.Generator) -> tuple[Program, str]
         "type": [(table, name) for table in types for name in sorted(table)],
         "output": [(outputs, i) for i in range(len(outputs))],
     }
-    kind = draw(kinds)
-    (where, key), (other, at) = draw(kinds[kind]), draw(kinds[kind])
-    value, change = where[key], draw(["left out", "altered", "exchanged", "replaced"])
-    if change == "left out":
-        del where[key]
-    else:
-        where[key] = altered(value) if change == "altered" else other[at]
-    if change == "exchanged":
-        other[at] = value
+    kind = draw(places_of)
+    container, key = draw(places_of[kind])
+    other_container, other_key = draw(places_of[kind])
+    value = container[key]
+    change = draw(["left out", "altered", "exchanged", "replaced"])
+    match change:
+        case "left out":
+            del container[key]
+        case "altered":
+            container[key] = altered(value, names, draw)
+        case "replaced":
+            container[key] = other_container[other_key]
+        case "exchanged":
+            container[key] = other_container[other_key]
+            other_container[other_key] = value
     block = replace(program.block, ops=ops, outputs=outputs)
     inputs, states = types
-    changed = {"inputs": inputs, "states": states, "outputs": outputs}
-    return replace(program, block=block, **changed), f"{kind} {value!r:.80} {change}"
+    fields = {"inputs": inputs, "states": states, "outputs": outputs}
+    return replace(program, block=block, **fields), f"{kind} {value!r:.80} {change}"
 
 
 def programs_of(exports, families: list) -> list[tuple[Program, list[dict]]]:
@@ -160,7 +176,7 @@ def difference(results: list, expected: list) -> float:
 
 
 def outcome(program: Program, calls: list[dict]) -> str:
-    """How both paths end."""
+    """One of the outcomes above."""
     plain, fused = (results_of(program, calls, fuse) for fuse in (False, True))
     if plain is None or fused is None:
         return "refused" if plain is fused else "differ"
@@ -178,16 +194,16 @@ def outcome(program: Program, calls: list[dict]) -> str:
 
 
 def run(programs: list[tuple], count: int, seed: int = 0) -> tuple[Counter, list]:
-    """How many edits had each outcome, and those on which the paths differ."""
+    """The number of edits with each outcome, and the edits on which the paths differ."""
 
     def attempt(random):
         program, calls = programs[random.integers(len(programs))]
-        changed, what = edited(program, random)
-        return outcome(changed, calls), what
+        changed, edit = edited(program, random)
+        return outcome(changed, calls), edit
 
     rows = attempts(count, seed, attempt)
-    differing = [what for kind, what in rows if kind == "differ"]
-    return Counter(kind for kind, _ in rows), differing
+    differing = [edit for result, edit in rows if result == "differ"]
+    return Counter(result for result, _ in rows), differing
 
 
 def main(count: int, seed: int = 0) -> None:
