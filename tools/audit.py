@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from audit_answers import check_sentences  # beside this script
 from audit_benchmarks import check_benchmarks
 from audit_prose import check_prose
+from finding import Finding
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
@@ -49,20 +50,9 @@ RATIO = re.compile(
     r"([\w.]+) has (more|fewer) than ([\w.]+), ([\d.e+-]+) times "
     r"\([\d.e+-]+ to [\d.e+-]+, paired over (\d+) rounds\)"
 )
-DEFINITION = 2  # of rows of fidelity whose chained updates mean what a layer adds
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A published number that differs from the computed one."""
-
-    place: str
-    label: str
-    published: str
-    computed: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.label}: {self.published}; computed {self.computed}"
+DEFINITION = (
+    2  # of rows of fidelity whose chained updates are the sum that a layer adds
+)
 
 
 def audit(project: Path) -> list[Finding]:
@@ -81,9 +71,7 @@ def audit(project: Path) -> list[Finding]:
     findings = check_log(log, {path.parent.name[:2] for path in reports})
     for path in reports:
         findings += check_report(path.parent, log)
-    texts = check_benchmarks(project) + check_prose(project)
-    findings += [Finding(*cells) for cells in texts]
-    return findings
+    return findings + check_benchmarks(project) + check_prose(project)
 
 
 def read_log(folder: Path) -> dict[str, pd.DataFrame]:
@@ -128,16 +116,34 @@ def of_process(log: dict[str, pd.DataFrame], run_id: str, phase: str) -> float:
 
 
 def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]:
-    """Checks units, rates and ratios of every row, and the definition of the rows of published
-    experiments. No report shows rows of other experiments, and readers refuse old ones."""
+    """Checks every row of the log.
+
+    Args:
+        reported: the numbers of the experiments with a report.
+    """
+    return [
+        *check_units(log["samples"]),
+        *check_rates(log),
+        *check_error_ratios(log["fidelity"]),
+        *check_definitions(log, reported),
+    ]
+
+
+def check_units(samples: pd.DataFrame) -> list[Finding]:
+    """Checks the unit of every sample."""
     findings = []
-    samples = log["samples"]
     for phase, unit in UNITS.items():
         wrong = samples[(samples.get("phase") == phase) & (samples.get("unit") != unit)]
         if len(wrong):
             units = ", ".join(sorted(set(wrong["unit"])))
             findings.append(Finding("log/samples", f"unit of {phase}", units, unit))
-    for run_id, rows in samples.groupby("run_id"):
+    return findings
+
+
+def check_rates(log: dict[str, pd.DataFrame]) -> list[Finding]:
+    """Checks the tokens per second of every run against its calls."""
+    findings = []
+    for run_id, rows in log["samples"].groupby("run_id"):
         calls = rows[(rows["phase"] == "call") & rows["warmup"].eq(False)]
         rates = rows[rows["phase"] == "tokens_per_s"]
         if len(calls) and len(rates):
@@ -148,38 +154,48 @@ def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]
                 findings.append(
                     _finding(f"log/samples/{run_id}", label, published, computed)
                 )
-    fidelity = log["fidelity"]
-    if {"ratio", "error", "budget"} <= set(fidelity):
-        rows = fidelity.dropna(subset=["ratio", "error", "budget"])
-        rows = rows[np.isfinite(rows["ratio"]) & (rows["error"] > 0)]
-        ratio = rows["error"] / np.sqrt(rows["budget"] ** 2 + HALF_ULP_SQUARED)
-        # the rounding budget, and beside it the rounding of the result to fp16
-        wrong = rows[~np.isclose(rows["ratio"], ratio, rtol=TOLERANCE)]
-        for run_id, part in wrong.groupby("run_id"):
-            label = f"error over its budget, {len(part)} rows"
-            first = part.iloc[0]
-            findings.append(
-                _finding(
-                    f"log/fidelity/{run_id}",
-                    label,
-                    first["ratio"],
-                    ratio[wrong.index].iloc[0],
-                )
-            )
-    if "mode" in fidelity:
-        definition = fidelity.get("definition", pd.Series(np.nan, fidelity.index))
-        stale = definition.fillna(1).lt(DEFINITION)
-        stale &= fidelity["mode"].eq("chained") & fidelity["tensor"].eq("update")
-        experiments = log["runs"].set_index("run_id").reindex(columns=["experiment"])
-        experiment = fidelity["run_id"].map(experiments["experiment"].to_dict())
-        stale &= experiment.isna() | experiment.isin(reported)
-        if stale.any():
-            runs = fidelity.loc[stale, "run_id"].nunique()
-            label = f"chained updates, {stale.sum()} rows of {runs} runs"
-            findings.append(
-                Finding("log/fidelity", label, "an older definition", str(DEFINITION))
-            )
     return findings
+
+
+def check_error_ratios(fidelity: pd.DataFrame) -> list[Finding]:
+    """Checks the column `ratio` of the rows of fidelity against error and budget."""
+    columns = ["ratio", "error", "budget"]
+    if not set(columns) <= set(fidelity):
+        return []
+    rows = fidelity.dropna(subset=columns)
+    rows = rows[np.isfinite(rows["ratio"]) & (rows["error"] > 0)]
+    # the rounding budget, and beside it the rounding of the result to fp16
+    ratio = rows["error"] / np.sqrt(rows["budget"] ** 2 + HALF_ULP_SQUARED)
+    is_wrong = ~np.isclose(rows["ratio"], ratio, rtol=TOLERANCE)
+    wrong = rows.assign(computed=ratio)[is_wrong]
+    findings = []
+    for run_id, part in wrong.groupby("run_id"):
+        label = f"error over its budget, {len(part)} rows"
+        first = part.iloc[0]
+        place = f"log/fidelity/{run_id}"
+        findings.append(_finding(place, label, first["ratio"], first["computed"]))
+    return findings
+
+
+def check_definitions(
+    log: dict[str, pd.DataFrame], reported: set[str]
+) -> list[Finding]:
+    """Checks the definition of the rows of experiments with a report. No report shows rows of
+    other experiments, and readers refuse old ones."""
+    fidelity = log["fidelity"]
+    if "mode" not in fidelity:
+        return []
+    definition = fidelity.get("definition", pd.Series(np.nan, fidelity.index))
+    stale = definition.fillna(1).lt(DEFINITION)
+    stale &= fidelity["mode"].eq("chained") & fidelity["tensor"].eq("update")
+    experiments = log["runs"].set_index("run_id").reindex(columns=["experiment"])
+    experiment = fidelity["run_id"].map(experiments["experiment"].to_dict())
+    stale &= experiment.isna() | experiment.isin(reported)
+    if not stale.any():
+        return []
+    runs = fidelity.loc[stale, "run_id"].nunique()
+    label = f"chained updates, {stale.sum()} rows of {runs} runs"
+    return [Finding("log/fidelity", label, "an older definition", str(DEFINITION))]
 
 
 def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
@@ -203,17 +219,9 @@ def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
         findings += check_answer(
             f"{folder.name}/Answer", run["conclusion"], processes, named
         )
-    differences, _ = check_sentences(folder.name[:2], run["conclusion"], tables)
-    for difference in differences:
-        findings.append(
-            Finding(
-                f"{folder.name}/Answer",
-                difference.label,
-                difference.printed,
-                difference.computed,
-            )
-        )
-    return findings
+    place = f"{folder.name}/Answer"
+    check = check_sentences(folder.name[:2], run["conclusion"], tables, place)
+    return findings + check.findings
 
 
 def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
@@ -376,8 +384,24 @@ def check_ratios(
     place: str, text: str, processes: dict[str, pd.DataFrame]
 ) -> list[Finding]:
     """Checks the ratios of an Answer, and whether it says more or fewer."""
-    # (first, second) value of an axis → the ratios of second to first, as they are printed,
-    # of settings that differ in this axis alone
+    ratios = paired_ratios(processes)
+    findings = []
+    for second, more, first, ratio, rounds in RATIO.findall(text):
+        right = ratios.get((first, second), set())
+        word = "more" if float(ratio) > 1 else "fewer"
+        if ratio not in right or word != more or int(rounds) < 3:
+            published = f"{more}, {ratio} times, {rounds} rounds"
+            label = f"{second} over {first}"
+            computed = "; ".join(sorted(right))
+            findings.append(Finding(place, label, published, computed))
+    return findings
+
+
+def paired_ratios(
+    processes: dict[str, pd.DataFrame],
+) -> dict[tuple[str, str], set[str]]:
+    """(first, second) value of an axis → the ratios of second to first, as they are printed, of
+    settings that differ in this axis alone."""
     ratios: dict[tuple[str, str], set[str]] = {}
     for data in processes.values():
         for (first, a), (second, b) in combinations(by_setting(data), 2):
@@ -391,16 +415,7 @@ def check_ratios(
             logs = np.log(b["value"].to_numpy()[:count] / a["value"].to_numpy()[:count])
             for pair, sign in ((names, 1), (names[::-1], -1)):
                 ratios.setdefault(pair, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
-    findings = []
-    for second, more, first, ratio, rounds in RATIO.findall(text):
-        right = ratios.get((first, second), set())
-        word = "more" if float(ratio) > 1 else "fewer"
-        if ratio not in right or word != more or int(rounds) < 3:
-            published = f"{more}, {ratio} times, {rounds} rounds"
-            label = f"{second} over {first}"
-            computed = "; ".join(sorted(right))
-            findings.append(Finding(place, label, published, computed))
-    return findings
+    return ratios
 
 
 def check_named(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from finding import Finding
 
 # rounding to fp16 moves a value by at most 2^-11 of its size
 HALF_ULP = 2.0**-11
@@ -20,7 +21,8 @@ Tables = dict[str, pd.DataFrame]
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of an Answer: its printed numbers, and how they are computed."""
+    """A sentence of an Answer: a pattern whose groups are its printed numbers, and the
+    function that computes them."""
 
     label: str
     pattern: str
@@ -28,28 +30,27 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A printed number that the stored data do not give."""
+class AnswerCheck:
+    """The numbers of an Answer beside those of its data."""
 
-    label: str
-    printed: str
-    computed: str
+    findings: list[Finding]
+    count: int
+    """The number of those that were computed again."""
 
 
 def check_sentences(
-    notebook: str, answer: str, tables: Tables
-) -> tuple[list[Difference], int]:
-    """What the Answer of a notebook prints otherwise than its data give, and how many of
-    its numbers were computed again.
+    notebook: str, answer: str, tables: Tables, place: str = "Answer"
+) -> AnswerCheck:
+    """Checks the numbers in the Answer of a notebook. A claim whose sentence the Answer
+    lacks is skipped: an Answer leaves out what did not happen.
 
     Args:
         notebook: the two digits of its name.
         answer: the text of the Answer.
         tables: stored data by name, as `figures/fidelity`.
-
-    A claim whose sentence the Answer lacks is skipped: an Answer leaves out what did not
-    happen."""
-    differences, count = [], 0
+        place: of the findings.
+    """
+    findings, count = [], 0
     for claim in CLAIMS.get(notebook, []):
         for match in re.finditer(claim.pattern, answer):
             numbers = claim.compute(tables, match)
@@ -57,12 +58,13 @@ def check_sentences(
             count += len(numbers)
             for text, number in zip(printed, numbers):
                 if not agrees(text, number):
-                    differences.append(Difference(claim.label, text, f"{number:.6g}"))
-    return differences, count
+                    computed = f"{number:.6g}"
+                    findings.append(Finding(place, claim.label, text, computed))
+    return AnswerCheck(findings, count)
 
 
 def printed_numbers(match: re.Match) -> list[str]:
-    """The groups without a name; the named ones say what the numbers are of."""
+    """The groups without a name; the named ones identify the data of the numbers."""
     named = set(match.re.groupindex.values())
     groups = enumerate(match.groups(), start=1)
     return [text for place, text in groups if place not in named and text is not None]
@@ -82,7 +84,7 @@ def agrees(printed: str, computed: float) -> bool:
 
 
 def ratio(rows: pd.DataFrame) -> pd.Series:
-    """Error over what rounding alone causes, with half a step of fp16 in both."""
+    """The error over that of rounding alone, with half a step of fp16 in both."""
     return rows["error"] / np.hypot(rows["budget"], HALF_ULP)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from finding import Finding
 
 ROW_TOLERANCE = 6e-3  # relative: the table prints three digits
 NUMBER = r"[\d,]*\.?\d+"
@@ -20,7 +21,7 @@ RATES, TIMES = {"tok/s"}, {"s"}
 
 @dataclass(frozen=True)
 class Row:
-    """What a row of the table must say."""
+    """A row of the table, from the samples."""
 
     what: str
     command: str
@@ -31,24 +32,16 @@ class Row:
     unit: str
 
 
-def check_benchmarks(project: Path) -> list[tuple[str, str, str, str]]:
-    """Place, label, printed text and computed text of every cell of the table that differs from the
-    samples, of rows without a benchmark and of benchmarks without a row."""
+def check_benchmarks(project: Path) -> list[Finding]:
+    """Lists the cells of the table that differ from the samples, rows without a benchmark and
+    benchmarks without a row."""
     files = sorted((project / "experiments" / "benchmarks").glob("*.json"))
     readme = project / "README.md"
     block = BLOCK.search(readme.read_text()) if readme.exists() else None
     if not files and not block:
         return []
     lines = block[1].splitlines() if block else []
-    cells = [
-        [cell.strip() for cell in line.strip("| ").split(" | ")]
-        for line in lines
-        if line.startswith("| ") and not line.startswith("| what |")
-    ]
-    # several peers may stand beside one series: such rows are in the samples' order
-    printed: dict[tuple[str, str], list[list[str]]] = {}
-    for row in cells:
-        printed.setdefault((row[0], row[-1].strip("`")), []).append(row)
+    printed = printed_rows(lines)
     findings = []
     for file in files:
         document = json.loads(file.read_text())
@@ -57,34 +50,43 @@ def check_benchmarks(project: Path) -> list[tuple[str, str, str, str]]:
         for row in compute_rows(document):
             rows_left = printed.get((row.what, row.command))
             if not rows_left:
-                findings.append((place, row.what, "no row in README.md", "a row"))
+                missing = "no row in README.md"
+                findings.append(Finding(place, row.what, missing, "a row"))
             else:
                 findings += check_row(place, row, rows_left.pop(0))
         condition = f"- `{document['command']}`: {document['machine']}; "
         if not any(line.startswith(condition) for line in lines):
-            findings.append((place, "machine", "not in README.md", condition))
+            findings.append(Finding(place, "machine", "not in README.md", condition))
     for (what, command), rows_left in printed.items():
         for _ in rows_left:
-            findings.append(
-                ("README.md", what, f"a row of `{command}`", "no benchmark")
-            )
+            row = f"a row of `{command}`"
+            findings.append(Finding("README.md", what, row, "no benchmark"))
     return findings
 
 
-def check_series(place: str, document: dict) -> list[tuple[str, str, str, str]]:
-    """Units that no benchmark has, and samples that are no positive numbers."""
+def printed_rows(lines: list[str]) -> dict[tuple[str, str], list[list[str]]]:
+    """(what, command) → the cells of each row of the table. Several peers may stand beside one
+    series: such rows are in the samples' order."""
+    rows: dict[tuple[str, str], list[list[str]]] = {}
+    for line in lines:
+        if line.startswith("| ") and not line.startswith("| what |"):
+            cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+            rows.setdefault((cells[0], cells[-1].strip("`")), []).append(cells)
+    return rows
+
+
+def check_series(place: str, document: dict) -> list[Finding]:
+    """Lists units that no benchmark has, and samples that are no positive numbers."""
     findings = []
     for series in document["series"]:
-        if series["unit"] not in RATES | TIMES | {"bytes"}:
-            findings.append(
-                (place, series["name"], series["unit"], "tok/s, s or bytes")
-            )
-        samples = series["samples"]
+        name, unit, samples = series["name"], series["unit"], series["samples"]
+        if unit not in RATES | TIMES | {"bytes"}:
+            findings.append(Finding(place, name, unit, "tok/s, s or bytes"))
         if samples is None:
             if not series["missing"]:
-                findings.append((place, series["name"], "no samples", "a reason"))
+                findings.append(Finding(place, name, "no samples", "a reason"))
         elif not samples or not np.all(np.isfinite(samples)) or min(samples) <= 0:
-            findings.append((place, series["name"], str(samples), "positive samples"))
+            findings.append(Finding(place, name, str(samples), "positive samples"))
     return findings
 
 
@@ -121,38 +123,44 @@ def _median(series: dict) -> float | None:
     return float(np.median(samples)) if samples else None
 
 
-def check_row(
-    place: str, row: Row, texts: list[str]
-) -> list[tuple[str, str, str, str]]:
-    """The cells of a printed row that differ from the computed one."""
+def check_row(place: str, row: Row, texts: list[str]) -> list[Finding]:
+    """Lists the cells of a printed row that differ from the computed one."""
     if len(texts) != 5:
-        return [(place, row.what, " | ".join(texts), "five cells")]
+        return [Finding(place, row.what, " | ".join(texts), "five cells")]
     _, ratio, value, peer, _ = texts
     findings = []
     match = RATIO.fullmatch(ratio)
+    label = f"ratio of {row.what}"
     if row.ratios is None:
         if ratio != NOT_MEASURED:
-            findings.append((place, f"ratio of {row.what}", ratio, NOT_MEASURED))
-    elif not match or not all(map(_close, match.groups(), row.ratios)):
+            findings.append(Finding(place, label, ratio, NOT_MEASURED))
+    elif not match or not all(map(_is_close, match.groups(), row.ratios)):
         computed = "{:.3g} ({:.3g} to {:.3g})".format(*row.ratios)
-        findings.append((place, f"ratio of {row.what}", ratio, computed))
+        findings.append(Finding(place, label, ratio, computed))
     name, _, peer_value = peer.rpartition(": ")
     if name != row.peer:
-        findings.append((place, f"peer of {row.what}", name, row.peer))
-    for label, text, number in (
-        (f"value of {row.what}", value, row.value),
-        (f"peer's value of {row.what}", peer_value, row.peer_value),
-    ):
-        match = VALUE.fullmatch(text)
-        if number is None:
-            if text != NOT_MEASURED:
-                findings.append((place, label, text, NOT_MEASURED))
-        elif not match or not _close(match[1], number):
-            findings.append((place, label, text, f"{number:.3g} {row.unit}"))
-        elif match[2] != row.unit:
-            findings.append((place, f"unit of the {label}", match[2], row.unit))
+        findings.append(Finding(place, f"peer of {row.what}", name, row.peer))
+    label = f"value of {row.what}"
+    findings += check_value(place, label, value, row.value, row.unit)
+    label = f"peer's value of {row.what}"
+    findings += check_value(place, label, peer_value, row.peer_value, row.unit)
     return findings
 
 
-def _close(text: str, number: float) -> bool:
+def check_value(
+    place: str, label: str, text: str, number: float | None, unit: str
+) -> list[Finding]:
+    """Checks a printed number with its unit. A number that is None was not measured."""
+    match = VALUE.fullmatch(text)
+    if number is None:
+        if text != NOT_MEASURED:
+            return [Finding(place, label, text, NOT_MEASURED)]
+    elif not match or not _is_close(match[1], number):
+        return [Finding(place, label, text, f"{number:.3g} {unit}")]
+    elif match[2] != unit:
+        return [Finding(place, f"unit of the {label}", match[2], unit)]
+    return []
+
+
+def _is_close(text: str, number: float) -> bool:
     return bool(np.isclose(float(text.replace(",", "")), number, rtol=ROW_TOLERANCE))

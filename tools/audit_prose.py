@@ -22,6 +22,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from finding import Finding
+
 REGISTER = "tools/prose_numbers.tsv"
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"<!-- (benchmarks|commands) -->.*?<!-- /\1 -->", re.DOTALL)
@@ -56,7 +58,8 @@ TABLE = "table: "
 
 @dataclass(frozen=True)
 class Account:
-    """A line of the register."""
+    """A line of the register: the page, a piece of its text, and the source of its
+    numbers."""
 
     page: str
     text: str
@@ -78,73 +81,77 @@ def prose(text: str) -> list[str]:
     return FENCE.sub("", BLOCK.sub("", text)).splitlines()
 
 
-def check_prose(project: Path) -> list[tuple[str, str, str, str]]:
-    """Page, text, printed and needed, for every number without an account and for every wrong line
-    of the register."""
+def check_prose(project: Path) -> list[Finding]:
+    """Lists every number without an account, and every wrong line of the register."""
     register = read_register(project / REGISTER)
     pages = [project / "README.md", *sorted((project / "docs").glob("*.md"))]
-    pages = [page for page in pages if page.exists()]
     findings = []
     for path in pages:
-        page = path.relative_to(project).as_posix()
-        accounts = [account for account in register if account.page == page]
-        used, heading = set(), ""
-        for line in prose(path.read_text()):
-            is_row = line.startswith("|")
-            if not is_row:
-                heading = ""
-            elif not heading:
-                heading = TABLE + line.strip("| ").split(" | ")[0]
-            rest = line
-            for account in accounts:
-                if is_row and account.text == heading:
-                    used.add(account)
-                    rest = ""
-                elif account.text in line:
-                    used.add(account)
-                    rest = rest.replace(account.text, " ")
-            if CITED.search(line):
-                continue
-            if unknown := numbers(rest):
-                excerpt = line if len(line) < 90 else f"{line[:87]}..."
-                findings.append(
-                    (page, excerpt, ", ".join(unknown), "a test, a source or a table")
-                )
-        for account in accounts:
-            if account not in used:
-                findings.append((page, account.text, "not on the page", REGISTER))
+        if path.exists():
+            page = path.relative_to(project).as_posix()
+            accounts = [account for account in register if account.page == page]
+            findings += check_page(page, path.read_text(), accounts)
     for account in register:
-        if wrong := check_source(project, account):
-            findings.append((account.page, account.text, *wrong))
+        findings += check_source(project, account)
     return findings
 
 
-def check_source(project: Path, account: Account) -> tuple[str, str] | None:
-    """What an account says and what is so, if it names a test or constant that is not there or has
-    another value."""
-    source = account.source
+def check_page(page: str, text: str, accounts: list[Account]) -> list[Finding]:
+    """Lists the numbers of a page without an account, and the accounts whose text the page
+    lacks.
+
+    Args:
+        accounts: those of the page.
+    """
+    findings, used, heading = [], set(), ""
+    for line in prose(text):
+        is_row = line.startswith("|")
+        if not is_row:
+            heading = ""
+        elif not heading:
+            heading = TABLE + line.strip("| ").split(" | ")[0]
+        rest = line
+        for account in accounts:
+            if is_row and account.text == heading:
+                used.add(account)
+                rest = ""
+            elif account.text in line:
+                used.add(account)
+                rest = rest.replace(account.text, " ")
+        unknown = [] if CITED.search(line) else numbers(rest)
+        if unknown:
+            excerpt = line if len(line) < 90 else f"{line[:87]}..."
+            needed = "a test, a source or a table"
+            findings.append(Finding(page, excerpt, ", ".join(unknown), needed))
+    for account in accounts:
+        if account not in used:
+            findings.append(Finding(page, account.text, "not on the page", REGISTER))
+    return findings
+
+
+def check_source(project: Path, account: Account) -> list[Finding]:
+    """Checks that the test or the constant of an account exists, and that the constant has the
+    value in the account's text."""
+    place, label, source = account.page, account.text, account.source
     if source.startswith("stated: "):
-        return None
+        return []
     if "::" in source:
         file, _, name = source.partition("::")
         path = project / file
-        if path.exists() and re.search(
-            rf"^def {name}\(", path.read_text(), re.MULTILINE
-        ):
-            return None
-        return source, "no such test"
+        definition = rf"^def {name}\("
+        if path.exists() and re.search(definition, path.read_text(), re.MULTILINE):
+            return []
+        return [Finding(place, label, source, "no such test")]
     module, _, name = source.partition(":")
     value = constant(project / f"{module.replace('.', '/')}.py", name)
     if value is None:
-        return source, "no such constant"
+        return [Finding(place, label, source, "no such constant")]
     printed = [
         text.replace(",", "").replace("−", "-") for text in NUMBER.findall(account.text)
     ]
-    if not any(
-        _number(text) == abs(value) or _number(text) == value for text in printed
-    ):
-        return ", ".join(printed), f"{value:g}"
-    return None
+    if not {value, abs(value)} & set(map(_number, printed)):
+        return [Finding(place, label, ", ".join(printed), f"{value:g}")]
+    return []
 
 
 def constant(path: Path, name: str) -> float | None:
@@ -177,8 +184,9 @@ def _number(text: str) -> float:
 def main() -> None:
     project = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1]
     findings = check_prose(project)
-    for page, text, printed, needed in findings:
-        print(f"{page}: {text}: {printed}; needs {needed}")
+    for finding in findings:
+        place, label = finding.place, finding.label
+        print(f"{place}: {label}: {finding.published}; needs {finding.computed}")
     sys.exit(bool(findings))
 
 

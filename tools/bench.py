@@ -27,7 +27,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from cyclopts import run
@@ -93,8 +93,15 @@ PUBLISHED_RUNS = {
 }
 TOKEN = 7
 Step = Callable[[], object]
-# starts a sequence; continues it by token ids, up to the logits of the last one
-Contestant = tuple[Step, Callable[[list[int]], object]]
+
+
+class Contestant(NamedTuple):
+    """A model that a benchmark times."""
+
+    begin: Step
+    """Starts a sequence."""
+    extend: Callable[[list[int]], object]
+    """Continues the sequence by token ids, up to the logits of the last one."""
 
 
 def seconds(step: Step) -> float:
@@ -140,7 +147,7 @@ def hugging_face(source: Path, dtype: str, S: int) -> Contestant:
     def call(ids: list[int]) -> None:
         model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
 
-    return torch.inference_mode()(cache.reset), call
+    return Contestant(torch.inference_mode()(cache.reset), call)
 
 
 def llama_cpp(source: Path, kind: str, S: int) -> Contestant:
@@ -160,7 +167,7 @@ def llama_cpp(source: Path, kind: str, S: int) -> Contestant:
         model.eval(ids)
         model._ctx.get_logits()
 
-    return model.reset, call
+    return Contestant(model.reset, call)
 
 
 def write_gguf(source: Path, kind: str, path: Path) -> None:
@@ -207,7 +214,7 @@ def contestants(
         decoder = workbench.Decoder(bundle, "portable", fast=True)
         for T in calls:
             title = f"{name}, T = {T}" if T else name
-            peers[title] = decoder.begin, partial(decoder.prefill, tile=T)
+            peers[title] = Contestant(decoder.begin, partial(decoder.prefill, tile=T))
     S = bundle.manifest.options.max_seq_len
     for dtype in ("float32", "float16", "bfloat16"):
         peers[f"HF {dtype}"] = hugging_face(source, dtype, S)

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from children import cpu_seconds_of_children
 
 from workbench import Bundle
 from workbench.ane.work import stored_format
@@ -66,7 +66,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Score:
-    """What a text says of one set of weights; lists have a number for each window.
+    """The figures of one set of weights on a text; lists have a number for each window.
 
     Args:
         sha256: of the text's file.
@@ -156,38 +156,68 @@ def score(source: Checkpoint, weights: Weights, text: Windows) -> Score:
     model.weights = weights
     golden_hidden = last_hidden(source, golden_model, text)
     hidden = model.last_hidden(text.ids.astype(np.int64), use_cache=False)
-    scored, nll, golden_nll, kl, same_top = [], [], [], [], []  # by window
-    kl_of_tokens = []
-    for ids, golden_row, row in zip(text.ids, golden_hidden, hidden):
-        targets = torch.from_numpy(ids[1:].astype(np.int64))
-        window_nll = window_golden_nll = window_kl = 0.0
-        window_same = 0
-        for start in range(0, len(targets), SCORED):
-            part = slice(start, min(start + SCORED, len(targets)))
-            p = torch.log_softmax(golden_model.logits(golden_row[part]), -1)
-            q = torch.log_softmax(model.logits(row[part]), -1)
-            part_kl = (p.exp() * (p - q)).sum(-1).double()
-            kl_of_tokens.append(part_kl)
-            window_nll += nats_of(targets[part], q)
-            window_golden_nll += nats_of(targets[part], p)
-            window_kl += float(part_kl.sum())
-            window_same += int((p.argmax(-1) == q.argmax(-1)).sum())
-        scored.append(len(targets))
-        nll.append(window_nll)
-        golden_nll.append(window_golden_nll)
-        kl.append(window_kl)
-        same_top.append(window_same)
-    largest = torch.cat(kl_of_tokens).sort(descending=True).values
+    windows = [
+        score_window(row, Head(golden_model, golden_row), Head(model, hidden_row))
+        for row, golden_row, hidden_row in zip(text.ids, golden_hidden, hidden)
+    ]
+    kl_of_tokens = torch.cat([window.kl_of_tokens for window in windows])
+    largest = kl_of_tokens.sort(descending=True).values
     return Score(
         sha256=text.sha256,
         window=text.ids.shape[1],
-        scored=scored,
-        nll=nll,
-        golden_nll=golden_nll,
-        kl=kl,
-        same_top=same_top,
+        scored=[len(window.kl_of_tokens) for window in windows],
+        nll=[window.nll for window in windows],
+        golden_nll=[window.golden_nll for window in windows],
+        kl=[window.kl for window in windows],
+        same_top=[window.same_top for window in windows],
         largest_kl=largest[: int(TAIL * len(largest)) + 2].tolist(),
     )
+
+
+@dataclass(frozen=True)
+class WindowScore:
+    """The figures of one window, see `Score`."""
+
+    nll: float
+    golden_nll: float
+    kl: float
+    same_top: int
+    kl_of_tokens: torch.Tensor
+    """float64 [scored]."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model over the hidden states [window, C] of one window."""
+
+    model: Reference
+    hidden: torch.Tensor
+
+    def log_p(self, positions: slice) -> torch.Tensor:
+        """The logarithms of the distributions [n, V] at some positions."""
+        return torch.log_softmax(self.model.logits(self.hidden[positions]), -1)
+
+
+def score_window(ids: np.ndarray, golden: Head, compressed: Head) -> WindowScore:
+    """The figures of one window of token ids.
+
+    Args:
+        golden: with the checkpoint's weights.
+        compressed: with the weights that are scored.
+    """
+    targets = torch.from_numpy(ids[1:].astype(np.int64))
+    nll = golden_nll = kl = 0.0
+    same_top, kl_of_tokens = 0, []
+    for start in range(0, len(targets), SCORED):
+        part = slice(start, min(start + SCORED, len(targets)))
+        p, q = golden.log_p(part), compressed.log_p(part)
+        kl_of_part = (p.exp() * (p - q)).sum(-1).double()
+        kl_of_tokens.append(kl_of_part)
+        nll += nats_of(targets[part], q)
+        golden_nll += nats_of(targets[part], p)
+        kl += float(kl_of_part.sum())
+        same_top += int((p.argmax(-1) == q.argmax(-1)).sum())
+    return WindowScore(nll, golden_nll, kl, same_top, torch.cat(kl_of_tokens))
 
 
 def nats_of(targets: torch.Tensor, log_p: torch.Tensor) -> float:
@@ -223,15 +253,14 @@ def measure(
     command += ["--compress", preset, "--max-seq-len", "256", "--json"]
     if seed is not None:
         command += ["--calibrate", CALIBRATION, "--seed", str(seed)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_start = cpu_seconds_of_children()
     output = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = cpu_seconds_of_children() - cpu_start
     exported = json.loads(output.stdout)
     opened = Bundle.open(bundle)
     for text in texts:
         for ids in text.ids:
             check_held_out(opened, ids)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     row = {
         "preset": preset,
         "seed": seed,
@@ -239,7 +268,7 @@ def measure(
         "bytes": opened.bytes,
         # an export that continued an interrupted one did a part of the work alone
         "export_seconds": None if is_resumed else exported["seconds"],
-        "export_cpu_seconds": None if is_resumed else cpu,
+        "export_cpu_seconds": None if is_resumed else cpu_seconds,
         "peak_rss_bytes": None if is_resumed else exported["peak_rss_bytes"],
     }
     if opened.manifest.calibration:
@@ -360,21 +389,30 @@ def table(folder: Path = ROWS) -> list[str]:
         for row in sorted(rows, key=place_in_table):
             key = row["preset"], row["seed"] is not None
             groups.setdefault(key, []).append(row)
-        for (preset, is_calibrated), seeds in groups.items():
-            words = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-            cells = [
-                f"`{preset}`" if preset in PRESETS else preset,
-                f"{seeds[0]['bits']:.2f}",
-                words if is_calibrated else "no",
-                *(text_cell(seeds, text) for text in texts),
-                spread(
-                    [row.get("export_cpu_seconds") for row in seeds], "{:.0f} CPU s"
-                ),
-                spread([megabytes(row) for row in seeds], "{:.0f} MB"),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+        lines += [format_row(rows, texts) for rows in groups.values()]
         lines.append("")
     return lines
+
+
+def format_row(rows: list[dict], texts: list[str]) -> str:
+    """The line of a preset in the table of a checkpoint.
+
+    Args:
+        rows: of the preset, one for each seed of a calibration, or one without.
+    """
+    preset, calibrated = rows[0]["preset"], "no"
+    if rows[0]["seed"] is not None:
+        calibrated = f"{len(rows)} seeds" if len(rows) > 1 else "1 seed"
+    cpu_seconds = [row.get("export_cpu_seconds") for row in rows]
+    cells = [
+        f"`{preset}`" if preset in PRESETS else preset,
+        f"{rows[0]['bits']:.2f}",
+        calibrated,
+        *(text_cell(rows, text) for text in texts),
+        spread(cpu_seconds, "{:.0f} CPU s"),
+        spread([megabytes(row) for row in rows], "{:.0f} MB"),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def place_in_table(row: dict) -> tuple[int, str, bool]:
@@ -411,8 +449,8 @@ def spread(values: list[float | None], form: str) -> str:
     low, high = form.format(min(values)), form.format(max(values))
     if low == high:
         return low
-    number, _, unit = form.partition("}")
-    return f"{(number + '}').format(min(values))}–{high}"
+    number = form[: form.index("}") + 1]  # without the unit
+    return f"{number.format(min(values))}–{high}"
 
 
 def presets_table() -> list[str]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import cyclopts
@@ -49,8 +50,20 @@ def change_node(node: ast.AST) -> ast.AST | None:
     return other
 
 
-def list_changes(source: str) -> Iterator[tuple[int, str, str, str]]:
-    """Every change of a module: (line, text before, text after, the changed module)."""
+@dataclass(frozen=True)
+class Change:
+    """A change of one expression of a module."""
+
+    line: int
+    before: str
+    """The expression."""
+    after: str
+    module: str
+    """The source of the changed module."""
+
+
+def list_changes(source: str) -> Iterator[Change]:
+    """Yields every change of a module."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -66,7 +79,8 @@ def list_changes(source: str) -> Iterator[tuple[int, str, str, str]]:
             ast.parse(whole)
         except SyntaxError:  # within an f-string
             continue
-        yield node.lineno, text[first:last].decode(), after, whole.decode()
+        before = text[first:last].decode()
+        yield Change(node.lineno, before, after, whole.decode())
 
 
 def find_tests(module: Path) -> list[Path]:
@@ -101,7 +115,7 @@ def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
         if not (ROOT / "workbench" / room).is_dir():
             raise SystemExit(f"mutate: workbench has no room {room}")
     possible = [
-        (path.relative_to(ROOT), *change)
+        (path.relative_to(ROOT), change)
         for room in chosen_rooms
         for path in sorted((ROOT / "workbench" / room).glob("*.py"))
         for change in list_changes(path.read_text())
@@ -113,15 +127,16 @@ def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
         for name in listed.stdout.decode().splitlines():
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, Path(folder) / name)
-        for module, line, before, after, whole in drawn:
-            (Path(folder) / module).write_text(whole)
+        for path, change in drawn:
+            (Path(folder) / path).write_text(change.module)
             is_caught = any(
-                tests_fail(Path(folder), path) for path in find_tests(module)
+                tests_fail(Path(folder), tests) for tests in find_tests(path)
             )
-            shutil.copy(ROOT / module, Path(folder) / module)
+            shutil.copy(ROOT / path, Path(folder) / path)
             caught += is_caught
-            kind = "caught " if is_caught else "SURVIVED"
-            print(f"{kind} {module}:{line}: {before} → {after}", flush=True)
+            word = "caught " if is_caught else "SURVIVED"
+            edit = f"{change.before} → {change.after}"
+            print(f"{word} {path}:{change.line}: {edit}", flush=True)
     print(f"{caught} of {count} caught")
 
 

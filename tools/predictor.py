@@ -176,9 +176,9 @@ def coverage(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def constants(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every constant with its interval, from fits to resampled sources, and the rows
-    that depend on it: its term is at least a tenth of their time."""
+def constants_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every constant with its interval, from fits to resampled sources, and the rows that
+    depend on it: those in which its term is at least `MIN_TERM_SHARE` of the time."""
     generator = np.random.default_rng(0)
     sources = rows["source"].unique()
     fits = []
@@ -278,8 +278,8 @@ def routes() -> pd.DataFrame:
 
 
 def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
-    """Over the pairs whose measured times differ by more than 5%: how many the prediction
-    puts into the same order, and the names of the others."""
+    """The number of pairs whose measured times differ by more than 5%, the number of those
+    that the prediction puts into the same order, and the names of the others."""
     right, wrong = 0, []
     for a, b in combinations(ms.index, 2):
         measured = np.log(ms[a] / ms[b])
@@ -309,12 +309,12 @@ def all_orders() -> pd.DataFrame:
     # one model at several lengths of the cache; by Core AI, which has constants of its own
     lengths = points[(points["model"] == "Qwen3-4B") & (points["route"] == "Core AI")]
     lines = []
-    for name, rows, constants_, by in (
+    for name, rows, constants, by in (
         ("five formats of Qwen3-VL-2B", formats, best, "format"),
         ("one package on five chips", package, best, "chip"),
         ("Qwen3-4B by cache", lengths, route_constants("Core AI"), "context"),
     ):
-        ms = roofline.predict_ms(rows, constants_)
+        ms = roofline.predict_ms(rows, constants)
         lines.append({"orders": name} | orders(rows["ms"], ms, rows[by]))
     times = roofline.predict_ms(formats, best).groupby(formats["format"]).first()
     # one model in two formats on a phone, with the shortest cache, where weights decide
@@ -496,12 +496,12 @@ def route_calibration(route: str) -> roofline.Calibration:
     return replace(calibration, constants=constants, rows=rows, factor=factor)
 
 
-def jsonable(value):
+def without_nan(value):
     """A value without NaN, infinities and NumPy's types, which JSON lacks."""
     if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return {str(key): without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [jsonable(item) for item in value]
+        return [without_nan(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not np.isfinite(value):
@@ -642,7 +642,7 @@ def errors(*, json: bool = False) -> None:
     rows = calibration.rows
     doubled_sources = planted(rows)
     tables = {
-        "constants": constants(rows),
+        "constants": constants_table(rows),
         "left-out errors": left_out_errors(rows),
         "intervals": coverage(rows),
         "beyond the interval": beyond_interval(calibration),
@@ -665,7 +665,7 @@ def errors(*, json: bool = False) -> None:
     }
     if json:
         records = {name: table.to_dict("records") for name, table in tables.items()}
-        print(json_module.dumps(jsonable(counts | records), allow_nan=False))
+        print(json_module.dumps(without_nan(counts | records), allow_nan=False))
         return
     print(json_module.dumps(counts))
     for name, table in tables.items():
@@ -682,14 +682,14 @@ def score(points: Path, *, json: bool = False) -> None:
     """
     scores = score_points(read_points(points))
     if json:
-        print(json_module.dumps(jsonable(scores), allow_nan=False))
+        print(json_module.dumps(without_nan(scores), allow_nan=False))
         return
     table = pd.DataFrame(scores.pop("rows"))
     table["extrapolates"] = table["extrapolates"].map(
         lambda reasons: "; ".join(reasons)
     )
     print(table.to_string(index=False, float_format="{:.4g}".format, na_rep="-"))
-    print(json_module.dumps(jsonable(scores)))
+    print(json_module.dumps(without_nan(scores)))
 
 
 @app.command

@@ -2,9 +2,9 @@
 
     python tools/rewrite_log.py [LOG]
 
-The columns that `log.record` writes today are computed from what the older rows say.
-What has no column any more goes into `config` under the key `older`, so that nothing
-that was measured is lost. Files of the current version get the columns that they lack,
+The columns that `log.record` writes today are computed from those of the older rows.
+Values that have no column any more go into `config` under the key `older`, so that no
+measurement is lost. Files of the current version get the columns that they lack,
 as nulls, so that readers that take the schema of one file find all columns; files that
 lack none are left as they are. A rewritten file replaces the old one only when it is
 whole."""
@@ -24,7 +24,6 @@ from workbench.log.runs import scalars
 from workbench.log.schema import VERSION
 from workbench.sweep import identity
 
-COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 DEFAULTS = Options().model_dump(mode="json") | {
     "compress": "fp16",
     "states": "separate",
@@ -34,35 +33,39 @@ DEFAULTS = Options().model_dump(mode="json") | {
     "program_dtype": "fp16",
 }
 CALLS = {"t_max": 4, "t": "range", "functions": []}
-"""What up to version 4 stood in place of `tokens`, and its defaults."""
+"""The options that stood in place of `tokens` up to version 4, and their defaults."""
 PLACES = {"run": "", "export": "", "before": "_before"}
 """Parts of the config of older rows whose keys became columns, and their endings."""
 
 
 def rewrite(root: Path) -> int:
     """Rewrites the log at `root` and its shipped part; returns the number of files."""
-    count = 0
-    for table in SCHEMAS:
-        for path in sorted([*root.glob(f"{table}/*.parquet")]):
-            file = pq.read_table(path)
-            version = int(file.schema.metadata[parquet.VERSION_KEY])
-            if version == VERSION:
-                if file.schema.names != SCHEMAS[table].names:
-                    parquet.write_rows(path, parquet.with_all_columns(table, file))
-                    count += 1
-                continue
-            rows = store.to_frame(file)
-            if table == "runs":
-                row = store.plain(rows).to_dict("records")[0]
-                if version < 4:
-                    row = from_version_1_to_3(row, tables_of(root, path.name))
-                else:
-                    row = from_version_4(row)
-                rows = pd.DataFrame([to_present_columns(row)])
-            data = store.to_arrow(table, rows)
-            parquet.write_rows(path, data)
-            count += 1
-    return count
+    return sum(
+        rewrite_file(root, table, path)
+        for table in SCHEMAS
+        for path in sorted(root.glob(f"{table}/*.parquet"))
+    )
+
+
+def rewrite_file(root: Path, table: str, path: Path) -> bool:
+    """Rewrites one file of the log at `root`; returns whether it needed that."""
+    file = pq.read_table(path)
+    version = int(file.schema.metadata[parquet.VERSION_KEY])
+    if version == VERSION:
+        if file.schema.names == SCHEMAS[table].names:
+            return False
+        parquet.write_rows(path, parquet.with_all_columns(table, file))
+        return True
+    rows = store.to_frame(file)
+    if table == "runs":
+        row = store.plain(rows).to_dict("records")[0]
+        if version < 4:
+            row = from_version_1_to_3(row, tables_of(root, path.name))
+        else:
+            row = from_version_4(row)
+        rows = pd.DataFrame([to_present_columns(row)])
+    parquet.write_rows(path, store.to_arrow(table, rows))
+    return True
 
 
 def tables_of(root: Path, name: str) -> dict[str, pd.DataFrame]:
@@ -90,7 +93,8 @@ def from_version_4(row: dict) -> dict:
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
     old = options_hashed(row, DEFAULTS | CALLS)
     row["tokens"] = tokens(row)
-    new, counts = options_hashed(row), {name: row.get(name) for name in COUNTS}
+    new = options_hashed(row)
+    counts = {name: row.get(name) for name in identity.COUNTS}
     if row["setting"]:
         for contents in (row["checkpoint_hash"], row["bundle_hash"]):
             if identity.setting_hash(contents, old, row, counts) == row["setting"]:
@@ -164,7 +168,7 @@ def setting(row: dict, config: dict) -> str:
     # the old hash began with the identity of a finished bundle in place of this
     if hashlib.sha256(text.encode()).hexdigest()[:16] != row["setting"]:
         contents = row["bundle_hash"]
-    counts = {name: row.get(name) for name in COUNTS}
+    counts = {name: row.get(name) for name in identity.COUNTS}
     return identity.setting_hash(contents, options_hashed(row), row, counts)
 
 

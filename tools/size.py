@@ -18,6 +18,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 LONG_STRING = 200  # characters
 SKIPPED = {
@@ -38,7 +39,7 @@ def words(text: str) -> int:
 
 
 def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
-    """(line, column) of the start of every docstring."""
+    """The (line, column) at which each docstring starts."""
     places = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -51,8 +52,16 @@ def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
     return places
 
 
-def python(source: str) -> tuple[int, int]:
-    """Tokens, and lines with at least one of them."""
+class Size(NamedTuple):
+    """The size of a source."""
+
+    tokens: int
+    lines: int
+    """Those with at least one token."""
+
+
+def python(source: str) -> Size:
+    """The size of a Python source."""
     skipped = docstrings(ast.parse(source))
     tokens, lines = 0, set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -61,17 +70,19 @@ def python(source: str) -> tuple[int, int]:
         is_long = token.type == tokenize.STRING and len(token.string) > LONG_STRING
         tokens += words(token.string) if is_long else 1
         lines.add(token.start[0])
-    return tokens, len(lines)
+    return Size(tokens, len(lines))
 
 
-def notebook(text: str) -> tuple[int, int]:
+def notebook(text: str) -> Size:
+    """The size of a notebook's code cells."""
     sources = [
         "".join(cell["source"])
         for cell in json.loads(text)["cells"]
         if cell["cell_type"] == "code"
     ]
-    counts = [python(re.sub(r"(?m)^\s*[%!].*", "pass", source)) for source in sources]
-    return tuple(map(sum, zip(*counts))) if counts else (0, 0)
+    # magics are no Python
+    sizes = [python(re.sub(r"(?m)^\s*[%!].*", "pass", source)) for source in sources]
+    return Size(sum(size.tokens for size in sizes), sum(size.lines for size in sizes))
 
 
 def room_of(path: PurePosixPath) -> str:
@@ -105,15 +116,15 @@ def count(commit: str, folders: list[str]) -> dict[str, Counter]:
     rooms: dict[str, Counter] = {}
     for path, text in files(commit, folders):
         if path.suffix == ".py":
-            tokens, lines = python(text)
+            size = python(text)
         elif path.suffix == ".ipynb":
-            tokens, lines = notebook(text)
+            size = notebook(text)
         elif path.suffix in TABLES:
-            tokens, lines = words(text), len(text.splitlines())
+            size = Size(words(text), len(text.splitlines()))
         else:
             continue
         room = rooms.setdefault(room_of(path), Counter())
-        room.update(tokens=tokens, lines=lines, files=1)
+        room.update(tokens=size.tokens, lines=size.lines, files=1)
     return rooms
 
 

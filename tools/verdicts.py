@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,10 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from bits import ROOT, rounded
+from children import cpu_seconds_of_children
 
 from workbench import Bundle
 from workbench.bundle.presets import PRESETS, find_preset
@@ -48,7 +49,7 @@ COLUMNS += ["validation"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a row is measured from, by the SHA-256 of each.
+    """The files that a row is measured from, by the SHA-256 of each.
 
     Attributes:
         calibration: of the text that the weights were fitted to; None without one.
@@ -75,22 +76,29 @@ def is_current(path: Path, inputs: Inputs) -> bool:
     return path.is_file() and json.loads(path.read_text())["inputs"] == vars(inputs)
 
 
-def run_command(*words: object) -> tuple[dict, float, float]:
-    """The JSON of a command of the workbench, its CPU seconds, and its seconds.
+class CommandRun(NamedTuple):
+    """A command of the workbench that has ended."""
+
+    result: dict
+    """The JSON that it printed."""
+    cpu_seconds: float
+    seconds: float
+
+
+def run_command(*words: object) -> CommandRun:
+    """Runs a command of the workbench with --json.
 
     Raises:
         subprocess.CalledProcessError: a command that did not end with a result.
     """
     command = [sys.executable, "-m", "workbench.cli", *map(str, words), "--json"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), cpu_seconds_of_children()
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
     if ended.returncode not in ENDED:
         raise subprocess.CalledProcessError(ended.returncode, command)
     seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return json.loads(ended.stdout), cpu, seconds
+    cpu_seconds = cpu_seconds_of_children() - cpu_start
+    return CommandRun(json.loads(ended.stdout), cpu_seconds, seconds)
 
 
 def export(source: Checkpoint, preset: str, inputs: Inputs) -> Bundle:
@@ -114,19 +122,19 @@ def measure(source: Checkpoint, preset: str) -> None:
     inputs = Inputs.of(source, preset)
     bundle = export(source, preset, inputs)
     words = ["validate", bundle.root, "--checkpoint", source.path, "--transcript"]
-    result, cpu, seconds = run_command(*words)
+    validation = run_command(*words)
     environment = machine.environment()
     row = {
         "checkpoint": source.name,
         "preset": preset,
         "inputs": vars(inputs),
         "bytes": bundle.bytes,
-        "cpu_seconds": cpu,
-        "seconds": seconds,
+        "cpu_seconds": validation.cpu_seconds,
+        "seconds": validation.seconds,
         "machine": environment["machine"],
         "commit": environment["commit"],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **figures(result),
+        **figures(validation.result),
     }
     path = row_path(source, preset)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +145,8 @@ def measure(source: Checkpoint, preset: str) -> None:
 
 
 def figures(result: dict) -> dict:
-    """What a row keeps of the JSON of `workbench validate --transcript`: verdicts, gates
-    and figures, without the texts and without commands, which name folders."""
+    """The part of the JSON of `workbench validate --transcript` that a row has: verdicts,
+    gates and figures, without the texts and without commands, which name folders."""
     names = "name", "verdict", "value", "threshold"
     prompts = result["transcript"]["prompts"]
     without_texts = {k: v for k, v in result["transcript"].items() if k != "prompts"}

@@ -51,7 +51,7 @@ def test_intervals_of_other_groups_contain_their_share(rows):
 
 def test_every_constant_has_an_interval_and_rows(rows, monkeypatch):
     monkeypatch.setattr(predictor, "RESAMPLINGS", 12)
-    table = predictor.constants(rows)
+    table = predictor.constants_table(rows)
     assert table["constant"].tolist() == list(roofline.CONSTANT_NAMES)
     assert (table["low"] <= table["high"]).all() and (table["rows"] >= 3).all()
     assert all(set(ids.split()) <= set(rows["id"]) for ids in table["ids"])
