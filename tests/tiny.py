@@ -352,6 +352,19 @@ def export(path: Path, folder: Path, /, **options) -> Bundle:
     return exporter._export(source, exporter.make_options(**options), folder)
 
 
+def checkpoint_that_knows(words: list[str], folder: Path) -> checkpoint.Checkpoint:
+    """The checkpoint in a folder with a tokenizer that knows these words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *dict.fromkeys(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.save_pretrained(folder)
+    return checkpoint.Checkpoint(folder)
+
+
 def random_text(V: int, seed: int = 0, count: int = 1024):
     """A text of random ids to calibrate with, in windows of 128."""
     from workbench.exporter.calibrate import draw_windows

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from in_process import cli, invoke
 from refusal import refused
+from tiny import checkpoint_that_knows
 
 from workbench import Decoder
 from workbench.check import end_tokens, gates, transcript
@@ -38,16 +39,8 @@ def expected(tiny_llama, exports):
 @pytest.fixture
 def english(copy):
     """A checkpoint whose tokenizer knows the words of the prompts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = " ".join(transcript.load_prompts()).split()
-    vocabulary = {word: i for i, word in enumerate(["<unk>", *dict.fromkeys(words)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    fast.save_pretrained(copy)
-    return Checkpoint(copy)
+    return checkpoint_that_knows(words, copy)
 
 
 def words(results) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The text on which a model is judged by default is one that its tokenizer knows."""
 
 import pytest
-from tiny import DATA
+from tiny import DATA, checkpoint_that_knows
 
 from workbench.check import tasks, text
 from workbench.check.golden import Golden
@@ -14,16 +14,7 @@ from workbench.models.checkpoint import Checkpoint
 @pytest.fixture
 def english(copy):
     """A checkpoint whose tokenizer knows the first words of the paragraphs."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", *dict.fromkeys(text.paragraphs().split()[:100])]
-    level = models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
-    tokenizer = Tokenizer(level)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    fast.save_pretrained(copy)
-    return Checkpoint(copy)
+    return checkpoint_that_knows(text.paragraphs().split()[:100], copy)
 
 
 def test_the_paragraphs_are_long_enough_for_a_long_prompt():

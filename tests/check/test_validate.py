@@ -1,6 +1,6 @@
 """Validation: bug gates with a checkpoint, the stored ones without, and a bundle that no decoder
-runs is still RED; the cost of compression beside what rounding alone costs, of which only the user's
-limit is RED; another runtime within the distance that narrow sums make."""
+runs is still RED. The cost of compression is measured beside that of rounding alone, and only the
+user's limit judges it. Another runtime lies within the distance that narrow sums make."""
 
 import shutil
 import warnings
@@ -250,7 +250,8 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
 
 
 def with_a_sink(exports, folder):
-    """A llama whose first layer writes about 10,000 into one channel, and whose second adds little: beside such a value rounding alone turns its update far."""
+    """A llama whose first layer writes about 10,000 into one channel, and whose second adds
+    little: beside such a value rounding alone turns its update far."""
 
     def write(name, tensor):
         if "layers.0.mlp.down_proj" in name:

@@ -98,8 +98,7 @@ def validate(
     questions = load_tasks(tasks) if tasks else []
     is_device = _check_single_copy(exported, execution.runtime, single_copy)
     reference = _load_reference(exported, prompt, source, golden)
-    if transcript_options.transcript:
-        prompts = _load_transcript_prompts(transcript_options, source, reference)
+    prompts = _load_transcript_prompts(transcript_options, source, reference)
     command = describe_command(
         exported,
         prompt,
@@ -140,16 +139,13 @@ def validate(
         return show(unopened, json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
-    transcript, transcript_json = None, {}
+    transcript = None
     if transcript_options.transcript:
         transcript = _transcribe(
             result, decoder, reference, prompts, transcript_options
         )
-        figures, stop = transcript.json(decoder)
-        transcript_json = {"transcript": figures, "stop": stop}
     recommendation = _recommend(source, exported, result.gates, transcript)
-    tried = recommendation.json() if recommendation else NO_RECOMMENDATION
-    output = result.json() | transcript_json | tried
+    output = _describe_validation(result, decoder, transcript, recommendation)
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
     keep_validation(exported, output, command, start, decoder, labels, rows)
@@ -157,6 +153,16 @@ def validate(
     if lines and recommendation:
         lines += ["", *(f"- {line}" for line in recommendation.sentences())]
     show(output | {"peak_rss_bytes": peak_rss()}, json, lines)
+
+
+def _describe_validation(result, decoder, transcript, recommendation) -> dict:
+    """A validation against Hugging Face's values as JSON."""
+    transcript_json = {}
+    if transcript is not None:
+        figures, stop = transcript.json(decoder)
+        transcript_json = {"transcript": figures, "stop": stop}
+    tried = recommendation.json() if recommendation else NO_RECOMMENDATION
+    return result.json() | transcript_json | tried
 
 
 def _check_options(
@@ -213,11 +219,13 @@ def _load_transcript_prompts(
     options: TranscriptOptions, source, reference
 ) -> dict[str, list[int]]:
     """The prompts of a transcript, and the ids that the checkpoint's tokenizer makes of
-    them, or that the golden stored.
+    them, or that the golden stored; none without --transcript.
 
     Raises:
         InputError: a golden alone, without texts; see `load_prompts`.
     """
+    if not options.transcript:
+        return {}
     from workbench.check.transcript import encode_prompts, load_prompts
 
     if source:

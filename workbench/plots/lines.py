@@ -108,10 +108,10 @@ def lines(
 
 def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
     """The colour, the marker and the label of each line."""
-    looks = zip(names, cycle(PALETTE), cycle(MARKERS))
+    triples = zip(names, cycle(PALETTE), cycle(MARKERS))
     return {
         name: {"color": colour, "marker": marker, "label": name}
-        for name, colour, marker in looks
+        for name, colour, marker in triples
     }
 
 

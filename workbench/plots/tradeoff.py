@@ -4,6 +4,7 @@ from itertools import cycle, product
 from math import inf
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.plots.styled import DASHED, MARKERS, PALETTE, add_legend, returns_figure
@@ -44,25 +45,9 @@ def tradeoff(
     ax = figure.subplots()
     styles = cycle(product(MARKERS, PALETTE))
     for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
-        for words, points in group.groupby(["verdict", "quality"], dropna=False):
-            verdict, quality = words
-            style = {"color": colour, "marker": "X" if verdict == "RED" else marker}
-            if quality == "OVER":
-                style |= {"facecolors": "none", "edgecolors": colour}
-                del style["color"]
-            # "verdict not set" where the setting was not validated
-            label = label_of("verdict", verdict)
-            if verdict == "GREEN":
-                label += f", {label_of('quality', quality)}"
-            style["label"] = f"{name}, {label}" if hue else label
-            ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
+        _draw_points(ax, group, marker, colour, f"{name}, " if hue else "")
     best = _front(measured)
-    for number, row in enumerate(best.itertuples(), 1):
-        point = (row.kl_mean, row.tokens_per_s)
-        offset = {"textcoords": "offset points", "ha": "right"}
-        ax.annotate(str(number), point, (-3, 4), **offset)
-        name = wrap(figure, f"{number}: {row.name}", 0.8)
-        ax.plot([], [], linestyle="", label=name)  # a line of the legend without a mark
+    _number(ax, figure, best)
     if max_kl:
         ax.axvline(max_kl, **DASHED, label=f"your limit, {max_kl:g} nats")
     ax.grid()
@@ -82,6 +67,39 @@ def tradeoff(
         )
     notes += describe_unplaced(configurations, ["kl_mean", "tokens_per_s"])
     add_legend(figure, ax.get_legend_handles_labels()[0], notes)
+
+
+def _draw_points(
+    ax: Axes, group: pd.DataFrame, marker: str, colour: str, prefix: str
+) -> None:
+    """Draws settings of one colour, with another mark where the verdict is RED and an open
+    one where the quality is OVER.
+
+    Args:
+        prefix: begins the labels.
+    """
+    for words, points in group.groupby(["verdict", "quality"], dropna=False):
+        verdict, quality = words
+        style = {"color": colour, "marker": "X" if verdict == "RED" else marker}
+        if quality == "OVER":
+            style |= {"facecolors": "none", "edgecolors": colour}
+            del style["color"]
+        # "verdict not set" where the setting was not validated
+        label = label_of("verdict", verdict)
+        if verdict == "GREEN":
+            label += f", {label_of('quality', quality)}"
+        style["label"] = prefix + label
+        ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
+
+
+def _number(ax: Axes, figure: Figure, best: pd.DataFrame) -> None:
+    """Numbers the best settings, and names them in the legend."""
+    for number, row in enumerate(best.itertuples(), 1):
+        point = (row.kl_mean, row.tokens_per_s)
+        offset = {"textcoords": "offset points", "ha": "right"}
+        ax.annotate(str(number), point, (-3, 4), **offset)
+        name = wrap(figure, f"{number}: {row.name}", 0.8)
+        ax.plot([], [], linestyle="", label=name)  # a line of the legend without a mark
 
 
 def _front(configurations: pd.DataFrame) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -310,9 +311,18 @@ def export_bundle(cell: Cell, bundles: Path) -> Path:
     return exporter.bundle_for(Checkpoint(path), cell.options, bundles).root
 
 
-def measure_in_child(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
+class MeasuredRun(NamedTuple):
+    """A run as the log stores it, but for the columns that the cell decides."""
+
+    row: dict
+    """Of the table `runs`."""
+    tables: dict
+    """Its rows of `samples`, `layers` and `fidelity`."""
+
+
+def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
     """Runs in a child process: times the bundle at `path`, and validates it if the cell
-    has ids. Returns the row and the tables of the run.
+    has ids.
 
     Raises:
         InputError: the bundle or its checkpoint is another one than the sweep's.
@@ -350,7 +360,7 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     if is_device(row["runtime"]) and has_features:
         # what a table of predictions needs beside the time
         config["work"] = call_work(bundle, T=run["T"]).json()
-    return row, tables
+    return MeasuredRun(row, tables)
 
 
 def _open_bundle(source: Source, path: Path) -> Bundle:

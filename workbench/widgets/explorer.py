@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import ipywidgets as ui
 import pandas as pd
@@ -405,13 +406,20 @@ def _message(times: str, S: int, shown_S: int | None) -> str:
     return f"{times}<br>{missing}" if times else missing
 
 
-def _notebook_cell() -> tuple[str, int] | None:
-    """The cell of a notebook that runs, and the number of its run; None outside of a
-    notebook."""
+class NotebookCell(NamedTuple):
+    """An execution of a cell of a notebook."""
+
+    id: str
+    execution: int
+    """Its number in the kernel."""
+
+
+def _notebook_cell() -> NotebookCell | None:
+    """The cell of a notebook that runs; None outside of a notebook."""
     shell = get_ipython()
     parent = getattr(shell, "parent_header", None) or {}
     name = parent.get("metadata", {}).get("cellId")
-    return (name, shell.execution_count) if name else None
+    return NotebookCell(name, shell.execution_count) if name else None
 
 
 def _close_replaced(explorer: Explorer) -> None:
@@ -423,8 +431,8 @@ def _close_replaced(explorer: Explorer) -> None:
             is_same = other.grid == explorer.grid and other.root == explorer.root
             is_replaced = other_cell is None and is_same
         else:
-            # the same cell of the notebook in another run
-            is_same_cell = other_cell is not None and other_cell[0] == cell[0]
+            # the same cell of the notebook in another execution
+            is_same_cell = other_cell is not None and other_cell.id == cell.id
             is_replaced = is_same_cell and other_cell != cell
         if is_replaced:
             other.close()
