@@ -1,4 +1,4 @@
-"""What must hold of a program before it is bound or fused, whoever wrote it."""
+"""Checks of a program before it is bound or fused, whoever wrote it."""
 
 from miltorch.errors import InputError
 from miltorch.ops import FUSED, OPERATIONS

@@ -51,8 +51,8 @@ class InputError(ValueError):
         return None
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback; IPython looks for a method of
-        this name."""
+        """The lines that a notebook shows in place of a traceback; IPython looks for a
+        method of this name."""
         return [
             f"InputError: {self.subject}\n"
             f"  found      {self.actual}\n"

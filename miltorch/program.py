@@ -54,8 +54,8 @@ class Op:
 
     @property
     def key(self) -> str | int:
-        """What identifies the operation in its program: the name of its first result.
-        An operation without a result, such as a write, has its `id`, which is valid as
+        """Identifies the operation in its program: the name of its first result. An
+        operation without a result, such as a write, has its `id`, which is valid as
         long as the operation exists."""
         if self.outputs:
             return self.outputs[0][0]
@@ -347,7 +347,7 @@ class _Reader:
         return Op(op.type, name, inputs, outputs, [self.block(b) for b in op.blocks])
 
     def argument(self, argument):
-        """What an argument is bound to: one value, or a list of several."""
+        """The value that an argument is bound to, or a list of several."""
         bound = [self.bound(binding) for binding in argument.arguments]
         if len(bound) == 1:
             return bound[0]

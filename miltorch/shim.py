@@ -157,7 +157,8 @@ class StateProxy:
 
 
 class Proxy:
-    """What coremltools calls `_MLModelProxy`: one loaded function of one package."""
+    """One loaded function of one package, in the place of coremltools'
+    `_MLModelProxy`."""
 
     precision = "declared"
 

@@ -1,4 +1,4 @@
-"""Which tests run, and the fixtures that all of them share."""
+"""The selection of tests, and the fixtures that all of them share."""
 
 import gc
 import os

@@ -50,9 +50,8 @@ RATIO = re.compile(
     r"([\w.]+) has (more|fewer) than ([\w.]+), ([\d.e+-]+) times "
     r"\([\d.e+-]+ to [\d.e+-]+, paired over (\d+) rounds\)"
 )
-DEFINITION = (
-    2  # of rows of fidelity whose chained updates are the sum that a layer adds
-)
+# the definition of rows of fidelity whose chained updates are the sum that a layer adds
+DEFINITION = 2
 
 
 def audit(project: Path) -> list[Finding]:

@@ -89,7 +89,7 @@ def ratio(rows: pd.DataFrame) -> pd.Series:
 
 
 def worst_ratio(tables: Tables, match: re.Match) -> list[float]:
-    """Of the faulty bundle and, where it is printed, of the sound one."""
+    """The worst ratio of the faulty bundle and, where it is printed, of the sound one."""
     fault, T, tensor = (
         match.group("fault"),
         int(match.group("T")),
@@ -224,7 +224,8 @@ def routed_bytes(tables: Tables, match: re.Match) -> list[float]:
 
 
 def rows_of_order(tables: Tables, key: str, multiplies_first: bool) -> pd.DataFrame:
-    """Of one key bias, the order that multiplies first or the one that scales first."""
+    """The rows of one key bias, in the order that multiplies first or the one that scales
+    first."""
     rows = tables["tables/orders"]
     order = rows["order"].str.startswith("q k")
     chosen = (order if multiplies_first else ~order) & rows["key"].eq(

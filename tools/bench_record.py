@@ -66,8 +66,8 @@ class Measurement:
         return series
 
     def ratio(self, comparison: Comparison) -> str:
-        """How many times as fast as its peer a series is: the median over rounds, and the least and
-        the largest. The samples of a round are paired."""
+        """The number of times that a series is as fast as its peer: the median over rounds, the
+        least and the largest. The samples of a round are paired."""
         series, peer = self.named(comparison.series), self.named(comparison.peer)
         if series.samples is None or peer.samples is None:
             return NOT_MEASURED

@@ -226,7 +226,7 @@ def nats_of(targets: torch.Tensor, log_p: torch.Tensor) -> float:
 
 
 def last_hidden(source: Checkpoint, model: Reference, text: Windows) -> torch.Tensor:
-    """What the head reads [windows, window, C] with the checkpoint's weights; computed once
+    """The head's inputs [windows, window, C] with the checkpoint's weights; computed once
     for a text."""
     key = f"{source.sha256[:12]}-{hashlib.sha256(text.ids.tobytes()).hexdigest()[:12]}"
     path = WORK / f"{key}.npy"

@@ -109,7 +109,7 @@ def _earlier_terms(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def predictors(rows: pd.DataFrame) -> dict:
-    """By name, functions of the rows and a group's column that give cross-validated ms."""
+    """Name → a function of the rows and a group's column that gives cross-validated ms."""
 
     def without(name):
         names = tuple(other for other in CONSTANT_NAMES if other != name)
@@ -141,7 +141,7 @@ def left_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def error_summary(ms: pd.Series, published_ms: pd.Series) -> dict:
-    """Of predictions: their number, the number of rows without one, the median error, the
+    """Figures of predictions: their number, the number of rows without one, the median error, the
     factor that 90% of them are within, and the shares within factors of 1.5 and 1.6."""
     logs = np.log(ms / published_ms)
     answers = logs.dropna()

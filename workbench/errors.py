@@ -53,7 +53,7 @@ def one_line(problem: object) -> str:
 
 
 def last_message(written: list[str]) -> str:
-    """What a failed process wrote last on stderr, in one line: the message of its last
+    """The last message of a failed process on stderr, in one line: that of its last
     exception, however many lines it has; without one the last line, or the dictionary
     that ends there."""
     lines = [line for line in written if line.strip()] or ["no message"]

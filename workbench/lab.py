@@ -1,4 +1,4 @@
-"""How JupyterLab saves notebooks: `make lab` installs `without_outputs` as its hook.
+"""The way in which JupyterLab saves notebooks: `make lab` installs `without_outputs` as its hook.
 
 A filter of git would not do: git calls a file modified when its size has changed, before
 it runs the filter."""

@@ -185,7 +185,7 @@ def call(
 
 
 def _read_code(server: Server) -> int:
-    """How a call ended.
+    """The exit code of a call.
 
     Returns:
         The exit code of the child, which is negative where a signal killed it; from

@@ -44,8 +44,8 @@ def copy_state(input):
 
 
 def one_hot_places(mask):
-    """Where a one-hot mask [B, 1, S, T] writes: indices of sequences, rows and columns,
-    each [n], for `write_cache_rows`; None for any other mask."""
+    """The places that a one-hot mask [B, 1, S, T] writes: indices of sequences, rows and
+    columns, each [n], for `write_cache_rows`; None for any other mask."""
     # bits, because NumPy compares fp16 slowly
     bits = mask.numpy().view(np.uint16)[:, 0]
     sequence, row, column = places = np.nonzero(bits)

@@ -9,7 +9,7 @@ from miltorch.ops.registry import bounded
 
 
 def _grid(span, count: int, mode: str) -> torch.Tensor:
-    """Where `count` samples lie on a segment of `span` = size − 1 (a number or tensor
+    """The positions of `count` samples on a segment of `span` = size − 1 (a number or tensor
     [...]), float64 [..., count].
 
     Modes as MIL's resize_bilinear describes them.

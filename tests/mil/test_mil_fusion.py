@@ -191,7 +191,7 @@ def test_a_program_may_have_a_value_of_the_name_that_fuse_would_give_one():
 def weights(
     rng, rows: int, columns: int
 ) -> list[tuple[stored.StoredWeight, np.ndarray]]:
-    """Of every form: a weight [rows, columns], and its values."""
+    """A weight [rows, columns] of every form, with its values."""
 
     def halves(*shape, low=-1.0):
         return rng.uniform(low, 1, shape).astype(np.float16)

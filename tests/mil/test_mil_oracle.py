@@ -199,7 +199,7 @@ OPERATIONS = cases(EXACT, 0) + cases(CLOSE, 5e-6)
 @pytest.mark.parametrize("kind, arguments, tolerance", OPERATIONS)
 @given(data=st.data())
 def test_operations_are_those_of_mil(oracle, kind, arguments, tolerance, data):
-    """Of MIL's shapes and dtypes; to the bit where the tolerance is 0."""
+    """Results have MIL's shapes and dtypes, and equal bits where the tolerance is 0."""
     drawn = data.draw(arguments)
     expected = oracle(kind, **drawn)
     dtypes = [MIL.get(value.dtype, "FLOAT32") for value in expected]

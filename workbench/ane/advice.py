@@ -96,9 +96,9 @@ class _Times:
     """The predicted ms of one call."""
 
     stored_ms: float
-    """Where attention reads K and V as they are stored."""
+    """The time if attention reads K and V as they are stored."""
     repeated_ms: float
-    """Where attention reads K and V repeated for each query head."""
+    """The time if attention reads K and V repeated for each query head."""
     prediction: dict[str, float]
     """ms, low_ms, high_ms: the prediction with its interval."""
 
@@ -120,7 +120,7 @@ class _Alternative:
     option: str
     value: str | int
     reason: str
-    """What it saves."""
+    """The saving, in words."""
     work: Work
 
 

@@ -15,8 +15,9 @@ from workbench.errors import InputError
 if TYPE_CHECKING:
     from workbench.models.checkpoint import Checkpoint
 
-# of a Mac's memory, which the system and the GPU share; beyond it macOS swaps
 MAC_SHARE = 0.7
+"""The share of a Mac's memory, which the system and the GPU share, beyond which macOS
+swaps."""
 
 
 def budget(

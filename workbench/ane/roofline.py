@@ -289,8 +289,8 @@ def extrapolations(row: Mapping, model: Calibration) -> dict[str, str]:
 
 
 def _program_differences(row: Mapping, model: Calibration) -> list[str]:
-    """What no fitted row has of a row's program, in words: its states, its number of
-    calls, its slowest term, its route."""
+    """The properties of a row's program that no fitted row has, in words: its states, its
+    number of calls, its slowest term, its route."""
     differences, states_mb = [], model.rows["recurrent_mb"].max()
     if row["recurrent_mb"] > states_mb * (1 + 1e-6):
         differences.append(
@@ -445,8 +445,8 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
 
 
 def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
-    """Why predictions extrapolate: a line for each reason, with the chips that it holds
-    for (see `by_chip`)."""
+    """The reasons why predictions extrapolate, a line for each, with the chips that it
+    holds for (see `by_chip`)."""
     chips_of = {}
     for row in speeds.itertuples():
         for kind, reason in row.extrapolates.items():
@@ -461,7 +461,8 @@ def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
 
 
 def describe_fit() -> str:
-    """What the predictions assume, and how far they are from public measurements."""
+    """Sentences on the assumptions of the predictions, and their distance from public
+    measurements."""
     model = calibration()
     rows = model.rows
     return (

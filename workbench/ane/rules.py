@@ -244,8 +244,8 @@ def _is_fixed_beside_varying(graph: LintGraph, value: Type) -> bool:
 
 
 def _has_functions_of_several_tokens(graph: LintGraph, state: Type) -> bool:
-    """Whether a package with state has several functions, of which this one computes T
-    above 1: whether no product by a weight has a single column."""
+    """Whether a package with state has several functions and this one computes T above 1,
+    so that no product by a weight has a single column."""
     products = [op for op in graph.ops if op.kind in ("conv", "linear")]
     columns = [_columns(graph, op) for op in products]
     return graph.functions > 1 and min(columns, default=0) > 1
@@ -279,7 +279,7 @@ TESTS: dict[str, Callable[[LintGraph, Op | Type], bool]] = {
     "K2": _has_uneven_rows,
     # three or more states
     "K3": lambda graph, value: len(graph.program.states) >= 3,
-    # several functions with state, of which this one computes T above 1
+    # several functions with state, and T above 1 in this one
     "K4": _has_functions_of_several_tokens,
     # a 4-bit palette, which has 16 entries, beside state
     "K10": lambda graph, op: graph.program.states and palette_entries(graph, op) == 16,

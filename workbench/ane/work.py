@@ -1,5 +1,5 @@
-"""What one call of an export reads and computes: of a bundle read off the programs in
-its packages, of a checkpoint computed from its configuration.
+"""The weights, caches and states that one call of an export reads: of a bundle read off
+the programs in its packages, of a checkpoint computed from its configuration.
 
 Weights are those of products (convolutions, linear layers, products with a constant
 matrix), counted as elements of each storage format. Embeddings are looked up, not

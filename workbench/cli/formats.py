@@ -173,7 +173,7 @@ class FormatTarget:
 
 
 def describe_choice(bundle: "Bundle") -> dict:
-    """What a search chose for a mixed bundle, as JSON: bytes and bits of the matrices,
+    """The choice of a search for a mixed bundle, as JSON: bytes and bits of the matrices,
     KL in nats, predicted milliseconds of a call, and the number of matrices of each
     format."""
     from workbench.exporter.mixed import read_allocation

@@ -29,7 +29,7 @@ from workbench.files import (
 RUN, REPORT, PAGE, NOTEBOOK = "run.json", "report.md", "report.html", "notebook.ipynb"
 KINDS = "figures", "tables"
 PART_ENDINGS = ".json", ".parquet", ".svg", ".pdf", ".png", ".tex"
-"""Of the files of a figure or table."""
+"""The endings of the files of a figure or table."""
 HASH_DIGITS = 8
 """The number of digits of a checkpoint's SHA-256 in the name of a folder."""
 UNFINISHED = ".unfinished"

@@ -33,7 +33,7 @@ class CellExecution:
     """An execution of a cell of the notebook."""
 
     id: str | None
-    """Of the cell; None where code runs outside of cells, or where the front end names
+    """The cell's id; None where code runs outside of cells, or where the front end names
     none."""
     execution: object
     """The same object for all calls during one execution, and for no other."""
@@ -118,7 +118,7 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        """Where the run's files are now."""
+        """The folder in which the run's files are now."""
         return self.unfinished if self.run_id is None else self.finished
 
     @property

@@ -20,7 +20,8 @@ from workbench.log.schema import SCHEMAS
 
 FILE_NAME = ".rows.arrow"
 FILES_KEY = b"workbench.log.files"
-"""Of the metadata of the cache file: which Parquet files its rows are of."""
+"""The key of the cache file's metadata under which it lists the Parquet files of its
+rows."""
 MIN_UNSAVED = 256
 """The cache file is written again once it lacks this many files."""
 MAX_CHUNKS = 64
@@ -32,12 +33,12 @@ class CachedRows:
     """The rows of Parquet files of a folder of the table `runs`."""
 
     files: dict[str, File]
-    """By run id."""
+    """Run id → file."""
     digests: dict[str, str]
     """The SHA-256 of each file's bytes."""
     rows: pa.Table
     unsaved: int = 0
-    """How many of the files the cache file lacks, or has with another status."""
+    """The number of files that the cache file lacks, or has with another status."""
 
     def with_new(
         self, files: dict[str, File], digests: dict[str, str], rows: list[pa.Table]
@@ -91,7 +92,7 @@ class CachedRows:
 
 
 _caches: dict[Path, CachedRows] = {}
-"""What this process has read of each folder. A file never changes, so that only new
+"""Folder → the rows that this process has read of it. A file never changes, so that only new
 files are read."""
 
 
@@ -141,8 +142,8 @@ def _valid_cache(folder: Path, files: dict[str, File]) -> CachedRows:
 
 
 def _load(folder: Path) -> CachedRows:
-    """What a process saved of the folder; nothing where the cache file is absent,
-    damaged or of other columns, as after a change of the schema."""
+    """The rows that a process saved in the folder's cache file; none where the file is
+    absent, damaged or of other columns, as after a change of the schema."""
     try:
         with pa.ipc.open_file((folder / FILE_NAME).read_bytes()) as reader:
             rows = reader.read_all()

@@ -1,4 +1,4 @@
-"""Which rows of a cache the calls of a program wrote."""
+"""The rows of a cache that the calls of a program wrote."""
 
 from dataclasses import dataclass
 

@@ -13,13 +13,14 @@ from matplotlib.colors import ListedColormap, Normalize
 from workbench.plots.styled import BEYOND_COLOUR, UNMEASURED
 
 COLOUR_MAP = "viridis"
-"""Of the values up to the end of the scale. Its lightness rises from end to end, so that
+"""The colours of values up to the end of the scale. Its lightness rises from end to end, so that
 colour-blind readers and grey prints can order the colours. None of them is grey or
 black. Source: the default map of matplotlib since 2.0, by van der Walt and Smith."""
 COLOUR_ABOVE = "black"
-"""Of a value above the scale, or one that is not finite."""
+"""The colour of a value above the scale, or of one that is not finite."""
 HATCH = "////"
-"""Of a cell beyond its tolerance: sparse, since the colour below it stays readable."""
+"""The hatch of a cell beyond its tolerance. It is sparse, so that the colour below it
+stays readable."""
 
 
 def draw_cells(

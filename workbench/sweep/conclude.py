@@ -25,7 +25,7 @@ class Comparison:
     """Two settings, compared."""
 
     difference: Difference
-    """Of the second setting from the first."""
+    """The difference of the second setting from the first."""
     objections: list[str]
     """Reasons why nothing is concluded from the difference."""
 
@@ -201,7 +201,7 @@ def _describe_ratio(change: Difference) -> str:
 
 
 def _objections(settings: ProcessesBySetting) -> list[str]:
-    """Why nothing is concluded from settings, whatever their values say."""
+    """The reasons why nothing is concluded from settings, whatever their values are."""
     reasons = []
     for key, rows in settings.items():
         # `processes` leaves out disturbed ones where a setting has others
@@ -215,7 +215,7 @@ def _objections(settings: ProcessesBySetting) -> list[str]:
 
 
 def _why_undecided(change: Difference) -> str:
-    """Why a difference is not decided."""
+    """The reason why a difference is not decided."""
     if change.rounds < MIN_ROUNDS:
         plural = "" if change.rounds == 1 else "s"
         measured = f"{change.rounds} interleaved round{plural}"

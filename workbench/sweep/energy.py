@@ -15,7 +15,7 @@ class Energy:
     ane_joules: float | None = None
     """Joules of the Neural Engine; None: not measured."""
     reason: str | None = None
-    """Why they were not measured; None where they were."""
+    """The reason why they were not measured; None where they were."""
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Grid(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Source:
-    """Where the bundles of a cell come from: a checkpoint, or one finished bundle."""
+    """The source of a cell's bundle: a checkpoint, or one finished bundle."""
 
     path: Path
     """The checkpoint or the bundle, on this machine."""
@@ -140,7 +140,7 @@ class RunKey(NamedTuple):
     setting: str
     round: int
     prompt: str | None
-    """Of the validation; None for a cell that validates nothing."""
+    """The hash of the validation's prompt; None for a cell that validates nothing."""
 
 
 class CellResult(NamedTuple):
@@ -158,7 +158,7 @@ class Cell:
 
     source: Source
     options: Options
-    """Of the export."""
+    """The options of the export."""
     run: dict
     """A value for every field of `Run`; `runtime` is never `auto`."""
     round: int

@@ -128,7 +128,7 @@ class Trial:
     figures: Figures | None = None
     """None where they were not measured."""
     seconds: float = 0.0
-    """Of the measurement."""
+    """The time of the measurement."""
 
     def row(self, bundle_bytes: int) -> dict:
         """The trial by `COLUMNS`."""

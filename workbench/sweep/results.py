@@ -157,10 +157,10 @@ class _SelectedRuns(NamedTuple):
     """Rows of `runs`, for times and for fidelity."""
 
     timed: pd.DataFrame
-    """Of one machine with its newest software, the first run of each setting and
-    round."""
+    """The first run of each setting and round, of one machine with its newest
+    software."""
     validated: pd.DataFrame
-    """Of any machine, the newest validation of each bundle and way to run it; one on the
+    """The newest validation of each bundle and way to run it, of any machine; one on the
     grid's prompt takes precedence."""
 
 

@@ -123,7 +123,7 @@ def sweep(
 def _describe_results(
     results: list[CellResult], planned: list[Cell], todo: list[Cell]
 ) -> dict:
-    """What `sweep` returns, but for the log's folder."""
+    """The result of `sweep` without the log's folder."""
     counts = Counter(result.status for result in results)
     reasons = [f"{status}: {reason}" for status, reason in results if status != "ok"]
     return {
@@ -315,7 +315,7 @@ class MeasuredRun(NamedTuple):
     """A run as the log stores it, but for the columns that the cell decides."""
 
     row: dict
-    """Of the table `runs`."""
+    """A row of the table `runs`."""
     tables: dict
     """Its rows of `samples`, `layers` and `fidelity`."""
 
@@ -358,7 +358,7 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
     manifest = bundle.manifest
     has_features = not (manifest.foreign or manifest.options.plugin)
     if is_device(row["runtime"]) and has_features:
-        # what a table of predictions needs beside the time
+        # a table of predictions needs these features beside the time
         config["work"] = call_work(bundle, T=run["T"]).json()
     return MeasuredRun(row, tables)
 

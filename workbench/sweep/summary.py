@@ -55,7 +55,7 @@ FIGURES = {
 def repeated(
     runs: pd.DataFrame, by: list[str], validated: pd.DataFrame, root: log.Root = None
 ) -> pd.DataFrame:
-    """One row per group of runs, each of which is a process.
+    """One row per group of runs; a run is one process.
 
     Args:
         by: the columns that are equal within a group.
@@ -207,11 +207,12 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
 
 
 def _split_figures(rows: pd.DataFrame, varied: list[str]) -> tuple[dict, list[str]]:
-    """What is equal in all rows, settings and figures by their titles, which is printed
-    once above the table; and the names of the figures that have a column."""
+    """Divides settings and figures by whether they are equal in all rows. Returns the equal
+    ones by their titles, which are printed once above the table, and the names of the
+    figures that have a column."""
     common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
     figures = [name for name in FIGURES if rows[name].notna().any()]
-    # of a single row, every figure would be equal
+    # in a single row, every figure would be equal
     if len(rows) == 1:
         return common, figures
     equal = [name for name in figures if rows[name].nunique(dropna=False) == 1]
@@ -262,7 +263,7 @@ def _letters() -> Iterator[str]:
 
 
 def compare_runs(run_a: str, run_b: str, root: log.Root = None) -> dict:
-    """Where two runs differ.
+    """The differences of two runs.
 
     Returns:
         settings, measures, alike: see `log.compare`.

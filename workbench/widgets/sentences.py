@@ -1,4 +1,4 @@
-"""What the Explorer says beside its pictures, as HTML or as text without HTML."""
+"""The Explorer's sentences and tables, as HTML or as text without HTML."""
 
 from collections.abc import Sequence
 
