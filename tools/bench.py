@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -513,51 +513,67 @@ def text_ids(source: checkpoints.Checkpoint, count: int) -> list[int]:
     return (ids * math.ceil(count / len(ids)))[:count]
 
 
-def measure(
-    what: str,
-    *,
-    real: bool,
-    family: str,
-    layers: int,
-    rounds: int,
-    compress: str,
-    presets: tuple,
-    depths: tuple,
-    calls: tuple,
-    runs: int,
-    folder: Path,
-) -> Measurement:
-    """Runs a measurement with the options of the command line."""
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of a measurement, see `main`."""
+
+    real: bool
+    family: str
+    layers: int
+    rounds: int
+    compress: str
+    presets: tuple[str, ...]
+    depths: tuple[int, ...]
+    calls: tuple[int, ...]
+    runs: int
+
+    @property
+    def label(self) -> str:
+        """The model in words."""
+        if self.real:
+            return "SmolLM2 135M"
+        return f"{self.family}, {self.layers} random layers"
+
+    def checkpoint(self, folder: Path) -> Path:
+        """The model's checkpoint, which is written into `folder` if it is a random one."""
+        if not self.real:
+            return checkpoint(folder, self.family, self.layers)
+        if not (REAL / "config.json").exists():
+            step = f"run: {sys.executable} data/real.py smollm2"
+            raise InputError(REAL, "no such folder", "the real model", step)
+        return REAL
+
+
+def measure(what: str, options: BenchOptions, folder: Path) -> Measurement:
+    """Runs a measurement."""
+    compress, rounds = options.compress, options.rounds
     if what in ("log", "cell"):
         with tempfile.TemporaryDirectory(dir=folder) as name:
             root = Path(name)
             if what == "log":
-                return measure_log(root, rounds, runs)
+                return measure_log(root, rounds, options.runs)
             return measure_cell(root, rounds)
-    path = REAL if real else checkpoint(folder, family, layers)
-    if real and not (path / "config.json").exists():
-        step = f"run: {sys.executable} data/real.py smollm2"
-        raise InputError(path, "no such folder", "the real model", step)
+    path = options.checkpoint(folder)
     source = checkpoints.Checkpoint(path)
     export = partial(workbench.exporter.bundle_for, source, folder=folder)
     torch.set_num_threads(os.cpu_count())
-    label = "SmolLM2 135M" if real else f"{family}, {layers} random layers"
     if what == "export":
         return measure_export(path, folder / "export", compress, rounds)
     if what == "validate":
         bundle = export(make_options(max_seq_len=128, compress=compress))
-        return measure_validate(bundle, path, default_ids(source), rounds, label)
+        ids = default_ids(source)
+        return measure_validate(bundle, path, ids, rounds, options.label)
     if what == "evaluate":
         bundle = export(make_options(max_seq_len=512, compress=compress))
         ids = text_ids(source, TEXT_TOKENS)
-        return measure_evaluate(bundle, path, ids, rounds, label)
+        return measure_evaluate(bundle, path, ids, rounds, options.label)
     bundles = {
         name: export(make_options(compress=name, max_seq_len=512, tokens="1-64"))
-        for name in presets
+        for name in options.presets
     }
     if what == "decode":
-        return measure_decode(bundles, path, rounds, depths)
-    return measure_prompt(bundles, path, rounds, calls)
+        return measure_decode(bundles, path, rounds, options.depths)
+    return measure_prompt(bundles, path, rounds, options.calls)
 
 
 def run_all(out: Path, folder: Path) -> None:
@@ -617,21 +633,21 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     if what == "all":
         return run_all(out or PUBLISHED, folder)
-    options = {
-        "real": real,
-        "family": family,
-        "layers": layers,
-        "rounds": rounds,
-        "compress": compress,
-        "presets": presets,
-        "depths": depths,
-        "calls": calls,
-        "runs": runs,
-    }
+    options = BenchOptions(
+        real=real,
+        family=family,
+        layers=layers,
+        rounds=rounds,
+        compress=compress,
+        presets=presets,
+        depths=depths,
+        calls=calls,
+        runs=runs,
+    )
     columns = machine.environment()
     with machine.disturbance() as disturbance:
-        measurement = measure(what, folder=folder, **options)
-    path = measurement.save(out or folder, what, options, columns | disturbance)
+        measurement = measure(what, options, folder)
+    path = measurement.save(out or folder, what, asdict(options), columns | disturbance)
     print(path.read_text() if json_ else "\n".join(measurement.lines()))
 
 

@@ -157,8 +157,8 @@ def error_summary(ms: pd.Series, published_ms: pd.Series) -> dict:
 
 
 def coverage(rows: pd.DataFrame) -> pd.DataFrame:
-    """By what is left out: the factor of the 90% interval, and the share of rows inside
-    the interval that the errors of the other groups give."""
+    """For each kind of group that is left out, the factor of the 90% interval, and the
+    share of rows inside the interval that the errors of the other groups give."""
     lines = []
     for by in GROUPS:
         logs = np.log(roofline.cross_validated_ms(rows, by) / rows["ms"])

@@ -92,9 +92,9 @@ def main() -> None:
     if arguments.list:
         for folder in arguments.folders:
             for path, text in sources(arguments.at, folder):
-                for line, name in sorted(bindings(text)):
-                    if is_vague(name):
-                        print(f"{path}:{line}:{name}")
+                places = sorted(place for place in bindings(text) if is_vague(place[1]))
+                for line, name in places:
+                    print(f"{path}:{line}:{name}")
         return
 
     figures = {}
