@@ -39,52 +39,66 @@ class Fault:
     effect: str = "result"
 
 
-def layer_of(fault: Fault) -> type[Proxy]:
+class FaultyProxy(Proxy):
+    """A native layer with a fault. Subclasses have it in the attribute `fault`.
+
+    Attributes:
+        T: the flexible sizes of the present call.
+        late_writes: calls of writes that take effect in the next call.
+    """
+
+    fault: Fault
+
+    def __init__(self, path, compute_units, *rest):
+        super().__init__(path, compute_units, *rest)
+        self.units, self.late_writes = compute_units, []
+        if not self.shows_fault():
+            return
+        for step in self.executable.body.steps:
+            if has_fault(step, self.fault):
+                if self.fault.effect == "compile":
+                    raise _error("Failed to build the model execution plan: -14")
+                step.function = partial(self.run_wrongly, step.function)
+
+    def shows_fault(self) -> bool:
+        """Whether this package on this compute unit has the fault."""
+        steps = self.executable.body.steps
+        results = {name for step in steps for name, _ in step.outputs}
+        inner_results = results - set(self.executable.program.outputs)
+        is_inside = set(self.fault.fused) <= inner_results
+        return is_inside and self.fault.units in ("", self.units)
+
+    def run_wrongly(self, original: Callable, **arguments):
+        """Runs the function of a step with the fault, in calls of the fault's T."""
+        effect = self.fault.effect
+        if effect == "kill":
+            raise _error("the process died")
+        if self.fault.T not in {0, *self.T}:
+            return original(**arguments)
+        if effect == "late":
+            self.late_writes.append(partial(original, **arguments))
+        if effect in ("late", "lost"):
+            return None
+        y = original(**arguments)
+        return tuple(map(self.change, y)) if isinstance(y, tuple) else self.change(y)
+
+    def change(self, y: torch.Tensor) -> torch.Tensor:
+        """The wrong result in place of y."""
+        if y.numel() < self.fault.above:
+            return y
+        return self.fault.change(y).to(y.dtype)
+
+    def predict(self, data, state=None):
+        self.T = tokens(self.description, data)
+        for write in self.late_writes:
+            write()
+        self.late_writes.clear()
+        return super().predict(data, state)
+
+
+def layer_of(fault: Fault) -> type[FaultyProxy]:
     """The native layer that has the fault."""
-
-    class Wrong(Proxy):
-        def __init__(self, path, compute_units, *rest):
-            super().__init__(path, compute_units, *rest)
-            self.units, self.late = compute_units, []
-            program = self.executable.program
-            steps = self.executable.body.steps
-            results = {name for step in steps for name, _ in step.outputs}
-            is_planted = set(fault.fused) <= results - set(program.outputs)
-            is_planted &= fault.units in ("", compute_units)
-            for step in steps:
-                if has_fault(step, fault) and is_planted:
-                    if fault.effect == "compile":
-                        raise _error("Failed to build the model execution plan: -14")
-                    self.plant(step)
-
-        def plant(self, step):
-            original = step.function
-
-            def changed(y):
-                return y if y.numel() < fault.above else fault.change(y).to(y.dtype)
-
-            def planted(**arguments):
-                if fault.effect == "kill":
-                    raise _error("the process died")
-                if fault.T not in {0, *self.T}:
-                    return original(**arguments)
-                if fault.effect == "late":
-                    self.late.append(partial(original, **arguments))
-                if fault.effect in ("late", "lost"):
-                    return None
-                y = original(**arguments)
-                return tuple(map(changed, y)) if isinstance(y, tuple) else changed(y)
-
-            step.function = planted
-
-        def predict(self, data, state=None):
-            self.T = tokens(self.description, data)
-            for write in self.late:
-                write()
-            self.late.clear()
-            return super().predict(data, state)
-
-    return Wrong
+    return type("LayerWithFault", (FaultyProxy,), {"fault": fault})
 
 
 def tokens(description, data) -> list[int]:
