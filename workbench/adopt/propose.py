@@ -8,13 +8,14 @@ export rarely prevents this.
 
 The manifest only names roles; `workbench/runtime/foreign.py` computes what an input with
 a role is fed. For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch
-where `describe_functions`, `describe_functions_and_moves` or `count_tokens` decide by names."""
+where `describe_functions`, `describe_calls` or `count_tokens` decide by names."""
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -211,12 +212,10 @@ def describe(
     roles = {}
     for package in packages:
         roles |= package.roles
-    functions, moves = describe_functions_and_moves(
-        packages, plan, cache_shapes, {*roles.values()}
-    )
+    calls = describe_calls(packages, plan, cache_shapes, {*roles.values()})
     entries = file_entries(root, root / "layers")
     compress = nearest_preset(entries, checkpoint)
-    options = describe_options(functions, cache_shapes, plan, compress)
+    options = describe_options(calls.functions, cache_shapes, plan, compress)
     spec = layers_spec(plan, options, 0, plan.dims.L)
     # packages keep no copies of caches, and compute from x what layers add to the stream
     for name in list(spec.states):
@@ -239,7 +238,7 @@ def describe(
         **vars(spec),
         path="layers",
         template="layers",
-        foreign=Foreign(parts=parts, roles=roles, functions=functions, moves=moves),
+        foreign=Foreign(parts=parts, roles=roles, **calls._asdict()),
         weights=find_weights([package.program for package in packages], checkpoint),
         bytes=sum(file.bytes for file in entries),
         files=entries,
@@ -341,24 +340,36 @@ def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
         )
 
 
-def describe_functions_and_moves(
+class Calls(NamedTuple):
+    """The functions of packages with states, and the moves of their caches' rows."""
+
+    functions: list[Function]
+    moves: dict[int, str]
+    """Rows of a cache → `shift` or `right` (see `Foreign`)."""
+
+
+def describe_calls(
     packages: list[Package],
     plan: Plan,
     cache_shapes: dict[str, tuple[int, ...]],
     roles: set[str],
-) -> tuple[list[Function], dict[int, str]]:
-    """The functions of the packages with states, and how the rows of caches move: number
-    of rows → `shift` or `right` (see `Foreign`)."""
+) -> Calls:
+    """The functions of packages with states, and the moves of their caches' rows.
+
+    Args:
+        roles: of all inputs and outputs.
+    """
     windows = [layer.window for layer in plan.layers if layer.window]
     window = max(windows, default=None)
     first_with_states = next(package for package in packages if package.program.states)
     functions = describe_functions(first_with_states.programs, window)
     if functions[0].until:
-        return functions, {window: "shift"}
+        return Calls(functions, {window: "shift"})
     if "mask" in roles and not roles & {"start", "write", "ring_start"}:
         # nothing says where to write: the newest row is always the last one
-        return functions, {max(shape[2] for shape in cache_shapes.values()): "right"}
-    return functions, {}
+        rows = max(shape[2] for shape in cache_shapes.values())
+        return Calls(functions, {rows: "right"})
+    return Calls(functions, {})
 
 
 def nearest_preset(entries: Sequence, checkpoint: Checkpoint) -> str:
@@ -379,8 +390,8 @@ def nearest_preset(entries: Sequence, checkpoint: Checkpoint) -> str:
 def describe_functions(
     programs: dict[str | None, miltorch.Program], window: int | None
 ) -> list[Function]:
-    """How to call the functions of packages with states, some of which may rotate
-    caches from position `window` on."""
+    """The functions of packages with states. Some may rotate caches from position `window`
+    on."""
     rotates = any("rotate" in str(name) for name in programs)
     functions = []
     for name, program in programs.items():
