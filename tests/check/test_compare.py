@@ -54,8 +54,8 @@ def test_updates_of_other_experts_are_not_compared():
 
     reference = routed(0, np.float32([[1], [0.01], [1]]))
     assert not ties(reference, routed(0), reference).any()
-    found = ties(reference, routed(0), routed(1))
-    assert found.tolist() == [True, False, False]
+    tied = ties(reference, routed(0), routed(1))
+    assert tied.tolist() == [True, False, False]
     assert ties(reference, routed()).tolist() == [False, True, False]
     rows = compare.errors(reference, routed(), ["update"])
     rows = compare.with_ties(rows, reference, routed())

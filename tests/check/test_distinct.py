@@ -158,8 +158,8 @@ def test_a_fault_in_any_one_shard_is_red(exports, tmp_path, fault, layer):
     folder, checkpoint = cases.export_sound(exports, case)
     copy = Copy(folder, tmp_path / "copy")
     replace(FAULTS[f"disk/{fault}"], layer=layer).plant_in(copy)
-    found = bug_gates(Bundle.open(copy.seal()), checkpoint)
-    assert "RED" in {gate.verdict for gate in found}
+    results = bug_gates(Bundle.open(copy.seal()), checkpoint)
+    assert "RED" in {gate.verdict for gate in results}
 
 
 @pytest.mark.slow("exports a bundle of two functions")

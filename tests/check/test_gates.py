@@ -42,12 +42,12 @@ def test_an_export_is_green_only_where_every_required_gate_ran():
 
 def test_quality_is_the_user_s_limits_and_a_red_export_withholds_it():
     green, red = gates.holds("program", True, ""), gates.holds("program", False, "")
-    kept, over = (gates.within("max_kl", x, 0.05, "") for x in (0.01, 0.06))
+    within, over = (gates.within("max_kl", x, 0.05, "") for x in (0.01, 0.06))
     few = gates.reached("answers", 0.5, 0.7, "")
     assert gates.within("max_kl", np.nan, 0.05, "").verdict == "OVER"
     assert gates.quality([green]) == "not_run"
-    assert gates.quality([green, kept]) == "WITHIN"
-    assert gates.quality([green, kept, few]) == gates.quality([over]) == "OVER"
+    assert gates.quality([green, within]) == "WITHIN"
+    assert gates.quality([green, within, few]) == gates.quality([over]) == "OVER"
     assert gates.verdict([green, over]) == "GREEN"
     withheld = [red, over]
     assert gates.quality(withheld) == "not_run"
@@ -77,10 +77,10 @@ def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatc
     program = source / "program.py"
     program.write_text(program.read_text().replace("LIMIT = 1e-5", "LIMIT = 1e-4"))
     gates.gates_version.cache_clear()
-    found = load_or_run_gates(Decoder(bundle, "portable"))
+    results = load_or_run_gates(Decoder(bundle, "portable"))
     monkeypatch.undo()
     gates.gates_version.cache_clear()
-    reasons = {g.reason for g in found if g.verdict == "not_run"}
+    reasons = {g.reason for g in results if g.verdict == "not_run"}
     other = "the bundle's verdict.json is of another bundle or by other gates"
     assert reasons == {f"needs --checkpoint: {other}"}
     assert gates.stored_verdict(bundle) is not None
@@ -107,9 +107,9 @@ def forged(bundle) -> None:
 
 def test_a_verdict_that_only_the_bundle_states_is_no_pass(bundle):
     forged(bundle)
-    found = invoke("validate", bundle.root)
-    assert found["verdict"] == "not_run" and "trust me" not in str(found)
-    checks = {gate["name"]: gate for gate in found["gates"]}
+    validation = invoke("validate", bundle.root)
+    assert validation["verdict"] == "not_run" and "trust me" not in str(validation)
+    checks = {gate["name"]: gate for gate in validation["gates"]}
     assert {checks[n]["verdict"] for n in ("interface", *STATE_GATES)} == {"GREEN"}
     for name in ("weights", "host", "program"):
         assert checks[name]["verdict"] == "not_run"
@@ -147,8 +147,8 @@ def test_the_golden_that_the_user_names_carries_the_verdict_to_another_checkout(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     stated = invoke("validate", bundle.root)
     assert stated["verdict"] == "not_run"
-    found = invoke("validate", bundle.root, "--golden", out)
-    named = {gate["name"]: gate["verdict"] for gate in found["gates"]}
+    validation = invoke("validate", bundle.root, "--golden", out)
+    named = {gate["name"]: gate["verdict"] for gate in validation["gates"]}
     assert {named[name] for name in BUG_GATES} == {"GREEN"}
     shutil.copy(out, bundle.root / "golden")
     assert invoke("validate", bundle.root)["verdict"] == "not_run"

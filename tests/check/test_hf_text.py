@@ -153,12 +153,12 @@ def test_validate_adds_the_transcript_and_its_limits(tiny_llama, exports, tmp_pa
     file.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS[:2]))
     command = "validate", bundle.root, "--checkpoint", tiny_llama.path
     command += "--prompt-ids", "1,69,142,4", "--transcript", "--prompts", file
-    found = invoke(*command)
-    named = {gate["name"]: gate["verdict"] for gate in found["gates"]}
+    validation = invoke(*command)
+    named = {gate["name"]: gate["verdict"] for gate in validation["gates"]}
     assert named["transcript"] == "WITHIN" and named["text_budget"] == "GREEN"
     assert named["stop"] in ("not_run", "WITHIN")
-    assert (found["verdict"], found["quality"]) == ("GREEN", "WITHIN")
-    assert len(found["transcript"]["prompts"]) == 2
+    assert (validation["verdict"], validation["quality"]) == ("GREEN", "WITHIN")
+    assert len(validation["transcript"]["prompts"]) == 2
     strict = cli(*command, "--min-agreed", "1.01")
     assert strict.exit_code == 4 and "OVER" in strict.stdout
 
@@ -239,12 +239,12 @@ def test_a_golden_with_texts_judges_transcript_and_stop_without_a_checkpoint(
     command = "golden", tiny_llama.path, "--out", out, *ids
     written = invoke(*command, "--transcript", "--prompts", file)
     assert written["prompts"] == 4 and 0 < written["sigma"] < 0.1
-    found = invoke("validate", bundle.root, "--golden", out, "--transcript")
-    named = {gate["name"]: gate["verdict"] for gate in found["gates"]}
+    validation = invoke("validate", bundle.root, "--golden", out, "--transcript")
+    named = {gate["name"]: gate["verdict"] for gate in validation["gates"]}
     assert named["transcript"] == "WITHIN" and named["text_budget"] == "not_run"
     assert named["stop"] in ("not_run", "WITHIN")
-    assert found["transcript"]["sigma"] == written["sigma"]
-    assert {row["cause"] for row in found["transcript"]["prompts"]} == {None}
+    assert validation["transcript"]["sigma"] == written["sigma"]
+    assert {row["cause"] for row in validation["transcript"]["prompts"]} == {None}
     strict = cli(
         *("validate", bundle.root, "--golden", out, "--transcript"),
         *("--min-agreed", "1.01"),

@@ -22,9 +22,9 @@ REASONS = {
 @pytest.mark.parametrize("fault", REASONS)
 def test_the_reason_names_what_differs(broken, fault):
     folder, checkpoint = broken(fault)
-    found = interface_gate(Bundle.open(folder), checkpoint)
-    assert found.verdict == "RED" and found.value >= 1
-    assert found.reason.startswith(REASONS[fault])
+    gate = interface_gate(Bundle.open(folder), checkpoint)
+    assert gate.verdict == "RED" and gate.value >= 1
+    assert gate.reason.startswith(REASONS[fault])
 
 
 @pytest.mark.parametrize("tap", ["no_such_value", "rope_cos", None])
@@ -33,9 +33,9 @@ def test_a_tap_of_an_inner_layer_is_a_value_like_the_output(broken, tap):
         copy.shard(0)["taps"]["0"] = tap or copy.shard(0)["taps"]["0"]
 
     folder, _ = broken(plant, base="pairs")
-    found = interface_gate(Bundle.open(folder))
-    assert found.verdict == ("RED" if tap else "GREEN")
-    assert ("layer 0" if tap else "not compared") in found.reason
+    gate = interface_gate(Bundle.open(folder))
+    assert gate.verdict == ("RED" if tap else "GREEN")
+    assert ("layer 0" if tap else "not compared") in gate.reason
 
 
 @pytest.mark.slow("exports a bundle of a preset")
@@ -46,9 +46,9 @@ def test_a_false_claim_of_compression_is_red(broken, compress, claim):
     def plant(copy):
         copy.manifest["options"]["compress"] = claim
 
-    found = interface_gate(Bundle.open(broken(plant, compress)[0]))
-    assert found.verdict == ("GREEN" if claim == compress else "RED")
-    assert claim == compress or "storage of" in found.reason
+    gate = interface_gate(Bundle.open(broken(plant, compress)[0]))
+    assert gate.verdict == ("GREEN" if claim == compress else "RED")
+    assert claim == compress or "storage of" in gate.reason
 
 
 def test_a_package_that_cannot_be_read_is_red(broken):
@@ -57,5 +57,5 @@ def test_a_package_that_cannot_be_read_is_red(broken):
         path = next(e["path"] for e in files if e["path"].endswith(".mlmodel"))
         copy.edit_file(path, lambda data: data[: len(data) // 3])
 
-    found = interface_gate(Bundle.open(broken(plant)[0]))
-    assert found.verdict == "RED" and "layers_01_01" in found.reason
+    gate = interface_gate(Bundle.open(broken(plant)[0]))
+    assert gate.verdict == "RED" and "layers_01_01" in gate.reason

@@ -19,22 +19,22 @@ def pair(exports, name: str, precision: str = "exact") -> list:
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_every_cell_of_a_trained_checkpoint_is_green(name, exports):
     lengths = {"tiny-gemma3": (90,), "tiny-zaya": (33,), "tiny-qwen2": (31,)}
-    found = check_reuse(*pair(exports, name), lengths=lengths.get(name, (31, 64)))
-    gate = reuse_gate(found)
+    result = check_reuse(*pair(exports, name), lengths=lengths.get(name, (31, 64)))
+    gate = reuse_gate(result)
     assert gate.verdict == "GREEN", gate.reason
-    assert {(c.batch, c.cache, c.format) for c in found} == {
+    assert {(c.batch, c.cache, c.format) for c in result} == {
         (batch, *cache)
         for batch in (1, trained.BATCH)
         for cache in [("cold", "fp16")]
         + [(c, f) for c in ("warm", "hot") for f in ("fp16", "q4")]
     }
-    assert all(0 <= c.logits_error < 1e-5 for c in found if c.cache == "cold")
+    assert all(0 <= c.logits_error < 1e-5 for c in result if c.cache == "cold")
 
 
 def test_it_holds_in_fp16_arithmetic_up_to_the_last_row(exports):
     both = pair(exports, "tiny-llama", "declared")
-    found = check_reuse(*both, lengths=(32, trained.S - 4))
-    assert reuse_gate(found).verdict == "GREEN"
+    result = check_reuse(*both, lengths=(32, trained.S - 4))
+    assert reuse_gate(result).verdict == "GREEN"
 
 
 def test_a_cache_that_q4_leaves_in_fp16_is_so_in_the_reference_too(

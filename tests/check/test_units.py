@@ -70,10 +70,10 @@ def test_off_a_mac_only_portable_modes_run_and_say_so(table):
 def test_a_unit_is_held_against_portable_too(table):
     rng = np.random.default_rng(0)
     logits = {name: rng.standard_normal((4, 9)) for name in ("declared", "CPU_ONLY")}
-    found = table({}, logits=logits).set_index("unit")["kl_portable"]
-    assert found["portable declared"] == 0
-    assert found["CPU_ONLY"] > 0.1
-    assert np.isnan(found["ALL"])
+    units = table({}, logits=logits).set_index("unit")["kl_portable"]
+    assert units["portable declared"] == 0
+    assert units["CPU_ONLY"] > 0.1
+    assert np.isnan(units["ALL"])
 
 
 def test_a_cost_above_the_user_s_limit_is_blamed_on_nothing(table):

@@ -59,9 +59,9 @@ def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     arguments = [f"--{source}", checkpoint.path]
     if source == "golden":
         arguments[1] = llama_golden.save(tmp_path / "g.safetensors")
-    found = invoke("validate", folder, *(arguments if source != "nothing" else ()))
-    assert (found["verdict"], found["worst"]) == ("RED", None)
-    named = {g["name"]: g for g in found["gates"]}
+    validation = invoke("validate", folder, *(arguments if source != "nothing" else ()))
+    assert (validation["verdict"], validation["worst"]) == ("RED", None)
+    named = {g["name"]: g for g in validation["gates"]}
     assert named.keys() == set(BUG_GATES)
     assert named["interface"]["verdict"] == "RED"
     assert named["program"]["verdict"] == named["undo"]["verdict"] == "not_run"
@@ -76,8 +76,8 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     missing = {g["name"] for g in alone["gates"] if g["verdict"] == "not_run"}
     assert missing == {"weights", "host", "program", "device", "budget"}
     checkpoint = "--checkpoint", tiny_llama.path
-    found = invoke("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
-    assert found["verdict"] == "GREEN"
+    validation = invoke("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
+    assert validation["verdict"] == "GREEN"
     stored = {g.name: g.json() for g in gates.stored_verdict(bundle).gates}
     assert list(stored) == list(BUG_GATES)
     again = invoke("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
@@ -159,9 +159,11 @@ def test_the_budget_of_compression_is_what_compression_costs(
     compressed = measure(Decoder(bundle, "portable"), llama_golden, budget=budget)
     assert furthest(compared(compressed.rows))["ratio"] < 1.5  # quantization dominates
     assert compressed.kl.mean() == pytest.approx(compressed.budget_kl.mean(), rel=0.2)
-    found = compressed.json()
-    kl = found["kl"]
-    assert {"mean", "median", "p99", "max"} == kl.keys() == found["budget"]["kl"].keys()
+    figures = compressed.json()
+    kl = figures["kl"]
+    assert (
+        {"mean", "median", "p99", "max"} == kl.keys() == figures["budget"]["kl"].keys()
+    )
     mean = kl["mean"]
     assert verdicts(compressed, 1.01 * mean) == {"max_kl": "WITHIN", "budget": "GREEN"}
     assert verdicts(compressed, 0.99 * mean) == {"max_kl": "OVER", "budget": "GREEN"}

@@ -27,18 +27,18 @@ def test_tokens_are_hugging_face_s_and_all_logits_are_written(
 ):
     ids, new = [1, 4, 69, 173, 13, 4, 72], 24
     prompt = "--prompt-ids", ",".join(map(str, ids)), "--max-new", new
-    how = "--precision", "exact", "--logits", tmp_path / "l.npy"
-    found = invoke("generate", llama_bundle.root, *prompt, *how)
+    options = "--precision", "exact", "--logits", tmp_path / "l.npy"
+    generation = invoke("generate", llama_bundle.root, *prompt, *options)
     with torch.inference_mode():
         model = exports.hf(TINY)
         ids = torch.tensor([ids])
-        wanted = model.generate(ids, max_new_tokens=new, do_sample=False)
-    assert found["tokens"] == wanted[0, ids.shape[1] :].tolist()
-    assert {"text", "prefill", "decode", "runtime", "precision"} <= found.keys()
+        expected = model.generate(ids, max_new_tokens=new, do_sample=False)
+    assert generation["tokens"] == expected[0, ids.shape[1] :].tolist()
+    assert {"text", "prefill", "decode", "runtime", "precision"} <= generation.keys()
     logits = np.load(tmp_path / "l.npy")
-    assert logits.shape == (len(found["tokens"]) + 1, 256)
+    assert logits.shape == (len(generation["tokens"]) + 1, 256)
     assert logits.dtype == np.float32
-    assert logits[:-1].argmax(1).tolist() == found["tokens"]
+    assert logits[:-1].argmax(1).tolist() == generation["tokens"]
 
 
 def test_each_token_s_text_comes_when_it_is_decoded(llama_bundle, monkeypatch):
@@ -61,12 +61,12 @@ def test_each_token_s_text_comes_when_it_is_decoded(llama_bundle, monkeypatch):
 
 def test_the_text_is_printed_once_and_json_stays_one_object(llama_bundle):
     command = "generate", llama_bundle.root, "--prompt", WORDS, "--max-new", "3"
-    text, shown = invoke(*command)["text"], cli(*command).stdout
-    assert shown.count(text) == 1 and shown.startswith(f"{text}\n3 tokens")
+    text, printed = invoke(*command)["text"], cli(*command).stdout
+    assert printed.count(text) == 1 and printed.startswith(f"{text}\n3 tokens")
 
 
 def test_sampling_follows_its_seed(llama_bundle):
-    def tokens(*how):
+    def tokens(*options):
         command = (
             "generate",
             llama_bundle.root,
@@ -75,7 +75,7 @@ def test_sampling_follows_its_seed(llama_bundle):
             "--max-new",
             8,
         )
-        return invoke(*command, *how)["tokens"]
+        return invoke(*command, *options)["tokens"]
 
     warm = "--temperature", "3", "--top-k", "40", "--top-p", "0.9", "--seed"
     assert tokens(*warm, "1") == tokens(*warm, "1") != tokens(*warm, "2")
@@ -122,10 +122,10 @@ def test_golden_takes_text_a_file_and_ids(tmp_path):
         return Golden.load(tmp_path / "g").ids.tolist()
 
     (tmp_path / "text").write_text(WORDS)
-    wanted = encode_text(TINY, WORDS)
-    assert ids("--prompt", WORDS) == ids("--text", tmp_path / "text") == wanted
-    assert ids("--text", tmp_path / "text", "--tokens", 4) == wanted[:4]
-    assert ids("--prompt-ids", ",".join(map(str, wanted))) == wanted
+    expected = encode_text(TINY, WORDS)
+    assert ids("--prompt", WORDS) == ids("--text", tmp_path / "text") == expected
+    assert ids("--text", tmp_path / "text", "--tokens", 4) == expected[:4]
+    assert ids("--prompt-ids", ",".join(map(str, expected))) == expected
 
 
 def test_evaluate_warns_of_a_text_whose_tokens_are_mostly_unknown(

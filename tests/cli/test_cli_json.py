@@ -211,8 +211,8 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
     inputs = ranges.random_inputs
 
     def overflowing(*arguments):
-        made = inputs(*arguments)
-        return made | {"rope_cos": np.full_like(made["rope_cos"], 6e4)}
+        command = inputs(*arguments)
+        return command | {"rope_cos": np.full_like(command["rope_cos"], 6e4)}
 
     monkeypatch.setattr(ranges, "random_inputs", overflowing)
     result = cli("explain", package)

@@ -34,8 +34,8 @@ def test_help_is_whole_at_80_columns_and_explains_every_option(name):
     names = name.split()
     narrow, wide = (cli(*names, "--help", columns=n).stdout for n in (80, 200))
     document = inspect.getdoc(PAGES[name])
-    about, _, section = document.partition("\n\nArgs:\n")
-    for told in about.split("\n\n"):
+    summary, _, section = document.partition("\n\nArgs:\n")
+    for told in summary.split("\n\n"):
         assert words(told) in words(narrow)
     for parameter, told in ARGUMENT.findall(section):
         # a sentence in a narrow column is broken by the names beside it: its words stay
@@ -168,6 +168,6 @@ def test_the_grid_of_the_guide_is_shipped():
     from workbench import sweep
 
     text = (project() / "docs" / "guide.md").read_text()
-    shown, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert shown == (project() / "data" / "grid.yaml").read_text()
+    example, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert example == (project() / "data" / "grid.yaml").read_text()
     assert sweep.load_grid(project() / "data" / "grid.yaml")

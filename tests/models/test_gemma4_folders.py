@@ -132,9 +132,9 @@ def store(form: Form, text: Path, folder: Path) -> None:
         weights = load_file(folder / tiny.WEIGHTS)
         for sharing, source in ((2, 0), (3, 1)):
             for name in ("k_proj", "v_proj", "k_norm"):
-                own = weights[f"{prefix}layers.{source}.self_attn.{name}.weight"]
+                weight = weights[f"{prefix}layers.{source}.self_attn.{name}.weight"]
                 name = f"{prefix}layers.{sharing}.self_attn.{name}.weight"
-                weights[name] = torch.randn_like(own)
+                weights[name] = torch.randn_like(weight)
         save_file(weights, folder / tiny.WEIGHTS, metadata={"format": "pt"})
     if form.eos is not None:
         fields = json.dumps({"eos_token_id": form.eos})

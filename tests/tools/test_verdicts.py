@@ -61,20 +61,20 @@ def test_the_table_has_both_words_the_figures_and_the_recommendation(tmp_path):
     assert title == "### model" and head.startswith(
         "| preset | MiB | export | quality |"
     )
-    found = {line.split("`")[1]: line for line in lines}
+    line_of = {line.split("`")[1]: line for line in lines}
     assert (
         "| 2.0 | GREEN | WITHIN | 0.00458 | 0.990 [0.980, 1.000] | 4 | 4 of 5 |"
-        in (found["int8-channel"])
+        in (line_of["int8-channel"])
     )
     assert (
         "`int8-channel`: 0.004 [0.003, 0.005], 3.0 MiB | 45 CPU s | 72 CPU s |"
-        in (found["int8-tensor"])
+        in (line_of["int8-tensor"])
     )
-    assert "| not run: weights, stop |" not in found["lut4-g8"]
-    assert "| not run: weights | OVER |" in found["lut4-g8"]
-    assert "| no end, not run |" in found["lut4-g8"]
-    assert "| none keeps the limits | 9 CPU s |" in found["lut4-g8"]
-    assert "| RED: program | not judged |" in found["fp16"]
+    assert "| not run: weights, stop |" not in line_of["lut4-g8"]
+    assert "| not run: weights | OVER |" in line_of["lut4-g8"]
+    assert "| no end, not run |" in line_of["lut4-g8"]
+    assert "| none keeps the limits | 9 CPU s |" in line_of["lut4-g8"]
+    assert "| RED: program | not judged |" in line_of["fp16"]
 
 
 def test_a_row_of_other_files_is_measured_again(tmp_path, tiny_llama):
