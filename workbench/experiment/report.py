@@ -30,6 +30,8 @@ from workbench.log.anonymous import anonymous
 
 SHOWN_ROWS = 20  # of a table in the report
 OUTPUT = "workbench"  # key of an output's metadata that names the run
+# gates that judge an export or its cost; others are about an experiment's own question
+OF_A_BUNDLE = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
 
 
 def redraw(stem: Path) -> Path:
@@ -116,7 +118,7 @@ def _verdicts(results: list[gates.Gate]) -> Block:
     """Both verdicts on a bundle, or what the experiment's own gates say where none of them
     judges an export."""
     word = gates.verdict(results).replace("_", " ")
-    if any(gate.name in gates.REQUIRED for gate in results):
+    if any(gate.name in OF_A_BUNDLE for gate in results):
         quality = Verdict("Quality", gates.describe_quality(results))
         return Verdicts(Verdict("Export", word), quality)
     return Paragraph(f"Gates of this experiment: {word}. It judges no export.")
