@@ -427,9 +427,7 @@ def presets_table() -> list[str]:
     for preset in PRESETS.values():
         bits = preset.stored_bits
         if preset.group:
-            bits = (
-                f"{bits}, plus {2**preset.bits * 16} for each table of {preset.group} rows"
-            )
+            bits = f"{bits}, plus {2**preset.bits * 16} for each table of {preset.group} rows"
         first = streams["from_generation"].get(stored_format(preset))
         chips = "every chip" if first == 1 else f"M{first} and later"
         rule_ids = RULES.get(preset.name, [])

@@ -343,7 +343,14 @@ def test_the_answer_of_30_turns_with_its_tables():
     says("30", names, "Yes. On tiny-zaya", "would also show all of them", "fewer bytes")
     names |= {"distances": names["distances"].clip(upper=0), "all_gates": red("host")}
     names["routing"]["experts"] = names["routing"]["experts"].to_numpy()[::-1]
-    says("30", names, "No: host is RED.", "\n0 of ", "would also show all but", "more bytes")
+    says(
+        "30",
+        names,
+        "No: host is RED.",
+        "\n0 of ",
+        "would also show all but",
+        "more bytes",
+    )
 
 
 def test_the_answer_of_30_tells_imposed_from_free_choices_of_experts():

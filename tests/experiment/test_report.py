@@ -39,7 +39,9 @@ def test_gates_of_an_experiment_are_no_verdict_on_an_export(project):
     experiment.add_gates([gates.holds("stays_finite", True, "every result is finite")])
     experiment.conclude("It overflows.")
     text = (experiment.folder / "report.md").read_text()
-    assert "Gates of this experiment: GREEN. It judges no export.\n\nIt overflows." in text
+    assert (
+        "Gates of this experiment: GREEN. It judges no export.\n\nIt overflows." in text
+    )
     assert "quality" not in text and "\n\nNo checkpoint. " in text
 
 
