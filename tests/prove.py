@@ -2,8 +2,9 @@
 tests.prove`.
 
 Every case is one JSON line in build/prove/cases.jsonl. It is skipped when its line is there for the
-same version of the code. The tables of tests/check/faults.md are written from these lines. Exits 1
-when a sound bundle is RED, every gate is GREEN on a fault, or a gate broke.
+same version of the code. A run of every case writes the tables of tests/check/faults.md from these
+lines; a run of some leaves them as they are. Exits 1 when a sound bundle is RED, every gate is GREEN
+on a fault, or a gate broke, and 2 when no case has the words.
 
     python -m tests.prove -j 2             every case, in two processes
     python -m tests.prove disk int4        cases whose names contain all of these words
@@ -293,13 +294,19 @@ def main() -> int:
         for case in all_cases()
         if all(fits(case, word) for word in arguments.words)
     ]
+    if not chosen:
+        parser.error(
+            f"no case has all of {' '.join(arguments.words)} in its name; the name of a fault is "
+            "written in lower case, with underscores"
+        )
     records = read_store()
     if not arguments.list:
         try:
             run_cases([case for case in chosen if case not in records], arguments.jobs)
         finally:
             records = read_store()
-            TABLES.write_text(write_tables(records))
+            if not arguments.words:
+                TABLES.write_text(write_tables(records))
     ran = [records[case] for case in chosen if case in records]
     failed = [record for record in ran if record.fails]
     for record in failed:

@@ -219,5 +219,5 @@ def test_the_workflow_runs_the_project_s_two_commands_with_the_right_to_read():
     assert [*example[True]] == ["pull_request"]
     assert example["permissions"] == {"contents": "read"}
     (job,) = example["jobs"].values()
-    (used,) = [step for step in job["steps"] if step.get("uses", "").endswith("@main")]
+    (used,) = [step for step in job["steps"] if "/workbench@" in step.get("uses", "")]
     assert used["with"].keys() <= ACTION["inputs"].keys()

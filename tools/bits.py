@@ -58,7 +58,7 @@ NOT_MEASURED = "not measured"
 RULES = {
     "int8-channel": ["Q4", "Q6"],
     "int8-tensor": ["Q4", "Q6"],
-    "lut4-g8": ["Q5", "Q7"],
+    "lut4-g8": ["K10", "Q5", "Q7"],
     "int4-block32": ["Q3"],
 }
 """Preset → rules of `data/sources/ane_rules.csv` that concern it."""
@@ -465,9 +465,7 @@ def presets_table() -> list[str]:
     for preset in PRESETS.values():
         bits = preset.stored_bits
         if preset.group:
-            bits = (
-                f"{bits} and {2**preset.bits * 16} for a table of {preset.group} rows"
-            )
+            bits = f"{bits}, plus {2**preset.bits * 16} for each table of {preset.group} rows"
         first = streams["from_generation"].get(stored_format(preset))
         chips = "every chip" if first == 1 else f"M{first} and later"
         rule_ids = RULES.get(preset.name, [])

@@ -71,11 +71,11 @@ COMMANDS = [
     ),
     Command(
         "workbench explain build/m --checkpoint MODEL",
-        "causes of the error, weights that cost most, ranges in fp16",
+        "parts of the error, the variant of the model that fits, fp16 headroom",
     ),
     Command(
         "workbench plan build/m --memory 16G --chip M4",
-        "memory, predicted ms per call, predicted placement",
+        "memory, predicted ms per call, predicted placement, rules against it",
     ),
     Command(
         "workbench run 05 --set CHECKPOINT=MODEL",
@@ -83,7 +83,7 @@ COMMANDS = [
     ),
     Command(
         "workbench sweep data/grid.yaml",
-        "tok/s of each combination of options, here of tiny-llama",
+        "tok/s of each combination of options, here with tiny-llama",
     ),
 ]
 
@@ -193,7 +193,7 @@ def format_disk(size: int) -> str:
 def table(path: Path = ROWS) -> list[str]:
     """The lines of the README's table, and one on the machine behind each measurement."""
     stored = read_rows(path)
-    lines = ["| command | what you get | minutes (CPU) | disk |", "|---|---|---|---|"]
+    lines = ["| command | what you get | min:s (CPU) | disk |", "|---|---|---|---|"]
     for command in COMMANDS:
         cells = [f"`{command.words}`", command.result, NOT_MEASURED, NOT_MEASURED]
         if row := stored.get(command.words):

@@ -2,6 +2,7 @@
 
 import cases
 import prove
+import pytest
 from cases import Case, Record
 
 from workbench.bundle import PRESETS
@@ -57,3 +58,34 @@ def test_the_name_of_a_family_finds_its_random_draws():
     ]
     assert {case.recipe.source for case in chosen} == {"zaya"}
     assert len(chosen) == cases.clean.COUNT / len(cases.clean.FAMILIES)
+
+
+@pytest.fixture
+def tables_file(tmp_path, monkeypatch):
+    """The file of the tables, which exists; no case runs, and none has run before."""
+    file = tmp_path / "faults.md"
+    file.write_text("tables of a whole run")
+    monkeypatch.setattr(prove, "TABLES", file)
+    monkeypatch.setattr(prove, "STORE", tmp_path / "cases.jsonl")
+    monkeypatch.setattr(prove, "run_cases", lambda chosen, jobs: None)
+    return file
+
+
+def run_main(monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(prove.sys, "argv", ["prove", *words])
+    return prove.main()
+
+
+def test_words_that_no_case_has_are_an_error(tables_file, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run_main(monkeypatch, "at_T_above_1")
+    assert exit_.value.code == 2
+    assert "at_T_above_1" in capsys.readouterr().err
+    assert tables_file.read_text() == "tables of a whole run"
+
+
+def test_only_a_run_of_every_case_writes_the_tables(tables_file, monkeypatch):
+    assert run_main(monkeypatch, "at_t_above_1", "fp16") == 1  # nothing ran
+    assert tables_file.read_text() == "tables of a whole run"
+    run_main(monkeypatch)
+    assert tables_file.read_text().startswith("# Planted faults")

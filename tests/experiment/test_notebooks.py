@@ -118,7 +118,7 @@ def stored(number: str, folder: Path) -> dict:
     names |= {name: files.get(file) for name, file in FILES.get(number, {}).items()}
     names |= {"result": SimpleNamespace(rows=None), "runtime": "portable"}
     names["presets"] = files.get("presets", pd.DataFrame(columns=recommend.COLUMNS))
-    names |= {"REAUTHORING": gates.REAUTHORING, "arithmetic": "exact", "decoders": [0]}
+    names |= {"REAUTHORING": gates.REAUTHORING, "arithmetic": "exact", "trained": [0]}
     if number == "05":
         names["result"] = SimpleNamespace(rows=files["fidelity"])
         for name, figure in (("late", "write_address"), ("turned", "rope")):
@@ -127,9 +127,7 @@ def stored(number: str, folder: Path) -> dict:
                 # the figure leaves out calls of one token, which are the sound host's
                 rows = pd.concat([rows, files["fidelity"].query("T == 1")])
             names[name] = SimpleNamespace(rows=rows)
-        names |= {"late_red": files["write_address_gates"]}
         names |= {
-            "rope_red": files["rope_gates"],
             "largest": files.get("largest_token"),
             "verdicts": files.get("verdicts", verdicts_of_05()),
         }
@@ -205,6 +203,7 @@ def verdicts_of_05() -> pd.DataFrame:
             "bundle": ["sound", "one row late", "frequencies 2% too high"],
             "export": ["GREEN", "RED", "RED"],
             "quality": ["WITHIN", "not judged", "not judged"],
+            "RED": ["none", "undo, text_budget", "host"],
             "tokens agreed": [1.0, 0.6, 1.0],
             "error over rounding": [2.4, 238.0, 15.0],
         }
@@ -261,6 +260,7 @@ def test_the_answer_of_05_turns_with_its_rows():
     says("05", names, "This fault turned RED: write_address", "an attention sink")
     sound, late, turned = "sound", "one row late", "frequencies 2% too high"
     told = names | {"verdicts": verdicts_of_05()}
+    says("05", told, "This fault turned RED: undo, text_budget.", "turned RED: host.")
     says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
     says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
     says("05", told, f"“{late}”", "takes 60.0% of the tokens; its error is 238 times")
@@ -279,7 +279,8 @@ def test_the_answer_of_05_turns_with_its_rows():
     )
     names |= {"result": names["late"], "late": names["result"]}
     names |= {"all_gates": [*red("budget"), limit(0.01)]}
-    names |= {"late_red": names["late_red"][:0], "largest": STREAM.assign(times=2.0)}
+    names |= {"verdicts": verdicts_of_05().assign(RED="budget")}
+    names |= {"largest": STREAM.assign(times=2.0)}
     says(
         "05", names, "keeps its cache", "RED (budget)", "turned RED: none", "stands out"
     )
@@ -339,10 +340,17 @@ def test_05_draws_the_tensor_that_the_gate_names():
 
 def test_the_answer_of_30_turns_with_its_tables():
     names = shipped("30")
-    says("30", names, "Yes. On tiny-zaya", "would show all of them", "fewer bytes")
+    says("30", names, "Yes. On tiny-zaya", "would also show all of them", "fewer bytes")
     names |= {"distances": names["distances"].clip(upper=0), "all_gates": red("host")}
     names["routing"]["experts"] = names["routing"]["experts"].to_numpy()[::-1]
-    says("30", names, "No: host is RED.", "\n0 of ", "would show all but", "more bytes")
+    says(
+        "30",
+        names,
+        "No: host is RED.",
+        "\n0 of ",
+        "would also show all but",
+        "more bytes",
+    )
 
 
 def test_the_answer_of_30_tells_imposed_from_free_choices_of_experts():
@@ -445,7 +453,7 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     tables = {"random_cells": cells, "edges": cells, "reported": reported}
     tables |= {"offsets": offsets, "times": times}
     names = {name: pd.DataFrame(table) for name, table in tables.items()}
-    names |= {"all_gates": [], "decoders": [None], "arithmetic": "exact"}
+    names |= {"all_gates": [], "trained": [None], "arithmetic": "exact"}
     says("33", names, "alone: 2 restore a cache, 2 restore nothing")
     says("33", names, "Yes. 4 cells", "5 times faster", "alone is not the cause")
     says("33", names, "2 of its offsets are known and unaligned, with results FAIL, OK")

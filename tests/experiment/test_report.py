@@ -11,7 +11,8 @@ from experiment.toy import NAME, example, run_of
 from in_process import cli
 from refusal import refused
 
-from workbench.experiment import last_run, write_again, write_html
+from workbench.check import gates
+from workbench.experiment import Experiment, last_run, write_again, write_html
 
 
 def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project):
@@ -31,6 +32,17 @@ def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project)
     assert "12 more rows" in text and len(lines) <= 200 and "nan" not in text
     run = run_of(experiment.folder)
     assert not any(run_id in text for run_id in set(run["run_ids"]) - {run["run_id"]})
+
+
+def test_gates_of_an_experiment_are_no_verdict_on_an_export(project):
+    experiment = Experiment(NAME, {"NORMS": [605.0]})
+    experiment.add_gates([gates.holds("stays_finite", True, "every result is finite")])
+    experiment.conclude("It overflows.")
+    text = (experiment.folder / "report.md").read_text()
+    assert (
+        "Gates of this experiment: GREEN. It judges no export.\n\nIt overflows." in text
+    )
+    assert "quality" not in text and "\n\nNo checkpoint. " in text
 
 
 def test_the_command_has_every_parameter_and_no_local_path(project, tmp_path_factory):

@@ -59,7 +59,9 @@ subcommand always is one; a folder of that name is reached as ./NAME."""
 app = App(
     "workbench",
     help="Export transformer layers as stateful Core ML shards, compare them with "
-    "Hugging Face's model, measure how fast they decode.",
+    "Hugging Face's model, measure how fast they decode. Begin with `workbench export` "
+    "and `workbench validate`. Exit codes: 0 not RED, 1 RED, 2 bad input, 3 did not end, "
+    "4 OVER.",
     default_parameter=Parameter(negative=()),
     group_commands="Options",
     result_action="return_value",

@@ -110,8 +110,8 @@ def golden(
     prompts: ExistingFile | None = None,
     json: Json = False,
 ) -> None:
-    """Writes Hugging Face's per-layer values once; comparing commands take them with
-    --golden.
+    """Stores what Hugging Face's model computes in each layer for a prompt, so that
+    `validate --golden` does not need the model.
 
     Example: workbench golden data/tiny-llama --out build/llama.golden --for build/llama
 
@@ -176,8 +176,8 @@ def _greedy_texts(source, openings: list[str]):
 
 
 def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> None:
-    """Makes a bundle of another exporter's packages: its manifest describes them, so
-    that every command takes it. Prints what it assumed; edit bundle.json to correct it.
+    """Turns another exporter's packages into a bundle that every command accepts.
+    Prints what it assumed; edit bundle.json to correct it.
 
     Example: workbench adopt anemll/ --checkpoint data/tiny-llama --out build/adopted
 

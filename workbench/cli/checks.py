@@ -38,8 +38,9 @@ class TranscriptOptions:
         transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
             each of 16 prompts; needs a checkpoint, or a golden that has the texts.
         prompts: Prompts of your own (JSON lines); needs a checkpoint.
-        min_agreed: Your limit on the share of that text's tokens that agree.
-        min_stops: Your limit on the share of that text's ends that agree.
+        min_agreed: The least share of that text's tokens that the bundle must pick too;
+            a tie counts as the same token.
+        min_stops: The least share of that text's ends at which the bundle must end too.
     """
 
     transcript: bool = False
@@ -66,11 +67,12 @@ def validate(
     """Tests a bundle for faults (export: GREEN or RED) and measures what compression
     and fp16 cost (quality: WITHIN or OVER your limits).
 
-    With a checkpoint every gate runs, and the verdict is stored in the bundle. With a
-    golden alone the stored verdict is shown and the runtime is compared. Without both
-    the stored verdict is shown, or interface, states and cache are tested. A stored
-    verdict counts where this checkout wrote it, or the one that wrote the golden. What
-    was measured is kept in the bundle, for `workbench report BUNDLE`.
+    With --checkpoint every gate runs, and the verdict is stored in the bundle. With
+    --golden alone, the stored verdict is shown, and this runtime's values are compared
+    with the golden. With neither, the stored verdict is shown; if there is none that
+    counts, the gates run that need no checkpoint. A stored verdict counts if this
+    checkout wrote it, or if the golden was written together with it. The measurements
+    are kept in the bundle, for `workbench report BUNDLE`.
 
     `validate units BUNDLE` compares the compute units. The word `units` is that
     subcommand; a folder of this name is `./units`.
@@ -79,11 +81,11 @@ def validate(
 
     Args:
         checkpoint: The checkpoint that the bundle was exported from.
-        golden: Stored values of Hugging Face's model, in its place.
-        single_copy: On Core ML: load no second copy of the bundle as portable.
+        golden: A file of `workbench golden`, in place of --checkpoint.
+        single_copy: On Core ML: do not also load the bundle in the portable runtime.
         tasks: Prompts with known answers (JSON lines); needs --checkpoint.
         max_kl: Your limit on the mean KL from Hugging Face's model, in nats.
-        fresh: Let no stored verdict count, whoever wrote it.
+        fresh: Ignore stored verdicts, whoever wrote them.
     """
     start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
@@ -281,9 +283,9 @@ def validate_units(
 
     Args:
         checkpoint: The checkpoint that the bundle was exported from.
-        golden: Stored values of Hugging Face's model, in its place.
+        golden: A file of `workbench golden`, in place of --checkpoint.
         runtime: auto, portable, coreml or stand-in.
-        single_copy: On Core ML: load no second copy of the bundle as portable.
+        single_copy: On Core ML: do not also load the bundle in the portable runtime.
         max_kl: Your limit on the mean KL from Hugging Face's model, in nats.
     """
     exported = workbench.Bundle.open(bundle)

@@ -27,7 +27,7 @@ Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 @Parameter("*")
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads: by default English prose, where its tokenizer knows that.
+    """What the model reads: by default English prose, if the tokenizer knows English.
 
     Args:
         prompt: Text for the tokenizer.
@@ -141,20 +141,22 @@ class Execution(Device):
 @Parameter("*")
 @dataclass(frozen=True)
 class ExportOptions:
-    """Of an export; `workbench.bundle.Options` checks them.
+    """The form of an export; `workbench.bundle.Options` checks it.
 
     Args:
         max_seq_len: Rows S of the cache.
-        tokens: Tokens of a call: 1-4 any number up to 4, 4 always four, 1,64 one or 64
-            (a function for each over the same weights).
+        tokens: Tokens in a call. 1-4: any number from 1 to 4. 4: always 4. 1,64: 1 or
+            64, as two functions that share their weights.
         batch: Sequences that are decoded together.
         layers_per_shard: Decoder layers in one .mlpackage.
         compress: fp16, int8-channel, lut6-g16, lut4-g8, int4-block32, int8-tensor, or
             mixed, a format for each matrix.
         kv_write: mask (one-hot columns) or slice (at a dynamic index).
         layout: bct1 (channels, then tokens) or bc1t.
-        moe: dense (all experts in one graph) or routed (the host picks).
-        sliding: mask (whole caches) or ring (caches of the window).
+        moe: dense (one program computes all experts) or routed (each expert is a shard,
+            and the host runs those that the router picks; one layer per shard).
+        sliding: For layers with an attention window: mask (a cache of max_seq_len rows)
+            or ring (a cache of about the window's rows, overwritten in turn).
         target: coreml, or a target that an installed plug-in offers.
     """
 
@@ -178,9 +180,9 @@ class CalibrationText:
     Args:
         calibrate: File of text, UTF-8, about 8,192 tokens, that compression is fitted
             to.
-        calibrate_ids: The same as token ids, for a checkpoint without a tokenizer: a
+        calibrate_ids: The text as token ids, for a checkpoint without a tokenizer: a
             NumPy file, or a JSON list.
-        seed: Draws 64 windows of 128 tokens from a longer text.
+        seed: The seed with which 64 windows of 128 tokens are drawn from a longer text.
     """
 
     calibrate: Path | None = None

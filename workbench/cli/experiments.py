@@ -37,8 +37,9 @@ def run(
 ) -> None:
     """Runs experiment notebooks headless: verdicts, figures, log rows, report.
 
-    The exit code is 1 if an export is RED, 3 if a cell raises, and 4 if a notebook
-    whose question is not the cost ends OVER. Git ignores what a run writes.
+    The results go to build/experiments, which git ignores. The exit code is 1 if an
+    export is RED, 3 if a cell raises, and 4 if the quality is OVER in a notebook that
+    does not ask about the cost (30, 31, 34 and 35 do).
 
     Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
 
@@ -134,21 +135,21 @@ def report(
     publish: bool = False,
     json: Json = False,
 ) -> None:
-    """Writes what was measured as a page: of a bundle, or of an experiment.
+    """Writes what was measured for a bundle, or in an experiment, as a page.
 
-    Of a bundle: both verdicts, what was run, heatmap, gates, cost, transcript and the
-    commands that repeat it, from what `workbench validate` kept in its folder. It is
-    printed as Markdown, or written as files. What this checkout has no record of is
-    marked as stated by the bundle.
+    For a bundle: both verdicts, what was run, heatmap, gates, cost, transcript and the
+    commands that repeat it, from the file that `workbench validate` wrote into its
+    folder. The page is printed as Markdown, or written as files. Results that this
+    checkout did not produce are marked as stated by the bundle.
 
-    Of an experiment's newest run: draws the figures again from their data, and writes
-    its report again. Without a run of your own it takes the shipped one.
+    For an experiment: redraws the figures of its newest run from their data and
+    rewrites its report. If you have no run, the shipped one is used.
 
     Example: workbench report build/llama --html llama.html
 
     Args:
         subject: A bundle's folder, or the number of an experiment, such as 05.
-        html: One self-contained HTML file, which prints on A4. Of an experiment, FILE
+        html: One self-contained HTML file, which prints on A4. For an experiment, FILE
             may be left out.
         markdown: For a bundle: the page as Markdown, for an issue or a pull request.
         publish: For an experiment: make this the shipped write-up.
@@ -231,8 +232,7 @@ def sweep(
     if a cell failed, and 4 if a cost is above the limit.
 
     Give a grid, which is a YAML file; or a finished bundle with the options below; or
-    the word first-light for the checks that need a Mac, which take about ten minutes
-    (then: workbench log pack).
+    `first-light`, which runs the checks that need a Mac (then: workbench log pack).
 
     Example: workbench sweep BUNDLE --T 1,4 --depth 0,64 -r 5
 

@@ -29,9 +29,9 @@ def explain(
     device: Device = Device(),
     json: Json = False,
 ) -> None:
-    """Splits the error into its parts, names the variant of the model that the bundle
-    computes, and the operations nearest to overflow; of a package, these operations
-    alone.
+    """Splits a bundle's error into its parts, names the variant of the model that the
+    bundle computes, and lists the operations nearest to overflow. For a single
+    .mlpackage it lists these operations only.
 
     The words `parts`, `variant`, `ranges` and `op` are subcommands, which answer one
     question each; a folder of such a name is `./parts`.
@@ -95,10 +95,10 @@ def explain_parts(
 def explain_variant(
     bundle: Path, /, *, checkpoint: Path, prompt: Prompt = Prompt(), json: Json = False
 ) -> None:
-    """Names the variant of Hugging Face's model, one thing changed, that the bundle
-    computes.
+    """Names the variant of Hugging Face's model (with one thing changed) that the
+    bundle computes.
 
-    Only of adopted packages the prompt is read: it finds faults of calls of several
+    The prompt is used only for adopted packages, to find faults in calls of several
     tokens.
 
     Example: workbench explain variant build/llama --checkpoint data/tiny-llama

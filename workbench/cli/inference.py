@@ -34,8 +34,8 @@ def generate(
     logits: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Prints the next tokens and tok/s, with --json ms per layer and head too: greedy,
-    or sampled with --temperature.
+    """Continues a prompt, greedily or with --temperature by sampling, and prints the
+    text and tok/s. --json also has the milliseconds of layers and head.
 
     Example: workbench generate build/llama --prompt-ids 1,42,100 --max-new 64
 
@@ -43,9 +43,9 @@ def generate(
         chat: The prompt is a user's message, in the checkpoint's own chat template.
         max_new: New tokens.
         temperature: 0: always the most likely token.
-        top_k: Only the k most likely tokens; 0: all.
-        top_p: Only the most likely tokens up to this probability.
-        seed: Of the sampling.
+        top_k: Sample from the k most likely tokens; 0: from all.
+        top_p: Sample from the most likely tokens whose probabilities add up to this.
+        seed: The seed of the sampling.
         logits: Write logits [max_new + 1, V] fp32 here (.npy).
     """
     exported = workbench.Bundle.open(bundle)

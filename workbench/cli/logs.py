@@ -20,8 +20,7 @@ def log(
     log: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Prints the log as a table, the newest last: speed beside fidelity for each
-    setting.
+    """Prints one row for each setting, the newest last, with its speed and fidelity.
 
     A run is named by the id in the first column.
 

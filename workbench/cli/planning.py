@@ -33,8 +33,8 @@ class Drafts:
 
     Args:
         draft_acceptance: The chance that a draft is accepted, from 0 to 1.
-        verify: Tokens of a verification: the drafts of a round and one.
-        draft_cost: The time of one draft, in calls of one token.
+        verify: Tokens in a verifying call: the drafted ones and one more.
+        draft_cost: The time to draft one token, in calls of one token.
     """
 
     draft_acceptance: Annotated[
@@ -59,9 +59,10 @@ def plan(
     the compute unit of every operation of a bundle.
 
     Placement is Core ML's own plan on a Mac, elsewhere a prediction from published
-    rules. The options are those of an export that a checkpoint would have; a bundle has
-    its own. Every predicted time has an interval, and says what no public measurement
-    is like. Exports that are predicted to be faster by more than it are named.
+    rules. For a checkpoint, the options are those of the export to predict; a bundle
+    has its own. Every predicted time has a 90% interval, and a note if no public
+    measurement resembles the export. Exports are listed that are predicted to be faster
+    by more than the interval.
 
     Example: workbench plan data/tiny-llama --max-seq-len 4096 --memory 16G
 

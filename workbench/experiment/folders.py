@@ -33,6 +33,7 @@ PART_ENDINGS = ".json", ".parquet", ".svg", ".pdf", ".png", ".tex"
 HASH_DIGITS = 8
 """The number of digits of a checkpoint's SHA-256 in the name of a folder."""
 UNFINISHED = ".unfinished"
+NO_CHECKPOINT = "run"  # the name of the source of a notebook without a checkpoint
 NEW_S = 60
 """Seconds: an unfinished folder as young as this may have no lock yet."""
 
@@ -56,7 +57,7 @@ class Source:
 
 def source_of(parameters: Mapping) -> Source:
     """The checkpoint that a notebook's `CHECKPOINT` names. A notebook without a checkpoint
-    has the source `run`, and so has a checkpoint without a name, such as `.` and `..`.
+    has the source `NO_CHECKPOINT`, and so has a checkpoint without a name, such as `.` and `..`.
 
     Raises:
         InputError: a checkpoint whose files cannot be read.
@@ -68,7 +69,7 @@ def source_of(parameters: Mapping) -> Source:
 
         folder = folder.absolute()
         return Source(paths.model_name(folder), Checkpoint(folder).sha256)
-    return Source(Path(given).name.strip(".") or "run")
+    return Source(Path(given).name.strip(".") or NO_CHECKPOINT)
 
 
 def experiments() -> Path:

@@ -67,8 +67,8 @@ def _row(folder: Path) -> str:
     run = folders.read_run(folder)
     name = folder.name
     _, _, question = title_of(folders.experiment_name(folder, run)).partition(" · ")
-    checkpoint = (run.get("checkpoint") or {}).get("name", "run")
-    if checkpoint == "run":  # the source of a notebook without a checkpoint
+    checkpoint = (run.get("checkpoint") or {}).get("name", folders.NO_CHECKPOINT)
+    if checkpoint == folders.NO_CHECKPOINT:
         checkpoint = "no checkpoint"
     day = run["environment"]["time"][:10]
     cells = [

@@ -68,7 +68,7 @@ def _place_beside(shipped: Path, run: dict) -> Path:
 
 def _checkpoint(run: dict) -> dict:
     """Name and hash of a run's checkpoint; older runs have none."""
-    return run.get("checkpoint") or {"name": "run", "sha256": None}
+    return run.get("checkpoint") or {"name": folders.NO_CHECKPOINT, "sha256": None}
 
 
 def shipped_log() -> Path:

@@ -30,6 +30,8 @@ from workbench.log.anonymous import anonymous
 
 SHOWN_ROWS = 20  # of a table in the report
 OUTPUT = "workbench"  # key of an output's metadata that names the run
+# gates that judge an export or its cost; others are about an experiment's own question
+OF_A_BUNDLE = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
 
 
 def redraw(stem: Path) -> Path:
@@ -90,9 +92,7 @@ def run_page(folder: Path) -> Page:
     results = [gates.Gate(**gate) for gate in run["gates"]]
     blocks: list[Block] = []
     if results:
-        export = Verdict("Export", gates.verdict(results).replace("_", " "))
-        quality = Verdict("Quality", gates.describe_quality(results))
-        blocks.append(Verdicts(export, quality))
+        blocks.append(_verdicts(results))
     paragraphs = re.split(r"\n+", run["conclusion"])  # one for each line
     blocks += [Paragraph(line) for line in paragraphs if line]
     for part in folders.read_parts(folder):
@@ -114,10 +114,23 @@ def run_page(folder: Path) -> Page:
     return Page(f"Experiment {title_of(name)}", tuple(blocks))
 
 
+def _verdicts(results: list[gates.Gate]) -> Block:
+    """Both verdicts on a bundle, or what the experiment's own gates say where none of them
+    judges an export."""
+    word = gates.verdict(results).replace("_", " ")
+    if any(gate.name in OF_A_BUNDLE for gate in results):
+        quality = Verdict("Quality", gates.describe_quality(results))
+        return Verdicts(Verdict("Export", word), quality)
+    return Paragraph(f"Gates of this experiment: {word}. It judges no export.")
+
+
 def _setup(run: Mapping) -> str:
     """Checkpoint, options, machine and versions of a run in sentences."""
     sentences = []
-    if source := run.get("checkpoint"):
+    source = run.get("checkpoint")
+    if source and source["name"] == folders.NO_CHECKPOINT:
+        sentences.append("No checkpoint.")
+    elif source:
         text = f"Checkpoint {source['name']}"
         if source.get("sha256"):
             text += f", SHA-256 {source['sha256']}"
