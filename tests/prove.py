@@ -38,8 +38,12 @@ INTRODUCTION = """# Planted faults, and the gates that are RED
 
 Written by `make prove` from the cases that ran. Every gate runs on every fault; interface and
 weights only on faults in files. Sound bundles have to stay below 1, faults above. `device` runs on
-the portable runtime in the place of a device. `weights` has two limits: halves of a step, and for
-tables the distance to the nearest entry and the squared error over the best table's.
+the portable runtime in the place of a device. `weights` compares several figures, each with a limit
+of its own, and shows the one that is largest in parts of its limit. Values that were rounded to the
+nearest are compared by their distance from the checkpoint's, in halves of a step or of an fp16
+unit; tables also by the distance to the nearest entry and by the squared error over the best
+table's. Values that were fitted to a calibration text are compared by four figures of every row and
+by the median error of a matrix, which workbench/check/calibrated.py describes.
 """
 Records = dict[Case, Record]
 

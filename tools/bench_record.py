@@ -5,14 +5,13 @@ versions and commit. `tools/audit.py` computes the table again from these files 
 own."""
 
 import json
-import re
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+from page_blocks import replace_block
+
 FASTER_IS_MORE = {"tok/s": True, "s": False}
 """Unit → whether the larger number is the faster one. Series of other units are not compared."""
 NOT_MEASURED = "not measured"
@@ -162,10 +161,5 @@ def conditions(document: dict) -> str:
 
 
 def write_table(readme: Path, folder: Path) -> None:
-    """Replaces what stands between the two marks of the README."""
-    text = readme.read_text()
-    block = "\n".join([BEGIN, "", *table(folder), "", END])
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    if not re.search(pattern, text, re.DOTALL):
-        sys.exit(f"{readme} has no line {BEGIN} with a line {END} behind it")
-    readme.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
+    """Writes the table into the README's block `benchmarks`."""
+    replace_block(readme, "benchmarks", table(folder))

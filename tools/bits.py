@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 import torch
 from children import cpu_seconds_of_children
+from page_blocks import replace_block
 
 from workbench import Bundle
 from workbench.ane.work import stored_format
@@ -47,7 +48,6 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "experiments" / "bits"
 WORK = ROOT / "build" / "bits"
 PAGE = ROOT / "docs" / "presets.md"
-BEGIN, END = "<!-- presets -->", "<!-- /presets -->"
 CALIBRATION = ROOT / "data" / "calibration.txt"
 SELECTION = ROOT / "data" / "selection.txt"
 WINDOW = 256  # tokens that the model reads at a time
@@ -482,11 +482,8 @@ def presets_table() -> list[str]:
 
 
 def write_page(page: Path = PAGE, folder: Path = ROWS) -> None:
-    """Replaces what stands between the two marks of the page."""
-    block = "\n".join([BEGIN, "", *presets_table(), "", *table(folder), END])
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    text = page.read_text()
-    page.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
+    """Writes the tables into the page's block `presets`."""
+    replace_block(page, "presets", [*presets_table(), "", *table(folder)])
 
 
 def main() -> None:

@@ -4,31 +4,36 @@
     python tools/commands.py run        # `make run` in a fresh clone of this checkout
     python tools/commands.py table      # writes the README's table
 
-`measure` takes SmolLM2-135M-Instruct for MODEL and works in a temporary folder, so that nothing
-is kept from an earlier run. `run` needs the network. A measurement goes to
-experiments/commands.json, with the machine and its load; it replaces the earlier one of the same
-command. Times are those of one run: measure on an idle machine."""
+`measure` takes SmolLM2-135M-Instruct for MODEL and begins in an empty folder, build/commands, so
+that nothing is kept from an earlier run. Each measurement is saved there. A run that was
+interrupted goes on with the first command that is not measured, if the machine and the commit are
+the same and no file of the checkout was changed; the folder is removed at the end. `run` needs the
+network. Measurements go to experiments/commands.json, each with the machine and its load; they
+replace the earlier ones of the same commands. Times are those of one run: measure on an idle
+machine."""
 
 import json
 import os
-import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from bench_record import conditions
 from cyclopts import run
+from page_blocks import replace_block
 
+from workbench.files import write_whole
 from workbench.log import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "experiments" / "commands.json"
-BEGIN, END = "<!-- commands -->", "<!-- /commands -->"
+WORK = ROOT / "build" / "commands"
 MODEL = "data/smollm2-135m-instruct"
 NOT_MEASURED = "not measured"
 OVER = 4  # the exit code of a sound export that costs more than the limit
@@ -122,8 +127,8 @@ def measure_command(words: list[str], folder: Path) -> Row:
     return Row("", round(seconds, 1), round(cpu_seconds, 1), added)
 
 
-def measure_rows(folder: Path) -> list[Row]:
-    """All commands of the table but `make run`, in their order, in a copy of what they read."""
+def copy_inputs(folder: Path) -> None:
+    """Copies what the commands read into a folder; the model is a link."""
     names = subprocess.run(
         ["git", "ls-files", "data", "notebooks", "pyproject.toml", ".gitignore"],
         cwd=ROOT,
@@ -136,16 +141,51 @@ def measure_rows(folder: Path) -> list[Row]:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
     (folder / MODEL).symlink_to((ROOT / MODEL).resolve())
-    rows = []
+
+
+def can_resume(rows: Path, columns: dict) -> bool:
+    """Whether an interrupted run saved rows that the machine and the commit of `columns`
+    measured. A commit with changed files does not say what was measured."""
+    commit = columns["commit"]
+    if commit is None or commit.endswith("-dirty"):
+        return False
+    measured = {(row["machine"], row["commit"]) for row in read_rows(rows).values()}
+    return measured == {(columns["machine"], commit)}
+
+
+def remove_later_files(folder: Path, saved: Path) -> None:
+    """Removes the files of a folder that were written or linked later than the file `saved`: those
+    of a command that was interrupted."""
+    limit = saved.stat().st_mtime_ns
+    for path in [*folder.rglob("*")]:
+        if not path.is_dir() and path.lstat().st_ctime_ns > limit:
+            path.unlink()
+
+
+def measure_commands(columns: dict, work: Path = WORK) -> list[dict]:
+    """Measures all commands of the table but `make run`, in their order, in a copy of what they
+    read. Each row is saved in the folder `work`, where an interrupted run goes on.
+
+    Args:
+        columns: of this machine, from `machine.environment`.
+    """
+    saved, folder = work / "rows.json", work / "folder"
+    if can_resume(saved, columns):
+        remove_later_files(folder, saved)
+    else:
+        shutil.rmtree(work, ignore_errors=True)
+        copy_inputs(folder)
     for command in COMMANDS:
-        if command == MAKE_RUN:
+        if command == MAKE_RUN or command.words in read_rows(saved):
             continue
         words = shlex.split(command.words.replace("MODEL", MODEL))
         program = str(Path(sys.executable).with_name(words[0]))
-        row = measure_command([program, *words[1:]], folder)
-        rows.append(Row(command.words, row.seconds, row.cpu_seconds, row.bytes))
-        print(f"{rows[-1]}", flush=True)
-    return rows
+        with machine.disturbance() as disturbance:
+            row = measure_command([program, *words[1:]], folder)
+        row = replace(row, command=command.words)
+        save_rows(add_conditions([row], columns | disturbance), saved)
+        print(f"{row}", flush=True)
+    return [*read_rows(saved).values()]
 
 
 def measure_make_run(folder: Path) -> Row:
@@ -163,16 +203,20 @@ def read_rows(path: Path = ROWS) -> dict[str, dict]:
     return {row["command"]: row for row in json.loads(path.read_text())}
 
 
-def save_rows(rows: list[Row], columns: dict, path: Path = ROWS) -> None:
-    """Writes measurements over the earlier ones of the same commands."""
+def add_conditions(rows: list[Row], columns: dict) -> list[dict]:
+    """Rows with the machine, its load and the time when the run began."""
     names = "machine commit load_start load_end steal".split()
-    stored = read_rows(path)
-    day = columns["time"].isoformat(timespec="seconds")
-    for row in rows:
-        place = {name: columns[name] for name in names} | {"time": day}
-        stored[row.command] = asdict(row) | place
+    conditions = {name: columns[name] for name in names}
+    conditions["time"] = columns["time"].isoformat(timespec="seconds")
+    return [asdict(row) | conditions for row in rows]
+
+
+def save_rows(rows: list[dict], path: Path = ROWS) -> None:
+    """Writes measurements over the earlier ones of the same commands."""
+    stored = read_rows(path) | {row["command"]: row for row in rows}
     ordered = [stored[c.words] for c in COMMANDS if c.words in stored]
-    path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(ordered, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, text.encode())
 
 
 def format_minutes(seconds: float) -> str:
@@ -206,36 +250,41 @@ def table(path: Path = ROWS) -> list[str]:
         runs.setdefault((row["machine"], row["time"]), []).append(command)
     machines = []
     for commands in runs.values():
-        name = (
-            commands[0] if len(commands) == 1 else f"{commands[0]}` to `{commands[-1]}"
-        )
-        machines.append(conditions(stored[commands[0]] | {"command": name}))
+        machines.append(describe_run([stored[command] for command in commands]))
     return [*lines, "", *machines] if machines else lines
 
 
+def describe_run(rows: list[dict]) -> str:
+    """One line on the machine and the load of the commands of one run: the load before the first
+    and after the last, and the largest steal."""
+    first, last = rows[0], rows[-1]
+    name = first["command"]
+    if len(rows) > 1:
+        name += f"` to `{last['command']}"
+    steals = [row["steal"] for row in rows]
+    steal = None if None in steals else max(steals)
+    changes = {"command": name, "load_end": last["load_end"], "steal": steal}
+    return conditions(first | changes)
+
+
 def write_table(readme: Path, path: Path = ROWS) -> None:
-    """Replaces what stands between the two marks of the README."""
-    text = readme.read_text()
-    block = "\n".join([BEGIN, "", *table(path), "", END])
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    if not re.search(pattern, text, re.DOTALL):
-        sys.exit(f"{readme} has no line {BEGIN} with a line {END} behind it")
-    readme.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
+    """Writes the table into the README's block `commands`."""
+    replace_block(readme, "commands", table(path))
 
 
 def main(what: Literal["measure", "run", "table"]) -> None:
     """Measures the README's table of commands, or writes it."""
-    if what != "table":
-        columns = machine.environment()
+    columns = machine.environment()
+    if what == "measure":
+        save_rows(measure_commands(columns))
+        shutil.rmtree(WORK)
+    elif what == "run":
         with (
             tempfile.TemporaryDirectory() as folder,
             machine.disturbance() as disturbance,
         ):
-            if what == "run":
-                rows = [measure_make_run(Path(folder))]
-            else:
-                rows = measure_rows(Path(folder))
-        save_rows(rows, columns | disturbance)
+            row = measure_make_run(Path(folder))
+        save_rows(add_conditions([row], columns | disturbance))
     write_table(ROOT / "README.md")
 
 

@@ -12,7 +12,6 @@ ended goes on. `table` writes the rows to docs/verdict.md."""
 import argparse
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 from bits import ROOT, rounded
 from children import cpu_seconds_of_children
+from page_blocks import replace_block
 
 from workbench import Bundle
 from workbench.bundle.presets import PRESETS, find_preset
@@ -38,7 +38,6 @@ ROWS = ROOT / "experiments" / "verdicts"
 # build/verdicts has this checkout's notes on verdict.json files
 WORK = ROOT / "build" / "preset_verdicts"
 PAGE = ROOT / "docs" / "verdict.md"
-BEGIN, END = "<!-- verdicts -->", "<!-- /verdicts -->"
 MAX_SEQ_LEN = 256  # of every bundle; a prompt and its text take about a hundred tokens
 SEED = 0
 ENDED = {0: "held", 1: "RED", 4: "OVER"}  # exit codes of a validation that ended
@@ -236,11 +235,8 @@ def describe_recommendation(row: dict) -> str:
 
 
 def write_page(page: Path = PAGE, folder: Path = ROWS) -> None:
-    """Replaces what stands between the two marks of the page."""
-    block = "\n".join([BEGIN, "", *table(folder), END])
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    text = page.read_text()
-    page.write_text(re.sub(pattern, lambda _: block, text, flags=re.DOTALL))
+    """Writes the tables into the page's block `verdicts`."""
+    replace_block(page, "verdicts", table(folder))
 
 
 def main() -> None:

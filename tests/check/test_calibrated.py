@@ -1,6 +1,11 @@
 """Gate `weights` on matrices that were fitted to a calibration text: sound ones are GREEN, planted
 faults RED, in bundles of a small model and in wide random matrices."""
 
+from collections import Counter
+from hashlib import sha256
+from itertools import product
+from types import SimpleNamespace
+
 import cases
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ from faults.copies import Copy
 from workbench import Bundle, export
 from workbench.bundle import find_preset
 from workbench.bundle.presets import Preset
+from workbench.check import calibrated
 from workbench.check.calibrated import InputWeights, Moment, matrix_gates
 from workbench.check.gates import RED, Gate
 from workbench.check.weights import fitted_rows, weights_gate
@@ -54,6 +60,27 @@ def test_sound_bundles_of_other_families_are_green(exports, tmp_path, family):
     assert gate.verdict == "GREEN", gate.reason
 
 
+@pytest.mark.slow("exports a bundle and judges its weights")
+@pytest.mark.parametrize(
+    ("limit", "verdict"), [(calibrated.MEDIAN_ERROR_LIMIT, "GREEN"), (1e-9, RED)]
+)
+def test_a_fitted_matrix_is_read_once(fitted, tiny_llama, monkeypatch, limit, verdict):
+    """Also where every matrix exceeds its limits and is judged by other inputs, too."""
+    bundle = fitted("int8-channel")  # an export reads matrices, too
+    reads = Counter()
+    read = Checkpoint.tensor
+
+    def count(checkpoint, name, rows=None):
+        reads[name] += 1
+        return read(checkpoint, name, rows)
+
+    monkeypatch.setattr(Checkpoint, "tensor", count)
+    monkeypatch.setattr(calibrated, "MEDIAN_ERROR_LIMIT", limit)
+    assert weights_gate(bundle, tiny_llama).verdict == verdict
+    matrices = calibrated.fitted_tensors(tiny_llama) - {tiny_llama.head}
+    assert {name: reads[name] for name in matrices} == dict.fromkeys(matrices, 1)
+
+
 @pytest.mark.slow("exports two bundles and judges their weights")
 @pytest.mark.parametrize("sizes", [{"tokens": "1,4"}, {"layers_per_shard": 2}], ids=str)
 def test_every_copy_of_a_matrix_is_judged(exports, tmp_path, sizes):
@@ -76,7 +103,9 @@ def test_a_scale_that_is_not_finite_is_red(fitted, tiny_llama, tmp_path, value):
     values.flat[3] = value
     scale.write(values)
     gate = weights_gate(Bundle.open(copy.seal()), tiny_llama)
-    assert gate.verdict == RED and "not a finite number" in gate.reason
+    assert gate.verdict == RED
+    tensor = "model.layers.1.self_attn.v_proj.weight"
+    assert f"{tensor}: a scale that is not a finite number" in gate.reason
 
 
 FAULTY = [case for case in cases.faulty_cases() if case.fault.bundle == "fitted"]
@@ -111,6 +140,49 @@ def test_other_token_ids_than_the_manifest_names_are_red(fitted, tiny_llama, tmp
     np.save(folder / "calibration.npy", ids[:, ::-1].copy())
     gate = weights_gate(Bundle.open(folder), tiny_llama)
     assert gate.verdict == RED and "token ids" in gate.reason
+
+
+IDS = np.arange(12, dtype=np.int32).reshape(3, 4)
+
+
+def bundle_with_ids(ids: np.ndarray, **changes) -> SimpleNamespace:
+    """What `calibration_ids` reads of a bundle that keeps `ids`; the manifest's entry is
+    that of `IDS` but for `changes`."""
+    entry = {
+        "ids_sha256": sha256(ids.astype("<i4").tobytes()).hexdigest(),
+        "tokens": IDS.size,
+        "window": IDS.shape[1],
+    }
+    manifest = SimpleNamespace(
+        calibration=SimpleNamespace(**entry | changes), dims=SimpleNamespace(V=12)
+    )
+    return SimpleNamespace(manifest=manifest, calibration_ids=ids)
+
+
+@pytest.mark.parametrize("dtype", ["<i4", ">i4", np.int64])
+def test_ids_of_the_manifest_are_given(dtype):
+    ids = calibrated.calibration_ids(bundle_with_ids(IDS.astype(dtype)))
+    np.testing.assert_array_equal(ids, IDS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "message"),
+    [
+        (IDS, {"window": 3}, "windows of 3"),
+        (IDS, {"tokens": 8}, "not the 8 integers"),
+        (IDS.ravel(), {}, r"int32 \[12\], not"),
+        (IDS[None], {}, r"int32 \[1, 3, 4\], not"),
+        (np.int32(5), {"tokens": 1}, r"int32 \[\], not"),
+        (IDS + 0.25, {}, "float64"),
+        (IDS, {"ids_sha256": "0" * 64}, "another SHA-256"),
+        (IDS + 1, {}, "from 1 to 12, not all in the vocabulary of 12"),
+        (IDS - 1, {}, "from -1 to 10, not all in the vocabulary of 12"),
+    ],
+    ids="window tokens row stack number fractions hash above below".split(),
+)
+def test_other_ids_than_the_manifest_s_are_refused(ids, changes, message):
+    with pytest.raises(ValueError, match=message):
+        calibrated.calibration_ids(bundle_with_ids(ids, **changes))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -198,6 +270,28 @@ def test_wide_sound_matrices_are_green(name, seed):
     assert not red(judge(values, values, find_preset(name), inputs, inputs))
 
 
+# The block that seed 2 loses has weights of 0.7 of a step of int4-block32, and its loss 5.0
+# standard deviations, where the limit is 6. With the other seeds they are of 2.0 and 2.5 steps,
+# and the loss has 15.6 and 16.4.
+LOST_INPUTS = [
+    (name, seed)
+    for name, seed in product(PRESETS, range(3))
+    if (name, seed) != ("int4-block32", 2)
+]
+
+
+@pytest.mark.parametrize("name", ["lut4-g8", "int4-block32"])
+def test_a_short_text_hides_a_row_times_1_05_at_4_bits(name):
+    """The same row is RED with all of the inputs."""
+    values, inputs = weights_of(0), correlated_inputs(0)
+    target = values.clone()
+    target[20] *= 1.05
+    for count, is_red in ((256, False), (len(inputs), True)):
+        of_text = inputs[:count]
+        reasons = red(judge(values, target, find_preset(name), of_text, of_text))
+        assert any("row 20" in reason for reason in reasons) == is_red
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("name", "factor"),
@@ -216,8 +310,7 @@ def test_a_row_that_the_exporter_scaled_is_red(name, factor, seed):
     assert any("row 20" in reason and "slope" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["int8-channel", "lut6-g16", "lut4-g8"])
+@pytest.mark.parametrize(("name", "seed"), LOST_INPUTS)
 def test_inputs_that_the_exporter_lost_in_one_row_are_red(name, seed):
     values, inputs = weights_of(seed), correlated_inputs(seed)
     target = values.clone()

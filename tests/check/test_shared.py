@@ -3,6 +3,8 @@ and a shared result is the one that the validation would compute."""
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import cases
 import numpy as np
@@ -12,6 +14,7 @@ from faults.copies import Copy
 from tiny import prompt
 
 from workbench import Bundle, Decoder
+from workbench.bundle.manifest import Calibration, FileEntry, Manifest, Selection
 from workbench.check import program, validate, weights
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference
@@ -78,27 +81,126 @@ def test_a_manifest_over_the_same_packages_is_judged_as_without_sharing(
     assert bug_gates(sound, checkpoint, shared) == before
 
 
-def test_every_field_but_the_frequencies_is_a_part_of_the_key(llama_bundle, tiny_llama):
+ZEROS = "0" * 64
+FILE = FileEntry(path="ids.npy", bytes=1, sha256=ZEROS)
+TEXT = {"file": FILE, "ids_sha256": ZEROS, "tokens": 4, "window": 4, "source": "t"}
+CHANGES = {
+    "format": "another-bundle",
+    "version": 99,
+    "family": "another",
+    "dims": lambda dims: dims.model_copy(update={"V": dims.V + 1}),
+    "options": lambda options: options.model_copy(update={"max_seq_len": 8}),
+    "rope": lambda rope: [rope[0].model_copy(update={"inv_freq": [1.0]}), *rope[1:]],
+    "layers": lambda layers: [layers[0].model_copy(update={"window": 8}), *layers[1:]],
+    "embedding": lambda embedding: embedding.model_copy(update={"scale": 2.0}),
+    "tokens": lambda tokens: tokens.model_copy(update={"bos": 7}),
+    "checkpoint": lambda checkpoint: checkpoint | {"name": "another"},
+    "packages": lambda packages: packages | {"torch": "0"},
+    "residual_exponent": 1,
+    "formats": {"model.layers.0.mlp.up_proj.weight": "fp16"},
+    "calibration": Calibration(seed=0, **TEXT),
+    "selection": Selection(allocation=FILE, **TEXT),
+    "shards": lambda shards: [
+        shards[0].model_copy(
+            update={"files": [shards[0].files[0].model_copy(update={"sha256": ZEROS})]}
+        ),
+        *shards[1:],
+    ],
+}
+"""A field of the manifest → another value of it, or a function that gives one."""
+
+
+# this release has one value of `format` and of `version`
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
+@pytest.mark.parametrize("name", Manifest.model_fields)
+def test_every_field_but_the_frequencies_is_a_part_of_the_key(
+    llama_bundle, tiny_llama, name
+):
     bundle = Bundle.open(llama_bundle.root)
     key = StoredKey.of(bundle, tiny_llama)
-    manifest = bundle.manifest
-    rope = manifest.rope[0].model_copy(update={"inv_freq": [1.0]})
-    shard = manifest.shards[0]
-    file = shard.files[0].model_copy(update={"sha256": "0" * 64})
-    changes = {
-        "rope": [rope],
-        "residual_exponent": 1,
-        "layers": [manifest.layers[0].model_copy(update={"window": 8})],
-        "shards": [shard.model_copy(update={"files": [file]})],
-        "tokens": manifest.tokens.model_copy(update={"bos": 7}),
-        "options": manifest.options.model_copy(update={"max_seq_len": 8}),
-    }
-    equal = set()
-    for name, value in changes.items():
-        bundle.manifest = manifest.model_copy(update={name: value})
-        if StoredKey.of(bundle, tiny_llama) == key:
-            equal.add(name)
-    assert equal == {"rope"}
+    value = CHANGES[name]
+    if callable(value):
+        value = value(getattr(bundle.manifest, name))
+    assert value != getattr(bundle.manifest, name)
+    bundle.manifest = bundle.manifest.model_copy(update={name: value})
+    assert (StoredKey.of(bundle, tiny_llama) == key) == (name == "rope")
+
+
+def test_another_checkpoint_has_another_key(llama_bundle, tiny_llama):
+    another = SimpleNamespace(sha256=ZEROS)
+    key = StoredKey.of(llama_bundle, tiny_llama)
+    assert StoredKey.of(llama_bundle, another) != key
+
+
+def test_frequencies_of_packages_of_another_exporter_are_a_part_of_the_key(
+    llama_bundle, tiny_llama, monkeypatch
+):
+    bundle = Bundle.open(llama_bundle.root)
+    monkeypatch.setattr(Manifest, "foreign", SimpleNamespace())
+    key = StoredKey.of(bundle, tiny_llama)
+    rope = CHANGES["rope"](bundle.manifest.rope)
+    bundle.manifest = bundle.manifest.model_copy(update={"rope": rope})
+    assert StoredKey.of(bundle, tiny_llama) != key
+
+
+def test_stretches_are_shared_by_the_bundle_and_by_how_the_end_is_compared(
+    llama_bundle, tiny_llama, monkeypatch
+):
+    """The stretches of a stored key and a `chained_end` are computed once, and those of
+    another one are not taken over."""
+    computed = []
+
+    def compute(subject, chained_end):
+        computed.append((subject.stored_key, chained_end))
+        return computed[-1]
+
+    monkeypatch.setattr(validate, "_compute_stretches", compute)
+    monkeypatch.setattr(program, "program_gate", lambda *arguments: arguments[-1])
+    monkeypatch.setattr(program, "can_feed_layers", lambda decoder: decoder.can_feed)
+    shared = SharedResults()
+    stored = StoredKey("a", ZEROS), StoredKey("b", ZEROS)
+    for facts in [*product(stored, (True, False))] * 2:
+        subject = validate.Subject(llama_bundle, tiny_llama, shared=shared)
+        subject.stored_key, chained_end = facts
+        subject.exact = SimpleNamespace(precision="exact", can_feed=not chained_end)
+        subject.representatives = None
+        assert validate.program_gate(subject) == facts
+    assert len(computed) == len({*computed}) == 4
+
+
+def test_a_budget_is_shared_by_the_bundle_the_golden_and_the_layers_that_are_seen(
+    llama_bundle, tiny_llama, llama_golden, monkeypatch
+):
+    """The budget of a stored key, a golden and `shows_inner_layers` is measured once, and
+    that of another one is not taken over."""
+    measured = []
+
+    def measure_budget(bundle, source, golden, inner, weights):
+        measured.append((bundle.manifest.family, golden.ids.tolist(), inner))
+        return measured[-1]
+
+    def measure(decoder, golden, Ts, budget):
+        return SimpleNamespace(judge=lambda max_kl: [], budget=budget)
+
+    monkeypatch.setattr(validate, "measure_budget", measure_budget)
+    monkeypatch.setattr(validate, "measure", measure)
+    monkeypatch.setattr(validate, "load_or_run_gates", lambda *_: [])
+    monkeypatch.setattr(validate, "stored_weights", lambda *_, **__: None)
+    monkeypatch.setattr(validate, "check_exported_from", lambda *_: None)
+    monkeypatch.setattr(validate, "_run_device_gate", lambda *_: None)
+    first = Bundle.open(llama_bundle.root)
+    second = Bundle.open(llama_bundle.root)
+    second.manifest = second.manifest.model_copy(update={"family": "another"})
+    golden = replace(llama_golden, source=tiny_llama)
+    goldens = golden, replace(golden, ids=golden.ids[::-1])
+    shared = SharedResults()
+    for facts in [*product((first, second), goldens, (True, False))] * 2:
+        bundle, golden, inner = facts
+        decoder = SimpleNamespace(bundle=bundle, shows_inner_layers=inner)
+        result = validate.validate(decoder, golden, shared=shared)
+        expected = bundle.manifest.family, golden.ids.tolist(), inner
+        assert result.cost.budget == expected
+    assert len(measured) == 8
 
 
 def test_no_shared_result_reads_the_frequencies_of_the_host(
@@ -149,9 +251,43 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
     assert last.rows.equals(alone.rows)
 
 
-def test_a_golden_of_other_values_has_another_digest(llama_golden):
-    changed = replace(llama_golden, trace=deepcopy(llama_golden.trace))
-    assert golden_digest(changed) == golden_digest(llama_golden)
-    hidden = changed.trace.layers[1].hidden
+def change_ids(golden):
+    return replace(golden, ids=golden.ids[::-1])
+
+
+def change_least_bit(golden):
+    hidden = golden.trace.layers[1].hidden
     hidden[0, 0] = np.nextafter(hidden[0, 0], np.float32(np.inf))
-    assert golden_digest(changed) != golden_digest(llama_golden)
+    return golden
+
+
+def widen(golden):
+    golden.trace.logits = golden.trace.logits.astype(np.float64)
+    return golden
+
+
+def reshape(golden):
+    """The same bytes in another shape."""
+    golden.trace.layers[0].x = golden.trace.layers[0].x.reshape(1, -1)
+    return golden
+
+
+def exchange(golden):
+    """The same arrays under each other's names."""
+    layer = golden.trace.layers[0]
+    layer.k, layer.v = layer.v, layer.k
+    return golden
+
+
+def leave_out(golden):
+    golden.trace.normed = None
+    return golden
+
+
+@pytest.mark.parametrize(
+    "change", [change_ids, change_least_bit, widen, reshape, exchange, leave_out]
+)
+def test_another_golden_has_another_digest(llama_golden, change):
+    copy = replace(llama_golden, trace=deepcopy(llama_golden.trace))
+    assert golden_digest(copy) == golden_digest(llama_golden)
+    assert golden_digest(change(copy)) != golden_digest(llama_golden)

@@ -28,7 +28,7 @@ def decoder(exports):
         (-1, None, "new tokens: found -1"),
     ],
 )
-def test_a_transcript_that_cannot_be_kept_is_refused_before_a_token_is_decoded(
+def test_a_generation_that_cannot_be_finished_is_refused_before_a_token_is_decoded(
     decoder, tmp_path, monkeypatch, max_new, name, message
 ):
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ from workbench.check.text import task_text
 from workbench.decode.tokenizer import encode_text
 from workbench.exporter import candidates as exporter_candidates
 from workbench.exporter import mixed
-from workbench.exporter.allocation import Limit
+from workbench.exporter.allocation import Limit, Quality
 from workbench.exporter.calibrate import Text
 from workbench.exporter.candidates import (
     CandidateValues,
@@ -230,6 +230,54 @@ def test_other_limits_and_presets_are_measured_beside_the_choice(
     assert len(plain_kls) < len(kls) <= len(plain_kls) + 2
     for limit in (0.01, 0.002):
         assert any(limit / 2 < kl < 1.5 * limit for kl in kls)
+
+
+class ModelWithoutLossWhereFormatsDiffer:
+    """A model whose KL is the one of `kls` where all matrices have one preset, and 0 where
+    they have several, as of a difference that rounding hides."""
+
+    kls = dict(zip(mixed.CANDIDATES, (0.04, 0.02, 0.01, 0.0)))
+
+    def __init__(self):
+        self.presets = {}
+
+    def replace_matrix(self, tensor, preset):
+        self.presets[tensor] = preset
+
+    def quality(self):
+        first, *others = {*self.presets.values()}
+        kl = 0.0 if others else self.kls[first]
+        return Quality(kl, kl, 1.0, 1.0)
+
+
+class PresetNames:
+    """Candidates whose values are the names of their presets."""
+
+    def load(self, tensor, preset):
+        return preset
+
+
+def test_a_measured_kl_of_zero_predicts_no_further_choice(monkeypatch):
+    """The choice that is exported is measured as 0 nats and predicted as more. A further
+    limit still has a choice whose prediction keeps it."""
+    tensors = [f"t{i}" for i in range(8)]
+    losses = {
+        (tensor, name): kl / len(tensors)
+        for tensor in tensors
+        for name, kl in ModelWithoutLossWhereFormatsDiffer.kls.items()
+    }
+    monkeypatch.setattr(mixed, "estimate_losses", lambda *_: losses)
+    result = search_formats(
+        ModelWithoutLossWhereFormatsDiffer(),
+        dict.fromkeys(tensors, (64, 64)),
+        {t: {n: find_preset(n) for n in mixed.CANDIDATES} for t in tensors},
+        PresetNames(),
+        Search(None, Limit(kl=0.025), further_limits=(0.015,)),
+    )
+    assert result.chosen.quality.kl == 0 < result.chosen.predicted_kl
+    measured = [choice for choice in result.frontier if choice.quality]
+    predicted = [c.predicted_kl for c in measured if c.predicted_kl <= 0.015]
+    assert any(kl > 0.012 for kl in predicted), [c.predicted_kl for c in measured]
 
 
 class UnpackingChip:

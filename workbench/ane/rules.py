@@ -246,9 +246,10 @@ def _is_fixed_beside_varying(graph: LintGraph, value: Type) -> bool:
 def _has_functions_of_several_tokens(graph: LintGraph, state: Type) -> bool:
     """Whether a package with state has several functions and this one computes T above 1,
     so that no product by a weight has a single column."""
+    if graph.functions == 1:
+        return False
     products = [op for op in graph.ops if op.kind in ("conv", "linear")]
-    columns = [_columns(graph, op) for op in products]
-    return graph.functions > 1 and min(columns, default=0) > 1
+    return min((_columns(graph, op) for op in products), default=0) > 1
 
 
 # float32 breaks T1 instead

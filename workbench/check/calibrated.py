@@ -2,8 +2,8 @@
 
 Such values are not the nearest ones: error feedback (GPTQ, arXiv 2210.17323) moves the
 rounding error of one input onto others. It lowers the error Δ H Δᵀ that the change Δ of
-a row adds to the row's output, where H = E[x xᵀ] of the inputs x. A faulty row
-disappears in the figures of its tensor, so that every row is judged by four figures:
+a row adds to the row's output, where H = E[x xᵀ] of the inputs x. Figures of a whole
+tensor would hide one faulty row, so that every row is judged by four figures:
 
     error   Δ H Δᵀ of the stored row, over Δ H Δᵀ of the nearest values that the same
             tables or scales can express
@@ -11,47 +11,55 @@ disappears in the figures of its tensor, so that every row is judged by four fig
             the checkpoint's, in standard deviations
     loss    what 16 neighbouring inputs lost of what they add to the row: the regression
             of the missing values on the nearest ones, in standard deviations
-    levels  the error of the nearest values over that of an even grid, so that a poor
-            table or scale does not excuse itself
+    levels  the error of the nearest values over that of an even grid. It shows a poor
+            table or scale, which the other figures do not: it is poor for the nearest
+            values, too
 
-and every matrix by the median of its rows' errors, which a fit to another layer's inputs
-raises above that of the nearest values.
+A matrix is also judged by the median of its rows' errors. A fit to the inputs of another
+layer raises that median above the one of nearest values, 1.
 
-H is the gate's own. Hugging Face's layers run one after the other over the token ids
-that the bundle keeps, with the stored matrices, and the inputs of their linear modules
-are summed. An exporter may have fitted o_proj and down_proj to the inputs that
-uncompressed matrices of their own layer give. A matrix that exceeds a limit is
-therefore judged by these inputs, too, and has to be sound by one of the two. Memory
-holds one layer, the H of its inputs, and one slice of the head.
+The gate computes H without the exporter's code. Hugging Face's layers run one after the
+other over the token ids that the bundle keeps, with the stored matrices, and x xᵀ is
+summed over the inputs of each linear module. An exporter may have fitted o_proj and
+down_proj while the other matrices of their layer had the checkpoint's values. A matrix
+that exceeds a limit is therefore judged again by its inputs in a layer with these values,
+and is sound if it keeps the limits in one of the two cases. Memory holds one layer, the H
+of its inputs, and one slice of the head.
 
 No text excites every direction, so that H is damped: its diagonal is raised by the
 sampling error of an ordinary input, the median |x|² over the number of inputs. The mean
-|x|² would not do. One attention sink can be so long that a hundredth of the mean is more
-than all other inputs, and the damped H then says nothing of them.
+|x|² would be too much: one attention sink can be so long that a hundredth of the mean is
+more than all other inputs, which the damped H would then hide.
 
 With H = U Uᵀ (U upper triangular), error feedback in the order of the inputs makes the
 elements i of Δ U independent, each a rounding error times U_ii. The usual order is the
 one of falling E[x²]. The best unbiased estimate of a factor c in Δ = c v is then a
-regression of (Δ U)_i / U_ii on (v U)_i / U_ii with the inverse variances as weights.
-These are measured: an exporter may improve entries and indices after the feedback, or
-use another order or damping, which all rows of a matrix show alike. Nearest values pull
-large weights toward the middle of a table, and error feedback keeps this pull: it is
-computed from the nearest values and subtracted. Weights that are stored as the last
-entry of a table or the largest integer are left out of slope and loss, since error
-feedback may ask for more than these by any amount.
+regression of (Δ U)_i / U_ii on (v U)_i / U_ii with the inverse variances as weights. The
+variances are measured over the rows: an exporter may improve entries and indices after
+the feedback, or use another order or damping, and all rows of a matrix show that alike.
+Nearest values pull large weights toward the middle of a table, and error feedback keeps
+this pull. It is computed from the nearest values and subtracted. Weights that are stored
+as the last entry of a table or as the largest integer are left out of slope and loss,
+since error feedback may ask for more than these by any amount.
 
-A significant factor may be small: the row of an attention sink knows its slope to a
-thousandth. Slope and loss are therefore judged only from a least size on, below which
-this gate judges nothing: 2.5% for a row at 4 bits and 1% above, three quarters of a
-block's values, and a loss of a hundredth of the row's error. A scaled row also scales
-its output: the plain regression of v + Δ on v with H as weights must have such a
-factor, too. It has none where the weights of inputs that matter little were drawn to
-the middle of a table that a row shares with smaller ones. Nor is the slope of a row
-judged that is so small beside the rows of its table that the nearest values lose a
-large part of it."""
+A significant factor may be small: the inputs of an attention sink determine the slope of
+a row to a thousandth. A row is therefore RED for its slope only if it is scaled by 2.5%
+at 4 bits and 1% above (`LEAST_SCALE`), and for a loss only if a block lost three quarters
+of its values (`LOST`) and the loss is a hundredth of the row's error (`LEAST_SHARE`). A
+scaled row also scales its output: the plain regression of v + Δ on v with H as weights
+must show such a factor, too. It shows none where a table that a row shares with smaller
+rows draws the weights of inputs that matter little to its middle. The slope is not judged
+of a row that is so small beside the rows of its table that the nearest values lose a
+large part of it (`LARGEST_ROUNDING`).
+
+A row × 1.05 at 4 bits is therefore RED only where the row is long and the calibration text
+has enough tokens. Its slope must differ from 1 by `SLOPE_LIMIT`, 10 standard deviations.
+In random matrices of 576 columns it does so by 13 to 15 with 4,096 tokens, by 9 to 11 with
+1,024 and by 7 to 9 with 256; rows of 256 columns have 8 to 13 with 4,096 tokens. In
+SmolLM2-135M-Instruct the figure is 4 to 50, so that not every such row is RED there."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -69,22 +77,24 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 from workbench.progress import bar
 
-# Limits, each with the largest value in a sound SmolLM2-135M-Instruct at 4 bits, and the
-# values with a fault in its layers 0, 2, 11 and 29. Two errors of equal size differ by
-# chance: each is a sum of C squares, and four standard deviations of their ratio are
-# about 8 / √C. The limit is 1 + 8 / √C: 1.12; another group's table has 1 to 300.
-ROW_ERROR_SPREAD = 8.0
-MEDIAN_ERROR_LIMIT = 1.05  # 0.70; another layer's inputs 1.1 to 1.8
-SLOPE_LIMIT = 10.0  # 8.7; a row × 1.05 has 4 to 50, × 1.02 at 6 bits 10 to 68
-LOSS_LIMIT = 6.0  # 0; sixteen inputs that are zero have 5 to 18
-LEVELS_LIMIT = 1.5  # 1.03
-# Least factor of a scaled row, less 1, by the bits of a weight
+# Limits. The comments give the largest value in a sound SmolLM2-135M-Instruct at 4 bits,
+# and the values with a fault in its layers 0, 2, 11 and 29.
+#
+# Of a row's error, 1 + ROW_ERROR_SPREAD / √C for C inputs: two errors of equal size are
+# sums of C squares, and four standard deviations of their ratio are about 8 / √C.
+ROW_ERROR_SPREAD = 8.0  # sound 1.12, the table of another group 1 to 300
+MEDIAN_ERROR_LIMIT = 1.05  # sound 0.70, the inputs of another layer 1.1 to 1.8
+SLOPE_LIMIT = 10.0  # sound 8.7, a row × 1.05 4 to 50, × 1.02 at 6 bits 10 to 68
+LOSS_LIMIT = 6.0  # sound 0, sixteen inputs that are zero 5 to 18
+LEVELS_LIMIT = 1.5  # sound 1.03
+# Bits of a weight → the least |factor − 1| that counts as a scaled row
 LEAST_SCALE = {4: 0.025, 6: 0.01, 8: 0.01}
-LARGEST_ROUNDING = 0.3  # of a row's length, in a row whose slope is judged; usual 0.1
-BLOCK = 16  # inputs
-LOST = 0.75  # least share of a block's values that is a loss
-LEAST_SHARE = 0.01  # least share of a row's error that a loss causes
-LEAST_DAMPING = 1e-5  # of the mean of H's diagonal
+# Largest |rounding of a row| / |row| with which its slope is judged; 0.1 is usual
+LARGEST_ROUNDING = 0.3
+BLOCK = 16  # neighbouring inputs, whose loss is judged
+LOST = 0.75  # least share of a block's values that counts as a loss
+LEAST_SHARE = 0.01  # least share of a row's error that a loss has to cause
+LEAST_DAMPING = 1e-5  # in parts of the mean of H's diagonal
 ROWS = 4096  # rows that are compared at a time
 
 
@@ -136,7 +146,8 @@ class FittedRows:
         )
 
 
-# A tensor's name in the checkpoint → its rows, shard after shard.
+# A tensor's name in the checkpoint → its slices, shard after shard, and in a package of
+# several functions the copies of each.
 ReadRows = Callable[[str], Iterator[FittedRows]]
 
 
@@ -224,30 +235,32 @@ def row_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
 def _piece_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
     values, order, factor = rows.values, inputs.order, inputs.factor
     change, rounding = rows.stored - values, rows.nearest - values
-    # products of the row, of its change and of its rounding with U
-    signal = values[:, order] @ factor
-    error = change[:, order] @ factor
-    least = rounding[:, order] @ factor
-    # float32 products know an error to this share of the row's output
-    noise = _squared_length(signal) * 1e-12
-    errors = torch.stack([_squared_length(error), _squared_length(least) + noise])
+    # the row, its change and its rounding, each times U
+    row_u = values[:, order] @ factor
+    change_u = change[:, order] @ factor
+    rounding_u = rounding[:, order] @ factor
+    # v H vᵀ: float32 products know Δ H Δᵀ to a small share of it
+    power = _squared_length(row_u)
+    errors = torch.stack(
+        [_squared_length(change_u), _squared_length(rounding_u) + 1e-12 * power]
+    )
     even = rows.even - values
     levels = torch.stack([rounding.square(), even.square()]).double() @ inputs.power
     is_free = ~rows.clipped
-    scales = factor.diagonal()
+    diagonal = factor.diagonal()
     factors, deviations = _regress(
-        signal / scales * is_free[:, order],
-        error / scales * is_free[:, order],
+        row_u / diagonal * is_free[:, order],
+        change_u / diagonal * is_free[:, order],
         (rounding * is_free)[:, order],
         rounding.square().mean(1, keepdim=True) + 1e-20,
     )
-    # the factor by which the row's output is scaled
-    of_outputs = (signal * error).double().sum(1) / (_squared_length(signal) + 1e-30)
+    # the same factor of the row's output, where weights of small inputs count little
+    output_factors = (row_u * change_u).double().sum(1) / (power + 1e-30)
     least = LEAST_SCALE[rows.bits]
-    is_scaled = (factors.abs() >= least) & (of_outputs * factors.sign() >= least)
-    # a row that is small beside those of its table is not expressed by it
-    lost = _squared_length(rounding)
-    is_scaled &= lost <= LARGEST_ROUNDING**2 * _squared_length(values)
+    is_scaled = (factors.abs() >= least) & (output_factors * factors.sign() >= least)
+    # a table cannot express a row that is small beside its others
+    largest = LARGEST_ROUNDING**2 * _squared_length(values)
+    is_scaled &= _squared_length(rounding) <= largest
     slope = torch.where(is_scaled, factors / deviations, 0).double()
     variance = rows.step.square() / 12 + 1e-20
     # a block whose nearest values are zeros cannot lose them
@@ -369,36 +382,40 @@ def matrix_gates(rows: list[FittedRows], inputs: InputWeights) -> list[Gate]:
     return results
 
 
-def judge_inputs(
-    stored: dict[str, list[FittedRows]], moments: dict[str, list[Moment]]
+def judge_by_moments(
+    fitted: dict[str, list[FittedRows]], moments: dict[str, list[Moment]]
 ) -> dict[str, list[Gate]]:
-    """The gates of matrices by their names; matrices of the same inputs share their
-    weights."""
-    weights: dict[tuple[int, ...], InputWeights] = {}
+    """The gates of matrices by their names.
+
+    Args:
+        fitted: a matrix's name → its slices.
+        moments: the name → the moments of its inputs, one for each call; matrices that
+            read the same inputs have the same objects.
+    """
+    inputs: dict[tuple[int, ...], InputWeights] = {}
     results = {}
     for name, of_calls in moments.items():
         key = tuple(id(moment) for moment in of_calls)
-        if key not in weights:
-            weights[key] = InputWeights.of(of_calls)
-        results[name] = matrix_gates(stored[name], weights[key])
+        if key not in inputs:
+            inputs[key] = InputWeights.of(of_calls)
+        results[name] = matrix_gates(fitted[name], inputs[key])
     return results
 
 
-def excess(results: list[Gate]) -> float:
-    """The largest value over its limit; nan counts as inf."""
-    ratios = [gate.value / gate.threshold for gate in results]
-    return float(np.max(np.nan_to_num(ratios, nan=np.inf)))
+def worst_ratio(results: list[Gate]) -> float:
+    """The largest value over its limit; see `gates.ratio_to_limit`."""
+    return max(map(gates.ratio_to_limit, results))
 
 
 @contextmanager
 def recorded_moments(
     modules: dict[str, nn.Module],
 ) -> Iterator[dict[str, list[Moment]]]:
-    """Computes the moment of what modules read in each of their calls, by the modules'
-    names; modules that read one tensor share it."""
+    """Yields the moments of what modules read, by the modules' names, one for each call;
+    modules that read the same tensor have the same object. They are filled in while the
+    modules run."""
     moments: dict[str, list[Moment]] = {}
-    # The last input is kept: another tensor at the address of a freed one would be taken
-    # for it.
+    # only a tensor that is still referenced can be recognised by `is`
     latest: list[tuple[torch.Tensor, Moment]] = []
 
     def record(name: str, x: torch.Tensor) -> None:
@@ -422,10 +439,11 @@ def recorded_moments(
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the layers of one run need and fill in.
+    """What `JudgedLayer`s share: what they read, and `results`, which they fill in.
 
     Attributes:
         tensors: names of the matrices to judge.
+        read_rows: reads a matrix as it is stored.
         results: gates of the matrices that were judged, by their names.
         progress: a bar that counts layers.
     """
@@ -448,7 +466,6 @@ class JudgedLayer(WrappedLayer):
 
     def forward(self, *args, **kwargs):
         judgement = self.judgement
-        read = judgement.checkpoint.tensor
         linear, stored, values = {}, {}, {}
         for name, module in self.layer.named_modules():
             if isinstance(module, nn.Linear):
@@ -457,30 +474,46 @@ class JudgedLayer(WrappedLayer):
             tensor = self.prefix + name
             if tensor in judgement.tensors and name in linear:
                 stored[name] = [*judgement.read_rows(tensor)]
-                # every function of a package stores all rows; each copy is judged, and
-                # the layer runs on one of them
-                slices = {part.first: part.stored for part in stored[name]}
-                values[name] = torch.cat([slices[first] for first in sorted(slices)])
+                values[name] = stored_matrix(stored[name])
             else:
-                values[name] = read(tensor).half().float()
+                values[name] = judgement.checkpoint.tensor(tensor).half().float()
         modules = {name: linear[name] for name in stored}
         with recorded_moments(modules) as moments:
             output = functional_call(self.layer, values, args, kwargs)
-        results = judge_inputs(stored, moments)
+        results = judge_by_moments(stored, moments)
         doubtful = {
-            name: linear[name] for name, result in results.items() if excess(result) > 1
+            name: linear[name]
+            for name, result in results.items()
+            if worst_ratio(result) > 1
         }
         if doubtful:
             for name in stored:
-                values[name] = read(self.prefix + name).half().float()
+                values[name] = checkpoint_matrix(stored[name])
             with recorded_moments(doubtful) as moments:
                 functional_call(self.layer, values, args, kwargs)
-            for name, result in judge_inputs(stored, moments).items():
-                results[name] = min(results[name], result, key=excess)
+            for name, result in judge_by_moments(stored, moments).items():
+                results[name] = min(results[name], result, key=worst_ratio)
         for name, result in results.items():
             judgement.results[self.prefix + name] = result
         judgement.progress.update()
         return output
+
+
+def stored_matrix(parts: Sequence[FittedRows]) -> torch.Tensor:
+    """The matrix [R, C] that slices of it store."""
+    return _join_rows((part.first, part.stored) for part in parts)
+
+
+def checkpoint_matrix(parts: Sequence[FittedRows]) -> torch.Tensor:
+    """The checkpoint's matrix [R, C], rounded to fp16, of which slices are stored."""
+    return _join_rows((part.first, part.values) for part in parts)
+
+
+def _join_rows(slices: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """One matrix of (number of the first row, rows). Every function of a package stores
+    all rows; one copy of them is taken."""
+    by_first_row = dict(slices)
+    return torch.cat([by_first_row[first] for first in sorted(by_first_row)])
 
 
 def calibration_ids(bundle: Bundle) -> np.ndarray:
@@ -489,15 +522,24 @@ def calibration_ids(bundle: Bundle) -> np.ndarray:
     Raises:
         ValueError: ids that are not the manifest's, or not in the vocabulary.
     """
-    record = bundle.manifest.calibration
+    record, V = bundle.manifest.calibration, bundle.manifest.dims.V
     ids = bundle.calibration_ids
+    is_shape = ids.ndim == 2 and ids.shape[1] == record.window
+    if ids.dtype.kind not in "iu" or not is_shape or ids.size != record.tokens:
+        raise ValueError(
+            f"calibration: token ids {ids.dtype} {[*ids.shape]}, not the "
+            f"{record.tokens} integers of the manifest in windows of {record.window}"
+        )
     digest = hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
-    if digest != record.ids_sha256 or ids.shape[-1] != record.window:
-        raise ValueError("calibration: token ids that are not the manifest's")
-    if ids.size != record.tokens or ids.ndim != 2:
-        raise ValueError("calibration: token ids that are not the manifest's")
-    if ids.min() < 0 or ids.max() >= bundle.manifest.dims.V:
-        raise ValueError("calibration: token ids that are not in the vocabulary")
+    if digest != record.ids_sha256:
+        raise ValueError(
+            "calibration: token ids of another SHA-256 than the manifest's"
+        )
+    if ids.min() < 0 or ids.max() >= V:
+        raise ValueError(
+            f"calibration: token ids from {ids.min()} to {ids.max()}, not all in the "
+            f"vocabulary of {V}"
+        )
     return ids
 
 
@@ -520,7 +562,7 @@ def judge_matrices(
 
     Args:
         tensors: names of the matrices.
-        read_rows: reads one matrix, slice after slice.
+        read_rows: see `ReadRows`.
     """
     ids = calibration_ids(bundle)
     base = empty_model(checkpoint.config, "sdpa").model

@@ -93,6 +93,11 @@ def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
     return Gate(name, verdict, value, threshold, reason)
 
 
+def ratio_to_limit(gate: Gate) -> float:
+    """The value of a gate that `at_most` made, over its threshold; inf for nan."""
+    return math.inf if math.isnan(gate.value) else gate.value / gate.threshold
+
+
 def holds(name: str, condition: bool, reason: str) -> Gate:
     """GREEN with the value 1 if the condition holds, otherwise RED with 0."""
     return at_least(name, float(condition), 1.0, reason)

@@ -1,33 +1,34 @@
 """Gate `weights`: every weight that a bundle stores is the checkpoint's, within the
 loss of its preset.
 
-The tolerance is computed from the checkpoint's tensor v and the preset alone, never
-from what is stored:
+The tolerance of a weight is computed from the checkpoint's value v and the preset, and
+for tables from their stored entries. Stored scales have no part in it:
 
     fp16      half a unit in the last place of fp16 at v (with the offset that storage adds)
-    integers  half a step, which is amax / (2^(bits−1) − 1) of the tensor, channel or block, in
-              fp16; on top come the fp16 rounding of v / step, 2^-11 of v, and what a
-              step that fp16 rounded down cannot reach
-    tables    the distance to the nearest entry, and half a unit in the last place of each of the
-              two entries that compete
+    integers  half a step. The step is amax / (2^(bits−1) − 1) of the tensor, channel or block,
+              rounded to fp16. Added are the fp16 rounding of v / step, 2^-11 of v, and
+              the part of v that is out of reach because fp16 rounded the step down
+    tables    the distance to the nearest entry, and half a unit in the last place of fp16 at
+              the stored entry and at the nearest one
 
 Compressed weights are compared with v rounded to fp16, which precedes compression. The
 squared error of a table for a whole tensor must also be within 0.1% of that of the best
 table (exact k-means in one dimension). Rounding the entries to fp16 adds at most the
 square of half a unit for each weight, which is subtracted first.
 
-Tables for groups of rows must be finite and ascending. Every group's squared error is
-within 0.5% of the error that the means of the weights that use each entry would have.
-The exact solver takes about 35 ms a group, so that one group of each stored tensor is
-compared with the best table: the one whose error is the largest over that of the means.
+Tables for groups of rows must be finite and ascending. The squared error of every group
+must be within 0.5% of the error that it would have if each entry were the mean of the
+weights that use it. One group of each stored tensor is also compared with the best table,
+since the exact solver takes about 35 ms a group: the group whose error is the largest in
+parts of the error with these means.
 
 Values that were fitted to a calibration text are judged row by row; see `calibrated`.
 Their tables must be finite and ascending, too."""
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from math import inf, isnan, prod
+from dataclasses import dataclass, replace
+from math import inf, prod
 
 import numpy as np
 import torch
@@ -47,12 +48,13 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import empty_model
 from workbench.progress import bar
 
-# Largest deviation in tolerances: 1 but for float32 arithmetic. A weight that is wrong
-# by one step deviates by at least 2.
+# Largest deviation in tolerances: 1, and what float32 arithmetic adds. A weight that is
+# wrong by one step deviates by at least 2.
 LIMIT = 1.05
-# Largest distance over the nearest entry's, and squared error over the best table's.
+# Largest distance over that of the nearest entry, and largest squared error over that of
+# the best table for a tensor
 TABLE_LIMIT = 1.001
-GROUP_LIMIT = 1.005  # the same squared error, of tables for groups of rows
+GROUP_LIMIT = 1.005  # the second one where groups of rows have tables
 # The arrays of a stored weight by their roles: val; data, scale, offset; indices, lut.
 Parts = dict[str, np.ndarray]
 # Raised for arrays that do not fit together; InputError is a ValueError.
@@ -68,6 +70,21 @@ HOST_TENSORS = {
 }
 
 
+@dataclass(frozen=True)
+class FittedSlice:
+    """Where rows of a matrix that was fitted to a text are stored.
+
+    Attributes:
+        shard, function: the program that stores them; function None: the package has
+            `main` alone.
+        rows: their numbers within the matrix.
+    """
+
+    shard: Shard
+    function: str | None
+    rows: range
+
+
 def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """Compares every stored weight and the host's table of embeddings with the
     checkpoint's, and looks for tensors that no shard stores."""
@@ -79,7 +96,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     can_be_fitted: set[str] = set()
     if manifest.calibration:
         can_be_fitted = fitted_tensors(checkpoint) - {*manifest.calibration.nearest}
-    fitted: dict[str, list[tuple[Shard, str | None]]] = {}
+    fitted: dict[str, list[FittedSlice]] = {}
     rows_stored: dict[str, set[int]] = {}
     tensors = text_tensors(checkpoint) | {checkpoint.head}
     for name, table in bundle.embedding.items():
@@ -100,17 +117,20 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
                 parts = read_parts(tensor)
                 preset = manifest.preset_of(tensor)
                 size = weight_array(parts, preset).size
-                values, rows = checkpoint_values(checkpoint, shard, tensor, size)
+                rows = stored_rows(checkpoint, shard, tensor, size)
                 if tensor in can_be_fitted and "val" not in parts:
-                    fitted.setdefault(tensor, []).append((shard, function))
+                    # its values are read when its layer runs
+                    slices = fitted.setdefault(tensor, [])
+                    slices.append(FittedSlice(shard, function, rows))
                 else:
+                    values = checkpoint_values(checkpoint, shard, tensor, rows)
                     deviations.append(worst_deviation(place, parts, values, preset))
                 rows_stored.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:
             # the other tensors of this package are not compared
             problems.append(f"{place}: {problem}")
     note = ""
-    compared = len(deviations)
+    compared_tensors = len(deviations)
     if fitted and not problems:
         start = time.process_time()
         try:
@@ -134,16 +154,16 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
             if not is_dropped:
                 problems.append(f"no shard stores {tensor}")
     nothing = deviation("no weights", inf, LIMIT, "")
-    worst = max(deviations, key=_excess, default=nothing)
+    worst = max(deviations, key=gates.ratio_to_limit, default=nothing)
     problems += [gate.reason for gate in deviations if gate.verdict == gates.RED]
     problems = _head_problems(bundle, checkpoint) + problems
-    fine = (
-        f"{compared} stored tensors equal the checkpoint's within the rounding "
+    pass_reason = (
+        f"{compared_tensors} stored tensors equal the checkpoint's within the rounding "
         f"of their preset; worst: {worst.reason}{note}"
     )
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = ["…"]
-    gate = gates.no_faults("weights", problems, fine, sep="; ")
+    gate = gates.no_faults("weights", problems, pass_reason, sep="; ")
     return replace(gate, value=worst.value, threshold=worst.threshold)
 
 
@@ -158,15 +178,13 @@ def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
 
 
 def fitted_deviations(
-    bundle: Bundle,
-    checkpoint: Checkpoint,
-    fitted: dict[str, list[tuple[Shard, str | None]]],
+    bundle: Bundle, checkpoint: Checkpoint, fitted: dict[str, list[FittedSlice]]
 ) -> list[Gate]:
     """The deviations of matrices that were fitted to the bundle's calibration text.
 
     Args:
-        fitted: a tensor's name → the shards, and the functions of their programs, that
-            store it.
+        fitted: a tensor's name → where each of its slices is stored, in the order of
+            the shards.
 
     Raises:
         ValueError: arrays that do not fit together, or tables that are not ascending
@@ -174,38 +192,35 @@ def fitted_deviations(
     """
     readers: dict[tuple[str, str | None], Callable[[str], Parts]] = {}
 
-    def read(shard: Shard, function: str | None, tensor: str):
-        key = shard.name, function
+    def read(tensor: str, part: FittedSlice) -> tuple[str, Parts, torch.Tensor]:
+        shard, key = part.shard, (part.shard.name, part.function)
         if key not in readers:
             if any(name != shard.name for name, _ in readers):
                 readers.clear()  # of the layer before
-            readers[key] = open_parts(bundle, shard, function)
-        parts = readers[key](tensor)
-        preset = bundle.manifest.preset_of(tensor)
-        size = weight_array(parts, preset).size
-        values, numbers = checkpoint_values(checkpoint, shard, tensor, size)
-        return parts, values, preset, numbers.start
+            readers[key] = open_parts(bundle, shard, part.function)
+        values = checkpoint_values(checkpoint, shard, tensor, part.rows)
+        return f"{shard.name}: {tensor}", readers[key](tensor), values
 
     def read_rows(tensor: str) -> Iterator[FittedRows]:
-        for shard, function in fitted[tensor]:
-            parts, values, preset, first = read(shard, function, tensor)
-            place = f"{shard.name}: {tensor}"
-            yield fitted_rows(place, first, parts, values.half().float(), preset)
+        preset = bundle.manifest.preset_of(tensor)
+        for part in fitted[tensor]:
+            place, parts, values = read(tensor, part)
+            rounded = values.half().float()
+            try:
+                rows = fitted_rows(place, part.rows.start, parts, rounded, preset)
+            except DAMAGED as problem:
+                raise ValueError(f"{place}: {problem}") from None
+            yield rows
 
     judged = judge_matrices(bundle, checkpoint, {*fitted}, read_rows)
     deviations = [gate for of_matrix in judged.values() for gate in of_matrix]
     for tensor in sorted(fitted.keys() - judged.keys()):
         # no linear module reads it, so that nothing can be fitted to its inputs
-        for shard, function in fitted[tensor]:
-            parts, values, preset, _ = read(shard, function, tensor)
-            place = f"{shard.name}: {tensor}"
+        preset = bundle.manifest.preset_of(tensor)
+        for part in fitted[tensor]:
+            place, parts, values = read(tensor, part)
             deviations.append(worst_deviation(place, parts, values, preset))
     return deviations
-
-
-def _excess(gate: Gate) -> float:
-    """A deviation over its limit; nan counts as inf."""
-    return inf if isnan(gate.value) else gate.value / gate.threshold
 
 
 def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
@@ -233,7 +248,7 @@ def _host_deviation(checkpoint: Checkpoint, tensor: str, table: torch.Tensor) ->
         stored = table[rows].reshape(-1, table.shape[-1])
         values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
         deviations.append(fp16_deviation(f"host: {tensor}", stored, values))
-    return max(deviations, key=_excess)
+    return max(deviations, key=gates.ratio_to_limit)
 
 
 def _is_constant(values: torch.Tensor) -> bool:
@@ -314,25 +329,35 @@ def weight_array(parts: Parts, preset: Preset) -> np.ndarray:
     raise ValueError(f"stored as {', '.join(parts)}, not as {preset.name} makes it")
 
 
-def checkpoint_values(
-    checkpoint: Checkpoint, shard: Shard, tensor: str, size: int
-) -> tuple[torch.Tensor, range]:
-    """The values in the checkpoint of the `size` elements of `tensor` that `shard`
-    stores, float32 [rows, columns] with the shard's offset, and the rows of the tensor
-    that they are."""
+def stored_rows(checkpoint: Checkpoint, shard: Shard, tensor: str, size: int) -> range:
+    """The rows of `tensor` that a shard stores, which has `size` elements of it; row 0
+    of a tensor without axes.
+
+    Raises:
+        ValueError: no such tensor, or neither all of its elements nor those of the
+            shard's rows.
+    """
     if tensor not in checkpoint:
         raise ValueError("no such tensor in the checkpoint")
     shape = checkpoint.shape(tensor)
-    rows = None
+    rows = slice(None)
     if size != prod(shape):
         rows = slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
         raise ValueError(f"{size} stored values for those of shape {shape}")
-    values = checkpoint.tensor(tensor, rows)
+    return range(*rows.indices((shape or [1])[0]))
+
+
+def checkpoint_values(
+    checkpoint: Checkpoint, shard: Shard, tensor: str, rows: range
+) -> torch.Tensor:
+    """The checkpoint's values of some rows of `tensor`, float32 [rows, columns], with
+    the offset with which `shard` stores them."""
+    shape = checkpoint.shape(tensor)
+    values = checkpoint.tensor(tensor, slice(rows.start, rows.stop) if shape else None)
     if offset := shard.offsets.get(tensor):
         values = values + offset
-    numbers = range(*(rows or slice(None)).indices((shape or [1])[0]))
-    return values.reshape(-1, shape[-1] if shape else 1), numbers
+    return values.reshape(-1, shape[-1] if shape else 1)
 
 
 def text_tensors(checkpoint: Checkpoint) -> set[str]:
@@ -526,7 +551,7 @@ def table_deviation(
             deviation(place, nearest, TABLE_LIMIT, unit),
             deviation(place, error, TABLE_LIMIT, best),
         ]
-        return max(pair, key=_excess)
+        return max(pair, key=gates.ratio_to_limit)
     from workbench.check import kernels  # numba takes a moment to import
 
     nearest = np.zeros(count, np.float32)
@@ -545,7 +570,7 @@ def table_deviation(
         deviation(place, float(ratios[group]), GROUP_LIMIT, f"{best} of those weights"),
         deviation(f"{place}, group {group}", exact, GROUP_LIMIT, best),
     ]
-    return max(figures, key=_excess)
+    return max(figures, key=gates.ratio_to_limit)
 
 
 def table_ratios(

@@ -283,17 +283,14 @@ def search(
         chosen = measure(fitting[-1])
         return chosen, [chosen]
     too_lossy, within = -1, len(choices)  # indices
-    factor, measured, best = UNDERESTIMATE, [], None
+    measured, best = [], None
     while within - too_lossy > 1 and len(measured) < MEASUREMENTS:
-        aim = AIM * limit.kl / factor
+        aim = AIM * limit.kl / kl_ratio(measured)
         index = _first_within(choices, aim, too_lossy, within)
         if best is None and len(measured) == MEASUREMENTS - 1:
             index = len(choices) - 1  # the last measurement has to find one
         choice = measure(choices[index])
         measured.append(choice)
-        # rounding may leave a measured KL of 0, from which nothing can be predicted
-        if choice.predicted_kl > 0 and choice.quality.kl > 0:
-            factor = choice.quality.kl / choice.predicted_kl
         if choice.quality.kl <= limit.kl:
             within, best = index, choice
         else:
@@ -311,6 +308,16 @@ def search(
             "give a larger limit",
         )
     return best, measured
+
+
+def kl_ratio(measured: Sequence[Choice]) -> float:
+    """The ratio of the measured KL to the predicted one, of the last choice for which both
+    are above 0; `UNDERESTIMATE` where there is none. A KL of 0, as that of presets which
+    are exact or of a difference that rounding hides, says nothing about other choices."""
+    for choice in reversed(measured):
+        if choice.predicted_kl > 0 and choice.quality.kl > 0:
+            return choice.quality.kl / choice.predicted_kl
+    return UNDERESTIMATE
 
 
 def _first_within(choices: Sequence[Choice], kl: float, below: int, above: int) -> int:

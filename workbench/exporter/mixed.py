@@ -28,6 +28,7 @@ from workbench.exporter.allocation import (
     Limit,
     Quality,
     frontier,
+    kl_ratio,
     matrix_bytes,
     next_choice,
     rescale,
@@ -248,11 +249,9 @@ def search_formats(
         costs = rescale(costs, {c.name: c.quality.kl for c in uniforms})
         choices = frontier([cost for cost in costs if cost.format in CANDIDATES])
         chosen, measured = search(choices, setup.limit, measure)
-        factor = 1.0
-        if chosen.predicted_kl > 0:
-            factor = chosen.quality.kl / chosen.predicted_kl
+        ratio = kl_ratio([*measured, chosen])
         for kl in setup.further_limits:
-            within = (c for c in choices if factor * c.predicted_kl <= kl)
+            within = (c for c in choices if ratio * c.predicted_kl <= kl)
             measured.append(measure(next(within, choices[-1])))
     finally:
         progress.close()
