@@ -51,8 +51,9 @@ judged that is so small beside the rows of its table that the nearest values los
 large part of it."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -457,10 +458,7 @@ class JudgedLayer(WrappedLayer):
             tensor = self.prefix + name
             if tensor in judgement.tensors and name in linear:
                 stored[name] = [*judgement.read_rows(tensor)]
-                # every function of a package stores all rows; each copy is judged, and
-                # the layer runs on one of them
-                slices = {part.first: part.stored for part in stored[name]}
-                values[name] = torch.cat([slices[first] for first in sorted(slices)])
+                values[name] = stored_matrix(stored[name])
             else:
                 values[name] = read(tensor).half().float()
         modules = {name: linear[name] for name in stored}
@@ -473,6 +471,12 @@ class JudgedLayer(WrappedLayer):
         if doubtful:
             for name in stored:
                 values[name] = read(self.prefix + name).half().float()
+            # later layers may read K and V rows that this one has put in a dictionary:
+            # they are to have those of the stored matrices
+            kwargs = {
+                name: copy(value) if isinstance(value, MutableMapping) else value
+                for name, value in kwargs.items()
+            }
             with recorded_moments(doubtful) as moments:
                 functional_call(self.layer, values, args, kwargs)
             for name, result in judge_inputs(stored, moments).items():
@@ -481,6 +485,30 @@ class JudgedLayer(WrappedLayer):
             judgement.results[self.prefix + name] = result
         judgement.progress.update()
         return output
+
+
+class JudgedLinear(nn.Module):
+    """A linear module outside the layers, without a bias, that runs on its stored matrix
+    and judges it by its inputs. It has no parameters."""
+
+    def __init__(self, tensor: str, judgement: Judgement):
+        super().__init__()
+        self.tensor = tensor
+        self.judgement = judgement
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [*self.judgement.read_rows(self.tensor)]
+        inputs = InputWeights.of([Moment.of(x)])
+        self.judgement.results[self.tensor] = matrix_gates(rows, inputs)
+        self.judgement.progress.update()
+        return nn.functional.linear(x, stored_matrix(rows))
+
+
+def stored_matrix(parts: Sequence[FittedRows]) -> torch.Tensor:
+    """The matrix [R, C] that slices of it store. Every function of a package stores all
+    rows; one copy of them is taken."""
+    slices = {part.first: part.stored for part in parts}
+    return torch.cat([slices[first] for first in sorted(slices)])
 
 
 def calibration_ids(bundle: Bundle) -> np.ndarray:
@@ -503,12 +531,26 @@ def calibration_ids(bundle: Bundle) -> np.ndarray:
 
 def fitted_tensors(checkpoint: Checkpoint) -> set[str]:
     """The checkpoint's tensors that calibration can fit: the weights of linear modules
-    in layers, and the head."""
+    in and around the layers, and the head."""
     tensors = {checkpoint.head}
-    for name, module in empty_model(checkpoint.config).model.named_modules():
-        if isinstance(module, nn.Linear) and name.startswith("layers."):
-            tensors.add(f"{checkpoint.prefix}{name}.weight")
+    base = empty_model(checkpoint.config).model
+    names = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("layers.")
+    ]
+    for name in [*names, *outer_linear(base)]:
+        tensors.add(f"{checkpoint.prefix}{name}.weight")
     return tensors
+
+
+def outer_linear(base: nn.Module) -> list[str]:
+    """The names of the linear modules outside the layers that have no bias."""
+    return [
+        name
+        for name, module in base.named_children()
+        if isinstance(module, nn.Linear) and module.bias is None
+    ]
 
 
 @torch.inference_mode()
@@ -525,8 +567,17 @@ def judge_matrices(
     ids = calibration_ids(bundle)
     base = empty_model(checkpoint.config, "sdpa").model
     results: dict[str, list[Gate]] = {}
-    with bar(total=len(base.layers) + 1, desc="weights: inputs", unit="layer") as shown:
+    outer = [
+        name
+        for name in outer_linear(base)
+        if f"{checkpoint.prefix}{name}.weight" in tensors
+    ]
+    total = len(base.layers) + len(outer) + 1
+    with bar(total=total, desc="weights: inputs", unit="layer") as shown:
         judgement = Judgement(checkpoint, tensors, read_rows, results, shown)
+        for name in outer:
+            tensor = f"{checkpoint.prefix}{name}.weight"
+            setattr(base, name, JudgedLinear(tensor, judgement))
         for index, layer in enumerate(base.layers):
             prefix = f"{checkpoint.prefix}layers.{index}."
             base.layers[index] = JudgedLayer(layer, prefix, judgement)
