@@ -179,55 +179,58 @@ def save_functions(path: Path, m: Chunked, save: Callable[[Path, int], None]) ->
     joined(functions).rename(path)
 
 
+def inputs_of(m: Chunked, per_layer: str, T: int) -> list:
+    """The inputs that all packages have; `per_layer` is the name of the second embeddings."""
+    narrow, wide = min(m.head_dims), max(m.head_dims)
+    return [
+        plain("hidden_states", 1, T, m.config.hidden_size),
+        plain("causal_mask_full", 1, 1, T, m.S),
+        plain("causal_mask_sliding", 1, 1, T, m.W),
+        plain(per_layer, 1, T, m.L * m.P),
+        plain("cos_s", 1, 1, T, narrow),
+        plain("sin_s", 1, 1, T, narrow),
+        plain("cos_f", 1, 1, T, wide),
+        plain("sin_f", 1, 1, T, wide),
+    ]
+
+
+def save_chunk(m: Chunked, layers: range, is_first: bool, path: Path, T: int) -> None:
+    """Converts the first or the second chunk for T tokens."""
+    inputs = inputs_of(m, "per_layer_raw" if is_first else "per_layer_combined", T)
+    inputs += [integers("current_pos", 1), integers("ring_pos", 1)]
+    outputs = [*SHARED[SLIDING], *SHARED[FULL]]
+    if is_first:
+        outputs = ["per_layer_combined_out"]
+    caches = {"kv_cache_sliding": m.cache(SLIDING, layers)}
+    caches["kv_cache_full"] = m.cache(FULL, layers)
+    function = partial(chunk, m, layers, is_first)
+    saved(path, m, function, inputs, ["hidden_states_out", *outputs], caches)
+
+
+def save_stateless_chunk(m: Chunked, layers: range, path: Path, T: int) -> None:
+    """Converts the third or the fourth chunk for T tokens."""
+    inputs = inputs_of(m, "per_layer_combined", T)
+    rows = {SLIDING: m.W if T == 1 else m.W + T, FULL: m.S}
+    widths = {SLIDING: min(m.head_dims), FULL: max(m.head_dims)}
+    H = m.config.num_key_value_heads
+    for kind, names in SHARED.items():
+        inputs += [plain(name, 1, H, rows[kind], widths[kind]) for name in names]
+    if m.turns_all_pairs or T > 1:
+        inputs.append(integers("current_pos", 1))
+    is_last = layers[-1] == m.L - 1
+    outputs = ["token_id", "token_logit"] if is_last else ["hidden_states_out"]
+    saved(path, m, partial(stateless_chunk, m, layers), inputs, outputs)
+
+
 def chunked(folder: Path, m: Chunked) -> None:
     """Four packages."""
-    narrow, wide = min(m.head_dims), max(m.head_dims)
-    H = m.config.num_key_value_heads
-    position = integers("current_pos", 1)
-
-    def inputs_of(per_layer: str, T: int) -> list:
-        return [
-            plain("hidden_states", 1, T, m.config.hidden_size),
-            plain("causal_mask_full", 1, 1, T, m.S),
-            plain("causal_mask_sliding", 1, 1, T, m.W),
-            plain(per_layer, 1, T, m.L * m.P),
-            plain("cos_s", 1, 1, T, narrow),
-            plain("sin_s", 1, 1, T, narrow),
-            plain("cos_f", 1, 1, T, wide),
-            plain("sin_f", 1, 1, T, wide),
-        ]
-
     owners = m.L - m.config.num_kv_shared_layers
-    spans = [range(owners // 2), range(owners // 2, owners)]
-    hidden = "hidden_states_out"
-    outputs = [
-        [hidden, "per_layer_combined_out"],
-        [hidden, *SHARED[SLIDING], *SHARED[FULL]],
-    ]
-    for number, span in enumerate(spans):
-        name = "per_layer_combined" if number else "per_layer_raw"
-
-        def save(path: Path, T: int) -> None:
-            caches = {"kv_cache_sliding": m.cache(SLIDING, span)}
-            caches["kv_cache_full"] = m.cache(FULL, span)
-            inputs = [*inputs_of(name, T), position, integers("ring_pos", 1)]
-            function = partial(chunk, m, span, number == 0)
-            saved(path, m, function, inputs, outputs[number], caches)
-
-        save_functions(folder / f"chunk_{number + 1}.mlpackage", m, save)
     middle = owners + (m.L - owners) // 2
-    spans = [range(owners, middle), range(middle, m.L)]
-    outputs = [[hidden], ["token_id", "token_logit"]]
-    for number, span in enumerate(spans):
-
-        def save(path: Path, T: int) -> None:
-            inputs = inputs_of("per_layer_combined", T)
-            rows = {SLIDING: (m.W if T == 1 else m.W + T, narrow), FULL: (m.S, wide)}
-            for kind, names in SHARED.items():
-                inputs += [plain(name, 1, H, *rows[kind]) for name in names]
-            if m.turns_all_pairs or T > 1:
-                inputs.append(position)
-            function = partial(stateless_chunk, m, span)
-            saved(path, m, function, inputs, outputs[number])
-
-        save_functions(folder / f"chunk_{number + 3}.mlpackage", m, save)
+    saving = [
+        partial(save_chunk, m, range(owners // 2), True),
+        partial(save_chunk, m, range(owners // 2, owners), False),
+        partial(save_stateless_chunk, m, range(owners, middle)),
+        partial(save_stateless_chunk, m, range(middle, m.L)),
+    ]
+    for number, save in enumerate(saving, 1):
+        save_functions(folder / f"chunk_{number}.mlpackage", m, save)

@@ -15,10 +15,7 @@ def foreign(*functions: Function, parts=(WITH_STATE,)) -> Foreign:
 
 @pytest.mark.parametrize(
     "functions, expected",
-    [
-        ([UP_TO_FOUR], [(3, 2), (5, 4)]),
-        ([ONE, FOUR], [(3, 1), (4, 1), (5, 4)]),
-    ],
+    [([UP_TO_FOUR], [(3, 2), (5, 4)]), ([ONE, FOUR], [(3, 1), (4, 1), (5, 4)])],
 )
 def test_no_call_goes_on_past_the_last_row_of_a_ring(functions, expected):
     """Of 5 rows; position 3 is in row 3, position 5 in row 0."""

@@ -43,7 +43,10 @@ def test_a_plan_counts_both_tables_and_every_copy(exports, checkpoint):
 def id_files(tmp_path_factory):
     """Options for each fitted preset: token ids to calibrate with, and to select with."""
     folder = tmp_path_factory.mktemp("ids")
-    files = {"calibrate": tiny.prompt(100, 2048, 1), "select": tiny.prompt(100, 1024, 2)}
+    files = {
+        "calibrate": tiny.prompt(100, 2048, 1),
+        "select": tiny.prompt(100, 1024, 2),
+    }
     for name, ids in files.items():
         np.save(folder / f"{name}.npy", np.int32(ids))
     calibrate, select = (folder / f"{name}.npy" for name in files)
@@ -110,6 +113,8 @@ def test_commands_take_a_fitted_bundle(exports, id_files, tmp_path, preset):
 
 @pytest.mark.slow("exports a mixed bundle")
 def test_a_search_chooses_a_format_for_the_projection_of_all_layers(exports, id_files):
-    _, bundle = export_fitted(exports, id_files, "E2B", "mixed", "--layers-per-shard", 2)
+    _, bundle = export_fitted(
+        exports, id_files, "E2B", "mixed", "--layers-per-shard", 2
+    )
     formats = Bundle.open(bundle).manifest.formats
     assert PROJECTION in formats and len({*formats.values()}) > 1

@@ -367,9 +367,7 @@ def test_slices_of_a_projection_have_groups_of_one_size(exports, tmp_path):
     checkpoint = exports.checkpoint(
         "gemma4_text", hidden_size_per_layer_input=24, **changes
     )
-    bundle = small(
-        checkpoint, tmp_path / "b", compress="lut6-g16", layers_per_shard=2
-    )
+    bundle = small(checkpoint, tmp_path / "b", compress="lut6-g16", layers_per_shard=2)
     gate = weights_gate(bundle, Checkpoint(checkpoint))
     assert gate.verdict == "GREEN", gate.reason
 

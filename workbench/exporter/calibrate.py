@@ -352,7 +352,8 @@ def calibrate(
     whole = {w.tensor: w for w in matrices if w.rows is None}
     model = empty_model(source.config, "sdpa")
     base = model.model
-    outer: dict[str, list[WeightSource]] = {}  # slices of linear modules, by their names
+    # slices of the linear modules around the layers, by the modules' names
+    outer: dict[str, list[WeightSource]] = {}
     for name, module in base.named_children():
         tensor = f"{source.prefix}{name}.weight"
         slices = [weight for weight in matrices if weight.tensor == tensor]
