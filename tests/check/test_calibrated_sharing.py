@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from faults.copies import Copy
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from workbench.check import calibrated
 from workbench.check.golden import stored_weights
 from workbench.check.weights import weights_gate
 from workbench.exporter import calibrate
+from workbench.exporter.calibrate import input_statistics
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer
 
@@ -116,3 +118,25 @@ def test_sharing_layers_are_judged_on_compressed_rows(
         assert_equal(as_stored, expected)
         expected = inputs_of_layer(bundle, source, index, stored=index)
         assert_equal(uncompressed, expected)
+
+
+def test_a_projection_is_judged_by_its_rows_and_by_its_inputs(
+    exports, tmp_path, monkeypatch
+):
+    """Planted: a row of one shard's slice is scaled; the inputs that it was fitted to are others."""
+    checkpoint = exports.checkpoint("gemma4_text")
+    source = Checkpoint(checkpoint)
+    bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
+    assert weights_gate(bundle, source).verdict == "GREEN"
+    copy = Copy(bundle.root, tmp_path / "copy")
+    copy.weight(PROJECTION).scale_row(3, 1.3)
+    gate = weights_gate(Bundle.open(copy.seal()), source)
+    assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason
+
+    def statistics_of_others(x):
+        return input_statistics(x.roll(1, -1))
+
+    monkeypatch.setattr(calibrate, "input_statistics", statistics_of_others)
+    bundle = export(checkpoint, tmp_path / "c", compress="lut4-g8", **OPTIONS)
+    gate = weights_gate(bundle, source)
+    assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason
