@@ -94,6 +94,20 @@ def test_fitted_presets_are_green(exports, id_files, form, preset):
     assert f"; {fitted} matrices were fitted to a calibration text" in reason
 
 
+@pytest.mark.slow("exports a bundle")
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_layers_that_share_rows_are_explained_in_every_tiling(
+    exports, checkpoint, layers
+):
+    """The rows of a source are those of its stored weights, whichever shard it is in."""
+    options = {"compress": "lut6-g16", "layers_per_shard": layers}
+    bundle = exports.bundle(checkpoint, **options)
+    command = "explain", "parts", bundle.root, "--checkpoint", checkpoint
+    result = invoke(*command, *PROMPT_IDS)
+    assert result["verdict"] == "GREEN", result["gates"]
+    assert all(part["reauthoring"] < 1e-5 for part in result["parts"])
+
+
 @pytest.mark.slow("exports a bundle and explains it")
 @pytest.mark.parametrize("preset", ["lut4-g8", "mixed"])
 def test_commands_take_a_fitted_bundle(exports, id_files, tmp_path, preset):
