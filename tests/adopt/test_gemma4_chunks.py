@@ -3,13 +3,14 @@ RED where full-attention layers turn every pair of channels."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 from exporter_gemma4 import Chunked, chunked
 from in_process import invoke
 from refusal import refused
 
-from workbench import Decoder
+from workbench import Bundle, Decoder
 from workbench.models.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow("converts four packages")
@@ -73,14 +74,57 @@ def test_sound_packages_are_green_and_give_hugging_face_s_tokens(
         f"layers.{i}.{leaf}" for i in OWNERS for leaf in ("k_state", "v_state")
     }
     expected = exports.golden(checkpoint, 24)
-    decoder.prefill(expected.ids[:-1])
-    assert decoder.decode_one_token(expected.ids[-1]).argmax() == (
-        expected.logits[-1].argmax()
-    )
+    token = decoded(tmp_path / "b", expected.ids).argmax()
+    assert token == expected.logits[-1].argmax()
     gates = gates_of(tmp_path / "b", checkpoint)
     assert "RED" not in {gate["verdict"] for gate in gates.values()}, gates
     for name in ("interface", "host", "program", "state_life", "write_address", "undo"):
         assert gates[name]["verdict"] == "GREEN", gates[name]
+
+
+def decoded(bundle: Path, ids: list[int]) -> np.ndarray:
+    """The token that packages pick after `ids`, as its row of logits."""
+    decoder = Decoder(bundle, "portable", "exact")
+    decoder.prefill(ids[:-1])
+    return decoder.decode_one_token(ids[-1])
+
+
+def test_caches_of_equal_rows_and_planes_are_told_apart(exports, tmp_path):
+    """A window as long as the cache: planes of both kinds of layers have one shape."""
+    checkpoint = exports.checkpoint("gemma4_text", sliding_window=32, **SIZES)
+    packages = packages_of(checkpoint, tmp_path / "packages")
+    adopted(packages, checkpoint, tmp_path / "b")
+    (shard,) = Bundle.open(tmp_path / "b").manifest.shards
+    kinds = "kv_cache_sliding", "kv_cache_full"
+    for i in OWNERS:
+        for plane, leaf in enumerate(("k_state", "v_state")):
+            tensor = shard.states[f"layers.{i}.{leaf}"].tensor
+            assert tensor == f"{i // 2}/{kinds[i % 2]}/{plane}"
+    expected = exports.golden(checkpoint, 24)
+    token = decoded(tmp_path / "b", expected.ids).argmax()
+    assert token == expected.logits[-1].argmax()
+    gates = gates_of(tmp_path / "b", checkpoint)
+    assert "RED" not in {gate["verdict"] for gate in gates.values()}, gates
+
+
+def test_functions_of_several_tokens_run_in_every_package(
+    exports, checkpoint, tmp_path
+):
+    """Packages without a state have them, too. No call goes on past the end of a ring."""
+    packages = packages_of(checkpoint, tmp_path / "packages", verified=4)
+    adopted(packages, checkpoint, tmp_path / "b")
+    manifest = Bundle.open(tmp_path / "b").manifest
+    assert [part.functions for part in manifest.foreign.parts] == [
+        (),
+        (),
+        ("decode", "verify"),
+        ("decode", "verify"),
+    ]
+    expected = exports.golden(checkpoint, 24)
+    token = decoded(tmp_path / "b", expected.ids).argmax()
+    assert token == expected.logits[-1].argmax()
+    gates = gates_of(tmp_path / "b", checkpoint)
+    assert "RED" not in {gate["verdict"] for gate in gates.values()}, gates
 
 
 def test_full_layers_that_turn_all_pairs_are_red(checkpoint, tmp_path):

@@ -1,7 +1,26 @@
-"""Commands take a model with copied caches and second embeddings."""
+"""Commands take a model with copied caches and second embeddings, in presets that are fitted to a
+text, too."""
 
+import numpy as np
 import pytest
+import tiny
 from in_process import invoke
+
+from workbench import Bundle, Checkpoint, Golden
+from workbench.explain.weights import measure_costs
+from workbench.widgets import Explorer
+
+FORMS = {
+    "E2B": ("gemma4_text", {}),
+    "E4B": ("gemma4_text", {"use_double_wide_mlp": False, "num_key_value_heads": 2}),
+    "dense": ("gemma4_unified_text", {}),
+}
+PROMPT = [2, 90, 17, 33, 5, 64, 71, 8, 40]
+PROMPT_IDS = "--prompt-ids", ",".join(map(str, PROMPT))
+# sharing layers have seven, others nine, besides a projection and the head; the dense model has no
+# second embeddings
+MATRICES = {"E2B": 4 * 9 + 2 * 7 + 2, "E4B": 4 * 9 + 2 * 7 + 2, "dense": 2 * 7 + 6 + 1}
+PROJECTION = "model.per_layer_model_projection.weight"
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +40,97 @@ def test_a_plan_counts_both_tables_and_every_copy(exports, checkpoint):
     # four sliding layers with heads of 16 channels, two full ones with 32
     rows = 32 * (4 * 16 + 2 * 32)
     assert of_checkpoint["kv"] == of_bundle["kv"] == 2 * 2 * rows
+
+
+@pytest.fixture(scope="module")
+def id_files(tmp_path_factory):
+    """Options for each fitted preset: token ids to calibrate with, and to select with."""
+    folder = tmp_path_factory.mktemp("ids")
+    files = {
+        "calibrate": tiny.prompt(100, 2048, 1),
+        "select": tiny.prompt(100, 1024, 2),
+    }
+    for name, ids in files.items():
+        np.save(folder / f"{name}.npy", np.int32(ids))
+    calibrate, select = (folder / f"{name}.npy" for name in files)
+    options = {
+        preset: ["--compress", preset, "--calibrate-ids", calibrate]
+        for preset in ("int8-channel", "lut6-g16", "lut4-g8", "mixed")
+    }
+    options["mixed"] += ["--select-ids", select, "--max-kl", 0.01]
+    return options
+
+
+def export_fitted(exports, id_files, form: str, preset: str, *options):
+    """The checkpoint of a form, what `export` printed, and the bundle's folder."""
+    family, changes = FORMS[form]
+    source = exports.checkpoint(family, **changes)
+    out = exports.root / f"fitted-{form}-{preset}{'-'.join(map(str, options))}"
+
+    def make(folder):
+        command = "export", source, folder, "--max-seq-len", 32
+        invoke(*command, *id_files[preset], *options)
+
+    return source, tiny.once(out, make)
+
+
+@pytest.mark.slow("exports a bundle and validates it")
+@pytest.mark.parametrize("preset", ["int8-channel", "lut6-g16", "lut4-g8", "mixed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_fitted_presets_are_green(exports, id_files, form, preset):
+    source, bundle = export_fitted(
+        exports, id_files, form, preset, "--layers-per-shard", 2
+    )
+    manifest = Bundle.open(bundle).manifest
+    assert manifest.calibration.nearest == []
+    document = invoke("validate", bundle, "--checkpoint", source, *PROMPT_IDS)
+    gates = {gate["name"]: gate for gate in document["gates"]}
+    assert "RED" not in {gate["verdict"] for gate in gates.values()}, gates
+    fitted = MATRICES[form]
+    if preset == "mixed":
+        assert len(manifest.formats) == fitted
+        fitted = sum(name != "fp16" for name in manifest.formats.values())
+    reason = gates["weights"]["reason"]
+    assert f"; {fitted} matrices were fitted to a calibration text" in reason
+
+
+@pytest.mark.slow("exports a bundle")
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_layers_that_share_rows_are_explained_in_every_tiling(
+    exports, checkpoint, layers
+):
+    """The rows of a source are those of its stored weights, whichever shard it is in."""
+    options = {"compress": "lut6-g16", "layers_per_shard": layers}
+    bundle = exports.bundle(checkpoint, **options)
+    command = "explain", "parts", bundle.root, "--checkpoint", checkpoint
+    result = invoke(*command, *PROMPT_IDS)
+    assert result["verdict"] == "GREEN", result["gates"]
+    assert all(part["reauthoring"] < 1e-5 for part in result["parts"])
+
+
+@pytest.mark.slow("exports a bundle and explains it")
+@pytest.mark.parametrize("preset", ["lut4-g8", "mixed"])
+def test_commands_take_a_fitted_bundle(exports, id_files, tmp_path, preset):
+    source, bundle = export_fitted(
+        exports, id_files, "E2B", preset, "--layers-per-shard", 2
+    )
+    explained = invoke("explain", bundle, "--checkpoint", source, *PROMPT_IDS)
+    assert explained["verdict"] == "GREEN" and explained["fits"], explained
+    plan = invoke("plan", bundle, "--memory", "16G", "--chip", "M4")
+    assert plan["bytes"]["weights"] > 0
+    golden = Golden.of(Checkpoint(source), PROMPT)
+    costs, _ = measure_costs(Bundle.open(bundle), Checkpoint(source), golden)
+    assert {4, 5} <= {*costs["layer"]}
+    golden.save(tmp_path / "g")
+    grid = {"bundle": [str(bundle)], "golden": str(tmp_path / "g")}
+    explorer = Explorer(grid | {"run": {"n_gen": 2}}, None, root=tmp_path)
+    assert explorer.missing()[0].label.startswith(f"{preset}, max_seq_len 32")
+
+
+@pytest.mark.slow("exports a mixed bundle")
+def test_a_search_chooses_a_format_for_the_projection_of_all_layers(exports, id_files):
+    _, bundle = export_fitted(
+        exports, id_files, "E2B", "mixed", "--layers-per-shard", 2
+    )
+    formats = Bundle.open(bundle).manifest.formats
+    assert PROJECTION in formats and len({*formats.values()}) > 1

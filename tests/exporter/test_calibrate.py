@@ -9,13 +9,15 @@ from refusal import refused
 
 from workbench import exporter
 from workbench.bundle import find_preset
+from workbench.check.golden import stored_weights
 from workbench.check.text import check_held_out
-from workbench.check.weights import open_parts
+from workbench.check.weights import open_parts, weights_gate
 from workbench.cli.common import CalibrationText
 from workbench.exporter import calibrate, compress
 from workbench.exporter.calibrate import InputSum, draw_windows, summed_inputs
 from workbench.exporter.compress import InputStatistics
 from workbench.exporter.weights import WeightSource, stored
+from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.grid import make_grid
 
 SIZE = {"num_hidden_layers": 2, "vocab_size": 320}
@@ -320,11 +322,58 @@ def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):
         small(checkpoint, tmp_path / "b", compress="fp16", calibration=random_text())
 
 
-def test_a_projection_outside_the_layers_is_listed_as_rounded(exports, tmp_path):
+@pytest.mark.slow("exports three bundles")
+def test_slices_of_a_projection_are_compressed_as_the_whole(exports, tmp_path):
+    """The shards' slices of the projection of embeddings for all layers."""
+    checkpoint = exports.checkpoint("gemma4_text")
+    source, tensor = Checkpoint(checkpoint), "model.per_layer_model_projection.weight"
+    options = {"compress": "lut4-g8", "calibration": random_text()}
+    values = []
+    for layers in (6, 4):
+        bundle = small(
+            checkpoint, tmp_path / str(layers), layers_per_shard=layers, **options
+        )
+        assert bundle.manifest.calibration.nearest == []
+        values.append(stored_weights(source, bundle)(tensor))
+    assert torch.equal(*values)
+    options = {"compress": "lut4-g8", "layers_per_shard": 6}
+    nearest = small(checkpoint, tmp_path / "nearest", **options)
+    assert not torch.equal(values[0], stored_weights(source, nearest)(tensor))
+
+
+@pytest.mark.slow("exports two bundles")
+def test_a_killed_calibration_of_other_slices_is_not_continued(
+    exports, tmp_path, monkeypatch
+):
+    """Another number of layers a shard cuts the projection elsewhere."""
     checkpoint = exports.checkpoint("gemma4_text")
     options = {"compress": "lut4-g8", "calibration": random_text()}
-    record = small(checkpoint, tmp_path / "b", **options).manifest.calibration
-    assert record.nearest == ["model.per_layer_model_projection.weight"]
+    with monkeypatch.context() as patched:
+        patched.setattr(calibrate.CompressingLayer, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            small(checkpoint, tmp_path / "b", layers_per_shard=1, **options)
+    left = [path.name for path in (tmp_path / ".b.calibration").glob("*projection*")]
+    assert len(left) == 6
+    options["layers_per_shard"] = 6
+    bundle = small(checkpoint, tmp_path / "b", **options)
+    whole = small(checkpoint, tmp_path / "whole", **options)
+    assert bundle.identity == whole.identity
+
+
+def interrupt(*arguments, **keywords):
+    raise KeyboardInterrupt
+
+
+def test_slices_of_a_projection_have_groups_of_one_size(exports, tmp_path):
+    """Where tables for 16 rows fit the shard of two layers, but not that of one."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    changes = {"num_hidden_layers": 3, "num_kv_shared_layers": 0, "layer_types": kinds}
+    checkpoint = exports.checkpoint(
+        "gemma4_text", hidden_size_per_layer_input=24, **changes
+    )
+    bundle = small(checkpoint, tmp_path / "b", compress="lut6-g16", layers_per_shard=2)
+    gate = weights_gate(bundle, Checkpoint(checkpoint))
+    assert gate.verdict == "GREEN", gate.reason
 
 
 @pytest.mark.slow("exports three bundles")

@@ -156,6 +156,38 @@ def test_estimates_agree_with_measurements_where_tokens_do_not_mix(
     assert 1 / within < losses[tensor, "lut4-g8"] / kl < within
 
 
+@pytest.mark.parametrize(
+    "tensor, within",
+    [
+        ("model.layers.5.per_layer_projection.weight", 1.5),
+        ("model.layers.5.per_layer_input_gate.weight", 1.5),
+        ("model.per_layer_model_projection.weight", 3),
+    ],
+)
+def test_estimates_agree_where_each_layer_has_an_embedding(
+    exports, tmp_path, tensor, within
+):
+    """Second embeddings are looked up by token ids, since two tokens may have the same first
+    embedding."""
+    source = Checkpoint(exports.checkpoint("gemma4_text"))
+    model = load_model(source)
+    table = model.get_input_embeddings().weight
+    table[:2] = table[2:4]
+    module = linear_modules(model, source, [tensor])
+    matrix = model.get_submodule(module[tensor]).weight
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(matrix.shape, generator=generator)
+    candidates = CandidateValues(tmp_path)
+    candidates.save(tensor, "lut4-g8", matrix + 0.02 * matrix.std() * noise)
+    ids = torch.randint(0, 100, (4, 64), generator=generator)
+    measurement = ReplaceableModel.run(model, module, ids)
+    losses = estimate_losses(measurement, presets_of(module, "lut4-g8"), candidates, 0)
+    measurement.replace_matrix(tensor, candidates.load(tensor, "lut4-g8"))
+    kl = measurement.quality().kl
+    assert kl > 1e-8
+    assert 1 / within < losses[tensor, "lut4-g8"] / kl < within
+
+
 def test_fp16_is_estimated_to_cost_nothing(model, texts, modules, tmp_path):
     measurement = ReplaceableModel.run(model, modules, texts[1][:2])
     presets = presets_of(modules, "fp16")

@@ -272,20 +272,3 @@ def test_mixed_stack_of_experts_is_refused(tmp_path):
             calibration=text,
         )
     assert not (tmp_path / "b").exists()
-
-
-def test_mixed_second_embeddings_are_refused_before_the_search(exports, tmp_path):
-    """Hugging Face's model looks each layer's embedding up by token ids, not by the
-    embeddings that the estimate of losses differentiates."""
-    ids = np.arange(256) % 97
-    text = draw_windows(ids, "calibration", window=64)
-    setup = Search(draw_windows(ids[::-1], "selection", window=64), Limit(kl=0.005))
-    with refused("--compress mixed.*embedding of its own for every layer"):
-        export(
-            exports.checkpoint("gemma4_text"),
-            tmp_path / "b",
-            compress="mixed",
-            formats=setup,
-            calibration=text,
-        )
-    assert not (tmp_path / "b").exists()

@@ -12,7 +12,9 @@ import transformers
 from in_process import invoke
 from safetensors.torch import load_file, save_file
 
-from workbench import Decoder
+from workbench import Decoder, export
+from workbench.exporter.allocation import Limit
+from workbench.exporter.mixed import Search
 from workbench.models.checkpoint import Checkpoint
 
 IDS, NEW = [2, 17, 42, 3, 88], 12
@@ -176,3 +178,26 @@ def test_a_folder_gives_hugging_face_s_tokens_and_is_green(
     command = "validate", bundle.root, "--checkpoint", path, "--prompt-ids"
     result = invoke(*command, ",".join(map(str, IDS)))
     assert (result["verdict"], result["quality"]) == ("GREEN", "WITHIN")
+
+
+@pytest.mark.slow("searches the formats of two bundles")
+def test_a_published_folder_is_fitted_as_its_text_model(exports, tmp_path):
+    """Its towers, and the K and V of sharing layers, which nothing reads, change no byte."""
+    text = text_checkpoint(exports, "gemma4_text")
+    store(FORMS["E2B_as_published"], text, tmp_path / "published")
+    setup = Search(tiny.random_text(100, 2, count=256), Limit(kl=0.01))
+    bundles = []
+    for path in (text, tmp_path / "published"):
+        bundle = export(
+            path,
+            tmp_path / f"bundle-{path.name}",
+            compress="mixed",
+            formats=setup,
+            calibration=tiny.random_text(100, 1),
+            max_seq_len=32,
+        )
+        bundles.append(bundle.manifest)
+    assert list(bundles[0].formats.values()) == list(bundles[1].formats.values())
+    assert [shard.files for shard in bundles[0].shards] == [
+        shard.files for shard in bundles[1].shards
+    ]

@@ -222,8 +222,9 @@ def describe(
         if source_layer(plan, name) is not None:
             del spec.states[name]
     spec.inputs.pop(X0, None)
-    # Caches of one shape are in any order here; `match_caches` puts them right. It
-    # permutes names and planes, so that each plane needs a name of its own shape now.
+    # Caches of as many heads and rows are in any order here; `match_caches` puts them
+    # right. It permutes names and planes, so that each plane needs a name of its own
+    # heads and rows now.
     tensors = sorted(cache_shapes, key=cache_shapes.get)
     states = sorted(spec.states.items(), key=lambda state: state[1].shape)
     spec.states = {
@@ -275,7 +276,11 @@ def link_packages(
         number = 0 if is_shared else index
         cache_shapes |= caches(number, states)
         name = package.path.name
-        parts.append(Part(package=name, state=number if states else None))
+        if states:
+            part = Part(package=name, state=number)
+        else:
+            part = Part(package=name, functions=tuple(filter(None, package.programs)))
+        parts.append(part)
         link_package(package.path, root / "layers" / name)
     return parts, cache_shapes
 
@@ -434,17 +439,25 @@ def match_caches(
     decoder.decode_one_token(token)
     (state,), (shard,) = decoder.seqs.states, manifest.shards
     names, entries = zip(*shard.states.items())
-    rows = [state.read(name)[0, :, 0] for name in names]
-    errors = np.full((len(names), len(rows)), UNMATCHED)
+    sizes, first_rows = [], []  # heads and rows of each plane; its row 0 [heads, width]
+    for entry in entries:
+        plane = state.read_plane(entry.tensor)
+        sizes.append([*plane.shape[1:3]])
+        first_rows.append(plane[0, :, 0].copy())
+    errors = np.full((len(names), len(first_rows)), UNMATCHED)
     for i, name in enumerate(names):
         expected = state_rows(trace, name)
-        for j, row in enumerate(rows):
-            # a plane holds a cache of as many rows and channels
-            if entries[i].shape == entries[j].shape:
-                errors[i, j] = compare.relative_rms(expected, row)
+        _, *needed, width = entries[i].shape
+        for j, row in enumerate(first_rows):
+            # a plane holds a cache of as many heads and rows, and may be wider
+            if sizes[j] == needed and row.shape[-1] >= width:
+                errors[i, j] = compare.relative_rms(expected, row[:, :width])
     errors = np.nan_to_num(errors, nan=UNMATCHED, posinf=UNMATCHED)
     nearest = linear_sum_assignment(errors)
-    states = {names[i]: entries[j] for i, j in zip(*nearest)}
+    states = {
+        names[i]: entries[i].model_copy(update={"tensor": entries[j].tensor})
+        for i, j in zip(*nearest)
+    }
     shards = [shard.model_copy(update={"states": states})]
     manifest = manifest.model_copy(update={"shards": shards})
     return manifest, errors[nearest].max()

@@ -74,21 +74,30 @@ class Function(ManifestModel):
     until: Position | None = None
     logits: bool = True
 
-    def tokens_of_call(self, left: int, start: int) -> int:
+    def tokens_of_call(self, left: int, start: int, limit: int | None = None) -> int:
         """How many of the remaining `left` tokens one call from position `start` on can
-        take; 0 if it can take none. The last token needs logits."""
+        take, at most `limit`; 0 if it can take none. The last token needs logits."""
         most = min(self.t_max, left if self.logits else left - 1)
+        if limit is not None:
+            most = min(most, limit)
         if self.until is not None:
             most = min(most, self.until - start)
         return most if start >= self.first and most >= self.t_min else 0
 
 
 class Part(ManifestModel):
-    """One package in the folder of its shard, and the number of its state, which several
-    parts may share. None: the package has neither a state nor functions."""
+    """One package in the folder of its shard.
+
+    Args:
+        state: the number of its state, which several parts may share; None: it has
+            none.
+        functions: the names of the functions of a package without a state, left out of
+            the file where it has one function alone.
+    """
 
     package: RelativePath
     state: Position | None = None
+    functions: tuple[str, ...] = Field((), exclude_if=lambda names: not names)
 
 
 class Foreign(ManifestModel):
@@ -114,19 +123,32 @@ class Foreign(ManifestModel):
     functions: Annotated[tuple[Function, ...], Field(min_length=1)]
     moves: dict[Count, Literal["shift", "right"]] = {}
 
+    def function_of(self, part: Part, function: Function) -> str | None:
+        """The name of the function of a part's package that a call of `function` runs:
+        the same one; of a package without a state that has none of this name, the
+        default function."""
+        if part.state is None and function.name not in part.functions:
+            return None
+        return function.name
+
     def functions_of(self, part: Part) -> list[str | None]:
-        """The names of the functions of a part's package."""
-        if part.state is None:
-            return [None]
-        return [function.name for function in self.functions]
+        """The names of the functions of a part's package that calls run."""
+        names = [self.function_of(part, function) for function in self.functions]
+        return list(dict.fromkeys(names))
 
     def calls(
-        self, start: int, T: int, allow_without_logits: bool = True
+        self,
+        start: int,
+        T: int,
+        allow_without_logits: bool = True,
+        ring_rows: int | None = None,
     ) -> Iterator[tuple[Function, np.ndarray]]:
         """The calls for `T` tokens from position `start` on.
 
         Args:
             allow_without_logits: whether functions that output no logits are used.
+            ring_rows: the rows of caches that are written from `ring_start` on. No call
+                goes on past the last of them: its rows follow one another.
 
         Yields:
             The function of a call, and the indices of its tokens among the T.
@@ -138,7 +160,10 @@ class Foreign(ManifestModel):
         while done < T:
             left = T - done
             position = start + done
-            counts = [function.tokens_of_call(left, position) for function in functions]
+            limit = ring_rows and ring_rows - position % ring_rows
+            counts = [
+                function.tokens_of_call(left, position, limit) for function in functions
+            ]
             # of several functions that take as many tokens, the first
             count = max(counts)
             if not count:

@@ -59,8 +59,15 @@ In random matrices of 576 columns it does so by 13 to 15 with 4,096 tokens, by 9
 SmolLM2-135M-Instruct the figure is 4 to 50, so that not every such row is RED there."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -489,6 +496,12 @@ class JudgedLayer(WrappedLayer):
         if doubtful:
             for name in stored:
                 values[name] = checkpoint_matrix(stored[name])
+            # later layers may read K and V rows that this one has put in a dictionary:
+            # they are to have those of the stored matrices
+            kwargs = {
+                name: copy(value) if isinstance(value, MutableMapping) else value
+                for name, value in kwargs.items()
+            }
             with recorded_moments(doubtful) as moments:
                 functional_call(self.layer, values, args, kwargs)
             for name, result in judge_by_moments(stored, moments).items():
@@ -497,6 +510,23 @@ class JudgedLayer(WrappedLayer):
             judgement.results[self.prefix + name] = result
         judgement.progress.update()
         return output
+
+
+class JudgedLinear(nn.Module):
+    """A linear module outside the layers, without a bias, that runs on its stored matrix
+    and judges it by its inputs. It has no parameters."""
+
+    def __init__(self, tensor: str, judgement: Judgement):
+        super().__init__()
+        self.tensor = tensor
+        self.judgement = judgement
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [*self.judgement.read_rows(self.tensor)]
+        inputs = InputWeights.of([Moment.of(x)])
+        self.judgement.results[self.tensor] = matrix_gates(rows, inputs)
+        self.judgement.progress.update()
+        return nn.functional.linear(x, stored_matrix(rows))
 
 
 def stored_matrix(parts: Sequence[FittedRows]) -> torch.Tensor:
@@ -545,12 +575,26 @@ def calibration_ids(bundle: Bundle) -> np.ndarray:
 
 def fitted_tensors(checkpoint: Checkpoint) -> set[str]:
     """The checkpoint's tensors that calibration can fit: the weights of linear modules
-    in layers, and the head."""
+    in and around the layers, and the head."""
     tensors = {checkpoint.head}
-    for name, module in empty_model(checkpoint.config).model.named_modules():
-        if isinstance(module, nn.Linear) and name.startswith("layers."):
-            tensors.add(f"{checkpoint.prefix}{name}.weight")
+    base = empty_model(checkpoint.config).model
+    names = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("layers.")
+    ]
+    for name in [*names, *outer_linear(base)]:
+        tensors.add(f"{checkpoint.prefix}{name}.weight")
     return tensors
+
+
+def outer_linear(base: nn.Module) -> list[str]:
+    """The names of the linear modules outside the layers that have no bias."""
+    return [
+        name
+        for name, module in base.named_children()
+        if isinstance(module, nn.Linear) and module.bias is None
+    ]
 
 
 @torch.inference_mode()
@@ -567,8 +611,17 @@ def judge_matrices(
     ids = calibration_ids(bundle)
     base = empty_model(checkpoint.config, "sdpa").model
     results: dict[str, list[Gate]] = {}
-    with bar(total=len(base.layers) + 1, desc="weights: inputs", unit="layer") as shown:
+    outer = [
+        name
+        for name in outer_linear(base)
+        if f"{checkpoint.prefix}{name}.weight" in tensors
+    ]
+    total = len(base.layers) + len(outer) + 1
+    with bar(total=total, desc="weights: inputs", unit="layer") as shown:
         judgement = Judgement(checkpoint, tensors, read_rows, results, shown)
+        for name in outer:
+            tensor = f"{checkpoint.prefix}{name}.weight"
+            setattr(base, name, JudgedLinear(tensor, judgement))
         for index, layer in enumerate(base.layers):
             prefix = f"{checkpoint.prefix}layers.{index}."
             base.layers[index] = JudgedLayer(layer, prefix, judgement)

@@ -331,13 +331,15 @@ class _Recorder:
             fed = {X: self.plane(call, x)}
             if router is not None:
                 fed[ROUTER_STATE] = self.plane(call, router)
-            fed |= self.source_rows(shard, call)
-            inputs.append(outputs | fed)
+            # rows that a shard of this pass has output are left as they are
+            inputs.append(self.source_rows(shard, call) | outputs | fed)
         return inputs
 
     def source_rows(self, shard: Shard, call: PlannedCall) -> Inputs:
         """The reference's cache rows [B, H_kv, width, D] that a shard copies from layers
-        of earlier shards."""
+        of earlier shards, for a pass that does not run these. Where it does, the rows are
+        those that these shards output, as they are inside a shard of all layers, and as
+        Hugging Face's model has them when its layers are fed."""
         manifest, fed = self.decoder.manifest, {}
         for layer in manifest.layers[slice(*shard.layers)]:
             if layer.source is None or layer.shared_rows[0] not in shard.inputs:

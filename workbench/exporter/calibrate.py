@@ -4,11 +4,11 @@ Hugging Face's own layers run one after the other over all windows of the text. 
 first runs with its weights in fp16, while E[x xᵀ] of the inputs of each of its linear
 modules is summed; then its matrices are compressed; then it runs again with what is
 stored, so that the layers behind it are calibrated on the inputs that they will have.
-Memory holds one layer and the activations of the text; the head is compressed in the
-slices of its shards.
+Memory holds one layer and the activations of the text. The head and a projection of the
+embeddings for all layers are compressed in the slices that shards have of them.
 
-Matrices outside the layers other than the head, and those that are no linear module of
-their own, such as stacks of experts, are rounded to the nearest."""
+Matrices that are no linear module of their own, such as stacks of experts, are rounded to
+the nearest."""
 
 import hashlib
 import json
@@ -157,13 +157,25 @@ class CalibrationRun:
         source: the checkpoint, from which a layer reads its tensors.
         weights: checkpoint tensor → the weight that stores it whole.
         results: the matrices that are compressed already.
-        progress: a bar that counts layers and slices of the head.
+        progress: a bar that counts layers and slices of other matrices.
     """
 
     source: Checkpoint
     weights: dict[str, WeightSource]
     results: CompressedMatrices
     progress: Any
+
+    def compress_slices(self, slices: list[WeightSource], x: torch.Tensor) -> None:
+        """Compresses and saves the slices of a matrix that are not finished, for inputs x
+        [windows, window, C] of all of them."""
+        missing = [weight for weight in slices if self.results.arrays(weight) is None]
+        if missing:
+            statistics = input_statistics(x)
+        for weight in missing:
+            matrix = load_values(weight, self.source).reshape(weight.shape[:2])
+            arrays = compress_matrix(matrix, weight.preset, statistics)
+            self.results.save(weight, arrays)
+        self.progress.update(len(slices))
 
 
 class CompressingLayer(WrappedLayer):
@@ -224,6 +236,28 @@ class CompressingLayer(WrappedLayer):
             arrays[name] = compress_matrix(matrix, weight.preset, statistics[id(total)])
             self.run.results.save(weight, arrays[name])
         return arrays
+
+
+class CompressingLinear(nn.Module):
+    """A linear module outside the layers, without a bias, that compresses its matrix when
+    it is called, and computes its outputs with what is stored. It has no parameters.
+
+    Args:
+        slices: the weights that store the matrix, in the order of their rows.
+    """
+
+    def __init__(self, slices: list[WeightSource], run: CalibrationRun):
+        super().__init__()
+        self.slices = slices
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.run.compress_slices(self.slices, x)
+        pieces = []
+        for weight in self.slices:
+            arrays = self.run.results.arrays(weight)
+            pieces.append(decompress(arrays, weight.preset, weight.shape[:2]).float())
+        return nn.functional.linear(x, torch.cat(pieces))
 
 
 class InputSum:
@@ -294,8 +328,8 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
 def calibrate(
     source: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
 ) -> CompressedMatrices:
-    """Compresses every matrix of `weights` that is a linear module of a layer, or the
-    head.
+    """Compresses every matrix of `weights` that is a linear module of a layer, of the
+    model around the layers, or the head.
 
     What an earlier call with the same checkpoint, weights and text has finished in
     `folder` is kept; anything else in it is removed.
@@ -309,7 +343,7 @@ def calibrate(
         "code": code_version(),
         "checkpoint": source.sha256,
         "ids": text.sha256,
-        "presets": {w.tensor: w.preset.name for w in matrices},
+        "presets": [[w.tensor, repr(w.rows), w.preset.name] for w in matrices],
         "seed": text.seed,
     }
     prepare_work_folder(folder, key)
@@ -318,11 +352,18 @@ def calibrate(
     whole = {w.tensor: w for w in matrices if w.rows is None}
     model = empty_model(source.config, "sdpa")
     base = model.model
-    layers = len(base.layers)
-    with bar(
-        total=layers + len(head), desc="calibrate", unit="layer", leave=False
-    ) as progress:
+    # slices of the linear modules around the layers, by the modules' names
+    outer: dict[str, list[WeightSource]] = {}
+    for name, module in base.named_children():
+        tensor = f"{source.prefix}{name}.weight"
+        slices = [weight for weight in matrices if weight.tensor == tensor]
+        if isinstance(module, nn.Linear) and module.bias is None and slices:
+            outer[name] = slices
+    total = len(base.layers) + len(head) + sum(map(len, outer.values()))
+    with bar(total=total, desc="calibrate", unit="layer", leave=False) as progress:
         run = CalibrationRun(source, whole, results, progress)
+        for name, slices in outer.items():
+            setattr(base, name, CompressingLinear(slices, run))
         for index, layer in enumerate(base.layers):
             prefix = f"{source.prefix}layers.{index}."
             base.layers[index] = CompressingLayer(layer, prefix, run)
@@ -334,13 +375,7 @@ def calibrate(
             return source.tensor(source.prefix + table, ids.tolist()).half()
 
         hidden = run_base(base, text.ids, embed, read, use_cache=False)
-        statistics = input_statistics(hidden)
-        for weight in head:
-            if results.arrays(weight) is None:
-                values = load_values(weight, source).reshape(weight.shape[:2])
-                arrays = compress_matrix(values, weight.preset, statistics)
-                results.save(weight, arrays)
-            progress.update()
+        run.compress_slices(head, hidden)
     return results
 
 

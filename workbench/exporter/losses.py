@@ -68,11 +68,10 @@ def estimate_losses(
             if tensor not in head_tensors:
                 hook = module.register_forward_hook(partial(watch_output, tensor))
                 stack.enter_context(hook)
+        embeddings = model.get_input_embeddings()
+        stack.enter_context(embeddings.register_forward_hook(_differentiate_output))
         for ids in windows:
-            # no weight requires a gradient: without this nothing would be differentiated
-            embedded = model.get_input_embeddings()(ids[None]).detach()
-            embedded.requires_grad_()
-            hidden = model.model(inputs_embeds=embedded, use_cache=False)[0]
+            hidden = model.model(input_ids=ids[None], use_cache=False)[0]
             gradients = []
             for part in _distributions(replaceable, hidden.detach()[0]):
                 add_head_losses(part)
@@ -80,6 +79,12 @@ def estimate_losses(
             hidden.backward(torch.cat(gradients)[None] / replaceable.divisor)
             progress.update()
     return {key: loss / windows.numel() for key, loss in losses.items()}
+
+
+def _differentiate_output(module, arguments: tuple, output: torch.Tensor):
+    """A forward hook after which gradients of the module's output are computed. No weight
+    requires any: without such a hook nothing would be differentiated."""
+    return output.detach().requires_grad_()
 
 
 @dataclass(frozen=True)

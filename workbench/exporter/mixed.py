@@ -348,16 +348,9 @@ def choose_formats(
         folder: a work folder, which needs two bytes for each weight and candidate.
 
     Raises:
-        InputError: a matrix that is no linear layer of Hugging Face's model, a second
-            embedding, no choice that keeps the limit, no space on the disk.
+        InputError: a matrix that is no linear layer of Hugging Face's model, no choice
+            that keeps the limit, no space on the disk.
     """
-    if plan.dims.P:
-        raise InputError(
-            "--compress mixed",
-            "an embedding of its own for every layer",
-            "a model whose layers share one embedding",
-            "choose one format for all matrices, such as --compress int8-channel",
-        )
     presets: dict[str, dict[str, Preset]] = {}
     for name in setup.uniform_presets:
         alike = options.model_copy(update={"compress": name})
@@ -451,7 +444,7 @@ def _stored_quality(
     source: Checkpoint,
 ) -> Quality:
     """The quality of Hugging Face's model with the values that an export stores."""
-    pieces: dict[str, list[torch.Tensor]] = {}  # the head is stored in slices
+    pieces: dict[str, list[torch.Tensor]] = {}  # some matrices are stored in slices
     for weight in weights:
         if not weight.tensor or not weight.is_compressible:
             continue

@@ -97,8 +97,9 @@ def weight_sources(
 ) -> list[WeightSource]:
     """The source of every parameter of one shard.
 
-    Groups of tables are halved until they divide the rows, those of the head alike in
-    all its slices.
+    Groups of tables are halved until they divide the rows. All slices of a matrix have
+    groups of one size: those of the head, and those of a projection that the shards of
+    layers share.
 
     Args:
         presets: checkpoint tensor → preset, of every matrix, where `options.compress`
@@ -127,6 +128,8 @@ def weight_sources(
             rows = shape[0]
             if spec.kind == "head":
                 rows = math.gcd(plan.dims.V, shards.HEAD_ROWS)
+            elif path.startswith(SHARED):
+                rows = plan.dims.P
             preset = options.preset
             if preset == MIXED:
                 preset = _preset_of_matrix(weight, presets or {})

@@ -49,12 +49,17 @@ class ForeignState(State):
                 self.tensors[f"{part.state}/{name}"] = state, name
 
     def read_tensor(self, tensor: str) -> np.ndarray:
+        return self.read_plane(tensor)[..., : self.widths[tensor]]
+
+    def read_plane(self, tensor: str) -> np.ndarray:
+        """A plane [1, H_kv, rows, width] with all its channels, which may be more than
+        the heads of its layer have."""
         self.arrange_rows(0)
         packed, _, plane = tensor.rpartition("/")
         state, name = self.tensors[packed]
         value = state.read(name)
         planes = value.reshape(-1, *value.shape[-3:])
-        return planes[[int(plane)], ..., : self.widths[tensor]]
+        return planes[[int(plane)]]
 
     def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         self.arrange_rows(0)
@@ -126,8 +131,10 @@ class ForeignModel(Model):
         self.fast = fast
         self.V = bundle.manifest.dims.V
         self.models = models
-        # rows of the smallest cache
-        self.ring_rows = min(entry.shape[-2] for entry in shard.states.values())
+        # rows of the smallest cache, where inputs say which of them a call writes first
+        self.ring_rows: int | None = None
+        if "ring_start" in shard.foreign.roles.values():
+            self.ring_rows = min(entry.shape[-2] for entry in shard.states.values())
         self._check_names()
         self._check_slices()
         packages = [model for functions in models for model in functions.values()]
@@ -193,14 +200,16 @@ class ForeignModel(Model):
         start = arguments.start
         T = inputs[X].shape[2]
         logits = np.full((1, self.V, T, 1), np.nan, np.float32)
-        calls = list(self.foreign.calls(start, T))
+        calls = list(self.foreign.calls(start, T, ring_rows=self.ring_rows))
         if not self.fast and not all(function.logits for function, _ in calls):
             # A function that only fills the cache gives no logits: first functions that
             # give some run, then, from the same states, those that an app would call.
             arranged_for = state.arranged_for
             tensors = state.tensors.values()
             before = [part_state.read(name) for part_state, name in tensors]
-            with_logits = self.foreign.calls(start, T, allow_without_logits=False)
+            with_logits = self.foreign.calls(
+                start, T, allow_without_logits=False, ring_rows=self.ring_rows
+            )
             self._run(with_logits, arguments, logits)
             for (part_state, name), value in zip(tensors, before):
                 part_state.write(name, value)
@@ -256,7 +265,7 @@ class ForeignModel(Model):
         outputs: dict[str, list[np.ndarray]] = defaultdict(list)
         carried: dict[str, np.ndarray] = {}
         for part, models in parts:
-            model = models[None if part.state is None else function.name]
+            model = models[self.foreign.function_of(part, function)]
             package_inputs = {
                 name: self._input_array(name, type_, values, carried, positions, hook)
                 for name, type_ in model.program.inputs.items()
@@ -272,7 +281,9 @@ class ForeignModel(Model):
                 elif name in results:
                     value = results[name]
                     # only in rank 4 do channels come before tokens
-                    if value.ndim == 4:
+                    if role in ("top", "top_value") and value.size == T:
+                        value = value.reshape(1, T)
+                    elif value.ndim == 4:
                         value = value[0, :, :, 0]
                     else:
                         value = value.reshape(-1, value.shape[-1]).T

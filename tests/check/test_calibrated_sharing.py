@@ -1,0 +1,142 @@
+"""Calibration of Gemma 4, by the exporter and by gate `weights`: the inputs of a layer that shares
+the K and V rows of an earlier one are, bit for bit, those of Hugging Face's model whose earlier
+layers, and whose projection of the embeddings for all layers, have the matrices that the bundle
+stores."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from faults.copies import Copy
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from workbench import Bundle, export
+from workbench.check import calibrated
+from workbench.check.golden import stored_weights
+from workbench.check.weights import weights_gate
+from workbench.exporter import calibrate
+from workbench.exporter.calibrate import input_statistics
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.layerwise import WrappedLayer
+
+pytestmark = pytest.mark.slow("exports a bundle and runs Hugging Face's model")
+FORMS = {"E2B": {}, "E4B": {"use_double_wide_mlp": False, "num_key_value_heads": 2}}
+SHARING = 4, 5
+PROJECTION = "model.per_layer_model_projection.weight"
+TEXT = tiny.random_text(101, count=256)
+OPTIONS = {"max_seq_len": 16, "calibration": TEXT, "layers_per_shard": 2}
+
+
+@pytest.fixture(params=FORMS)
+def checkpoint(request, exports) -> Path:
+    return exports.checkpoint("gemma4_text", **FORMS[request.param])
+
+
+def recorded(monkeypatch, module, name: str) -> dict[str, list[list[torch.Tensor]]]:
+    """Prefix of a layer's tensors → the inputs of its linear modules in each of its runs, in the
+    order of their calls, once layers of the class `name` of a module have run."""
+    runs: dict[str, list[list[torch.Tensor]]] = {}
+
+    class RecordingLayer(getattr(module, name)):
+        def __init__(self, layer: nn.Module, prefix: str, *arguments):
+            super().__init__(layer, prefix, *arguments)
+            layer.register_forward_pre_hook(
+                lambda *_: runs.setdefault(prefix, []).append([])
+            )
+            record_inputs(layer, lambda x: runs[prefix][-1].append(x))
+
+    assert issubclass(RecordingLayer, WrappedLayer)
+    monkeypatch.setattr(module, name, RecordingLayer)
+    return runs
+
+
+def record_inputs(layer: nn.Module, add) -> None:
+    """Calls `add` with each input of the linear modules of a layer, when they run."""
+    for child in layer.modules():
+        if isinstance(child, nn.Linear):
+            child.register_forward_pre_hook(lambda _, arguments: add(arguments[0]))
+
+
+@torch.inference_mode()
+def inputs_of_layer(bundle: Bundle, source: Checkpoint, index: int, stored: int):
+    """The inputs of the linear modules of layer `index` in Hugging Face's model, whose layers
+    before layer `stored`, and whose projection, have the matrices of a bundle."""
+    model = AutoModelForCausalLM.from_pretrained(
+        source.path, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    read = stored_weights(source, bundle)
+    names = [PROJECTION]
+    for name in source.matrices:
+        if name.startswith("model.layers.") and int(name.split(".")[2]) < stored:
+            names.append(name)
+    for name in names:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        values = read(name).float().reshape(module.weight.shape)
+        assert not torch.equal(values, module.weight)
+        module.weight.copy_(values)
+    inputs: list[torch.Tensor] = []
+    record_inputs(model.model.layers[index], inputs.append)
+    model.model(input_ids=torch.from_numpy(TEXT.ids).long(), use_cache=False)
+    return inputs
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    # q, o, three of the MLP, two of the second embedding
+    assert len(actual) == len(expected) == 7
+    for one, other in zip(actual, expected):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("preset", ["lut4-g8", "int8-channel"])
+def test_sharing_layers_are_calibrated_on_compressed_rows(
+    checkpoint, tmp_path, monkeypatch, preset
+):
+    """The first run of a layer, in which the inputs of its matrices are summed."""
+    runs = recorded(monkeypatch, calibrate, "CompressingLayer")
+    bundle = export(checkpoint, tmp_path / "b", compress=preset, **OPTIONS)
+    assert bundle.manifest.calibration.nearest == []
+    source = Checkpoint(checkpoint)
+    for index in SHARING:
+        summed, _ = runs[f"model.layers.{index}."]
+        assert_equal(summed, inputs_of_layer(bundle, source, index, stored=index))
+
+
+def test_sharing_layers_are_judged_on_compressed_rows(
+    checkpoint, tmp_path, monkeypatch
+):
+    """Where every layer is judged by the inputs of its uncompressed matrices, too."""
+    bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
+    source = Checkpoint(checkpoint)
+    runs = recorded(monkeypatch, calibrated, "JudgedLayer")
+    monkeypatch.setattr(calibrated, "excess", lambda gates: 2.0)
+    weights_gate(bundle, source)
+    for index in SHARING:
+        as_stored, uncompressed = runs[f"model.layers.{index}."]
+        expected = inputs_of_layer(bundle, source, index, stored=index + 1)
+        assert_equal(as_stored, expected)
+        expected = inputs_of_layer(bundle, source, index, stored=index)
+        assert_equal(uncompressed, expected)
+
+
+def test_a_projection_is_judged_by_its_rows_and_by_its_inputs(
+    exports, tmp_path, monkeypatch
+):
+    """Planted: a row of one shard's slice is scaled; the inputs that it was fitted to are others."""
+    checkpoint = exports.checkpoint("gemma4_text")
+    source = Checkpoint(checkpoint)
+    bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
+    assert weights_gate(bundle, source).verdict == "GREEN"
+    copy = Copy(bundle.root, tmp_path / "copy")
+    copy.weight(PROJECTION).scale_row(3, 1.3)
+    gate = weights_gate(Bundle.open(copy.seal()), source)
+    assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason
+
+    def statistics_of_others(x):
+        return input_statistics(x.roll(1, -1))
+
+    monkeypatch.setattr(calibrate, "input_statistics", statistics_of_others)
+    bundle = export(checkpoint, tmp_path / "c", compress="lut4-g8", **OPTIONS)
+    gate = weights_gate(bundle, source)
+    assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason
