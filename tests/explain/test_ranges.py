@@ -101,16 +101,19 @@ class Pair(Model):
 
     def __init__(self, *layers):
         self.shard = layers[0].shard
-        packages = [layer.path for layer in layers]
         settings = Settings("portable")
-        self.models = [{None: load_package(path, settings)} for path in packages]
+        self.parts = [load_package(layer.path, settings) for layer in layers]
+
+    @property
+    def packages(self):
+        return self.parts
 
     def make_state(self):
-        return [part.make_state() for part in ranges.packages(self)]
+        return [package.make_state() for package in self.packages]
 
     def predict(self, inputs, state, hook):
-        for part, cells in zip(ranges.packages(self), state):
-            inputs = inputs | part.predict(inputs, cells, hook)
+        for package, cells in zip(self.packages, state):
+            inputs = inputs | package.predict(inputs, cells, hook)
             inputs["x"] = inputs["hidden"]
         return inputs
 

@@ -488,8 +488,8 @@ class Decoder:
     def read_inputs(
         self, shard: Shard, values: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """The inputs of a shard among `values`: of the second embeddings, the rows of its
-        layers."""
+        """What a shard reads of `values`. Of `per_layer` it reads only the channels of
+        its own layers."""
         inputs = {name: values[name] for name in shard.inputs}
         if PER_LAYER in inputs:
             start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
@@ -698,7 +698,7 @@ class Decoder:
         self.seqs.put(seq, snapshot)
 
     def remove(self, seq: int) -> None:
-        """Ends a current sequence and clears its states."""
+        """Makes a current sequence an empty one, whose states are zeros."""
         self.seqs.put(seq, None)
 
     def trim(self, count: int, seq: int = 0) -> int:
