@@ -39,8 +39,8 @@ from workbench.check.program import state_rows
 from workbench.check.weights import HOST_TENSORS
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.exporter import versions, write_embedding
 from workbench.exporter.shards import layers_spec
+from workbench.exporter.writing import versions, write_embedding
 from workbench.files import link
 from workbench.models import family_of, layerwise
 from workbench.models.checkpoint import Checkpoint
