@@ -181,15 +181,20 @@ def find(
     """
     runtime = resolve(runtime)
     check_compute_units(compute_units)
-    base = "declared" if is_device(runtime) else "exact"
+    precision = "declared" if is_device(runtime) else "exact"
     runner = Runner(runtime, compute_units, stop, report)
-    decoder = Decoder(bundle, "portable", base)
+    decoder = Decoder(bundle, "portable", precision)
     Ts = [T] if T else default_ts(decoder.options)
     finding = None
     with tempfile.TemporaryDirectory() as folder:
         for program in record_calls(decoder, ids, Ts, layer, position):
             search = Search(
-                program.package, program.function, program.modules, runner, base, folder
+                program.package,
+                program.function,
+                program.modules,
+                runner,
+                precision,
+                folder,
             )
             finding = search.find(program.calls)
             if finding.verdict != "none":
