@@ -233,14 +233,14 @@ def last_outputs(
         calls = decoder.new_sequences().advance_calls(sequences)
         parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in calls]
         return np.concatenate(parts, axis=2)[:, :, -count:]
-    states = [model.make_state() for model in decoder.layers]
+    states = [model.make_state() for model in decoder.layer_shards]
     first = len(sequences[0]) - count
     outputs = []
     for segment in _segments(decoder, sequences):
         inputs = [call.inputs for call in segment]
         counts = [call.counts for call in segment]
         hooks = [None] * len(segment)
-        for model, state in zip(decoder.layers, states):
+        for model, state in zip(decoder.layer_shards, states):
             same_state = [state] * len(segment)
             inputs = decoder.run_calls(model, inputs, counts, same_state, hooks)
         for call, results in zip(segment, inputs):

@@ -166,7 +166,7 @@ class Sequences:
             self._keep_last_call(T)
         self._begin_call(counts)
         times = Times()
-        for model, state in zip(decoder.layers, self.states, strict=True):
+        for model, state in zip(decoder.layer_shards, self.states, strict=True):
             start = clock()
             values = decoder.run_calls(model, [values], [counts], [state], [hook])[0]
             native = [model.last_native_ms]
@@ -413,11 +413,11 @@ class Decoder:
         # memory at once, without the garbage collector.
         load = partial(runtimes.load_shard, bundle, settings=self.settings)
         kinds = "layers", "router"
-        self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
+        self.layer_shards = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
         self.experts = RoutedExperts(bundle, load, self.plane)
         # experts load when they are picked; they are packages like the others
-        models = [*self.layers, *self.heads]
+        models = [*self.layer_shards, *self.heads]
         self.shows_inner_layers = all(m.shows_inner_layers for m in models)
         self.begin()
 
@@ -457,7 +457,7 @@ class Decoder:
             InputError: a snapshot that does not fit.
         """
         B = self.options.batch
-        states = [model.make_state() for model in self.layers]
+        states = [model.make_state() for model in self.layer_shards]
         seqs = Sequences(self, states, [[] for _ in range(B)], [0] * B, [False] * B)
         for seq, stored in enumerate(per_sequence(after, B)):
             if stored is not None:

@@ -201,7 +201,7 @@ def measure_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     """
     ranges = Ranges()
     if not decoder.is_device:  # `advance` refuses one
-        for model in (*decoder.layers, *decoder.heads):
+        for model in (*decoder.layer_shards, *decoder.heads):
             for package in model.packages:
                 ranges.register(package)
     prompts = [list(ids)] * decoder.options.batch
