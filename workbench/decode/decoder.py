@@ -69,6 +69,13 @@ class LastCall:
 class Sequences:
     """The history of one batch of sequences, and the methods that continue it.
 
+    Tokens are taken back by `trim`. A cache goes back by its length alone, a ring by at
+    most t_max tokens, before which its rows are overwritten: `min_lengths` says how far.
+    A recurrent state goes back only by a copy from before a call, which a call with
+    `keep` leaves in `last_call`. A call that ends early leaves values of tokens that do
+    not count; where these are in states that cannot go back, the sequence is
+    `interrupted` and refused.
+
     Args:
         decoder: holds the weights that run the sequences.
         states: one per layer shard; a state works only with the model that made it.
@@ -127,8 +134,8 @@ class Sequences:
             chunk: token ids of each sequence, from none to t_max.
             hook: see `ShardHook`.
             T: the fewest columns of the call.
-            keep: whether `trim` can go back into the call where states are recurrent
-                and a mask writes the caches.
+            keep: whether `trim` can go back into the call where states are
+                recurrent and a mask writes the caches.
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
