@@ -37,7 +37,7 @@ def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     free(weights)
     with monkeypatch.context() as patched:
         # would raise another error
-        patched.setattr("workbench.exporter.convert_shard", None)
+        patched.setattr("workbench.exporter.writing.convert_shard", None)
         message = f"bundle .*found {weights:,} bytes free.*choose another disk"
         with refused(message) as refusal:
             export(tiny_llama.path, tmp_path / "b", max_seq_len=16)

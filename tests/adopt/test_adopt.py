@@ -117,7 +117,7 @@ def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
 def test_rows_that_a_call_has_moved_in_part_are_refused(adoptions, monkeypatch):
     decoder = adoptions.decoder("newest")
     decoder.prefill(PROMPT)
-    (layers,) = decoder.layers
+    (layers,) = decoder.layer_shards
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop = mock.Mock(side_effect=KeyboardInterrupt)
         patch.setattr(layers.models[-1][None], "predict", stop)

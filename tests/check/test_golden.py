@@ -28,7 +28,7 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
     with torch.inference_mode():
         whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
     assert np.array_equal(reference["logits"], whole.logits[0].numpy())
-    for layer in range(1, reference.layers):
+    for layer in range(1, reference.layer_count):
         expected = whole.hidden_states[layer][0].numpy()
         assert np.array_equal(reference[f"x.{layer}"], expected)
     caches = [(layer.k, layer.v) for layer in reference.trace.layers]

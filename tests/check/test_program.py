@@ -28,7 +28,7 @@ DRAWS = [
 def epsilons(decoder):
     """The step of every norm that divides its epsilon, all layers and the head, once each."""
     norms = {}
-    for model in (*decoder.layers, *decoder.heads):
+    for model in (*decoder.layer_shards, *decoder.heads):
         for step in model.executable.body.steps:
             value = step.constants.get("x")
             if step.op.kind == "real_div" and isinstance(value, torch.Tensor):

@@ -107,8 +107,9 @@ def test_layers_without_attention_have_no_row(exports):
     ids = prompt(97, 6)
     received = stream.attention_received(checkpoint, ids)
     golden = make_golden(checkpoint, ids)
-    assert set(received["layer"]) < set(range(golden.layers))
+    assert set(received["layer"]) < set(range(golden.layer_count))
     table = stream.largest_token(stream.stream_sizes(golden), received, list("abcdef"))
     assert (
-        table["attention"].isna().sum() == golden.layers - received["layer"].nunique()
+        table["attention"].isna().sum()
+        == golden.layer_count - received["layer"].nunique()
     )

@@ -44,7 +44,7 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
         raise ValueError("planted")
 
     exact = Decoder(llama_bundle, "portable", "exact")
-    exact.layers[1].executable.body.steps[3].function = stop
+    exact.layer_shards[1].executable.body.steps[3].function = stop
     results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, decoder=exact)}
     assert results["program"].verdict == "RED"
     assert "planted" in results["program"].reason
@@ -148,7 +148,7 @@ def times(decoder, factor):
         outputs = predict(inputs, state).items()
         return {name: value * np.float32(factor) for name, value in outputs}
 
-    wrap_calls(decoder.layers[1], scaled)
+    wrap_calls(decoder.layer_shards[1], scaled)
 
 
 def test_the_budget_of_compression_is_what_compression_costs(
@@ -279,7 +279,7 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
         state.write("layers.0.k_state", state.read("layers.0.k_state") * 1.03)
         return outputs
 
-    wrap_calls(decoder.layers[0], scaled)
+    wrap_calls(decoder.layer_shards[0], scaled)
     budget = None
     if given == "checkpoint":
         budget = measure_budget(bundle, checkpoint, reference)

@@ -111,7 +111,7 @@ def test_after_an_interrupted_call_a_recurrent_state_is_refused(
     before, expected = decoder.snapshot(), step()
     decoder.begin(before)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(decoder.layers[1], "predict_calls", stop)
+        patch.setattr(decoder.layer_shards[1], "predict_calls", stop)
         decoder.prefill([9, 2])
     for use in () if goes_on else (step, decoder.snapshot, partial(decoder.trim, 1)):
         with refused("sequence 0: found .*interrupted call.*begin again"):
@@ -157,7 +157,9 @@ def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
         Decoder(bundle, "portable", fast=fast).generate([1, 2, 3], 3, stop=())
         decoder = Decoder(bundle, "portable", fast=fast)
         decoder.generate([1, 2, 3], 3, stop=())
-        executables = [one for m in decoder.layers for one in m.executables.values()]
+        executables = [
+            one for m in decoder.layer_shards for one in m.executables.values()
+        ]
         references = list(map(weakref.ref, executables))
         gc.disable()
         try:

@@ -56,7 +56,7 @@ def test_a_hook_sees_every_operation_of_its_call_alone_and_replaces_values(
     llama_bundle,
 ):
     decoder, seen = Decoder(llama_bundle, "portable", "exact"), set()
-    last = decoder.layers[-1].shard
+    last = decoder.layer_shards[-1].shard
 
     def hook(shard, op, outputs):
         seen.add(shard.name)
@@ -64,7 +64,7 @@ def test_a_hook_sees_every_operation_of_its_call_alone_and_replaces_values(
             return [outputs[0] * 2]
 
     doubled, _ = decoder.new_sequences().advance([IDS[:3]], hook)
-    assert seen == {model.shard.name for model in decoder.layers}
+    assert seen == {model.shard.name for model in decoder.layer_shards}
     seen.clear()
     plain, _ = decoder.new_sequences().advance([IDS[:3]])
     assert np.array_equal(doubled, plain * np.float32(2)) and not seen

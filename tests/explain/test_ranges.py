@@ -32,7 +32,7 @@ def test_every_shard_has_rows_and_every_projection_a_module(exports, options):
 def plant(decoder, layer, kind, change):
     """Changes the result of a layer's first operation of a kind; returns the operation's
     name."""
-    steps = decoder.layers[layer].executable.body.steps
+    steps = decoder.layer_shards[layer].executable.body.steps
     step = next(s for s in steps if s.op.kind == kind)
     sound = step.function
     step.function = lambda **arguments: change(sound(**arguments))
@@ -101,16 +101,19 @@ class Pair(Model):
 
     def __init__(self, *layers):
         self.shard = layers[0].shard
-        packages = [layer.path for layer in layers]
         settings = Settings("portable")
-        self.models = [{None: load_package(path, settings)} for path in packages]
+        self.parts = [load_package(layer.path, settings) for layer in layers]
+
+    @property
+    def packages(self):
+        return self.parts
 
     def make_state(self):
-        return [part.make_state() for part in ranges.packages(self)]
+        return [package.make_state() for package in self.packages]
 
     def predict(self, inputs, state, hook):
-        for part, cells in zip(ranges.packages(self), state):
-            inputs = inputs | part.predict(inputs, cells, hook)
+        for package, cells in zip(self.packages, state):
+            inputs = inputs | package.predict(inputs, cells, hook)
             inputs["x"] = inputs["hidden"]
         return inputs
 
@@ -130,9 +133,9 @@ def test_an_inf_of_a_constant_is_no_fault_in_any_shard(
 
     monkeypatch.setattr(Constants, "_evaluate", infinite)
     decoder = Decoder(llama_bundle, "portable")
-    first, second, *others = decoder.layers
+    first, second, *others = decoder.layer_shards
     if foreign:
-        decoder.layers = [Pair(first, second), *others]
+        decoder.layer_shards = [Pair(first, second), *others]
     measured = ranges.measure_decoder(decoder, IDS)
     assert not any(measured.first.values())
     frame = measured.frame()

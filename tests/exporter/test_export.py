@@ -18,6 +18,7 @@ from refusal import refused
 from tiny import ROOT, WEIGHTS
 
 from workbench import Bundle, exporter
+from workbench.exporter import writing
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -169,14 +170,14 @@ def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(
 def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
     copy, tmp_path, monkeypatch
 ):
-    real = exporter.convert_shard
+    real = writing.convert_shard
 
     def shrink(*arguments):
         template = real(*arguments)  # meanwhile the embeddings are read
         (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:5000])
         return template
 
-    monkeypatch.setattr(exporter, "convert_shard", shrink)
+    monkeypatch.setattr(writing, "convert_shard", shrink)
     with refused(f"{WEIGHTS}.*no whole safetensors"):
         small(copy, tmp_path / "b")
 

@@ -14,7 +14,7 @@ from workbench.check.golden import stored_weights
 from workbench.check.text import check_held_out, default_ids, task_text
 from workbench.decode import Decoder
 from workbench.decode.tokenizer import encode_text
-from workbench.exporter import bundle_name, candidates, make_options, mixed
+from workbench.exporter import Compression, bundle_name, candidates, make_options, mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.mixed import Search, read_allocation
@@ -221,7 +221,7 @@ def test_the_choice_differs_in_name_by_everything_that_decides_it(formats):
         Search(TEXT, Limit(kl=0.005)),
     ]
     variants = [formats, changed, *searches]
-    names = {bundle_name("m", "x", options, formats=f) for f in variants}
+    names = {bundle_name("m", "x", options, Compression.of(None, f)) for f in variants}
     assert len(names) == len(variants)
 
 

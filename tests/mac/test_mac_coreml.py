@@ -23,7 +23,7 @@ def test_a_stateful_call_on_each_compute_unit_is_portable_s(
     reference = validate.device_reference(llama_bundle, llama_golden)
     gate = validate.device_gate(decoder, llama_golden, reference)
     assert gate.verdict == "GREEN", gate.reason
-    assert all(model.last_native_ms > 0 for model in decoder.layers)
+    assert all(model.last_native_ms > 0 for model in decoder.layer_shards)
 
 
 def test_what_compiling_prints_stays_out_of_the_output(exports, tiny_llama, tmp_path):

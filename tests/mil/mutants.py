@@ -133,7 +133,7 @@ def programs_of(exports, families: list) -> list[tuple[Program, list[dict]]]:
     random, programs = np.random.default_rng(0), []
     for family, options in families:
         decoder = exports.decoder(exports.checkpoint(family), **options)
-        model, calls = decoder.layers[0], []
+        model, calls = decoder.layer_shards[0], []
         for position, T in CALLS:
             io = decoder.host.inputs(np.array([position]), np.array([T]), T)
             shapes = tiny.filled(model.shard, T)

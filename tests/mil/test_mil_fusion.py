@@ -57,7 +57,7 @@ def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, r
         values = state.read(name).astype(float)
         expected = expected_state.read(expected_name).astype(float)
         assert tiny.relative(values, expected) < LIMIT, name
-    for model in fast.layers + fast.heads:
+    for model in fast.layer_shards + fast.heads:
         assert all(is_fused for _, is_fused in model.executables)
 
 

@@ -118,7 +118,9 @@ def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard):
     decoder, times = Decoder(bundle, "coreml"), []
     for ids in ([1, 2, 3], [4]):
         decoder.prefill(ids)
-        times.append([model.loading_ms["first_predict"] for model in decoder.layers])
+        times.append(
+            [model.loading_ms["first_predict"] for model in decoder.layer_shards]
+        )
     assert all(times[0]) and times[0] == times[1]
 
 

@@ -49,8 +49,8 @@ def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, sourc
     assert states.keys() == rows.keys()
     for name in rows:
         assert rows[name].any() and np.array_equal(states[name], rows[name]), name
-    loaded = [sorted(model.models) for model in (*several.layers, *several.heads)]
-    assert loaded == [[1, 4]] * len(several.layers) + [[1]]
+    loaded = [sorted(model.models) for model in (*several.layer_shards, *several.heads)]
+    assert loaded == [[1, 4]] * len(several.layer_shards) + [[1]]
 
 
 @pytest.mark.slow("the experts are shards, each with a program for each T")
@@ -60,7 +60,9 @@ def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, moe
     decoder = exports.decoder(source, tokens="1,4", max_seq_len=24, moe=moe)
     for sizes in ([1], [3], [2, 4, 1], [4], [3, 1]):
         assert tiny.logits_error(decoder, g, *sizes) < 3e-6
-    experts = decoder.experts.models.values() if moe == "routed" else decoder.layers
+    experts = (
+        decoder.experts.models.values() if moe == "routed" else decoder.layer_shards
+    )
     assert {T for model in experts for T in model.functions} == {1, 4}
 
 

@@ -39,8 +39,8 @@ def test_a_device_ramps_up_before_anything_is_timed(llama_bundle, monkeypatch):
     counts = {}
     for runtime in ("portable", "stand-in"):
         decoder = Decoder(llama_bundle, runtime)
-        spy = mock.Mock(wraps=decoder.layers[0].predict_calls)
-        monkeypatch.setattr(decoder.layers[0], "predict_calls", spy)
+        spy = mock.Mock(wraps=decoder.layer_shards[0].predict_calls)
+        monkeypatch.setattr(decoder.layer_shards[0], "predict_calls", spy)
         samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
         calls = sum(len(call.args[0]) for call in spy.call_args_list)
         counts[runtime] = calls - (samples["phase"] == "call").sum()
@@ -89,7 +89,9 @@ def test_the_profile_books_every_operation_once(decoder):
     assert set(profile["part"]) == {"attention", "mlp", "rest"}
     assert (profile["ms"] > 0).all()
     assert {"self_attn.q_proj", "mlp.up_proj", "residual"} <= set(profile["module"])
-    steps = [step for model in decoder.layers for step in model.executable.body.steps]
+    steps = [
+        step for model in decoder.layer_shards for step in model.executable.body.steps
+    ]
     assert set(profile["op"]) == {step.op.kind for step in steps}
 
 

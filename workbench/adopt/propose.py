@@ -33,15 +33,15 @@ from workbench.bundle import (
     file_entries,
     new_bundle,
 )
-from workbench.bundle.foreign import TOKENS, Foreign, Function, Part, caches
+from workbench.bundle.foreign import TOKEN_AXIS, Foreign, Function, Part, caches
 from workbench.bundle.names import IDS, LOGITS, PER_LAYER, X0, split_layer
 from workbench.check import compare, hf
 from workbench.check.program import state_rows
 from workbench.check.weights import HOST_TENSORS
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.exporter import versions, write_embedding
 from workbench.exporter.shards import layers_spec
+from workbench.exporter.writing import versions, write_embedding
 from workbench.files import link
 from workbench.models import family_of, layerwise
 from workbench.models.checkpoint import Checkpoint
@@ -412,7 +412,7 @@ def describe_functions(
 def count_tokens(program: miltorch.Program) -> tuple[int, int]:
     """The fewest and the most tokens that a program takes."""
     for feature in program.description.input:
-        axis = TOKENS.get(find_role(INPUTS, feature.name))
+        axis = TOKEN_AXIS.get(find_role(INPUTS, feature.name))
         if axis is None:
             continue
         if size := program.inputs[feature.name].shape[axis]:

@@ -1,5 +1,5 @@
 """The description of another exporter's packages in a manifest. Of the workbench it
-imports only the errors."""
+imports only the errors and `rings`."""
 
 import math
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import Annotated, Literal, NoReturn
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from workbench.bundle.rings import ring_positions
 from workbench.errors import InputError
 
 
@@ -20,10 +21,10 @@ def _inside(path: str) -> str:
 
 
 RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
-Position = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
 # role of an input → its axis with one entry for each token of a call
-TOKENS = {
+TOKEN_AXIS = {
     "ids": -1,  # token ids
     "x": -2,  # [1, C, T, 1] or [1, T, C]: embeddings, or the output of the part before
     "positions": -1,  # the position of every token
@@ -46,7 +47,7 @@ TOKENS = {
 # Other outputs are `x`; `logits` of the vocabulary or of a slice; or, of each slice, the
 # token `top` with the largest logit and that logit, `top_value`.
 Role = Literal[
-    *TOKENS, "start", "ring_start", "carried", "zeros", "logits", "top", "top_value"
+    *TOKEN_AXIS, "start", "ring_start", "carried", "zeros", "logits", "top", "top_value"
 ]
 
 
@@ -70,8 +71,8 @@ class Function(ManifestModel):
     name: str | None = None
     t_min: Count = 1
     t_max: Count = 1
-    first: Position = 0
-    until: Position | None = None
+    first: NonNegative = 0
+    until: NonNegative | None = None
     logits: bool = True
 
     def tokens_of_call(self, left: int, start: int, limit: int | None = None) -> int:
@@ -96,7 +97,7 @@ class Part(ManifestModel):
     """
 
     package: RelativePath
-    state: Position | None = None
+    state: NonNegative | None = None
     functions: tuple[str, ...] = Field((), exclude_if=lambda names: not names)
 
 
@@ -190,8 +191,8 @@ class Foreign(ManifestModel):
     def positions(self, rows: int, end: int) -> np.ndarray:
         """Which position each row [rows] holds after `end` tokens. An empty row gives
         `end`, which no token of the call may attend to."""
-        places = np.arange(rows) + self.row_shift(rows, end)
-        stored = end - 1 - (end - 1 - places) % rows
+        bundle_rows = (np.arange(rows) + self.row_shift(rows, end)) % rows
+        stored = ring_positions(end - 1, rows)[bundle_rows]
         return np.where(stored < 0, end, stored)
 
 

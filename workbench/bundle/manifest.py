@@ -12,7 +12,7 @@ from workbench.bundle.foreign import (
     Count,
     Foreign,
     ManifestModel,
-    Position,
+    NonNegative,
     RelativePath,
 )
 from workbench.bundle.names import (
@@ -83,7 +83,7 @@ class Dims(ManifestModel):
     D: Count
     L: Count
     V: Count
-    P: Position = Field(0, exclude_if=_is_empty)
+    P: NonNegative = Field(0, exclude_if=_is_empty)
 
 
 class Options(ManifestModel):
@@ -247,7 +247,7 @@ class Layer(ManifestModel):
     attends: bool = True
     H_kv: Count | None = Field(None, exclude_if=_is_none)
     D: Count | None = Field(None, exclude_if=_is_none)
-    source: Position | None = Field(None, exclude_if=_is_none)
+    source: NonNegative | None = Field(None, exclude_if=_is_none)
 
     def heads(self, dims: Dims) -> tuple[int, int]:
         """The number of key heads and the channels of a head."""
@@ -269,7 +269,7 @@ class FileEntry(ManifestModel):
     """A file of the bundle: its path in the folder, its size, its hash."""
 
     path: RelativePath
-    bytes: Position
+    bytes: NonNegative
     sha256: Sha256
 
 
@@ -310,8 +310,13 @@ class Shard(ManifestModel):
     template: str  # the shard whose shape was converted
     # program's function → the T that it takes; empty: the program has `main` alone
     functions: dict[str, Count] = {}
-    bytes: Position
+    bytes: NonNegative
     files: Annotated[list[FileEntry], Field(min_length=1)]
+
+    @property
+    def layer_range(self) -> range:
+        """The numbers of the decoder layers in the shard."""
+        return range(*self.layers)
 
 
 class Embedding(ManifestModel):
@@ -331,7 +336,7 @@ class Tokens(ManifestModel):
 
     bos: int | None = None
     eos: list[int] = []
-    suppressed: list[Position] = Field([], exclude_if=_is_empty)
+    suppressed: list[NonNegative] = Field([], exclude_if=_is_empty)
     files: list[FileEntry] = []
 
 
@@ -356,7 +361,7 @@ class Calibration(ManifestModel):
     ids_sha256: Sha256
     tokens: Count
     window: Count
-    seed: Position
+    seed: NonNegative
     method: Literal["gptq"] = "gptq"
     source: str
     nearest: list[str] = Field([], exclude_if=_is_empty)

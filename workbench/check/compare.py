@@ -16,6 +16,7 @@ from workbench.check.trace import Trace
 BLOCK = 1 << 18  # numbers that are compared at a time
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
+RESAMPLES = 1000  # of a bootstrap
 DEFAULT_TENSORS = ("hidden", "update", "k", "v", "logits")
 LAYER_TENSORS = ("expert", "hidden", "router", "k", "v")
 # (RMS distance of the perturbed reference from the reference, RMS of the reference) → the
@@ -71,6 +72,19 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
         p, q = log_softmax(reference[rows]), log_softmax(actual[rows])
         nats[rows] = (np.exp(p) * (p - q)).sum(-1)
     return nats
+
+
+def resampled_means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Bootstrap means [`RESAMPLES`, …] of values in groups. Whole groups are drawn, with
+    replacement, because the values of a group are alike.
+
+    Args:
+        sums: [groups, …], the sum of each group's values.
+        counts: [groups], their number.
+    """
+    groups = len(sums)
+    draws = np.random.default_rng(0).integers(0, groups, (RESAMPLES, groups))
+    return (sums[draws].sum(1).T / counts[draws].sum(1)).T
 
 
 def blocks(array: np.ndarray | torch.Tensor) -> Iterator[slice]:

@@ -53,7 +53,7 @@ def program_key(bundle: Bundle, shard: Shard, modules: list[str]) -> str:
         modules: by layer, a hash of Hugging Face's module.
     """
     manifest = bundle.manifest
-    span = range(*shard.layers)
+    span = shard.layer_range
     parts = [_shard_facts(bundle, shard)]
     for expert in manifest.shards:
         if expert.kind == "expert" and expert.layers == shard.layers:

@@ -5,8 +5,8 @@ The text is read in windows as in transformers' documented loop for strided perp
 a window begins every `stride` tokens and scores the tokens that no earlier window has
 scored. All calls of a window pass one shard before the next one begins, so that each
 weight is read once for many of them; on a device the calls run one after another, as in
-decoding. The rows of finished windows are stored in a file, from which an interrupted
-evaluation resumes."""
+decoding. The scores of finished windows are stored in a file, from which an
+interrupted evaluation resumes."""
 
 import hashlib
 import json
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.bundle.names import MATRIX_STATE, X
+from workbench.check.compare import resampled_means
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
 from workbench.check.validate import summarize_kl
@@ -29,10 +30,11 @@ from workbench.files import check_regular, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
-EVALUATION_FORMAT = 4  # of the stored rows: raised when their figures may change
-ROW = ("nll", "golden_nll", "kl", "same_top")
-# The columns of stored rows, by the names in `ROW`.
-NLL, GOLDEN_NLL, KL, SAME_TOP = range(len(ROW))
+EVALUATION_FORMAT = 4  # of the stored scores: raised when their figures may change
+# the columns of scores [n, 4] of n tokens: nats by the bundle and by Hugging Face's
+# model, KL in nats, and whether both have the same most probable token
+COLUMN_COUNT = 4
+NLL, GOLDEN_NLL, KL, SAME_TOP = range(COLUMN_COUNT)
 # Tokens that run through Hugging Face's model for each reading of its weights.
 REFERENCE_TOKENS = 2048
 # Families whose logits with torch's fused attention are those of eager attention, which
@@ -46,7 +48,6 @@ COLUMNS = 256  # of a call, where a program takes any number
 SEGMENT_BYTES = 1 << 27
 SCORED_NUMBERS = 1 << 24  # logits of each side in memory at a time
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
-RESAMPLES = 1000
 
 Span = tuple[int, int, int]
 
@@ -76,7 +77,7 @@ def evaluate(
             bundle alone.
         window: tokens of a window (default: max_seq_len), at least 2.
         stride: tokens from one window's begin to the next (default: half a window).
-        folder: where rows of finished windows are stored.
+        folder: where the scores of finished windows are stored.
 
     Returns:
         tokens (scored), windows, resumed (windows that were stored before), perplexity,
@@ -106,23 +107,24 @@ def evaluate(
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     path = folder / f"{decoder.bundle.root.name}-{digest}.npy"
     folder.mkdir(parents=True, exist_ok=True)
-    ends = [end - 1 for _, _, end in spans]  # rows up to each window's end
-    rows = _stored_rows(path, ends, reference is not None)
-    resumed = ends.index(len(rows)) + 1 if len(rows) else 0
+    counts = [end - 1 for _, _, end in spans]  # of scores up to each window's end
+    scores = _stored_scores(path, counts, reference is not None)
+    resumed = counts.index(len(scores)) + 1 if len(scores) else 0
     model = None if reference is None else open_reference(reference)
     stored = resumed
     try:
         with bar(total=len(spans), initial=resumed, unit="window") as progress:
             for group in _groups(spans[resumed:]):
-                rows = np.concatenate([rows, *_score_group(decoder, model, ids, group)])
-                write_whole(path, partial(np.save, arr=rows))
+                of_windows = _score_group(decoder, model, ids, group)
+                scores = np.concatenate([scores, *of_windows])
+                write_whole(path, partial(np.save, arr=scores))
                 stored += len(group)
                 progress.update(len(group))
     except (KeyboardInterrupt, OSError, MemoryError) as problem:
         text = f"{stored} of {len(spans)} windows kept; the same command resumes"
         problem.add_note(text)
         raise
-    result = summarize(rows, spans) | {"resumed": resumed}
+    result = summarize(scores, spans) | {"resumed": resumed}
     if not decoder.manifest.gives_logits:
         reason = "the argmax is inside, so that no logits come out"
         result["not_run"] = f"perplexity and KL: {reason}"
@@ -136,34 +138,35 @@ def open_reference(checkpoint: Checkpoint) -> Reference:
     return Reference(checkpoint, attention="sdpa" if is_equal else "eager")
 
 
-def _stored_rows(path: Path, ends: list[int], compared: bool) -> np.ndarray:
-    """The rows [n, 4] of finished windows in a file, none where it is missing, torn, or
-    holds something else.
+def _stored_scores(path: Path, counts: list[int], compared: bool) -> np.ndarray:
+    """The scores [n, 4] of finished windows in a file, none where it is missing, torn,
+    or holds something else.
 
     Args:
-        ends: the numbers of rows that windows end at.
-        compared: whether rows have the reference's figures.
+        counts: the numbers of scores that whole windows have.
+        compared: whether scores have the reference's figures.
     """
-    empty = np.empty((0, len(ROW)))
+    empty = np.empty((0, COLUMN_COUNT))
     try:
-        check_regular(path, 1024 + empty.itemsize * len(ROW) * ends[-1])
-        rows = np.load(path)
+        check_regular(path, 1024 + empty.itemsize * COLUMN_COUNT * counts[-1])
+        scores = np.load(path)
     except (OSError, ValueError, EOFError):
         return empty
-    form = rows.dtype == empty.dtype and rows.ndim == 2 and rows.shape[1] == len(ROW)
-    if not form or len(rows) not in ends or np.isinf(rows).any():
+    if scores.dtype != empty.dtype or scores.shape[1:] != empty.shape[1:]:
         return empty
-    if (np.isfinite(rows[:, [GOLDEN_NLL, SAME_TOP]]) != compared).any() or (
-        rows[:, [NLL, GOLDEN_NLL]] < 0
-    ).any():
+    if len(scores) not in counts or np.isinf(scores).any():
         return empty
-    return rows
+    has_reference = np.isfinite(scores[:, [GOLDEN_NLL, SAME_TOP]])
+    has_negative = (scores[:, [NLL, GOLDEN_NLL]] < 0).any()
+    if (has_reference != compared).any() or has_negative:
+        return empty
+    return scores
 
 
 def _score_group(
     decoder: Decoder, model: Reference | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray]:
-    """The rows of each window of a group, all of one shape."""
+    """The scores [n, 4] of each window of a group, all of one shape."""
     sequences = [ids[begin : end - 1].tolist() for begin, _, end in group]
     _, first, end = group[0]
     count = end - first
@@ -174,11 +177,10 @@ def _score_group(
     B = decoder.options.batch
     for start in range(0, len(group), B):
         batch = sequences[start : start + B]
-        padded = batch + [batch[-1]] * (B - len(batch))
         targets = [ids[first:end] for _, first, end in group[start : start + B]]
         references = [None] * len(batch) if golden is None else golden[start:]
-        outputs = last_outputs(decoder, padded, count)
-        rows = [[] for _ in batch]
+        outputs = last_outputs(decoder, fill_batch(batch, B), count)
+        scores = [[] for _ in batch]
         for columns in _scored_slices(count, decoder.manifest.dims.V):
             logits = decoder.logits(outputs[:, :, columns])
             for seq in range(len(batch)):
@@ -186,8 +188,13 @@ def _score_group(
                 if model:
                     expected = model.logits(references[seq][columns]).numpy()
                 part = _score(targets[seq][columns], logits[seq], expected)
-                rows[seq].append(part)
-        yield from map(np.concatenate, rows)
+                scores[seq].append(part)
+        yield from map(np.concatenate, scores)
+
+
+def fill_batch(sequences: list[list[int]], B: int) -> list[list[int]]:
+    """At most B sequences, the last of them repeated to a batch of B."""
+    return sequences + [sequences[-1]] * (B - len(sequences))
 
 
 def _scored_slices(count: int, V: int) -> Iterator[slice]:
@@ -226,14 +233,14 @@ def last_outputs(
         calls = decoder.new_sequences().advance_calls(sequences)
         parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in calls]
         return np.concatenate(parts, axis=2)[:, :, -count:]
-    states = [model.make_state() for model in decoder.layers]
+    states = [model.make_state() for model in decoder.layer_shards]
     first = len(sequences[0]) - count
     outputs = []
     for segment in _segments(decoder, sequences):
         inputs = [call.inputs for call in segment]
         counts = [call.counts for call in segment]
         hooks = [None] * len(segment)
-        for model, state in zip(decoder.layers, states):
+        for model, state in zip(decoder.layer_shards, states):
             same_state = [state] * len(segment)
             inputs = decoder.run_calls(model, inputs, counts, same_state, hooks)
         for call, results in zip(segment, inputs):
@@ -298,9 +305,9 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 def _score(
     targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None
 ) -> np.ndarray:
-    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict: nan where there is no
-    golden, and where the package outputs the top token alone (the others are −inf)."""
-    rows = np.full((len(targets), len(ROW)), np.nan)
+    """The scores [n, 4] float64 of tokens that logits [n, V] predict: nan where there is
+    no golden, and where the package outputs the top token alone (the others are −inf)."""
+    scores = np.full((len(targets), COLUMN_COUNT), np.nan)
     # one row of the vocabulary at a time fits the cache
     for i, target in enumerate(targets):
         q = np.float64(actual[i])
@@ -308,37 +315,34 @@ def _score(
         has_logits = not np.isneginf(q).any()
         if has_logits:
             log_sum = np.log(np.exp(q).sum())
-            rows[i, NLL] = log_sum - q[target]
+            scores[i, NLL] = log_sum - q[target]
         if golden is None:
             continue
         p = np.float64(golden[i])
         p -= p.max()
         weights = np.exp(p)
         total = weights.sum()
-        rows[i, GOLDEN_NLL] = np.log(total) - p[target]
-        rows[i, SAME_TOP] = np.argmax(p) == np.argmax(q)
+        scores[i, GOLDEN_NLL] = np.log(total) - p[target]
+        scores[i, SAME_TOP] = np.argmax(p) == np.argmax(q)
         if has_logits:
             # Σ p̂ (log p̂ − log q̂), with p̂ = weights / total
             mean_difference = weights @ (p - q) / total
-            rows[i, KL] = mean_difference - np.log(total) + log_sum
-    return rows
+            scores[i, KL] = mean_difference - np.log(total) + log_sum
+    return scores
 
 
-def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
-    """The figures of `evaluate` from the rows [n, 4] of its windows."""
+def summarize(scores: np.ndarray, spans: Sequence[Span]) -> dict:
+    """The figures of `evaluate` from the scores [n, 4] of its windows."""
     starts = [first - 1 for _, first, _ in spans]
-    result = {"tokens": len(rows), "windows": len(spans)}
-    for name, value in _figures(rows.mean(0)).items():
+    result = {"tokens": len(scores), "windows": len(spans)}
+    for name, value in _figures(scores.mean(0)).items():
         result[name] = None if np.isnan(value) else float(value)
     result["kl"] = result["intervals"] = None
     if result.pop("kl_mean") is not None:
-        result["kl"] = summarize_kl(rows[:, KL])
+        result["kl"] = summarize_kl(scores[:, KL])
     if len(spans) >= MIN_WINDOWS:
-        draws = np.random.default_rng(0).integers(
-            0, len(spans), (RESAMPLES, len(spans))
-        )
-        counts = np.diff([*starts, len(rows)])[draws].sum(1)
-        means = np.add.reduceat(rows, starts)[draws].sum(1).T / counts
+        counts = np.diff([*starts, len(scores)])
+        means = resampled_means(np.add.reduceat(scores, starts), counts).T
         result["intervals"] = {
             name: np.percentile(values, [2.5, 97.5]).tolist()
             for name, values in _figures(means).items()
@@ -348,7 +352,7 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
 
 
 def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
-    """The figures of mean rows [4, …] by name."""
+    """The figures of mean scores [4, …] by name."""
     return {
         "perplexity": np.exp(means[NLL]),
         "golden_perplexity": np.exp(means[GOLDEN_NLL]),

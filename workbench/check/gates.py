@@ -214,7 +214,7 @@ def save_verdict(bundle, results: Iterable[Gate]) -> str:
     the gates' source, and notes in this checkout that it did.
 
     Returns:
-        The hash of the file, with which a golden names it (`Golden.verdict`).
+        The hash of the file, with which a golden names it (`Golden.verdict_sha256`).
 
     Raises:
         InputError: a folder that cannot be written.

@@ -86,17 +86,17 @@ class Golden:
         return token_labels(tokenizer, self.ids)
 
     @property
-    def sha256(self) -> str:
-        """SHA-256 of the checkpoint."""
+    def checkpoint_sha256(self) -> str:
+        """SHA-256 of the checkpoint whose values these are."""
         return self.meta["checkpoint"]
 
     @property
-    def verdict(self) -> str | None:
+    def verdict_sha256(self) -> str | None:
         """SHA-256 of the verdict.json of the bundle that the golden was written for."""
         return self.meta.get(VERDICT_HASH)
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """How many layers the model has."""
         return len(self.trace.layers)
 
@@ -206,15 +206,16 @@ def check_exported_from(source: Checkpoint | Golden, bundle: Bundle) -> None:
     """Raises an InputError unless `bundle` was exported from this checkpoint, or from
     that of this golden; another one may have the same dimensions."""
     ours = bundle.manifest.checkpoint["sha256"]
-    if source.sha256 != ours:
-        subject = "the golden's checkpoint"
-        if isinstance(source, Checkpoint):
-            subject = f"checkpoint {source.name}"
+    if isinstance(source, Checkpoint):
+        subject, theirs = f"checkpoint {source.name}", source.sha256
+    else:
+        subject, theirs = "the golden's checkpoint", source.checkpoint_sha256
+    if theirs != ours:
         needed = (
             f"{ours[:12]}, the one that bundle {bundle.root.name} was exported from"
         )
         step = "give that checkpoint, or a golden of it, or export this one"
-        raise InputError(subject, source.sha256[:12], needed, step)
+        raise InputError(subject, theirs[:12], needed, step)
 
 
 def check_fits(golden: Golden, bundle: Bundle) -> None:
@@ -230,7 +231,7 @@ def check_fits(golden: Golden, bundle: Bundle) -> None:
         raise InputError(subject, *fault, step)
     dims = bundle.manifest.dims
     V = arrays["logits"].shape[1] if head else dims.V
-    sizes = golden.layers, arrays["x.0"].shape[1], V
+    sizes = golden.layer_count, arrays["x.0"].shape[1], V
     if sizes != (dims.L, dims.C, dims.V):
         needed = f"those of the bundle, {(dims.L, dims.C, dims.V)}"
         raise InputError(subject, f"layers, width, vocabulary {sizes}", needed, step)

@@ -142,7 +142,7 @@ def _shapes(manifest: Manifest, shard: Shard) -> Facts:
     widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
     shapes = {name: options.plane(width) for name, width in widths.items()}
     halves = {rope.name: len(rope.inv_freq) for rope in manifest.rope}
-    for i in range(*shard.layers):
+    for i in shard.layer_range:
         layer = manifest.layers[i]
         masked = layer.attends and options.kv_write == "mask"
         for name, shape in options.layer_inputs(layer, halves[layer.rope]).items():
@@ -293,7 +293,7 @@ def _tap_facts(shard: Shard, types: dict[str, object]) -> tuple[Facts, Facts]:
     facts: Facts = {}
     if shard.kind != "layers":
         return declared, facts
-    *inner, last = range(*shard.layers)
+    *inner, last = shard.layer_range
     for layer in inner:
         declared[f"tap of layer {layer}"] = _type(types[HIDDEN])
     declared[f"tap of layer {last}"] = HIDDEN

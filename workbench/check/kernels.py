@@ -74,6 +74,15 @@ def compiled(function: Callable) -> Callable:
 
 
 @compiled
+def half_unit_of(value):
+    """Half of the distance between the two fp16 values around a float32 number."""
+    size = np.uint32(bits_of(value) & MAGNITUDE)
+    if size < SMALLEST:  # subnormal numbers have the unit of the smallest normal
+        size = SMALLEST
+    return number_of(np.uint32(size & EXPONENT)) * HALF_UNIT
+
+
+@compiled
 def fp16_deviation(stored, values):
     """Bits of the largest deviation of weights, in halves of a unit in the last place
     of fp16 at the value.
@@ -85,13 +94,9 @@ def fp16_deviation(stored, values):
     for i in range(len(values)):
         value = values[i]
         distance = abs(stored[i] - value)
-        size = np.uint32(bits_of(value) & MAGNITUDE)
-        if size < SMALLEST:  # subnormal numbers have the unit of the smallest normal
-            size = SMALLEST
-        unit = number_of(np.uint32(size & EXPONENT)) * HALF_UNIT
         ratio = ZERO
         if distance != ZERO:
-            ratio = np.float32(distance / unit)
+            ratio = np.float32(distance / half_unit_of(value))
         bits = np.uint32(bits_of(ratio) & MAGNITUDE)
         if bits > worst:
             worst = bits
@@ -153,15 +158,6 @@ def integer_deviation(data, scale, offset, values, width, largest):
 
 
 @compiled
-def half_unit_of(value):
-    """Half of the distance between the two fp16 values around a float32 number."""
-    size = np.uint32(bits_of(value) & MAGNITUDE)
-    if size < SMALLEST:
-        size = SMALLEST
-    return number_of(np.uint32(size & EXPONENT)) * HALF_UNIT
-
-
-@compiled
 def table_deviation(indices, tables, values, nearest, errors, best):
     """Fills, for each group of rows that share a table, the figures of its weights,
     which are compared with `values` rounded to fp16.
@@ -199,8 +195,8 @@ def table_deviation(indices, tables, values, nearest, errors, best):
                 near = table[np.searchsorted(middles, value)]
                 distance = abs(used - value)
                 if distance != ZERO:
-                    unit = half_unit_of(used)
-                    tolerance = abs(near - value) + unit + half_unit_of(near)
+                    half_units = half_unit_of(used) + half_unit_of(near)
+                    tolerance = abs(near - value) + half_units
                     ratio = np.float32(distance / tolerance)
                     if not ratio <= worst:  # nan is the worst
                         worst = ratio

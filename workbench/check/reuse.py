@@ -22,11 +22,11 @@ from workbench.errors import InputError
 from workbench.progress import bar
 
 CACHES = [("cold", "fp16"), *product(("warm", "hot"), store.FORMATS)]
-NEW = 4  # tokens that are decoded
+NEW_TOKENS = 4  # tokens that are decoded
 # Relative RMS of one position's logits. In a batch, or with other tiles of the prefill,
 # kernels sum in another order: at most 4e-6 in fp32 on the shipped checkpoints, more in
 # fp16, where one wrong row of a thousand stays below the limit.
-LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1}
+LOGITS_LIMITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1}
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def check_reuse(
     if batches[0] != 1 or len({candidate.identity for candidate in decoders}) > 1:
         needed = "one of batch 1, and another export that differs only in --batch"
         raise InputError("bundles", f"batch {batches}", needed, "export them so")
-    least, most = max(batches) + 1, decoder.options.max_seq_len - NEW
+    least, most = max(batches) + 1, decoder.options.max_seq_len - NEW_TOKENS
     if not lengths or not least <= min(lengths) <= max(lengths) <= most:
-        needed = f"{least} to {most} tokens before {NEW} new ones"
+        needed = f"{least} to {most} tokens before {NEW_TOKENS} new ones"
         raise InputError("contexts", f"{list(lengths)}", needed, "choose others")
     cells = []
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def record_session(decoder: Decoder, folder: Path, n: int, seq: int) -> "Session
     length = n if decoder.options.kv_write == "slice" else n - seq
     rng = np.random.default_rng([0, n, seq])
     ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
-    alone = list(decoder.stream(ids, NEW, stop=()))
+    alone = list(decoder.stream(ids, NEW_TOKENS, stop=()))
     decoder.begin()
     decoder.prefill(ids[:-1])
     before = decoder.snapshot()
@@ -133,7 +133,7 @@ def record_session(decoder: Decoder, folder: Path, n: int, seq: int) -> "Session
         store.save(folder / format, f"{n}-{seq}", stored, format)
         snapshots[format] = store.load(folder / format, f"{n}-{seq}")
     rounded = snapshots["q4"].trim(stored.offset - before.offset)
-    rest = decoder.stream(ids[-1:], NEW, after=rounded, stop=())
+    rest = decoder.stream(ids[-1:], NEW_TOKENS, after=rounded, stop=())
     records = {"fp16": alone, "q4": list(rest)}
     return Session(ids, folder, decoder.identity, before, snapshots, records)
 
@@ -202,7 +202,7 @@ def check_cell(
 ) -> ReuseCell:
     """Runs one cell. Any exception makes it RED."""
     cell = len(sessions), cache, format, len(sessions[0].ids)
-    limits = [NEW] * len(sessions)
+    limits = [NEW_TOKENS] * len(sessions)
     if len(sessions) > 1:
         limits[0] //= 2  # one sequence ends before the others
     distance = after = None
@@ -220,7 +220,7 @@ def check_cell(
             if after:  # decoding must not have changed the stored entry
                 session.restore(cache, format)
         distance = float(np.max(distances))
-        limit = LOGITS[decoder.arithmetic]
+        limit = LOGITS_LIMITS[decoder.arithmetic]
         if not distance <= limit:
             raise ValueError(
                 f"logits are {distance:.2g} apart, at most {limit:g} allowed"

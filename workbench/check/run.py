@@ -225,7 +225,7 @@ def run_passes(
         shard, `logits` if chained. `k` and `v` of a ring are its last rows.
     """
     recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
-    for model in bar(decoder.layers, title, unit="shard"):
+    for model in bar(decoder.layer_shards, title, unit="shard"):
         inputs, counts, hooks, states = [], [], [], []
         own_states: dict[int, State] = {}
         for number, (prompt_run, recorder) in enumerate(zip(passes, recorders)):
@@ -359,7 +359,7 @@ class _Recorder:
     def hooks(self, shard: Shard) -> list[Callable | None]:
         """The hook of every call of a shard; None if no value inside it is read or
         replaced."""
-        last = shard.layers[1] - 1
+        last = shard.layer_range[-1]
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
         routed = self.prompt_run.reference.layers[0].expert is not None
         needs_hook = (inner or routed) and self.decoder.shows_inner_layers
@@ -421,7 +421,7 @@ class _Recorder:
 
     def record_outputs(self, shard: Shard, outputs: Sequence[Inputs]) -> None:
         """Records the outputs of each call of a shard."""
-        last = self.trace.layers[shard.layers[1] - 1]
+        last = self.trace.layers[shard.layer_range[-1]]
         is_last_shard = shard.layers[1] == len(self.trace.layers)
         for call, values in zip(self.prompt_run.calls, outputs, strict=True):
             stream = values[X] * self.scale
@@ -438,7 +438,7 @@ class _Recorder:
         starts = self.prompt_run.starts
         if starts is None:
             starts = np.zeros(B, int)
-        for layer in range(*shard.layers):
+        for layer in shard.layer_range:
             for leaf, field in ((K_STATE, "k"), (V_STATE, "v")):
                 name = f"layers.{layer}.{leaf}"
                 # it does not attend, or packages of another exporter have no copy of

@@ -61,14 +61,14 @@ def with_shards(decoder: Decoder, names: ShardNames) -> Decoder:
     if names is None or decoder.is_device:
         return decoder
     layers = decoder.manifest.layers
-    shards = [m.shard for m in decoder.layers if m.shard.name in names]
+    shards = [m.shard for m in decoder.layer_shards if m.shard.name in names]
     # shards that copy cache rows read them from the shards of their sources
     sources = {layer.source for s in shards for layer in layers[slice(*s.layers)]}
     restricted = copy.copy(decoder)
-    restricted.layers = [
+    restricted.layer_shards = [
         model
-        for model in decoder.layers
-        if model.shard.name in names or sources & {*range(*model.shard.layers)}
+        for model in decoder.layer_shards
+        if model.shard.name in names or sources & {*model.shard.layer_range}
     ]
     return restricted
 
@@ -193,7 +193,7 @@ def _reading_faults(decoder: Decoder) -> Iterator[str]:
     not tested for it."""
     T = callable_ts(decoder.options)[0]
     pos = min(1, decoder.options.max_seq_len - T)
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         outputs = []
         for garbage in (LARGE, 0.0):
             state = model.make_state()
@@ -274,7 +274,7 @@ def write_probe(
     garbage = LARGE if decoder.is_device else SUBNORMAL
     all_points = list(points or probe_points(decoder.options))
     reduced = reduced_points(decoder.options)
-    for model in decoder.plain.layers:
+    for model in decoder.plain.layer_shards:
         points = all_points
         is_reduced = representatives is not None and not decoder.is_device
         if is_reduced and model.shard.name not in representatives:

@@ -119,12 +119,12 @@ def validate_unit(
     bundle = Bundle.open(root)
     checkpoint = None if source is None else Checkpoint(source)
     golden = replace(Golden.load(path), source=checkpoint)
-    option = {"precision": unit}
+    execution = {"precision": unit}
     if runtime != "portable":
-        option = {"compute_units": unit}
+        execution = {"compute_units": unit}
         # before the decoder, so that one copy of the bundle is in memory
         device_reference(bundle, golden, options["alone"])
-    result = validate(Decoder(bundle, runtime, **option), golden, **options)
+    result = validate(Decoder(bundle, runtime, **execution), golden, **options)
     figures = result.json()
     over = [gate for gate in result.gates if gate.verdict == gates.OVER]
     worst = [*gates.faults(result.gates), *over]

@@ -228,7 +228,7 @@ def validate(
     # gate `program` and the budget need the same values of the bundle's files
     read_weights = cache(partial(stored_weights, source, bundle, half=True))
     bugs = load_or_run_gates(
-        decoder, source, again, golden.verdict, read_weights, fresh, shared
+        decoder, source, again, golden.verdict_sha256, read_weights, fresh, shared
     )
     budget = None
     if source is not None:
@@ -501,7 +501,7 @@ def measure_budget(
     rounded = half(bundle.manifest.stream_scale)
     feed = golden.trace
     if not inner:
-        feed = Trace.empty(golden.layers)
+        feed = Trace.empty(golden.layer_count)
         for first in {shard.layers[0] for shard in bundle.manifest.shards}:
             feed.layers[first].x = golden.trace.layers[first].x
             if first:
@@ -568,8 +568,8 @@ def measure(
     precision = decoder.precision if inner else None  # as in `runs`
     rows = rows.assign(runtime=decoder.runtime, precision=precision)
     names = {}
-    for model in decoder.layers:
-        names |= dict.fromkeys(range(*model.shard.layers), model.shard.name)
+    for model in decoder.layer_shards:
+        names |= dict.fromkeys(model.shard.layer_range, model.shard.name)
     rows["shard"] = rows["layer"].map(names).fillna("head")
     rows["layer"] = rows["layer"].fillna(HEAD_LAYER).astype(int)
     expected, logits = golden["logits"], chained.logits
@@ -639,7 +639,7 @@ class DeviceReference:
                 raise ValueError(f"an array {name!r}")
             arrays[precision][tensor] = array
         traces = {
-            precision: Trace.from_arrays(of_precision, golden.layers)
+            precision: Trace.from_arrays(of_precision, golden.layer_count)
             for precision, of_precision in arrays.items()
         }
         for of_precision in arrays.values():
@@ -747,9 +747,9 @@ def _tied(decoder: Decoder, golden: Golden, rows: pd.DataFrame) -> pd.Series:
     changed."""
     tied = pd.Series(False, rows.index)
     caches = rows["tensor"].isin(["k", "v"])
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         tied_so_far = np.zeros(len(golden.ids), bool)
-        for layer in range(*model.shard.layers):
+        for layer in model.shard.layer_range:
             tied_before_layer = tied_so_far
             margin = golden.trace.layers[layer].margin
             if margin is not None:

@@ -140,7 +140,7 @@ def golden(
         # before the golden, since another checkpoint than the bundle's is refused here
         results = validate.bug_gates(target, source)
     reference = workbench.golden.make_golden(source, ids)
-    result = {"golden": str(out), "tokens": len(ids), "layers": reference.layers}
+    result = {"golden": str(out), "tokens": len(ids), "layers": reference.layer_count}
     result |= reference.meta
     if target:
         verdict = gates.save_verdict(target, results)

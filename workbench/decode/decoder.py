@@ -69,6 +69,13 @@ class LastCall:
 class Sequences:
     """The history of one batch of sequences, and the methods that continue it.
 
+    Tokens are taken back by `trim`. A cache goes back by its length alone, a ring by at
+    most t_max tokens, before which its rows are overwritten: `min_lengths` says how far.
+    A recurrent state goes back only by a copy from before a call, which a call with
+    `keep` leaves in `last_call`. A call that ends early leaves values of tokens that do
+    not count; where these are in states that cannot go back, the sequence is
+    `interrupted` and refused.
+
     Args:
         decoder: holds the weights that run the sequences.
         states: one per layer shard; a state works only with the model that made it.
@@ -127,8 +134,8 @@ class Sequences:
             chunk: token ids of each sequence, from none to t_max.
             hook: see `ShardHook`.
             T: the fewest columns of the call.
-            keep: whether `trim` can go back into the call where states are recurrent
-                and a mask writes the caches.
+            keep: whether `trim` can go back into the call where states are
+                recurrent and a mask writes the caches.
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
@@ -166,7 +173,7 @@ class Sequences:
             self._keep_last_call(T)
         self._begin_call(counts)
         times = Times()
-        for model, state in zip(decoder.layers, self.states, strict=True):
+        for model, state in zip(decoder.layer_shards, self.states, strict=True):
             start = clock()
             values = decoder.run_calls(model, [values], [counts], [state], [hook])[0]
             native = [model.last_native_ms]
@@ -413,11 +420,11 @@ class Decoder:
         # memory at once, without the garbage collector.
         load = partial(runtimes.load_shard, bundle, settings=self.settings)
         kinds = "layers", "router"
-        self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
+        self.layer_shards = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
         self.experts = RoutedExperts(bundle, load, self.plane)
         # experts load when they are picked; they are packages like the others
-        models = [*self.layers, *self.heads]
+        models = [*self.layer_shards, *self.heads]
         self.shows_inner_layers = all(m.shows_inner_layers for m in models)
         self.begin()
 
@@ -457,7 +464,7 @@ class Decoder:
             InputError: a snapshot that does not fit.
         """
         B = self.options.batch
-        states = [model.make_state() for model in self.layers]
+        states = [model.make_state() for model in self.layer_shards]
         seqs = Sequences(self, states, [[] for _ in range(B)], [0] * B, [False] * B)
         for seq, stored in enumerate(per_sequence(after, B)):
             if stored is not None:
@@ -488,8 +495,8 @@ class Decoder:
     def read_inputs(
         self, shard: Shard, values: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """The inputs of a shard among `values`: of the second embeddings, the rows of its
-        layers."""
+        """What a shard reads of `values`. Of `per_layer` it reads only the channels of
+        its own layers."""
         inputs = {name: values[name] for name in shard.inputs}
         if PER_LAYER in inputs:
             start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
@@ -698,7 +705,7 @@ class Decoder:
         self.seqs.put(seq, snapshot)
 
     def remove(self, seq: int) -> None:
-        """Ends a current sequence and clears its states."""
+        """Makes a current sequence an empty one, whose states are zeros."""
         self.seqs.put(seq, None)
 
     def trim(self, count: int, seq: int = 0) -> int:

@@ -18,6 +18,7 @@ from workbench.bundle.names import (
     TAIL_KEEP,
     TAIL_SELECT,
 )
+from workbench.bundle.rings import ring_positions
 from workbench.errors import InputError
 
 
@@ -151,12 +152,8 @@ def _visible(
     positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None
 ) -> np.ndarray:
     """Whether each token attends to each row [B, T, rows] once this call's tokens are
-    written, after which the sequences have `ends` [B] tokens.
-
-    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`; where
-    that position is negative, the row is empty."""
-    last = ends[:, None] - 1
-    stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
+    written, after which the sequences have `ends` [B] tokens."""
+    stored = ring_positions(ends - 1, rows)  # [B, rows]
     # [B, T, rows]: from each query back to each row
     distance = positions[:, :, None] - stored[:, None]
     return (stored[:, None] >= 0) & (distance >= 0) & (distance < (window or np.inf))

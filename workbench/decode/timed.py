@@ -81,18 +81,10 @@ def timed_generation(
                 on_text(text)
     if logits:
         write_whole(logits, partial(np.save, arr=np.stack(rows).astype(np.float32)))
-    prefill = {
-        "tokens": len(ids),
-        "calls": len([*decoder.options.tiling.calls(len(ids))]),
-        "ms": prefill_ms,
-        "tokens_per_s": len(ids) / prefill_ms * 1e3 if prefill_ms else None,
-        "first_calls": len(first_calls_ms),
-        "first_calls_ms": sum(first_calls_ms),
-    }
     return {
         "tokens": tokens,
         "text": tokenizer.decode(tokens) if tokenizer else None,
-        "prefill": prefill,
+        "prefill": _prefill_times(decoder, len(ids), prefill_ms, first_calls_ms),
         "decode": {"tokens": len(tokens)} | _step_times(times[1:]),
         "runtime": decoder.runtime,
         "precision": None if decoder.is_device else decoder.precision,
@@ -123,6 +115,26 @@ def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
     return durations_ms
 
 
+def _prefill_times(
+    decoder: Decoder, count: int, ms: float | None, first_calls_ms: list[float]
+) -> dict:
+    """The field `prefill` of `timed_generation`.
+
+    Args:
+        count: tokens of the prompt.
+        ms: of the prefill; None: no token was decoded.
+        first_calls_ms: of the calls of `_warm_up`.
+    """
+    return {
+        "tokens": count,
+        "calls": len([*decoder.options.tiling.calls(count)]),
+        "ms": ms,
+        "tokens_per_s": count / ms * 1e3 if ms else None,
+        "first_calls": len(first_calls_ms),
+        "first_calls_ms": sum(first_calls_ms),
+    }
+
+
 def _step_times(times: list[Times]) -> dict:
     """The milliseconds of all decoding steps (`samples_ms`); of the steps after the
     first one the tokens per second and the medians of the parts in milliseconds, None
@@ -131,7 +143,7 @@ def _step_times(times: list[Times]) -> dict:
     figures = dict.fromkeys(("tokens_per_s", "layer_ms", "head_ms"))
     if later := times[1:]:
         figures["tokens_per_s"] = 1e3 * len(later) / sum(samples[1:])
-        parts = [[ms for ms, *_ in t.parts] for t in later]
+        parts = [[part.ms for part in t.parts] for t in later]
         *layers, head = np.median(parts, axis=0).tolist()
         figures |= {"layer_ms": layers, "head_ms": head}
     first_calls = len(times) - len(later)

@@ -35,41 +35,41 @@ class Flow(Graph):
             names += [name for name in op.reads() if name in self.program.states]
         return names
 
-    def before(self, ops: Collection[int]) -> set[int]:
-        """The operations whose results or states any of `ops` reads."""
+    def before(self, indices: Collection[int]) -> set[int]:
+        """The operations whose results or states any of `indices` reads."""
         producers = set()
-        for index in ops:
+        for index in indices:
             operands = {*self.ops[index].reads()}
             for earlier in range(index):
                 if not operands.isdisjoint(self.results(earlier)):
                     producers.add(earlier)
         return producers
 
-    def operands(self, ops: Collection[int]) -> list[str]:
-        """Names of the values that `ops` read and none of them computes, constants
+    def operands(self, indices: Collection[int]) -> list[str]:
+        """Names of the values that operations read and none of them computes, constants
         included."""
-        results = {name for index in ops for name, _ in self.ops[index].outputs}
-        read = {name for index in ops for name in self.ops[index].reads()}
+        results = {name for index in indices for name, _ in self.ops[index].outputs}
+        read = {name for index in indices for name in self.ops[index].reads()}
         return sorted(read - results)
 
-    def source(self, name: str, ops: Collection[int]) -> str:
-        """The name under which the values of the whole program hold an operand of `ops`
-        as it is before they run. This is the operand's own name, except for a state:
-        operations before `ops` may have written it. Where the first of `ops` that reads
-        the state is a `read_state`, the name is that of its result."""
-        first = next(self.ops[i] for i in ops if name in self.ops[i].reads())
+    def source(self, name: str, indices: Collection[int]) -> str:
+        """The name under which the values of the whole program hold an operand of some
+        operations as it is before they run. This is the operand's own name, except for a
+        state: operations before them may have written it. Where the first of them that
+        reads the state is a `read_state`, the name is that of its result."""
+        first = next(self.ops[i] for i in indices if name in self.ops[i].reads())
         return first.outputs[0][0] if first.kind == "read_state" else name
 
 
 def cut(
-    flow: Flow, ops: Collection[int], arrays: Mapping[str, np.ndarray], target: Path
+    flow: Flow, indices: Collection[int], arrays: Mapping[str, np.ndarray], target: Path
 ) -> Path:
     """Writes a package of some operations. Its outputs are the results that none of
     them reads. Weights stay compressed.
 
     Args:
-        ops: indices, in order.
-        arrays: the values that `ops` read and do not compute: inputs and states, of
+        indices: of the operations, in order.
+        arrays: the values that these read and do not compute: inputs and states, of
             these shapes, and constants that take the place of the program's.
 
     Raises:
@@ -81,7 +81,7 @@ def cut(
     Builder.name_count.clear()  # so that equal programs get equal names
     program = Program()
     builder = _FunctionBuilder(flow)
-    program.add_function("main", builder.build(ops, arrays))
+    program.add_function("main", builder.build(indices, arrays))
     options = {
         "skip_model_load": True,
         "minimum_deployment_target": builder.version,
@@ -110,8 +110,8 @@ class _FunctionBuilder:
         self.stored = {output.name: op for op in operations for output in op.outputs}
         self.values = {}
 
-    def build(self, ops: Collection[int], arrays: Mapping[str, np.ndarray]):
-        """The function of the operations `ops`, called with `arrays`."""
+    def build(self, indices: Collection[int], arrays: Mapping[str, np.ndarray]):
+        """The function of some operations, called with `arrays`."""
         from coremltools.converters.mil.mil import Builder, Function
 
         inputs = {}
@@ -126,7 +126,7 @@ class _FunctionBuilder:
                 if dtype:
                     value = Builder.cast(x=value, dtype=dtype)
                 self.values[name] = value
-            function.set_outputs(self._outputs(ops, self._results(ops)))
+            function.set_outputs(self._outputs(indices, self._results(indices)))
         return function
 
     def _dtype(self, name: str):
@@ -147,10 +147,10 @@ class _FunctionBuilder:
             return Builder.state_tensor_placeholder(shape, dtype)
         return Builder.placeholder(shape, dtype)
 
-    def _results(self, ops: Collection[int]) -> dict:
+    def _results(self, indices: Collection[int]) -> dict:
         """Adds the operations to the function; their results by name."""
         results = {}
-        for index in ops:
+        for index in indices:
             op = self.flow.ops[index]
             added = self._add(op)
             if not isinstance(added, (list, tuple)):
@@ -163,12 +163,12 @@ class _FunctionBuilder:
                 self.values[name] = results[name] = value
         return results
 
-    def _outputs(self, ops: Collection[int], results: dict) -> list:
-        """The results that no operation of `ops` reads; the last one if all are
+    def _outputs(self, indices: Collection[int], results: dict) -> list:
+        """The results that none of these operations reads; the last one if all are
         read."""
         from coremltools.converters.mil.mil import Builder, types
 
-        read = {name for index in ops for name in self.flow.ops[index].reads()}
+        read = {name for index in indices for name in self.flow.ops[index].reads()}
         possible = [n for n, value in results.items() if 0 < value.rank <= MAX_RANK]
         unread = [name for name in possible if name not in read]
         outputs = []

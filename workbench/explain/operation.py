@@ -87,9 +87,9 @@ def record_calls(
         position: record the calls that contain this position alone.
     """
     calls = [call for T in Ts for call in prompt_calls(decoder, ids, T)]
-    for model in (*decoder.layers, *decoder.heads):
+    for model in (*decoder.layer_shards, *decoder.heads):
         shard = model.shard
-        is_wanted = layer is None or layer in range(*shard.layers)
+        is_wanted = layer is None or layer in shard.layer_range
         recorded: dict[tuple[Path, str | None], RecordedCalls] = {}
         state = None
         for call in calls:
@@ -128,7 +128,7 @@ def record_call(
         modules = (model.shard or shard).modules
         recorded[key] = RecordedCalls(*key, modules)
     before = {name: state.read_tensor(name) for name in model.program.states}
-    layers = list(range(*shard.layers))
+    layers = list(shard.layer_range)
     place = CallPlace(model.path.stem, call.start, call.width, layers)
     recorded[key].calls.append(PackageCall(inputs | before, place))
 
@@ -138,7 +138,7 @@ def estimate_cost(bundle: Bundle, layer: int | None = None) -> tuple[int, float]
     that takes on a device. A wrong shard adds about `EXTRA_PACKAGES`."""
     count = 0
     for shard in bundle.manifest.shards:
-        if layer is not None and layer not in range(*shard.layers):
+        if layer is not None and layer not in shard.layer_range:
             continue
         if shard.foreign:
             parts = shard.foreign.parts
@@ -181,15 +181,20 @@ def find(
     """
     runtime = resolve(runtime)
     check_compute_units(compute_units)
-    base = "declared" if is_device(runtime) else "exact"
+    precision = "declared" if is_device(runtime) else "exact"
     runner = Runner(runtime, compute_units, stop, report)
-    decoder = Decoder(bundle, "portable", base)
+    decoder = Decoder(bundle, "portable", precision)
     Ts = [T] if T else default_ts(decoder.options)
     finding = None
     with tempfile.TemporaryDirectory() as folder:
         for program in record_calls(decoder, ids, Ts, layer, position):
             search = Search(
-                program.package, program.function, program.modules, runner, base, folder
+                program.package,
+                program.function,
+                program.modules,
+                runner,
+                precision,
+                folder,
             )
             finding = search.find(program.calls)
             if finding.verdict != "none":

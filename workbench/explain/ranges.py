@@ -201,20 +201,14 @@ def measure_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     """
     ranges = Ranges()
     if not decoder.is_device:  # `advance` refuses one
-        for model in (*decoder.layers, *decoder.heads):
-            for part in packages(model):
-                ranges.register(part)
+        for model in (*decoder.layer_shards, *decoder.heads):
+            for package in model.packages:
+                ranges.register(package)
     prompts = [list(ids)] * decoder.options.batch
     calls = decoder.new_sequences().advance_calls(prompts, hook=ranges.add)
     for chunk, hidden in calls:
         decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
     return ranges
-
-
-def packages(model: Model) -> list[Model]:
-    """The models of a shard's packages; another exporter's shard has several."""
-    parts = getattr(model, "models", [{None: model}])
-    return [part for functions in parts for part in functions.values()]
 
 
 def measure_package(

@@ -30,10 +30,10 @@ def reduce(search: Search, finding: Finding, out: Path) -> dict:
     proof = search.proof
     arrays = proof.arrays.copy()
     # constants become arrays too, so that their axes can be shortened
-    for name in flow.operands(proof.ops):
+    for name in flow.operands(proof.indices):
         if name in flow.constants.ops and np.ndim(flow.constants[name]):
             arrays[name] = np.asarray(flow.constants[name])
-    with_arrays = search.test(proof.ops, arrays)
+    with_arrays = search.test(proof.indices, arrays)
     # with constants as inputs the fault may vanish: the first proof stays then
     if with_arrays:
         proof = with_arrays
@@ -53,7 +53,7 @@ def reduce(search: Search, finding: Finding, out: Path) -> dict:
         values = {name: np.float32(value) for name, value in values.items()}
         np.savez(out / f"{file}.npz", **values)
         shapes |= {name: list(value.shape) for name, value in values.items()}
-    kinds = [flow.ops[index].kind for index in proof.ops]
+    kinds = [flow.ops[index].kind for index in proof.indices]
     report = _report(search, finding, proof, kinds, shapes)
     (out / "report.txt").write_text(report)
     size = sum(file.stat().st_size for file in package.rglob("*.*"))
@@ -72,7 +72,7 @@ def _shorten(search: Search, proof: Proof) -> Proof:
     for size in sorted(sizes, reverse=True):
         for shorter in sorted({1, 2, size // 4, size // 2} - {0, size}):
             arrays = _with_size(search, proof, size, shorter)
-            smaller = search.test(proof.ops, arrays)
+            smaller = search.test(proof.indices, arrays)
             if smaller:
                 proof = smaller
                 break
@@ -82,7 +82,7 @@ def _shorten(search: Search, proof: Proof) -> Proof:
 def _with_size(search: Search, proof: Proof, size: int, shorter: int) -> Arrays:
     """The arrays of a proof with every axis of `size` cut to `shorter`."""
     lists_of_sizes = set()
-    for index in proof.ops:
+    for index in proof.indices:
         inputs = search.flow.ops[index].inputs
         for parameter in SIZES:
             lists_of_sizes |= {ref.name for ref in refs(inputs.get(parameter))}

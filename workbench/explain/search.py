@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -110,7 +111,7 @@ class Proof:
     """A package that shows a fault.
 
     Attributes:
-        ops: its operations, by their indices in the program.
+        indices: of its operations in the program.
         arrays: what it was called with.
         expected: its values in portable arithmetic.
         wrong: values that rounding does not explain (see `beyond_rounding`); empty
@@ -119,7 +120,7 @@ class Proof:
     """
 
     package: Path
-    ops: list[int]
+    indices: list[int]
     arrays: Arrays
     expected: Arrays
     wrong: dict[str, float]
@@ -138,7 +139,8 @@ class Search:
     Args:
         modules: value of the program → source module.
         runner: runs packages on the runtime that is tested.
-        base: precision of the portable arithmetic that the runtime is compared with.
+        reference_precision: of the portable arithmetic that the runtime is compared
+            with.
         folder: for the packages that the search writes.
 
     Attributes:
@@ -151,7 +153,7 @@ class Search:
     function: str | None
     modules: Mapping[str, str]
     runner: Runner
-    base: str
+    reference_precision: str
     folder: str
     has_run: bool = False
     proof: Proof | None = None
@@ -165,7 +167,7 @@ class Search:
         call = self.first_wrong_call(calls)
         if not call:
             return Finding("none", "it runs as the program says, within fp16 rounding")
-        model = self._open_portable(self.package, self.function)[0]
+        model, _ = self._open_portable(self.package, self.function)
         self.values = evaluate_every_value(model, call.arrays) | call.arrays
         count = len(self.flow.ops)
 
@@ -199,7 +201,7 @@ class Search:
             ops = self._describe([end])
             return Finding("uncertain", reason, ops, None, call.place)
         self.proof = proof
-        ops = self._describe(proof.ops)
+        ops = self._describe(proof.indices)
         if failure:
             reason = f"alone, it fails: {failure}"
             return Finding("breaks", reason, ops, proof.rounding_ratio, call.place)
@@ -221,21 +223,20 @@ class Search:
         self.has_run = True
         models = self._open_portable(self.package, self.function)
         for call, values in zip(calls, run.values):
-            pair = [evaluate_every_value(model, call.arrays) for model in models]
-            if beyond_rounding(pair, values):
+            if beyond_rounding(evaluate_portable(models, call.arrays), values):
                 return call
         return None
 
-    def _find_smallest(self, ops: set[int]) -> Proof | None:
-        """The proof with the fewest operations: some of `ops` or, if a package of `ops`
-        alone is right, of `ops` and the operations that produce their inputs."""
-        while not (proof := self.test(sorted(ops))):
-            with_producers = ops | self.flow.before(ops)
-            if with_producers == ops or len(with_producers) > MAX_OPS:
+    def _find_smallest(self, indices: set[int]) -> Proof | None:
+        """The proof with the fewest operations: some of these or, if a package of these
+        alone is right, of these and the operations that produce their inputs."""
+        while not (proof := self.test(sorted(indices))):
+            with_producers = indices | self.flow.before(indices)
+            if with_producers == indices or len(with_producers) > MAX_OPS:
                 return None
-            ops = with_producers
-        for index in sorted(ops):
-            without_one = sorted({*proof.ops} - {index})
+            indices = with_producers
+        for index in sorted(indices):
+            without_one = sorted({*proof.indices} - {index})
             if not without_one:
                 continue
             smaller = self.test(without_one)
@@ -243,32 +244,36 @@ class Search:
                 proof = smaller
         return proof
 
-    def test(self, ops: Sequence[int], arrays: Arrays | None = None) -> Proof | None:
+    def test(
+        self, indices: Sequence[int], arrays: Arrays | None = None
+    ) -> Proof | None:
         """The proof that a package of operations is wrong, if it is.
 
         Args:
+            indices: of the operations.
             arrays: its inputs and states (default: their values in the wrong call).
         """
         if not arrays:
             arrays = {}
-            for name in self.flow.operands(ops):
-                value = self.values.get(self.flow.source(name, ops))
+            for name in self.flow.operands(indices):
+                value = self.values.get(self.flow.source(name, indices))
                 if np.ndim(value):
                     arrays[name] = value
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
-            package = cut(self.flow, ops, arrays, target)
-            models = self._open_portable(package)
-            pair = [evaluate_every_value(model, arrays) for model in models]
+            package = cut(self.flow, indices, arrays, target)
+            portable = evaluate_portable(self._open_portable(package), arrays)
         except Exception:  # of coremltools or PyTorch: arrays do not fit
             return None
         run = self.runner.run(package, None, [arrays])
         wrong = {}
         if not run.failure:
-            wrong = beyond_rounding(pair, run.values[0])
+            wrong = beyond_rounding(portable, run.values[0])
             self.has_run = True
         if wrong or run.failure:
-            return Proof(package, ops, arrays, pair[0], wrong, run.failure)
+            return Proof(
+                package, indices, arrays, portable.expected, wrong, run.failure
+            )
         shutil.rmtree(target)
         return None
 
@@ -277,12 +282,12 @@ class Search:
         `narrow`, whose distance from it is what rounding explains."""
         return [
             load_package(package, Settings("portable", precision), function)
-            for precision in (self.base, "narrow")
+            for precision in (self.reference_precision, "narrow")
         ]
 
-    def _describe(self, ops: Sequence[int]) -> list[WrongOperation]:
+    def _describe(self, indices: Sequence[int]) -> list[WrongOperation]:
         places = []
-        for index in ops:
+        for index in indices:
             op, value = self.flow.ops[index], self.flow.results(index)[0]
             module = self.modules.get(value, "")
             shard = self.package.stem
@@ -290,41 +295,54 @@ class Search:
         return places
 
 
-def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
-    """The values in `actual` that rounding does not explain, each with its distance from
-    `pair[0]` over the distance that rounding explains.
+class PortableValues(NamedTuple):
+    """The values of a call in two portable arithmetics.
 
-    Rounding explains the RMS distance of the pair, and at least half a unit of an fp16
-    result. Masked scores are compared separately, because they are so large that an
-    error of the other scores would be small beside them. The ratio is inf where only one
-    side is finite, or where the shapes differ.
-
-    Args:
-        pair: the values in two arithmetics.
-        actual: values by the same names.
+    Attributes:
+        expected: in that with which the runtime is compared.
+        narrow: in `narrow`; rounding explains their distance from `expected`.
     """
+
+    expected: Arrays
+    narrow: Arrays
+
+
+def evaluate_portable(models: Sequence[Model], arrays: Arrays) -> PortableValues:
+    """Every value of a call of the models of `Search._open_portable`."""
+    return PortableValues(*(evaluate_every_value(model, arrays) for model in models))
+
+
+def beyond_rounding(portable: PortableValues, actual: Arrays) -> dict[str, float]:
+    """The values in `actual` that rounding does not explain, each with its distance from
+    the expected one over the distance that rounding explains.
+
+    Rounding explains the RMS distance of the two arithmetics, and at least half a unit
+    of an fp16 result. Masked scores are compared separately, because they are so large
+    that an error of the other scores would be small beside them. The ratio is inf where
+    only one side is finite, or where the shapes differ."""
     wrong = {}
     for name, value in actual.items():
-        base, other = pair[0][name], pair[1][name]
-        if value.shape != base.shape:
+        expected = portable.expected[name]
+        if value.shape != expected.shape:
             wrong[name] = np.inf
             continue
-        base, other, value = base.ravel(), other.ravel(), value.ravel()
-        finite = np.isfinite(base)
-        masked = finite & (base < MASKED / 2)
+        is_integer = expected.dtype.kind != "f"
+        expected, value = expected.ravel(), value.ravel()
+        narrow = portable.narrow[name].ravel()
+        narrow = np.where(np.isfinite(narrow), narrow, expected)
+        finite = np.isfinite(expected)
+        masked = finite & (expected < MASKED / 2)
         rounding_ratio = 0.0
-        if not np.array_equal(base[~finite], value[~finite], equal_nan=True):
+        if not np.array_equal(expected[~finite], value[~finite], equal_nan=True):
             rounding_ratio = np.inf
         for part in (masked, finite & ~masked):
             if not part.any():
                 continue
-            expected, perturbed = base[part], other[part]
-            perturbed = np.where(np.isfinite(perturbed), perturbed, expected)
-            size = compare.rms(expected)
-            if base.dtype.kind != "f":
-                size = 0.0 * size  # integers are not rounded
-            tolerance = device_tolerance(compare.rms(expected, perturbed), size)
-            distance = compare.rms(expected, value[part])
+            # integers are not rounded
+            size = 0.0 if is_integer else compare.rms(expected[part])
+            rounding = compare.rms(expected[part], narrow[part])
+            tolerance = device_tolerance(rounding, size)
+            distance = compare.rms(expected[part], value[part])
             ratio = compare.safe_ratio(distance, tolerance)
             ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
             rounding_ratio = max(rounding_ratio, ratio)

@@ -103,12 +103,12 @@ def explain_bundle(
     fit_limit = max(FITS, bundle.manifest.constants_error)
     L = bundle.manifest.dims.L
 
-    configured = trial.errors(L)
+    configured = trial.layer_errors(L)
     worst = float(configured.max())
-    errors = {CONFIGURED: worst}
+    relative_rms = {CONFIGURED: worst}  # of every variant
     if order := trial.layer_order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
-        errors = {f"layer order: {', '.join(pairs)}": worst}
+        relative_rms = {f"layer order: {', '.join(pairs)}": worst}
     elif worst > fit_limit:
         wrong = np.flatnonzero(configured > fit_limit).tolist()
         # the first layers: at least one of every kind, and all that are wrong unless
@@ -120,18 +120,18 @@ def explain_bundle(
         count = min(L, max(required_counts) + 1)
         variants = list_variants(trial)
         for name in bar(variants, "explain", unit="variant"):
-            errors[name] = float(trial.errors(count, variants[name]).max())
+            relative_rms[name] = trial.worst_error(count, variants[name])
         for name, variant in variants.items():
-            if errors[name] <= fit_limit:
-                errors[name] = float(trial.errors(L, variant).max())
-        if min(errors[name] for name in variants) > fit_limit:
-            change = partial(_set_tables, bundle.manifest, checkpoint.config)
-            error = float(trial.errors(L, Variant(change=change)).max())
-            errors["rope frequencies of the bundle's manifest"] = error
-    frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
+            if relative_rms[name] <= fit_limit:
+                relative_rms[name] = trial.worst_error(L, variant)
+        if min(relative_rms[name] for name in variants) > fit_limit:
+            tables = partial(_set_tables, bundle.manifest, checkpoint.config)
+            name = "rope frequencies of the bundle's manifest"
+            relative_rms[name] = trial.worst_error(L, Variant(change=tables))
+    frame = pd.DataFrame(relative_rms.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
-    best_name, error = frame.iloc[0]
-    return frame, best_name if error <= fit_limit else None
+    best_name, least = frame.iloc[0]
+    return frame, best_name if least <= fit_limit else None
 
 
 def conclusion(variant: str | None) -> str:
@@ -177,7 +177,7 @@ class Trial:
     outputs: Trace
     isolated: bool
 
-    def errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
+    def layer_errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
         worst of update, K and V; inf where a value is not finite."""
         feed = self.source.trace if self.isolated else None
@@ -199,6 +199,10 @@ class Trial:
         layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
         return layers.to_numpy() ** 0.5
 
+    def worst_error(self, count: int, variant: Variant) -> float:
+        """The largest of `layer_errors`."""
+        return float(self.layer_errors(count, variant).max())
+
     def layer_order(self) -> dict[int, int]:
         """Layer → the layer before or after it in the checkpoint whose weights it
         stores, for layers that do not store their own."""
@@ -209,14 +213,14 @@ class Trial:
         order = {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
-            errors = {}
+            distances = {}  # from the weights of the layer and its neighbours
             for other in range(max(0, layer - 1), min(L, layer + 2)):
                 values = self.checkpoint.tensor(name.format(other)).numpy()
                 if values.shape == stored.shape:
-                    errors[other] = compare.relative_rms(values, stored)
-            best = min(errors, key=errors.get)
-            if errors[layer] > UNRELATED > errors[best]:
-                order[layer] = best
+                    distances[other] = compare.relative_rms(values, stored)
+            nearest = min(distances, key=distances.get)
+            if distances[layer] > UNRELATED > distances[nearest]:
+                order[layer] = nearest
         return order
 
 

@@ -8,6 +8,8 @@ tries the same tensor in all of them. Gate `program` shows that the bundle compu
 same."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -17,10 +19,74 @@ from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
 from workbench.check import compare
 from workbench.check.golden import Golden, stored_weights
-from workbench.check.hf import Reference
+from workbench.check.hf import Reference, Weights
 from workbench.errors import InputError
 from workbench.explain.error import fp16_weights, updates
 from workbench.models.checkpoint import Checkpoint
+
+LayerTensor = tuple[int, str]  # a layer, and the name of a tensor in it
+
+
+@dataclass
+class MixedWeights:
+    """Hugging Face's model with the weights that a bundle stores, some of them at fp16.
+
+    Attributes:
+        model: runs every mixture: building one takes longer than changing what it
+            reads.
+        golden: whose inputs the layers read.
+        stored, fp16: read a tensor of the checkpoint as the bundle stores it, and
+            rounded to fp16 alone.
+        compressed: the tensors of layers in which the two differ.
+    """
+
+    model: Reference
+    golden: Golden
+    stored: Weights
+    fp16: Weights
+    compressed: set[LayerTensor]
+
+    @classmethod
+    def of(cls, bundle: Bundle, checkpoint: Checkpoint, golden: Golden):
+        """The weights of a bundle.
+
+        Raises:
+            InputError: no weight of a layer is compressed.
+        """
+        stored = stored_weights(checkpoint, bundle)
+        fp16 = fp16_weights(checkpoint, bundle)
+        compressed = set()
+        for name in set().union(*(shard.weights for shard in bundle.manifest.shards)):
+            layer, tensor = split_layer(name)
+            if layer is not None and not torch.equal(stored(name), fp16(name)):
+                compressed.add((layer, tensor))
+        if not compressed:
+            actual = "no weight was compressed"
+            step = "give one of another --compress"
+            raise InputError(bundle.root.name, actual, "a compressed bundle", step)
+        return cls(Reference(checkpoint), golden, stored, fp16, compressed)
+
+    def run_updates(self, in_fp16: Collection[LayerTensor]) -> np.ndarray:
+        """Updates of each layer [L, n · C] with these tensors at fp16."""
+
+        def read(name: str) -> torch.Tensor:
+            is_fp16 = split_layer(name) in in_fp16
+            return self.fp16(name) if is_fp16 else self.stored(name)
+
+        self.model.weights = read
+        trace = self.model.run(self.golden.ids, feed=self.golden.trace, head=False)
+        return updates(trace).reshape(len(trace.layers), -1)
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """The updates with all tensors at fp16."""
+        return self.run_updates(self.compressed)
+
+    def relative_rms(self, in_fp16: Collection[LayerTensor]) -> np.ndarray:
+        """Relative RMS [L] of the updates with these tensors at fp16, against those with
+        all of them at fp16."""
+        distance = compare.rms(self.expected, self.run_updates(in_fp16))
+        return compare.safe_ratio(distance, compare.rms(self.expected))
 
 
 def measure_costs(
@@ -40,52 +106,22 @@ def measure_costs(
     Raises:
         InputError: a bundle without a compressed weight.
     """
-    model = Reference(checkpoint)
-    stored = stored_weights(checkpoint, bundle)
-    fp16 = fp16_weights(checkpoint, bundle)
-    names = set().union(*(shard.weights for shard in bundle.manifest.shards))
-    compressed = set()  # (layer, tensor)
-    for name in names:
-        layer, tensor = split_layer(name)
-        if layer is not None and not torch.equal(stored(name), fp16(name)):
-            compressed.add((layer, tensor))
-    if not compressed:
-        actual = "no weight was compressed"
-        step = "give one of another --compress"
-        raise InputError(bundle.root.name, actual, "a compressed bundle", step)
-
-    def run_updates(in_fp16: Collection[tuple[int, str]]) -> np.ndarray:
-        """Updates of each layer [L, n · C] with these tensors in fp16."""
-
-        def read(name: str) -> torch.Tensor:
-            return fp16(name) if split_layer(name) in in_fp16 else stored(name)
-
-        # one model for all runs: building one takes longer than changing what it reads
-        model.weights = read
-        trace = model.run(golden.ids, feed=golden.trace, head=False)
-        return updates(trace).reshape(golden.layers, -1)
-
-    reference = run_updates(compressed)
-
-    def errors(in_fp16: Collection[tuple[int, str]]) -> np.ndarray:
-        """Relative RMS [L] of the updates with these tensors in fp16."""
-        distance = compare.rms(reference, run_updates(in_fp16))
-        return compare.safe_ratio(distance, compare.rms(reference))
-
-    as_stored = errors(())
+    weights = MixedWeights.of(bundle, checkpoint, golden)
+    as_stored = weights.relative_rms(())
     parts = []
-    for tensor in sorted({tensor for _, tensor in compressed}):
-        layers = [layer for layer, name in compressed if name == tensor]
-        without = errors({(layer, tensor) for layer in layers})
-        part = {"tensor": tensor, "layer": layers, "error": as_stored[layers]}
-        parts.append(pd.DataFrame(part | {"without": without[layers]}))
-    frame = pd.concat(parts)
-    share = 1 - (frame["without"] / frame["error"]) ** 2
-    frame["share"] = share.where(frame["error"] > 0, 0.0)
+    for tensor in sorted({tensor for _, tensor in weights.compressed}):
+        layers = [layer for layer, name in weights.compressed if name == tensor]
+        # layers that read the golden's inputs are independent: one run for all of them
+        without = weights.relative_rms({(layer, tensor) for layer in layers})
+        columns = {"tensor": tensor, "layer": layers, "error": as_stored[layers]}
+        parts.append(pd.DataFrame(columns | {"without": without[layers]}))
+    costs = pd.concat(parts)
+    share = 1 - (costs["without"] / costs["error"]) ** 2
+    costs["share"] = share.where(costs["error"] > 0, 0.0)
     order = ["layer", "share"]
-    frame = frame.sort_values(order, ascending=[True, False], ignore_index=True)
-    few = frame.groupby("layer").head(worst)
-    by_layer = few.groupby("layer", as_index=False)
+    costs = costs.sort_values(order, ascending=[True, False], ignore_index=True)
+    costliest = costs.groupby("layer").head(worst)
+    by_layer = costliest.groupby("layer", as_index=False)
     remedies = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    remaining = errors(set(zip(few["layer"], few["tensor"])))
-    return frame, remedies.assign(fp16=remaining[remedies["layer"]])
+    remaining = weights.relative_rms({*zip(costliest["layer"], costliest["tensor"])})
+    return costs, remedies.assign(fp16=remaining[remedies["layer"]])

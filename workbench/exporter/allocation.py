@@ -25,23 +25,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from workbench.bundle.presets import MIXED, Preset
 from workbench.errors import InputError
 
-MEASUREMENTS = 8
-"""The most choices that a search measures."""
+MEASUREMENTS = 8  # the most choices that a search measures
+# The search ends where the choices that are left differ by a smaller share of the price.
 NEAR = 0.01
-"""The search ends where the choices that are left differ by a smaller share of the
-price."""
+# The expected ratio of a choice's measured KL to its rescaled estimate, until a choice of
+# several formats is measured. Each measurement replaces it, so that it decides only where
+# the search begins.
 UNDERESTIMATE = 1.1
-"""The expected ratio of a choice's measured KL to its rescaled estimate, until a choice of
-several formats is measured. Each measurement replaces it, so that it decides only where
-the search begins."""
+# The search aims at this share of the limit: predictions that are right by a fraction of a
+# per cent would often miss the limit itself.
 AIM = 0.99
-"""The search aims at this share of the limit: predictions that are right by a fraction of
-a per cent would often miss the limit itself."""
-MEANS = 8
-"""The means of two prices that `frontier` takes, less one."""
+MEANS = 9  # of two prices, from the first price alone to the second alone
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ def frontier(costs: Sequence[Cost]) -> list[Choice]:
     if len(costs[0].prices) == 1:
         return nested_choices(costs, (1.0,))
     choices = []
-    for step in range(MEANS + 1):
-        share = step / MEANS
+    for share in np.linspace(0, 1, MEANS).tolist():
         choices += nested_choices(costs, (share, 1 - share))
     return _undominated(choices)
 

@@ -57,14 +57,11 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar
 
+# the formats that a matrix may have
 CANDIDATES = ("lut4-g8", "lut6-g16", "int8-channel", "fp16")
-"""The formats that a matrix may have."""
-WINDOW = 256
-"""Tokens of the text for selection that the model reads at a time."""
-WINDOWS = 16
-"""The most windows that are measured."""
-EXPORTS = 4
-"""The most choices that are compressed for an export until one keeps the limit."""
+WINDOW = 256  # tokens of the text for selection that the model reads at a time
+WINDOWS = 16  # the most of them that are measured
+EXPORTS = 4  # the most choices that are compressed until one keeps the limit
 IDS = "selection.npy"
 FILE = "allocation.json"
 

@@ -113,14 +113,15 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         R = options.plane(plan.router_width)
         inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
     for i, layer in enumerate(plan.layers):
-        is_inside = first <= i < last
-        if layer.source is None or is_inside == (first <= layer.source < last):
+        if layer.source is None:
             continue
-        # rows that cross the border of the shard, in one direction or the other
+        copies = first <= i < last
+        has_source = first <= layer.source < last
+        if copies == has_source:  # the rows stay inside the shard, or outside
+            continue
         H_kv, D = layer.heads(plan.dims)
-        side = inputs if is_inside else outputs
-        if is_inside or first <= layer.source < last:
-            side |= dict.fromkeys(layer.shared_rows, [B, H_kv, "T", D])
+        side = inputs if copies else outputs
+        side |= dict.fromkeys(layer.shared_rows, [B, H_kv, "T", D])
     states = {}
     for i in range(first, last):
         prefix = f"layers_{i - first}_" if last - first > 1 else ""

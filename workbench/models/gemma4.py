@@ -46,7 +46,7 @@ class Attention(nn.Module):
     """Attention with normed queries, keys and values, which are not scaled further.
 
     Args:
-        shape: sizes of the layer.
+        geometry: sizes of the layer.
         norm: builds an RMSNorm from a width and an axis.
         has_v_proj: whether V has a projection; otherwise V is K before norm and rope.
         copies: whether K and V rows come from an earlier layer.
@@ -57,7 +57,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         C: int,
-        shape: AttentionGeometry,
+        geometry: AttentionGeometry,
         *,
         norm,
         has_v_proj: bool,
@@ -65,23 +65,23 @@ class Attention(nn.Module):
         shared_rows: tuple[str, str] | None,
     ):
         super().__init__()
-        self.shape = shape
+        self.geometry = geometry
         self.copies = copies
         self.has_v_proj = has_v_proj
         self.shared_rows = shared_rows
-        self.q_proj = Conv(C, shape.width)
-        self.q_norm = norm(shape.D, dim=3)
+        self.q_proj = Conv(C, geometry.width)
+        self.q_norm = norm(geometry.D, dim=3)
         if not copies:
-            self.k_proj = Conv(C, shape.key_width)
+            self.k_proj = Conv(C, geometry.key_width)
             if has_v_proj:
-                self.v_proj = Conv(C, shape.key_width)
-            self.k_norm = norm(shape.D, dim=3)
-            self.v_norm = norm(shape.D, dim=3, has_weight=False)
-        self.o_proj = Conv(shape.width, C)
+                self.v_proj = Conv(C, geometry.key_width)
+            self.k_norm = norm(geometry.D, dim=3)
+            self.v_norm = norm(geometry.D, dim=3, has_weight=False)
+        self.o_proj = Conv(geometry.width, C)
 
     def rows(self, x, io: dict):
         """K and V rows [B, H_kv, T, D] of this call."""
-        s = self.shape
+        s = self.geometry
         if self.copies:
             k, v = (io[name] for name in self.shared_rows)
             return k, v
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         return k, v
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.shape
+        s = self.geometry
         q = s.rotate(self.q_norm(s.heads(self.q_proj(x), s.H)), io)
         k, v = self.rows(x, io)
         return self.o_proj(s.merge(s.attend(q, k, v, cache, io)))
@@ -112,15 +112,16 @@ class DecoderLayer(llama.DecoderLayer):
         self.has_embedding = bool(P)
         if P:
             self.act = gelu()
-            self.unit = 2.0**plan.residual_exponent
+            # brings the shard's stream back to the model's size
+            self.stream_scale = 2.0**plan.residual_exponent
             self.per_layer_input_gate = Conv(C, P)
             self.per_layer_projection = Conv(P, C)
-            self.post_per_layer_input_norm = plan.norm(C, gain=1 / self.unit)
+            self.post_per_layer_input_norm = plan.norm(C, gain=1 / self.stream_scale)
 
     def forward(self, x, cache: dict, io: dict):
         x = super().forward(x, cache, io)
         if self.has_embedding:
-            gate = self.act(scaled(self.per_layer_input_gate(x), self.unit))
+            gate = self.act(scaled(self.per_layer_input_gate(x), self.stream_scale))
             added = self.per_layer_projection(gate * io[LAYER_INPUT])
             x = x + self.post_per_layer_input_norm(added)
         return x * self.layer_scalar

@@ -46,7 +46,8 @@ class Mamba2(nn.Module):
         bias = config.mamba_proj_bias
         heads = {"H": config.mamba_n_heads, "D": config.mamba_d_head}
         groups = {"H": config.mamba_n_groups, "D": config.mamba_d_state}
-        self.shape = s = replace(plan.attention_geometry(index, options), **heads)
+        geometry = plan.attention_geometry(index, options)
+        self.geometry = s = replace(geometry, **heads)
         self.groups = replace(s, **groups)
         self.parts = s.width, self.groups.width, self.groups.width
         width = sum(self.parts)
@@ -63,7 +64,7 @@ class Mamba2(nn.Module):
         self.out_proj = Conv(s.width, C, bias)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.shape
+        s = self.geometry
         groups = self.groups
         order = io[ORDER]
         gate, u, step = cut(self.in_proj(x), *self.widths)

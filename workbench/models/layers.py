@@ -135,7 +135,7 @@ class RMSNorm(nn.Module):
         shape[dim] = width
         self.dim = dim
         self.offset = offset
-        self.unit = 2.0**-exponent
+        self.input_scale = 2.0**-exponent  # x is the model's times this
         self.gain = gain
         self.weight = nn.Parameter(torch.zeros(shape)) if has_weight else None
         first, second, *rest = (*split(eps), 1.0)
@@ -150,8 +150,8 @@ class RMSNorm(nn.Module):
         y, peak = by_peak(x, self.dim)
         # mean(x²) + eps = peak² · (mean(y²) + eps / peak²); eps alone underflows in fp16,
         # so that each of its factors is divided by the peak once
-        eps = scaled(self.eps0 / peak, self.unit * self.third)
-        eps = eps * scaled(self.eps1 / peak, self.unit)
+        eps = scaled(self.eps0 / peak, self.input_scale * self.third)
+        eps = eps * scaled(self.eps1 / peak, self.input_scale)
         root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
         if self.weight is None:
             return y * scaled(root, self.gain)
@@ -276,7 +276,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         C: int,
-        shape: AttentionGeometry,
+        geometry: AttentionGeometry,
         *,
         scale,
         qkv_bias=False,
@@ -287,17 +287,17 @@ class Attention(nn.Module):
         norm,
     ):
         super().__init__()
-        self.shape = shape
+        self.geometry = geometry
         self.scale = scale
         self.gated = gated
         # gated: q_proj gives each head D channels of q, then D of its gate
-        self.q_geometry = replace(shape, D=shape.D * 2) if gated else shape
-        queries, keys = shape.width, shape.key_width
+        self.q_geometry = replace(geometry, D=geometry.D * 2) if gated else geometry
+        queries, keys = geometry.width, geometry.key_width
         self.widths = queries, keys, keys
         if fused:
             self.qkv_proj = Conv(C, sum(self.widths), qkv_bias)
         else:
-            self.q_proj = Conv(C, shape.H * self.q_geometry.D, qkv_bias)
+            self.q_proj = Conv(C, geometry.H * self.q_geometry.D, qkv_bias)
             self.k_proj = Conv(C, keys, qkv_bias)
             self.v_proj = Conv(C, keys, qkv_bias)
         self.o_proj = Conv(queries, C, o_bias)
@@ -305,14 +305,14 @@ class Attention(nn.Module):
         if norm_at == "channels":
             self.q_norm, self.k_norm = norm(queries), norm(keys)
         elif norm_at:
-            self.q_norm, self.k_norm = norm(shape.D, dim=3), norm(shape.D, dim=3)
+            self.q_norm, self.k_norm = (norm(geometry.D, dim=3) for _ in range(2))
 
-    def normed(self, at: str, q, k):
-        """q and k, normalized where their norms are at this place."""
-        return (self.q_norm(q), self.k_norm(k)) if self.norm_at == at else (q, k)
+    def normed(self, place: str, q, k):
+        """q and k, normalized if their norms are at this place; see `norm_at`."""
+        return (self.q_norm(q), self.k_norm(k)) if self.norm_at == place else (q, k)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.shape
+        s = self.geometry
         if hasattr(self, "qkv_proj"):
             q, k, v = cut(self.qkv_proj(x), *self.widths)
         else:

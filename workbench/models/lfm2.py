@@ -34,7 +34,7 @@ class ShortConv(nn.Module):
         super().__init__()
         config = plan.config
         self.C = C = plan.dims.C
-        self.shape = plan.attention_geometry(index, options)
+        self.geometry = plan.attention_geometry(index, options)
         self.in_proj = Conv(C, 3 * C, config.conv_bias)
         self.out_proj = Conv(C, C, config.conv_bias)
         self.conv = Depthwise(options.batch, C, config.conv_L_cache, config.conv_bias)
@@ -42,7 +42,7 @@ class ShortConv(nn.Module):
     def forward(self, x, cache: dict, io: dict):
         b, c, x = cut(self.in_proj(x), self.C, self.C, self.C)
         mixed = self.conv(b * x, cache, io)
-        return self.out_proj(c * self.shape.plane(mixed, self.C))
+        return self.out_proj(c * self.geometry.plane(mixed, self.C))
 
 
 def plan(config) -> Plan:
@@ -55,10 +55,10 @@ def plan(config) -> Plan:
     as_llama = copy.copy(config)
     as_llama.rms_norm_eps = config.norm_eps
     if config.block_auto_adjust_ff_dim:
-        unit = config.block_multiple_of
+        multiple = config.block_multiple_of
         width = int(2 * config.intermediate_size / 3)
         width = int(config.block_ffn_dim_multiplier * width)
-        as_llama.intermediate_size = -(-width // unit) * unit
+        as_llama.intermediate_size = -(-width // multiple) * multiple
     return llama.plan(as_llama, names=NAMES, **fields)
 
 

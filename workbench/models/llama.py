@@ -23,7 +23,8 @@ from workbench.models.layers import Attention, GatedMLP, Head, scaled
 YARN = *ROPE_TYPES, "yarn"
 GROWTH = "llama_4_scaling_beta"
 LENGTH = "original_max_position_embeddings"
-# norms before and after attention, before and after the MLP
+# the places of a layer's norms in `norms`; the mixer is attention or what replaces it
+BEFORE_MIXER, AFTER_MIXER, BEFORE_MLP, AFTER_MLP = range(4)
 PRE = "input_layernorm", "", "post_attention_layernorm", ""
 
 
@@ -32,8 +33,8 @@ class DecoderLayer(nn.Module):
     2^-residual_exponent of the model's.
 
     Args:
-        norms: names of the norms before and after attention, before and after the MLP;
-            "" where there is none.
+        norms: names of the norms before and after the mixer, before and after the MLP
+            (`BEFORE_MIXER` and so on); "" where there is none.
         act: the activation of the MLP.
         fused_mlp: see `fused` of `GatedMLP`.
         mixer: name and module of another mixer in place of attention.
@@ -70,8 +71,8 @@ class DecoderLayer(nn.Module):
             bias = flag(config, "attention_bias")
             keywords = {"scale": plan.dims.D**-0.5, "qkv_bias": bias, "o_bias": bias}
             keywords |= {"norm": plan.norm} | attention
-            shape = plan.attention_geometry(index, options)
-            mixer = "self_attn", Attention(C, shape, **keywords)
+            geometry = plan.attention_geometry(index, options)
+            mixer = "self_attn", Attention(C, geometry, **keywords)
         # the checkpoint names the mixer, and parameters have its names
         self.mixer, module = mixer
         self.add_module(self.mixer, module)
@@ -79,15 +80,17 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(C, inner, act, flag(config, "mlp_bias"), fused_mlp)
         self.gain = gain
 
-    def normed(self, norm: int, x):
-        """x through one of the four norms, if the family has it."""
-        name = self.norms[norm]
+    def normed(self, place: int, x):
+        """x through the norm at a place such as `BEFORE_MLP`, if the family has it."""
+        name = self.norms[place]
         return self.get_submodule(name)(x) if name else x
 
     def forward(self, x, cache: dict, io: dict):
-        added = self.get_submodule(self.mixer)(self.normed(0, x), cache, io)
-        x = x + scaled(self.normed(1, added), self.gain)
-        return x + scaled(self.normed(3, self.mlp(self.normed(2, x))), self.gain)
+        added = self.get_submodule(self.mixer)(self.normed(BEFORE_MIXER, x), cache, io)
+        x = x + scaled(self.normed(AFTER_MIXER, added), self.gain)
+        return x + scaled(
+            self.normed(AFTER_MLP, self.mlp(self.normed(BEFORE_MLP, x))), self.gain
+        )
 
 
 def plan(

@@ -19,7 +19,7 @@ from workbench.models.recurrence import (
     recall,
     repeated,
     softplus,
-    unit,
+    unit_length,
 )
 
 EPS = 1e-6  # added to the sums of squares of q and k
@@ -66,8 +66,8 @@ class GatedDeltaNet(nn.Module):
         order = io[ORDER]
         mixed = nn.functional.silu(self.conv1d(self.in_proj_qkv(x), cache, io))
         q, k, v = cut(mixed, *self.widths)
-        q = scaled(unit(keys.heads(q, keys.H), EPS), keys.D**-0.5)
-        k = unit(keys.heads(k, keys.H), EPS)
+        q = scaled(unit_length(keys.heads(q, keys.H), EPS), keys.D**-0.5)
+        k = unit_length(keys.heads(k, keys.H), EPS)
         q, k = (repeated(part, keys, s.H // keys.H) for part in (q, k))
         v = s.heads(v, s.H)
         step = softplus(s.numbers(self.in_proj_a(x)) + self.dt_bias)

@@ -133,12 +133,14 @@ def recall(q, k, v, matrix, among: Decays):
     return (q @ matrix) * among.enter + (earlier + own)
 
 
-def repeated(x, shape: AttentionGeometry, times: int):
-    """The heads x [B, H, T, D] of `shape`, every head `times` times in a row: [B, H ·
+def repeated(x, geometry: AttentionGeometry, times: int):
+    """The heads x [B, H, T, D] of `geometry`, every head `times` times in a row: [B, H ·
     times, T, D]."""
     if times == 1:
         return x
-    return torch.cat([x] * times, 2).reshape(shape.B, shape.H * times, -1, shape.D)
+    return torch.cat([x] * times, 2).reshape(
+        geometry.B, geometry.H * times, -1, geometry.D
+    )
 
 
 def log_decay(A_log, step):
@@ -168,7 +170,7 @@ def softplus(x):
     return torch.relu(x) + s * 2 * (series + 1)
 
 
-def unit(x, eps: float):
+def unit_length(x, eps: float):
     """x over the root of Σx² + eps along its last axis, in fp16 for every finite x."""
     y, peak = by_peak(x, -1)
     first, *others = split(eps**0.5)

@@ -41,23 +41,23 @@ class Projection(nn.Module):
     Queries and keys are mixed over time by two short convolutions and pulled towards
     their means; half of the value channels are the previous token's."""
 
-    def __init__(self, C: int, shape: AttentionGeometry):
+    def __init__(self, C: int, geometry: AttentionGeometry):
         super().__init__()
-        self.shape = shape
-        keys = shape.key_width
-        self.widths = shape.width, keys
+        self.geometry = geometry
+        keys = geometry.key_width
+        self.widths = geometry.width, keys
         width = sum(self.widths)
         conv = {"bias": True, "kernel": (1, TAPS)}
-        self.q_proj = Conv(C, shape.width)
+        self.q_proj = Conv(C, geometry.width)
         self.k_proj = Conv(C, keys)
         self.v_proj_current = Conv(C, keys // 2)
         self.v_proj_delayed = Conv(C, keys // 2)
         self.conv_qk_depthwise = Conv(width, width, groups=width, **conv)
-        groups = shape.H + shape.H_kv
+        groups = geometry.H + geometry.H_kv
         self.conv_qk_grouped = Conv(width, width, groups=groups, **conv)
 
     def forward(self, x, cache: dict, select):
-        s = self.shape
+        s = self.geometry
         q = self.q_proj(x)
         k = self.k_proj(x)
         mixed = extended(s.B, torch.cat([q, k], 1), cache[CONV_STATE], select)
@@ -76,7 +76,7 @@ class Projection(nn.Module):
     def means(self, q, k):
         """Mean of each query with its group's key, and the mean of those over the
         group; [B, H, T, D], [B, H_kv, T, D]."""
-        s = self.shape
+        s = self.geometry
         groups = s.B * s.H_kv
         # rank 4: batch and groups share the first axis
         queries = q.reshape(groups, s.H // s.H_kv, -1, s.D)
@@ -91,9 +91,9 @@ class QKNorm(nn.Module):
     The score scale D^-½ and q's own √D cancel, so neither is applied.
     """
 
-    def __init__(self, shape: AttentionGeometry):
+    def __init__(self, geometry: AttentionGeometry):
         super().__init__()
-        self.temp = vector(shape.H_kv)
+        self.temp = vector(geometry.H_kv)
 
     def forward(self, q, k):
         # 0 stays 0
@@ -110,15 +110,15 @@ class CompressedConvAttention(nn.Module):
     the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start
     as zeros."""
 
-    def __init__(self, C: int, shape: AttentionGeometry):
+    def __init__(self, C: int, geometry: AttentionGeometry):
         super().__init__()
-        self.shape = shape
-        self.qkv_proj = Projection(C, shape)
-        self.qk_norm = QKNorm(shape)
-        self.o_proj = Conv(shape.width, C)
+        self.geometry = geometry
+        self.qkv_proj = Projection(C, geometry)
+        self.qk_norm = QKNorm(geometry)
+        self.o_proj = Conv(geometry.width, C)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.shape
+        s = self.geometry
         q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT])
         q, k = self.qk_norm(q, k)
         mixed = s.attend(s.rotate(q, io), s.rotate(k, io), v, cache, io)
@@ -168,19 +168,19 @@ class Experts(nn.Module):
     """Gated experts stacked as one wide convolution up and one grouped convolution
     down."""
 
-    def __init__(self, count: int, C: int, inner: int, shape: AttentionGeometry):
+    def __init__(self, count: int, C: int, inner: int, geometry: AttentionGeometry):
         super().__init__()
         self.count = count
         self.C = C
         self.inner = inner
-        self.shape = shape
+        self.geometry = geometry
         self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))
         self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
 
     def forward(self, x, weights):
         """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C,
         T, 1]."""
-        s = self.shape
+        s = self.geometry
         E = self.count
         # one convolution for all experts: gates and ups of an expert lie side by side
         both = nn.functional.conv2d(x, self.gate_up_proj)
@@ -238,14 +238,14 @@ class ZayaDecoderLayer(nn.Module):
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
         C = plan.dims.C
-        shape = plan.attention_geometry(index, options)
+        geometry = plan.attention_geometry(index, options)
         self.input_layernorm = plan.norm(C)
         self.post_attention_layernorm = plan.norm(C)
-        self.self_attn = CompressedConvAttention(C, shape)
+        self.self_attn = CompressedConvAttention(C, geometry)
         experts = None
         if options.moe == "dense":
             inner = plan.config.moe_intermediate_size
-            experts = Experts(plan.experts, C, inner, shape)
+            experts = Experts(plan.experts, C, inner, geometry)
         self.mlp = Mixture(Router(plan, first=index == 0), experts)
         self.post_attention_residual_scale = ResidualScaling(C)
         self.post_mlp_residual_scale = ResidualScaling(C)

@@ -176,6 +176,12 @@ class Model(ABC):
                 return inputs[name].shape[shape.index("T")]
         raise AssertionError(f"shard {self.shard.name} has no input with an axis T")
 
+    @property
+    def packages(self) -> list["Model"]:
+        """The models of the packages that it consists of: itself alone, except where
+        several packages of another exporter are one shard."""
+        return [self]
+
     @abstractmethod
     def make_state(self) -> State:
         """Fresh states, zeros, for this model alone."""

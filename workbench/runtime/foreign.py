@@ -13,7 +13,7 @@ import torch
 import miltorch
 from miltorch.constants import Constants
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.foreign import TOKENS, Function, caches, refuse
+from workbench.bundle.foreign import TOKEN_AXIS, Function, caches, refuse
 from workbench.bundle.names import LOGITS, MASKED, PER_LAYER, POS, X
 from workbench.runtime.base import Model, OnCall, State, interrupted
 
@@ -107,7 +107,7 @@ class ForeignModel(Model):
     """The packages of one shard, run part after part.
 
     Of the attributes of `base.Model` it has `shard`, `loading_ms`, `is_device` and
-    `last_native_ms`; `models` have the rest.
+    `last_native_ms`; its `packages` have the rest.
 
     Args:
         models: the models of each part's package by the names of its functions.
@@ -137,12 +137,16 @@ class ForeignModel(Model):
             self.ring_rows = min(entry.shape[-2] for entry in shard.states.values())
         self._check_names()
         self._check_slices()
-        packages = [model for functions in models for model in functions.values()]
-        self.is_device = packages[0].is_device
+        first = self.packages[0]
+        self.is_device = first.is_device
         self.loading_ms = {
-            stage: total([model.loading_ms[stage] for model in packages])
-            for stage in packages[0].loading_ms
+            stage: total([package.loading_ms[stage] for package in self.packages])
+            for stage in first.loading_ms
         }
+
+    @property
+    def packages(self) -> list[Model]:
+        return [model for functions in self.models for model in functions.values()]
 
     def _check_names(self) -> None:
         """Refuses a description that lacks an input, output or cache of the packages, or
@@ -229,8 +233,8 @@ class ForeignModel(Model):
         state = arguments.state
         for function, tokens in calls:
             values = {
-                name: np.take(inputs[name], tokens, axis=TOKENS[name])
-                for name in inputs.keys() & TOKENS.keys()
+                name: np.take(inputs[name], tokens, axis=TOKEN_AXIS[name])
+                for name in inputs.keys() & TOKEN_AXIS.keys()
             }
             positions = arguments.start + tokens
             state.arrange_rows(positions[0])
@@ -321,7 +325,7 @@ class ForeignModel(Model):
         elif role in values:
             value = _plane(role, shape, values[role], T)
         else:
-            refuse(name, f"role {role!r}", f"one of {[*values, *TOKENS, 'start']}")
+            refuse(name, f"role {role!r}", f"one of {[*values, *TOKEN_AXIS, 'start']}")
         rank = len(shape)
         # leading axes are all 1: add or drop them until the rank is the input's
         padded = (1,) * rank + value.shape
@@ -364,9 +368,9 @@ def _plane(role: str, shape: Sequence[int], value: np.ndarray, T: int) -> np.nda
     """A value of the bundle's interface in the shape of a package's input, for a call of
     T tokens."""
     # a head may take more columns than the call has: the last one is repeated
-    size = max(T, shape[TOKENS[role]] or T)
+    size = max(T, shape[TOKEN_AXIS[role]] or T)
     columns = np.minimum(np.arange(size), T - 1)
-    value = np.take(value, columns, axis=TOKENS[role])
+    value = np.take(value, columns, axis=TOKEN_AXIS[role])
     if role in (X, PER_LAYER) and len(shape) < 4:
         return value[..., 0].swapaxes(1, 2)
     if role.startswith("rope"):

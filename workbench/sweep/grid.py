@@ -246,9 +246,12 @@ def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
     from workbench.check.golden import Golden
 
     golden = Golden.load(locate(grid.golden).absolute())
-    hashes = {source.checkpoint_hash for source in sources} - {None, golden.sha256}
+    hashes = {source.checkpoint_hash for source in sources} - {
+        None,
+        golden.checkpoint_sha256,
+    }
     if hashes:
-        actual = f"golden of checkpoint {golden.sha256[:12]}"
+        actual = f"golden of checkpoint {golden.checkpoint_sha256[:12]}"
         step = "run: workbench golden CHECKPOINT --out G"
         raise InputError(subject, actual, f"one of {min(hashes)[:12]}", step)
     ids = golden.ids.tolist()

@@ -85,7 +85,7 @@ def measure_speed(
         rows += clock.rows(repetition, has_parts=repetition < repetitions)
         elapsed_s = rows[-1]["elapsed_s"]
         repetition += 1
-    for model in (*decoder.layers, *decoder.heads):
+    for model in (*decoder.layer_shards, *decoder.heads):
         columns = {"shard": model.shard.name, "repetition": 0, "warmup": False}
         for phase, ms in model.loading_ms.items():
             rows.append(columns | {"phase": phase, "value": ms})
@@ -186,7 +186,7 @@ def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list
     ms, cpu_ms, native_ms = zip(*times.parts)
     call = {"phase": "call", "value": times.total, "cpu_ms": call_cpu_ms}
     call["native_ms"] = None if None in native_ms else sum(native_ms)
-    names = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layers]
+    names = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layer_shards]
     names.append({"phase": "head"})
     parts = [
         name | dict(zip(CLOCKS, clocks)) for name, clocks in zip(names, times.parts)
@@ -204,8 +204,8 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
 
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     rows = []
-    for model in decoder.layers:
-        layers = range(*model.shard.layers)
+    for model in decoder.layer_shards:
+        layers = model.shard.layer_range
         of_shard = timed[timed["shard"] == model.shard.name]
         ms = of_shard[CLOCKS].astype(float) / len(layers)
         row = of_shard[["shard", "T", "depth"]].iloc[0].to_dict()

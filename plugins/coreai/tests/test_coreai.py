@@ -119,7 +119,7 @@ export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, **{export_options!r})"""
 
 def test_inputs_that_are_missing_misshapen_or_too_many_are_refused_by_name(apple):
     decoder = Decoder(apple)
-    model, T = decoder.layers[0], np.array([8])
+    model, T = decoder.layer_shards[0], np.array([8])
     state, C = model.make_state(), apple.manifest.dims.C
     io = decoder.host.inputs(0 * T, T, 8)
     io[X] = decoder.plane(np.zeros((1, C, 8)))

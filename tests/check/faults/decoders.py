@@ -28,7 +28,7 @@ TensorChange = Callable[[torch.Tensor], torch.Tensor]
 
 def find_steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> list:
     """The steps of a layer with this MIL operation, at least one."""
-    model = decoder.layers[layer]
+    model = decoder.layer_shards[layer]
     module = module.format(layer=layer)
     steps = []
     for step in model.executable.body.steps:
@@ -41,7 +41,7 @@ def find_steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> lis
 
 def find_step_returning(decoder: Decoder, layer: int, name: str):
     """The step whose first result has this name."""
-    steps = decoder.layers[layer].executable.body.steps
+    steps = decoder.layer_shards[layer].executable.body.steps
     return next(step for step in steps if step.outputs and step.outputs[0][0] == name)
 
 
@@ -118,7 +118,7 @@ def replace_constant(model, name: str, change: TensorChange) -> None:
 
 def read_weight(decoder: Decoder, layer: int, tensor: str) -> torch.Tensor:
     """A copy of a weight as the program stores it; `tensor` is its name within the layer."""
-    model = decoder.layers[layer]
+    model = decoder.layer_shards[layer]
     name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
     return model.executable.constants[name].clone()
 
@@ -127,7 +127,7 @@ def edit_weight(tensor: str, change: TensorChange) -> LayerPlant:
     """Changes a weight; `tensor` is its name within the layer."""
 
     def plant(decoder, layer):
-        model = decoder.layers[layer]
+        model = decoder.layer_shards[layer]
         name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
         replace_constant(model, name, change)
 
@@ -218,7 +218,7 @@ def edit_shard_input(layers: Sequence[int], name: str, change: ArrayChange) -> P
 
     def plant(decoder):
         for layer in layers:
-            wrap_calls(decoder.layers[layer], call)
+            wrap_calls(decoder.layer_shards[layer], call)
 
     return plant
 
@@ -236,6 +236,6 @@ def clear_state(layers: Sequence[int], name: str) -> Plant:
 
     def plant(decoder):
         for layer in layers:
-            plant_in(decoder.layers[layer], f"layers.{layer}.{name}")
+            plant_in(decoder.layer_shards[layer], f"layers.{layer}.{name}")
 
     return plant

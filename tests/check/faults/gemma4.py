@@ -51,8 +51,8 @@ def share_rows_of_first_layer(decoder):
             inputs = inputs | {K_ROWS: k, V_ROWS: v}
         return predict(inputs, state)
 
-    wrap_calls(decoder.layers[FIRST_SLIDING], record_rows)
-    wrap_calls(decoder.layers[COPYING_SLIDING], read_rows)
+    wrap_calls(decoder.layer_shards[FIRST_SLIDING], record_rows)
+    wrap_calls(decoder.layer_shards[COPYING_SLIDING], read_rows)
 
 
 def read_rows_of_call_before(decoder):
@@ -68,7 +68,7 @@ def read_rows_of_call_before(decoder):
         rows_before.update(rows)
         return predict(inputs | stale, state)
 
-    wrap_calls(decoder.layers[COPYING_SLIDING], call)
+    wrap_calls(decoder.layer_shards[COPYING_SLIDING], call)
 
 
 def exchange_keys_and_values(decoder):
@@ -76,7 +76,7 @@ def exchange_keys_and_values(decoder):
         exchanged = {K_ROWS: inputs[V_ROWS], V_ROWS: inputs[K_ROWS]}
         return predict(inputs | exchanged, state)
 
-    wrap_calls(decoder.layers[COPYING_SLIDING], call)
+    wrap_calls(decoder.layer_shards[COPYING_SLIDING], call)
 
 
 def lose_copies_at_restore(decoder):
@@ -110,11 +110,14 @@ def read_stream_as_x0(decoder):
         return predict(inputs | {X0: inputs[X]}, state)
 
     for layer in LAYERS[1:]:
-        wrap_calls(decoder.layers[layer], call)
+        wrap_calls(decoder.layer_shards[layer], call)
 
 
 def use_projection_of_another_layer(decoder, layer):
-    model, other = decoder.layers[layer], decoder.layers[(layer + 1) % len(LAYERS)]
+    model, other = (
+        decoder.layer_shards[layer],
+        decoder.layer_shards[(layer + 1) % len(LAYERS)],
+    )
     projection = other.executable.constants[other.shard.weights[PROJECTION]].clone()
     replace_constant(model, model.shard.weights[PROJECTION], lambda _: projection)
 

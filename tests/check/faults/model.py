@@ -95,14 +95,14 @@ def poison(weight):
 
 
 def use_tensor_of_another_layer(decoder, layer):
-    last = len(decoder.layers) - 1
+    last = len(decoder.layer_shards) - 1
     other_layer = 0 if layer == last else last
     other = read_weight(decoder, other_layer, "mlp.down_proj.weight")
     edit_weight("mlp.down_proj.weight", lambda _: other)(decoder, layer)
 
 
 def swap_shards(decoder):
-    a, b = decoder.layers[1], decoder.layers[2]
+    a, b = decoder.layer_shards[1], decoder.layer_shards[2]
     a.executables, b.executables = b.executables, a.executables
 
 
@@ -148,7 +148,7 @@ def reverse_head_slices(decoder):
 
 
 def pick_lowest_score(decoder):
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         for step in model.executable.body.steps:
             if step.outputs and step.outputs[0][0] == "router_scores":
                 change_result(step, torch.neg)

@@ -63,7 +63,7 @@ def add_new_rows_to_old(decoder, layer):
 
 def swap_keys_and_values(decoder, layer):
     names = {"k_state": "v_state", "v_state": "k_state"}
-    for step in decoder.layers[layer].executable.body.steps:
+    for step in decoder.layer_shards[layer].executable.body.steps:
         step.operands = [
             operand._replace(source=names.get(operand.source, operand.source))
             if isinstance(operand.source, str)
@@ -80,7 +80,7 @@ def give_every_sequence_one_state(decoder):
         state = model.make_state()
         model.make_state = lambda: state
 
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         plant_in(model)
 
 
@@ -91,7 +91,7 @@ def make_state_for_every_call(decoder):
 
         wrap_calls(model, call)
 
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         plant_in(model)
 
 
@@ -104,7 +104,7 @@ def use_one_state_for_all(decoder):
 
         wrap_calls(model, call)
 
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         plant_in(model)
 
 
@@ -115,7 +115,7 @@ def edit_reads(change: TensorChange) -> Plant:
     """Changes every value that is read from a state."""
 
     def plant(decoder):
-        for layer in range(len(decoder.layers)):
+        for layer in range(len(decoder.layer_shards)):
             for step in find_steps(decoder, layer, "read_state"):
                 change_result(step, change)
 
@@ -139,7 +139,7 @@ def round_rows_at_every_call(decoder):
             state.write(name, (rows * noise).astype(rows.dtype))
         return outputs
 
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         wrap_calls(model, call)
 
 

@@ -35,7 +35,7 @@ def clear_router_state_of_shards(decoder):
         outputs = predict(inputs, state)
         return outputs | {ROUTER_STATE_OUT: np.zeros_like(outputs[ROUTER_STATE_OUT])}
 
-    for model in decoder.layers:
+    for model in decoder.layer_shards:
         wrap_calls(model, call)
 
 

@@ -1,0 +1,189 @@
+"""What an export is asked for: its options, how the values of its matrices are chosen,
+and whether they apply to a checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from pydantic import ValidationError
+
+from workbench.bundle import Options
+from workbench.bundle.manifest import first_fault
+from workbench.bundle.names import MATRIX_STATE
+from workbench.bundle.presets import MIXED, REPLACED, find_preset
+from workbench.errors import InputError
+from workbench.exporter.weights import all_weights, find_presets
+from workbench.models import family_of
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.family import Plan
+
+if TYPE_CHECKING:
+    from workbench.exporter.calibrate import Text
+    from workbench.exporter.mixed import Search
+
+    Formats = Mapping[str, str] | Search
+
+MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How the stored values of the matrices are chosen.
+
+    Attributes:
+        text: whose inputs the matrices are compressed for; None: each weight is rounded
+            to the nearest.
+        formats: checkpoint tensor → preset, of every matrix of a mixed bundle that names
+            them.
+        search: chooses the presets of a mixed bundle.
+    """
+
+    text: "Text | None" = None
+    formats: Mapping[str, str] | None = None
+    search: "Search | None" = None
+
+    @classmethod
+    def of(cls, text: "Text | None", formats: "Formats | None") -> "Compression":
+        """From the arguments `calibration` and `formats` of `export`."""
+        if formats is None or isinstance(formats, Mapping):
+            return cls(text, formats=formats)
+        return cls(text, search=formats)
+
+    @property
+    def key(self) -> list:
+        """What decides the stored values beside the options, as JSON."""
+        parts = []
+        if self.text is not None:
+            parts += [self.text.sha256, self.text.source, self.text.seed]
+        if self.formats is not None:
+            parts.append(dict(self.formats))
+        if self.search is not None:
+            parts.append(self.search.key)
+        return parts
+
+
+def make_options(**fields) -> Options:
+    """Export options from keywords.
+
+    Raises:
+        InputError: an unknown option, a value out of range, a preset that is no longer
+            exported, options that exclude each other, or that the target's plug-in
+            refuses.
+    """
+    try:
+        options = Options(**fields)
+    except ValidationError as problem:
+        name, error = first_fault(problem, "export options")
+        actual, step = repr(error.get("input")), "see: workbench export --help"
+        raise InputError(name, actual, error["msg"], step) from None
+    if options.compress in REPLACED:
+        needed = (
+            "tables for groups of rows: one table for a whole tensor costs too much"
+        )
+        step = f"export with --compress {REPLACED[options.compress]}"
+        raise InputError("compress", repr(options.compress), needed, step)
+    if options.plugin:
+        options.plugin.check(options)
+    return options
+
+
+def check_formats(options: Options, compression: Compression) -> None:
+    """Raises an InputError for `mixed` without formats, for formats without `mixed`, and
+    for a preset that no matrix can have."""
+    has_formats = compression.formats is not None or compression.search is not None
+    if has_formats and options.preset != MIXED:
+        actual = f"compress = {options.compress}"
+        raise InputError("formats", actual, "compress = mixed", "leave formats out")
+    if options.preset != MIXED:
+        return
+    if not has_formats:
+        raise InputError(
+            "--compress mixed",
+            "no preset for each matrix",
+            "the presets, or a search that chooses them",
+            "run: workbench export CHECKPOINT BUNDLE --compress mixed --calibrate TEXT "
+            "--max-kl 0.05",
+        )
+    for tensor, name in (compression.formats or {}).items():
+        subject, step = f"format of {tensor!r}", "choose another one"
+        try:
+            preset = find_preset(name)
+        except ValueError as problem:
+            raise InputError(subject, name, str(problem), step) from None
+        if preset == MIXED or name in REPLACED:
+            raise InputError(subject, name, "a preset of one matrix", step)
+
+
+def check_all_named(
+    source: Checkpoint, plan: Plan, options: Options, formats: Mapping[str, str]
+) -> None:
+    """Raises an InputError unless formats are those of every matrix of a bundle."""
+    weights = all_weights(source, plan, options, find_presets(formats))
+    matrices = {weight.tensor for weight in weights if weight.is_compressible}
+    for tensor in sorted(formats.keys() - matrices):
+        needed, step = "the name of a matrix", "choose the formats again"
+        raise InputError(f"format of {tensor!r}", "no matrix", needed, step)
+
+
+def read_plan(source: Checkpoint, options: Options) -> Plan:
+    """The family's plan for a checkpoint, once `check_options` has accepted the
+    options: no weight is read before.
+
+    Raises:
+        InputError: a family or configuration that is not supported; see
+            `check_options`.
+    """
+    family = family_of(source.config)
+    try:
+        plan = family.plan(source.config)
+    except ValidationError as problem:
+        name, error = first_fault(problem, "config.json")
+        actual, step = repr(error.get("input")), "check config.json"
+        raise InputError(name, actual, error["msg"], step) from None
+    except TypeError as problem:  # null in place of a number
+        needed, step = "a number wherever the family reads one", "check config.json"
+        raise InputError("config.json", str(problem), needed, step) from problem
+    check_options(options, plan)
+    return family.settle(plan, source) if hasattr(family, "settle") else plan
+
+
+def check_options(options: Options, plan: Plan) -> None:
+    """Raises an InputError for options that do not apply to a family or to its
+    configuration."""
+    config = plan.config
+
+    def refuse(option: str, needed: str, next_step: str) -> NoReturn:
+        actual = f"a {config.model_type} checkpoint"
+        raise InputError(option, actual, needed, next_step)
+
+    if options.sliding == "window":
+        needed = "mask or ring: only other exporters' packages have such a cache"
+        refuse("sliding = window", needed, "leave out --sliding")
+    if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
+        needed = "a family with sliding attention"
+        refuse("sliding = ring", needed, "leave out --sliding")
+    if options.moe == "routed" and not plan.experts:
+        refuse("moe = routed", "a family with experts", "leave out --moe")
+    has_matrix = any(MATRIX_STATE in states for states in plan.side_states)
+    if has_matrix and options.t_max > MATRIX_T_MAX:
+        needed = (
+            f"at most {MATRIX_T_MAX}: fp16 cannot hold what a longer call does to a "
+            "matrix state"
+        )
+        step = f"export with --tokens 1-{MATRIX_T_MAX} or fewer"
+        refuse(f"tokens = {options.tokens}", needed, step)
+    max_seq_len = f"max_seq_len = {options.max_seq_len}"
+    if plan.max_positions and options.max_seq_len > plan.max_positions:
+        needed = (
+            f"at most {plan.max_positions}, the length beyond which its positions are "
+            "scaled"
+        )
+        refuse(max_seq_len, needed, "export with a smaller --max-seq-len")
+    trained = getattr(config, "max_position_embeddings", None)
+    if trained and options.max_seq_len > trained:
+        needed = f"at most {trained}, the max_position_embeddings of its config.json"
+        step = (
+            f"export with --max-seq-len {trained} or less; a model that was trained on "
+            "longer texts states it there"
+        )
+        refuse(max_seq_len, needed, step)
