@@ -22,7 +22,7 @@ smaller one. Embeddings that layers read beside their input are multiplied by th
 scales: a norm hides a factor of its input wherever the input is large."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
@@ -195,7 +195,10 @@ def program_errors(
     traces = run_passes(decoder, passes, "program", compare_states, head=False)
     for plan, sequences, table in zip(plans, traces, tables):
         table += trace_errors(plan, sequences)
-    tables.append(head_errors(decoder, checkpoint, plans, traces))
+    calls = []
+    for plan, sequences in zip(plans, traces):
+        calls += plan_head_calls(decoder, plan, sequences)
+    tables.append(head_errors(decoder, checkpoint, calls))
     return pd.concat([part for table in tables for part in table], ignore_index=True)
 
 
@@ -372,20 +375,62 @@ def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFram
     return tables
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadCall:
-    """A call of the head over positions of one stretch of each sequence.
+    """A call of the head over positions of one stretch of each sequence, and the errors
+    of its logits. Slices of the vocabulary are added one after another, of which the
+    sums of squares alone remain: all logits of a large vocabulary take gigabytes.
 
     Attributes:
         hidden: [B, C, n], what it reads.
         positions: of the stretches.
         T: [B, n], the tokens of the call that computed each of them.
+        sums: [3, B, n], the squares of Hugging Face's logits, of their distances from
+            the program's, and of those from the perturbed ones.
     """
 
     plan: StretchPlan
     hidden: np.ndarray
     positions: slice
     T: np.ndarray
+    sums: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.sums = np.zeros((3, *self.T.shape))
+
+    def references(self, seq: int) -> tuple[Trace, Trace]:
+        """Hugging Face's trace of a sequence, and the perturbed one."""
+        stretch = self.plan.stretches[seq]
+        return stretch.trace, stretch.perturbed[self.plan.mode]
+
+    def add(self, logits: np.ndarray, expected: dict[int, np.ndarray]) -> None:
+        """Adds a slice of the vocabulary.
+
+        Args:
+            logits: [B, n, r], the program's.
+            expected: id of a trace → Hugging Face's logits [positions, r].
+        """
+        for seq in range(len(logits)):
+            reference, perturbed = (
+                expected[id(trace)][self.positions] for trace in self.references(seq)
+            )
+            for number, actual in enumerate((None, logits[seq], perturbed)):
+                self.sums[number, seq] += sum_of_squares(reference, actual)
+
+    def errors(self, V: int) -> Iterator[pd.DataFrame]:
+        """The rows of every sequence, once all of its V logits have been added."""
+        for seq, stretch in enumerate(self.plan.stretches):
+            size, distance, perturbed = np.sqrt(self.sums[:, seq] / V)
+            columns = {"tensor": "logits", "layer": pd.NA}
+            columns["position"] = np.arange(stretch.start, stretch.end)[self.positions]
+            columns |= {"T": self.T[seq], "distance": distance, "size": size}
+            columns["error"] = safe_ratio(distance, size)
+            columns["budget"], columns["ratio"] = budget_and_ratio(
+                distance, size, perturbed, program_tolerance
+            )
+            rows = pd.DataFrame(columns).astype({"layer": "Int64"})
+            L = len(stretch.trace.layers)
+            yield _add_run_columns(rows, self.plan, seq, L)
 
 
 def plan_head_calls(
@@ -409,67 +454,38 @@ def plan_head_calls(
 
 
 def head_errors(
-    decoder: Decoder,
-    checkpoint: Checkpoint,
-    plans: Sequence[StretchPlan],
-    traces: Sequence[Sequence[Trace]],
+    decoder: Decoder, checkpoint: Checkpoint, calls: Sequence[HeadCall]
 ) -> list[pd.DataFrame]:
-    """Errors of the logits of all runs against Hugging Face's. Both sides compute one
-    slice of the vocabulary after another, of which the sums of squares alone remain: all
-    logits of a large vocabulary would take gigabytes.
+    """Errors of the logits of all calls against Hugging Face's, of which both sides
+    compute one slice of the vocabulary after another.
 
     Raises:
         InputError: packages that give another number of logits than the vocabulary has.
     """
-    calls = []
-    for plan, of_plan in zip(plans, traces):
-        calls += plan_head_calls(decoder, plan, of_plan)
-    # what Hugging Face's head reads, for each trace once
-    references = {}
-    for call in calls:
-        for stretch in call.plan.stretches:
-            for trace in (stretch.trace, stretch.perturbed[call.plan.mode]):
-                references.setdefault(id(trace), trace.normed)
     if not calls:
         return []
+    normed = {}  # what Hugging Face's head reads, for each trace once
+    for call in calls:
+        for seq in range(len(call.T)):
+            normed |= {id(trace): trace.normed for trace in call.references(seq)}
+    ends = np.cumsum([len(rows) for rows in normed.values()])[:-1]
     head = Head(checkpoint.config, partial(read_head, checkpoint, decoder.bundle))
-    normed = torch.from_numpy(np.concatenate([*references.values()]))
-    expected_slices = SliceReader(head.slices(normed))
-    ends = np.cumsum([len(rows) for rows in references.values()])[:-1]
-    sums = [np.zeros((3, *call.T.shape)) for call in calls]
-    V = 0
+    inputs = torch.from_numpy(np.concatenate([*normed.values()]))
+    reader = SliceReader(head.slices(inputs))
+    V, needed = 0, decoder.manifest.dims.V
     for slices in decoder.logit_slices([call.hidden for call in calls]):
         count = slices[0].shape[2]
         V += count
-        if V > decoder.manifest.dims.V:
+        if V > needed:
             break
-        parts = np.split(expected_slices.read(count), ends)
-        expected = dict(zip(references, parts, strict=True))
-        for call, logits, of_call in zip(calls, slices, sums, strict=True):
-            for seq, stretch in enumerate(call.plan.stretches):
-                perturbed = stretch.perturbed[call.plan.mode]
-                right = expected[id(stretch.trace)][call.positions]
-                moved = expected[id(perturbed)][call.positions]
-                for number, other in enumerate((None, logits[seq], moved)):
-                    of_call[number, seq] += sum_of_squares(right, other)
-    if V != decoder.manifest.dims.V:
-        needed = f"{decoder.manifest.dims.V}, a logit for each token"
-        raise InputError("head", f"{V} logits", needed, "export the model again")
-    tables = []
-    for call, of_call in zip(calls, sums):
-        for seq, stretch in enumerate(call.plan.stretches):
-            size, distance, perturbed = np.sqrt(of_call[:, seq] / V)
-            columns = {"tensor": "logits", "layer": pd.NA}
-            columns["position"] = np.arange(stretch.start, stretch.end)[call.positions]
-            columns |= {"T": call.T[seq], "distance": distance, "size": size}
-            columns["error"] = safe_ratio(distance, size)
-            columns["budget"], columns["ratio"] = budget_and_ratio(
-                distance, size, perturbed, program_tolerance
-            )
-            rows = pd.DataFrame(columns).astype({"layer": "Int64"})
-            L = len(stretch.trace.layers)
-            tables.append(_add_run_columns(rows, call.plan, seq, L))
-    return tables
+        parts = np.split(reader.read(count), ends)
+        expected = dict(zip(normed, parts, strict=True))
+        for call, logits in zip(calls, slices, strict=True):
+            call.add(logits, expected)
+    if V != needed:
+        step = "export the model again"
+        raise InputError("head", f"{V} logits", f"{needed}, one for each token", step)
+    return [rows for call in calls for rows in call.errors(V)]
 
 
 class SliceReader:
@@ -640,10 +656,10 @@ def extend(cache, trace: Trace, start: int, sources: dict[int, int]) -> Trace:
         # row 0 is left out: many copies of an attention sink would hide every other row
         drawn = rng.integers(min(1, count - 1), count, start - count)
         planes = []
-        for field in ("k", "v"):
-            written = getattr(trace.layers[i], field)
+        for name in ("k", "v"):
+            written = getattr(trace.layers[i], name)
             rows = written[drawn]
-            setattr(before.layers[i], field, np.concatenate([written, rows]))
+            setattr(before.layers[i], name, np.concatenate([written, rows]))
             plane = torch.from_numpy(rows).unflatten(1, (layer.keys.shape[1], -1))
             planes.append(plane.transpose(0, 1)[None])
         if start > count:

@@ -693,7 +693,7 @@ def device_reference(
 def _device_like(bundle: Bundle, precision: str) -> Decoder:
     """A portable decoder that shows no more than a device does: inner layers are neither
     fed nor read."""
-    decoder = Decoder(bundle, "portable", precision)
+    decoder = Decoder(bundle, "portable", precision, keeps_head=False)
     decoder.shows_inner_layers = False  # which this module and `run` read
     return decoder
 
