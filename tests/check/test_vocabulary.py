@@ -29,9 +29,9 @@ def sliced(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sliced") / "bundle"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "HEAD_ROWS", ROWS)
-        made = tiny.export(source.path, folder, max_seq_len=32, batch=2)
-    assert len(made.shards("head")) == 3
-    return made
+        bundle = tiny.export(source.path, folder, max_seq_len=32, batch=2)
+    assert len(bundle.shards("head")) == 3
+    return bundle
 
 
 def held_weights(decoder):
