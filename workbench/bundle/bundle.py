@@ -4,6 +4,7 @@ validated."""
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from workbench.files import (
 # the folder of this checkout's notes on files whose hashes are right
 NOTES = "contents"
 NOTED_BYTES = 1 << 24  # a smaller bundle is hashed whenever a decoder opens it
+MAPPED_BYTES = 1 << 26  # of a table at a time: mapped memory counts as resident
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
@@ -213,6 +215,22 @@ class Bundle:
         # slices takes longer
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name).numpy() for name in file.keys()}
+
+    def table_rows(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """A table of `embedding` in order, some rows at a time, and which these are.
+
+        Every part is mapped by itself: what was read through the mapping of `embedding`
+        would stay in memory as long as the bundle."""
+        from safetensors import safe_open
+
+        path = self.root / self.manifest.embedding.file.path
+        with safe_open(path, "pt") as file:
+            count, *others = file.get_slice(name).get_shape()
+        step = max(1, MAPPED_BYTES // (2 * math.prod(others)))
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            with safe_open(path, "pt") as file:
+                yield rows, file.get_slice(name)[rows].numpy()
 
     @cached_property
     def calibration_ids(self) -> np.ndarray | None:

@@ -27,12 +27,19 @@ Tolerance = Callable[[np.ndarray, np.ndarray], np.ndarray]
 def rms(reference: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
     """Root mean square of reference, or of reference − actual, along the last axis,
     float64."""
+    return np.sqrt(sum_of_squares(reference, actual) / np.shape(reference)[-1])
+
+
+def sum_of_squares(
+    reference: np.ndarray, actual: np.ndarray | None = None
+) -> np.ndarray:
+    """The sum of the squares of reference, or of reference − actual, along the last axis,
+    float64."""
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.float64(reference)
         if actual is not None:
             difference = difference - actual
-        squares = np.einsum("...i,...i->...", difference, difference)
-        return np.sqrt(squares / difference.shape[-1])
+        return np.einsum("...i,...i->...", difference, difference)
 
 
 def safe_ratio(error: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ and the weights that it computes with."""
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError
 
 from workbench import paths
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import EMBEDDING
 from workbench.check.greedy import ARRAYS, METADATA, GreedyTexts
-from workbench.check.hf import Weights, trace_reference
+from workbench.check.hf import HEAD_ROWS, Weights, trace_reference
 from workbench.check.text import default_ids
 from workbench.check.trace import STORED, Arrays, Trace, parse_name
 from workbench.decode.tokenizer import token_labels
@@ -247,7 +247,8 @@ class StoredWeights:
     """Reads checkpoint tensors as a bundle stores them, decompressed.
 
     Attributes:
-        slices: the stored values of each tensor, in the order of their rows.
+        slices: the stored values of each tensor, in the order of their rows. The head's
+            may be left out; they are then read whenever they are asked for.
         offsets: what was added to a tensor before it was stored (Gemma's 1 + γ), which
             is subtracted again.
         half: whether matrices stay in the dtype in which they are stored, which holds
@@ -255,6 +256,7 @@ class StoredWeights:
     """
 
     checkpoint: Checkpoint
+    bundle: Bundle
     slices: dict[str, list[torch.Tensor]]
     offsets: dict[str, float]
     half: bool
@@ -270,6 +272,9 @@ class StoredWeights:
         the checkpoint and rounded to fp16."""
         shape = self.checkpoint.shape(name)
         if name not in self.slices:
+            if name == self.checkpoint.head:
+                value = torch.cat([*self.head_slices()])
+                return value if self.half else value.float()
             return self.checkpoint.tensor(name).half().float()
         rows = [part.reshape(-1, *shape[1:]) for part in self.slices[name]]
         if rows[0].numel() == np.prod(shape):
@@ -281,11 +286,53 @@ class StoredWeights:
             return value.float() - offset
         return value if self.half else value.float()
 
+    def head_slices(self) -> Iterator[torch.Tensor]:
+        """The rows of the head in order, in the dtype in which they are stored."""
+        name = self.checkpoint.head
+        if name in self.slices:
+            shape, offset = self.checkpoint.shape(name), self.offsets.get(name)
+            yield from _in_rows(self.slices[name], shape, offset)
+        else:
+            yield from read_head(self.checkpoint, self.bundle)
+
+
+def read_head(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[torch.Tensor]:
+    """The rows of the head as a bundle stores them, decompressed, [r, C] in their order:
+    one slice after another, each read when it is asked for. One that no shard stores is
+    the checkpoint's, rounded to fp16."""
+    name = checkpoint.head
+    shape = checkpoint.shape(name)
+    shards = [shard for shard in _by_rows(bundle) if name in shard.weights]
+    if shards:
+        parts = (constants(bundle, shard)(shard.weights[name]) for shard in shards)
+        yield from _in_rows(parts, shape, shards[0].offsets.get(name))
+        return
+    for start in range(0, shape[0], HEAD_ROWS):
+        rows = slice(start, min(start + HEAD_ROWS, shape[0]))
+        yield checkpoint.tensor(name, rows).half()
+
+
+def _in_rows(
+    parts: Iterable[torch.Tensor], shape: Sequence[int], offset: float | None
+) -> Iterator[torch.Tensor]:
+    """Stored parts of a tensor of this shape as its rows [r, ..], without the offset that
+    storage adds. Where a part has the whole tensor, the others repeat it."""
+    V, *others = shape
+    for part in parts:
+        rows = part.reshape(-1, *others)
+        yield rows.float() - offset if offset else rows
+        if len(rows) == V:
+            return
+
 
 def stored_weights(
-    checkpoint: Checkpoint, bundle: Bundle, *, half: bool = False
+    checkpoint: Checkpoint, bundle: Bundle, *, half: bool = False, head: bool = True
 ) -> StoredWeights:
     """The weights of a bundle; see `StoredWeights` for `half`.
+
+    Args:
+        head: whether the head is read now, for a caller that computes logits again and
+            again; otherwise it is read slice by slice whenever it is asked for.
 
     Raises:
         InputError: a bundle that was exported from another checkpoint.
@@ -293,14 +340,20 @@ def stored_weights(
     check_exported_from(checkpoint, bundle)
     slices: dict[str, list[torch.Tensor]] = {}
     offsets: dict[str, float] = {}
-    for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
+    for shard in _by_rows(bundle):
         offsets |= shard.offsets
         if not shard.weights:
             continue
         constant_of = constants(bundle, shard)
         for tensor, constant in shard.weights.items():
-            slices.setdefault(tensor, []).append(constant_of(constant))
-    return StoredWeights(checkpoint, slices, offsets, half)
+            if head or tensor != checkpoint.head:
+                slices.setdefault(tensor, []).append(constant_of(constant))
+    return StoredWeights(checkpoint, bundle, slices, offsets, half)
+
+
+def _by_rows(bundle: Bundle) -> list[Shard]:
+    """The shards of a bundle in the order of the rows that they store."""
+    return sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0])
 
 
 def make_golden(

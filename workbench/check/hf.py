@@ -5,8 +5,9 @@ transformers runs its own forward pass. A layer's weights are read when the laye
 and dropped when it returns, so that a model of any depth fits. No layer is
 reimplemented here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from workbench.models.checkpoint import LOCAL, Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 
 # The name of a tensor in the checkpoint → its values. A reader may have an attribute
-# `embedding`, the table [V, C] in which packages look tokens up.
+# `embedding`, the table [V, C] in which packages look tokens up, and a method
+# `head_slices`, which gives the head a slice at a time.
 Weights = Callable[[str], torch.Tensor]
 # What enters a layer [.., n, C] → what the layer reads in its place.
 Perturb = Callable[[torch.Tensor], torch.Tensor]
@@ -50,6 +52,35 @@ class Row:
     perturb: Perturb | None = None
     head: bool = True
     token_scales: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of Hugging Face's model.
+
+    Attributes:
+        config: of the model, whose scaling of logits applies.
+        read: gives the rows of the matrix in order, [r, C] in any numbers and dtype.
+    """
+
+    config: Any
+    read: Callable[[], Iterator[torch.Tensor]]
+
+    def slices(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The logits [.., n, r] of `hidden` [.., n, C] for one slice of the vocabulary
+        after another, of at most `HEAD_ROWS` rows, which are float32 at a time."""
+        divisor = float(getattr(self.config, "logits_scaling", None) or 1.0)
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        for stored in self.read():
+            for rows in stored.split(HEAD_ROWS):
+                logits = (hidden @ rows.float().T).div_(divisor)
+                if softcap:
+                    logits.div_(softcap).tanh_().mul_(softcap)
+                yield logits
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits [.., n, V] of `hidden` [.., n, C]."""
+        return torch.cat([*self.slices(hidden)], dim=-1)
 
 
 class ReferenceLayer(WrappedLayer):
@@ -273,25 +304,21 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """lm_head over [.., n, C], `HEAD_ROWS` of its rows in float32 at a time; the
-        checkpoint's own tensor is read so."""
+        """The logits [.., n, V] of `hidden` [.., n, C]; see `Head`."""
+        return Head(self.model.config, self.head_slices).logits(hidden)
+
+    def head_slices(self) -> Iterator[torch.Tensor]:
+        """The rows of lm_head in order, [r, C] at a time where they can be read so."""
         name = self.checkpoint.head
-        V = self.checkpoint.config.vocab_size
-        stored = None if self.weights is None else self.weights(name)
-        parts = []
-        for start in range(0, V, HEAD_ROWS):
-            rows = slice(start, min(start + HEAD_ROWS, V))
-            if stored is None:
-                matrix = self.checkpoint.tensor(name, rows)
-            else:
-                matrix = stored[rows].float()
-            parts.append(hidden @ matrix.T)
-        divisor = getattr(self.model.config, "logits_scaling", None) or 1.0
-        logits = torch.cat(parts, dim=-1).div_(float(divisor))
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        if softcap:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
-        return logits
+        if self.weights is None:
+            V = self.checkpoint.config.vocab_size
+            for start in range(0, V, HEAD_ROWS):
+                rows = slice(start, min(start + HEAD_ROWS, V))
+                yield self.checkpoint.tensor(name, rows)
+        elif read_slices := getattr(self.weights, "head_slices", None):
+            yield from read_slices()
+        else:
+            yield self.weights(name)
 
 
 def trace_reference(

@@ -21,8 +21,8 @@ smallest inputs come first, so that no larger value of an earlier position hides
 smaller one. Embeddings that layers read beside their input are multiplied by the same
 scales: a norm hides a factor of its input wherever the input is large."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
@@ -37,12 +37,14 @@ from workbench.check.compare import (
     distances,
     errors,
     rms,
+    safe_ratio,
+    sum_of_squares,
     vector_errors,
     with_tolerance,
 )
 from workbench.check.gates import Gate
-from workbench.check.golden import stored_weights
-from workbench.check.hf import Reference, Row, nudge, recording_cache
+from workbench.check.golden import read_head, stored_weights
+from workbench.check.hf import Head, Reference, Row, nudge, recording_cache
 from workbench.check.run import PromptRun, plan_calls, program_inputs, run_passes
 from workbench.check.states import LARGE, SUBNORMAL, ShardNames, default_ts
 from workbench.check.trace import Trace, stack
@@ -81,8 +83,8 @@ class Stretch:
     Attributes:
         start: the first position.
         ids: [n].
-        trace: of Hugging Face's model, with the recurrent states after the last
-            position.
+        trace: of Hugging Face's model without logits, with the recurrent states after
+            the last position.
         before: the states before the first position; `k` and `v` [start, W] hold all
             rows of the caches.
         perturbed: the trace when the last bit of every layer's input is changed, by mode:
@@ -174,7 +176,7 @@ def program_errors(
     """
     isolated = can_feed_layers(decoder)
     if stretches is None:
-        weights = stored_weights(checkpoint, decoder.bundle, half=True)
+        weights = stored_weights(checkpoint, decoder.bundle, half=True, head=False)
         stretches = reference_stretches(
             decoder.manifest, Reference(checkpoint, weights), chained_end=not isolated
         )
@@ -190,9 +192,13 @@ def program_errors(
     def compare_states(number: int, model: Model, state: State) -> None:
         tables[number] += state_errors(plans[number], passes[number], model, state)
 
-    traces = run_passes(decoder, passes, "program", compare_states)
+    traces = run_passes(decoder, passes, "program", compare_states, head=False)
     for plan, sequences, table in zip(plans, traces, tables):
-        table += trace_errors(decoder, plan, sequences)
+        table += trace_errors(plan, sequences)
+    calls = []
+    for plan, sequences in zip(plans, traces):
+        calls += plan_head_calls(decoder, plan, sequences)
+    tables.append(head_errors(decoder, checkpoint, calls))
     return pd.concat([part for table in tables for part in table], ignore_index=True)
 
 
@@ -351,41 +357,155 @@ def _rows_of(value: np.ndarray) -> np.ndarray:
     return np.moveaxis(value, -2, 0).reshape(value.shape[-2], -1)
 
 
-def trace_errors(
-    decoder: Decoder, plan: StretchPlan, traces: Sequence[Trace]
-) -> list[pd.DataFrame]:
-    """Errors of a run's traces. If it is isolated, also errors of the vocabulary head on
-    the last tokens of each stretch, in calls of every size."""
-    update = "update" if plan.isolated else "hidden"
-    tensors = [update, "router", "expert", "logits"]
+def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFrame]:
+    """Errors of a run's traces without logits; none where programs of another exporter
+    show nothing but their states."""
+    tensors = ["update" if plan.isolated else "hidden", "router", "expert"]
     tables = []
-    for seq, trace in enumerate(traces):
-        tables += _sequence_errors(plan, seq, trace, tensors)
-    scale = decoder.manifest.stream_scale
-    for T in plan.sizes if plan.isolated else ():
-        last = np.stack([s.final_input[-T:].T / scale for s in plan.stretches])
-        for seq, logits in enumerate(decoder.logits(last)):
-            sizes = np.full(len(logits), len(logits))
-            trace = Trace([], logits=logits, T=sizes)
-            tables += _sequence_errors(plan, seq, trace, ["logits"])
+    for seq, (stretch, trace) in enumerate(zip(plan.stretches, traces)):
+        reference = stretch.trace
+        sizes = [STEP / LIMIT * rms(layer.unscaled) for layer in reference.layers]
+        rows = errors(reference, trace, tensors, update_sizes=sizes)
+        if rows.empty:
+            continue
+        perturbed = stretch.perturbed[plan.mode]
+        rows = with_tolerance(rows, reference, perturbed, program_tolerance)
+        rows["position"] += stretch.start
+        tables.append(_add_run_columns(rows, plan, seq, len(reference.layers)))
     return tables
 
 
-def _sequence_errors(
-    plan: StretchPlan, seq: int, trace: Trace, tensors: Sequence[str]
+@dataclass
+class HeadCall:
+    """A call of the head over positions of one stretch of each sequence, and the errors
+    of its logits. Slices of the vocabulary are added one after another, of which the
+    sums of squares alone remain: all logits of a large vocabulary take gigabytes.
+
+    Attributes:
+        hidden: [B, C, n], what it reads.
+        positions: of the stretches.
+        T: [B, n], the tokens of the call that computed each of them.
+        sums: [3, B, n], the squares of Hugging Face's logits, of their distances from
+            the program's, and of those from the perturbed ones.
+    """
+
+    plan: StretchPlan
+    hidden: np.ndarray
+    positions: slice
+    T: np.ndarray
+    sums: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.sums = np.zeros((3, *self.T.shape))
+
+    def references(self, seq: int) -> tuple[Trace, Trace]:
+        """Hugging Face's trace of a sequence, and the perturbed one."""
+        stretch = self.plan.stretches[seq]
+        return stretch.trace, stretch.perturbed[self.plan.mode]
+
+    def add(self, logits: np.ndarray, expected: dict[int, np.ndarray]) -> None:
+        """Adds a slice of the vocabulary.
+
+        Args:
+            logits: [B, n, r], the program's.
+            expected: id of a trace → Hugging Face's logits [positions, r].
+        """
+        for seq in range(len(logits)):
+            reference, perturbed = (
+                expected[id(trace)][self.positions] for trace in self.references(seq)
+            )
+            for number, actual in enumerate((None, logits[seq], perturbed)):
+                self.sums[number, seq] += sum_of_squares(reference, actual)
+
+    def errors(self, V: int) -> Iterator[pd.DataFrame]:
+        """The rows of every sequence, once all of its V logits have been added."""
+        for seq, stretch in enumerate(self.plan.stretches):
+            size, distance, perturbed = np.sqrt(self.sums[:, seq] / V)
+            columns = {"tensor": "logits", "layer": pd.NA}
+            columns["position"] = np.arange(stretch.start, stretch.end)[self.positions]
+            columns |= {"T": self.T[seq], "distance": distance, "size": size}
+            columns["error"] = safe_ratio(distance, size)
+            columns["budget"], columns["ratio"] = budget_and_ratio(
+                distance, size, perturbed, program_tolerance
+            )
+            rows = pd.DataFrame(columns).astype({"layer": "Int64"})
+            L = len(stretch.trace.layers)
+            yield _add_run_columns(rows, self.plan, seq, L)
+
+
+def plan_head_calls(
+    decoder: Decoder, plan: StretchPlan, traces: Sequence[Trace]
+) -> list[HeadCall]:
+    """The calls of the head of a run: over its outputs, or if it is isolated on the last
+    tokens of each stretch, in calls of every size."""
+    scale = decoder.manifest.stream_scale
+    if not plan.isolated:
+        if not decoder.manifest.gives_logits:
+            return []
+        output = np.stack([trace.output.T for trace in traces]) / scale
+        T = np.stack([trace.T for trace in traces])
+        return [HeadCall(plan, output, slice(None), T)]
+    calls = []
+    for size in plan.sizes:
+        last = np.stack([s.final_input[-size:].T / scale for s in plan.stretches])
+        T = np.full((len(last), last.shape[2]), last.shape[2])
+        calls.append(HeadCall(plan, last, slice(-size, None), T))
+    return calls
+
+
+def head_errors(
+    decoder: Decoder, checkpoint: Checkpoint, calls: Sequence[HeadCall]
 ) -> list[pd.DataFrame]:
-    """Errors of one sequence's trace against its stretch; none where programs of
-    another exporter show nothing but their states."""
-    stretch = plan.stretches[seq]
-    reference = stretch.trace
-    update_sizes = [STEP / LIMIT * rms(layer.unscaled) for layer in reference.layers]
-    rows = errors(reference, trace, tensors, update_sizes=update_sizes)
-    if rows.empty:
+    """Errors of the logits of all calls against Hugging Face's, of which both sides
+    compute one slice of the vocabulary after another.
+
+    Raises:
+        InputError: packages that give another number of logits than the vocabulary has.
+    """
+    if not calls:
         return []
-    perturbed = stretch.perturbed[plan.mode]
-    rows = with_tolerance(rows, reference, perturbed, program_tolerance)
-    rows["position"] += stretch.start
-    return [_add_run_columns(rows, plan, seq, len(reference.layers))]
+    normed = {}  # what Hugging Face's head reads, for each trace once
+    for call in calls:
+        for seq in range(len(call.T)):
+            normed |= {id(trace): trace.normed for trace in call.references(seq)}
+    ends = np.cumsum([len(rows) for rows in normed.values()])[:-1]
+    head = Head(checkpoint.config, partial(read_head, checkpoint, decoder.bundle))
+    inputs = torch.from_numpy(np.concatenate([*normed.values()]))
+    reader = SliceReader(head.slices(inputs))
+    V, needed = 0, decoder.manifest.dims.V
+    for slices in decoder.logit_slices([call.hidden for call in calls]):
+        count = slices[0].shape[2]
+        V += count
+        if V > needed:
+            break
+        parts = np.split(reader.read(count), ends)
+        expected = dict(zip(normed, parts, strict=True))
+        for call, logits in zip(calls, slices, strict=True):
+            call.add(logits, expected)
+    if V != needed:
+        step = "export the model again"
+        raise InputError("head", f"{V} logits", f"{needed}, one for each token", step)
+    return [rows for call in calls for rows in call.errors(V)]
+
+
+class SliceReader:
+    """Logits [N, V] that arise in slices of some sizes, read in slices of others."""
+
+    def __init__(self, slices: Iterator[torch.Tensor]):
+        self.slices = slices
+        self.rest: np.ndarray | None = None  # behind what was read
+
+    def read(self, count: int) -> np.ndarray:
+        """The next `count` columns, or those that there are."""
+        parts = [] if self.rest is None else [self.rest]
+        while sum(part.shape[1] for part in parts) < count:
+            part = next(self.slices, None)
+            if part is None:
+                break
+            parts.append(part.numpy())
+        columns = np.concatenate(parts, axis=1)
+        self.rest = columns[:, count:]
+        return columns[:, :count]
 
 
 def _add_run_columns(
@@ -479,7 +599,8 @@ def run_stretch(
         chained: whether layers in a row are compared. A third row with nudged inputs
             then gives their tolerance.
     """
-    row = partial(Row, token_scales=token_scales)
+    # logits are computed slice by slice, by `head_errors`
+    row = partial(Row, head=False, token_scales=token_scales)
     rows = [row(feed), row(feed, follows=True, perturb=nudge(start))]
     if chained:
         rows.append(row(perturb=nudge(start + 1)))
@@ -535,10 +656,10 @@ def extend(cache, trace: Trace, start: int, sources: dict[int, int]) -> Trace:
         # row 0 is left out: many copies of an attention sink would hide every other row
         drawn = rng.integers(min(1, count - 1), count, start - count)
         planes = []
-        for field in ("k", "v"):
-            written = getattr(trace.layers[i], field)
+        for name in ("k", "v"):
+            written = getattr(trace.layers[i], name)
             rows = written[drawn]
-            setattr(before.layers[i], field, np.concatenate([written, rows]))
+            setattr(before.layers[i], name, np.concatenate([written, rows]))
             plane = torch.from_numpy(rows).unflatten(1, (layer.keys.shape[1], -1))
             planes.append(plane.transpose(0, 1)[None])
         if start > count:

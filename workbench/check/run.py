@@ -214,15 +214,19 @@ def run_passes(
     passes: Sequence[PromptRun],
     title: str,
     read_state: StateReader | None = None,
+    head: bool = True,
 ) -> list[list[Trace]]:
     """Runs the calls of all passes, with a bar. Every pass runs a shard before any moves
     on to the next, so the portable runtime reads each weight once.
+
+    Args:
+        head: whether chained passes compute logits.
 
     Returns:
         For each pass the trace of every sequence. `x` is the reference's if isolated, and
         the output of the layer before if chained. `hidden` and `expert` (the program's
         own choice) are present where they are visible, `router` for the last layer of a
-        shard, `logits` if chained. `k` and `v` of a ring are its last rows.
+        shard, `logits` if chained and `head`. `k` and `v` of a ring are its last rows.
     """
     recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
     for model in bar(decoder.layer_shards, title, unit="shard"):
@@ -246,7 +250,7 @@ def run_passes(
             recorder.inputs = outputs  # what the next shard reads
             if read_state:
                 read_state(number, model, state)
-    return [recorder.finished_traces() for recorder in recorders]
+    return [recorder.finished_traces(head) for recorder in recorders]
 
 
 def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
@@ -452,13 +456,13 @@ class _Recorder:
                 rows = rows.reshape(*positions.shape, -1)
                 setattr(self.trace.layers[layer], field, rows)
 
-    def finished_traces(self) -> list[Trace]:
-        """The trace of every sequence after the last shard."""
+    def finished_traces(self, head: bool) -> list[Trace]:
+        """The trace of every sequence after the last shard; see `run_passes`."""
         layers = self.trace.layers
         if not self.prompt_run.isolated:
             for before, layer in zip(layers, layers[1:]):
                 layer.x = before.hidden
-            if self.decoder.manifest.gives_logits:
+            if head and self.decoder.manifest.gives_logits:
                 hidden = self.trace.output.swapaxes(1, 2) / self.scale
                 self.trace.logits = self.decoder.logits(hidden)
         return unstack(self.trace, len(self.prompt_run.ids))

@@ -226,7 +226,7 @@ def validate(
     source = golden.source
     check_exported_from(golden, bundle)
     # gate `program` and the budget need the same values of the bundle's files
-    read_weights = cache(partial(stored_weights, source, bundle, half=True))
+    read_weights = cache(partial(stored_weights, source, bundle, half=True, head=False))
     bugs = load_or_run_gates(
         decoder, source, again, golden.verdict_sha256, read_weights, fresh, shared
     )
@@ -279,7 +279,8 @@ class Subject:
         decoder = self.decoder
         if decoder and not decoder.is_device and decoder.precision == "exact":
             return decoder
-        return Decoder(self.bundle, self.bundle.manifest.options.interpreter, "exact")
+        interpreter = self.bundle.manifest.options.interpreter
+        return Decoder(self.bundle, interpreter, "exact", keeps_head=False)
 
     @cached_property
     def host_decoder(self) -> Decoder:
@@ -339,7 +340,9 @@ def _compute_stretches(subject: Subject, chained_end: bool) -> program.Stretches
     if subject.read_weights:
         values = subject.read_weights()
     else:
-        values = stored_weights(subject.checkpoint, subject.bundle, half=True)
+        values = stored_weights(
+            subject.checkpoint, subject.bundle, half=True, head=False
+        )
     reference = Reference(subject.checkpoint, values)
     return program.reference_stretches(subject.bundle.manifest, reference, chained_end)
 
@@ -496,7 +499,7 @@ def measure_budget(
             otherwise each reads the output of the layer before.
         weights: of the bundle's files, `half`; None: they are read.
     """
-    weights = weights or stored_weights(checkpoint, bundle, half=True)
+    weights = weights or stored_weights(checkpoint, bundle, half=True, head=False)
     reference = Reference(checkpoint, weights)
     rounded = half(bundle.manifest.stream_scale)
     feed = golden.trace
@@ -690,7 +693,7 @@ def device_reference(
 def _device_like(bundle: Bundle, precision: str) -> Decoder:
     """A portable decoder that shows no more than a device does: inner layers are neither
     fed nor read."""
-    decoder = Decoder(bundle, "portable", precision)
+    decoder = Decoder(bundle, "portable", precision, keeps_head=False)
     decoder.shows_inner_layers = False  # which this module and `run` read
     return decoder
 

@@ -99,12 +99,11 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     fitted: dict[str, list[FittedSlice]] = {}
     rows_stored: dict[str, set[int]] = {}
     tensors = text_tensors(checkpoint) | {checkpoint.head}
-    for name, table in bundle.embedding.items():
+    for name in bundle.embedding:
         tensor = checkpoint.prefix + HOST_TENSORS[name]
         if tensor != checkpoint.head:
             tensors.discard(tensor)
-        table = torch.from_numpy(table)
-        deviations.append(_host_deviation(checkpoint, tensor, table))
+        deviations.append(_host_deviation(checkpoint, tensor, bundle.table_rows(name)))
     programs = []
     for shard in manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
@@ -240,14 +239,18 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     )
 
 
-def _host_deviation(checkpoint: Checkpoint, tensor: str, table: torch.Tensor) -> Gate:
-    """The deviation of a table of the host from the checkpoint's `tensor`, which is read
+def _host_deviation(
+    checkpoint: Checkpoint, tensor: str, table: Iterator[tuple[slice, np.ndarray]]
+) -> Gate:
+    """The deviation of a table of the host from the checkpoint's `tensor`; both are read
     some rows at a time."""
     deviations = []
-    for rows in blocks(table):
-        stored = table[rows].reshape(-1, table.shape[-1])
-        values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
-        deviations.append(fp16_deviation(f"host: {tensor}", stored, values))
+    for place, part in table:
+        for rows in blocks(part):
+            stored = torch.from_numpy(part[rows])
+            original = slice(place.start + rows.start, place.start + rows.stop)
+            values = checkpoint.tensor(tensor, original).reshape(stored.shape)
+            deviations.append(fp16_deviation(f"host: {tensor}", stored, values))
     return max(deviations, key=gates.ratio_to_limit)
 
 

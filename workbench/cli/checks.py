@@ -120,7 +120,9 @@ def validate(
         # before the decoder, so that one copy of the bundle is in memory at a time
         if golden and is_device:
             checks.device_reference(exported, reference, single_copy)
-        decoder = execution.decoder(exported)
+        # only texts compute logits again and again
+        writes_texts = bool(tasks or text.transcript)
+        decoder = execution.decoder(exported, keeps_head=writes_texts)
         if reference is None:
             stored = _stored_result(decoder, fresh)
             if measures:

@@ -383,6 +383,9 @@ class Decoder:
             hold tokens, or `all`, as the program does.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
+        keeps_head: whether the portable runtime keeps the weights of the head between
+            calls; otherwise each slice is read whenever logits are computed, which
+            suits few calls of many tokens.
 
     Raises:
         InputError: no whole bundle, no such runtime here, a shard that does not load.
@@ -397,6 +400,7 @@ class Decoder:
         reads: str = "used",
         compute_units: str = "CPU_AND_NE",
         hints: dict | None = None,
+        keeps_head: bool = True,
     ):
         bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         bundle.check_contents()
@@ -414,7 +418,13 @@ class Decoder:
         self.compute_units = compute_units
         self.hints = hints or {}
         self.settings = Settings(
-            self.runtime, self.precision, fast, reads, compute_units, self.hints
+            self.runtime,
+            self.precision,
+            fast,
+            reads,
+            compute_units,
+            self.hints,
+            keeps_head,
         )
         # Nothing here may refer to the decoder itself, so that dropping a decoder frees its
         # memory at once, without the garbage collector.
@@ -573,35 +583,47 @@ class Decoder:
         start = clock()
         native = [None]  # without a head, Core ML has no time of it
         if self.heads:
-            hidden, native = self._run_heads(hidden, hook)
+            slices, native = zip(*self.run_heads([hidden], hook))
+            hidden = np.concatenate([logits for (logits,) in slices], axis=1)
         if times:
-            times.add(start, native)
+            times.add(start, [*native])
         return np.ascontiguousarray(hidden.transpose(0, 2, 1))
 
-    def _run_heads(
-        self, hidden: np.ndarray, hook: ShardHook | None
-    ) -> tuple[np.ndarray, list[float | None]]:
-        """Logits [B, V, T] of all slices of the vocabulary, and Core ML's own time of
-        each."""
+    def logit_slices(self, hidden: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        """The logits [B, T, rows] of each of `hidden` [B, C, T], one slice of the
+        vocabulary after another, so that no array has all of it; see `logits`."""
+        if not self.heads:
+            yield [values.transpose(0, 2, 1) for values in hidden]
+            return
+        for logits, _ in self.run_heads(hidden):
+            yield [values.transpose(0, 2, 1) for values in logits]
+
+    def run_heads(
+        self, hidden: Sequence[np.ndarray], hook: ShardHook | None = None
+    ) -> Iterator[tuple[list[np.ndarray], float | None]]:
+        """For every slice of the vocabulary the logits [B, rows, T] of each of `hidden`
+        [B, C, T], and Core ML's own time."""
         t_max = self.options.t_max
         calls, widths = [], []
-        for part in np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2):
-            T = part.shape[2]
-            # a head of fixed shapes takes whole calls, too
-            dummies = 0, self.options.tiling.width(T) - T
-            calls.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
-            widths.append(T)
-        slices, native = [], []
+        for values in hidden:
+            parts = np.split(values, range(t_max, values.shape[2], t_max), axis=2)
+            widths.append([part.shape[2] for part in parts])
+            for part in parts:
+                T = part.shape[2]
+                # a head of fixed shapes takes whole calls, too
+                dummies = 0, self.options.tiling.width(T) - T
+                calls.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
         for model in self.heads:
             hooks = [_of_shard(hook, model.shard)] * len(calls)
-            outputs = model.predict_calls(calls, [None] * len(calls), hooks)
-            native.append(model.last_native_ms)
-            rows = []
-            for output, T in zip(outputs, widths):
-                logits = output[LOGITS]
-                rows.append(logits.reshape(*logits.shape[:2], -1)[:, :, :T])
-            slices.append(np.concatenate(rows, axis=2))
-        return np.concatenate(slices, axis=1), native
+            outputs = iter(model.predict_calls(calls, [None] * len(calls), hooks))
+            logits = []
+            for of_values in widths:
+                columns = []
+                for T in of_values:
+                    output = next(outputs)[LOGITS]
+                    columns.append(output.reshape(*output.shape[:2], -1)[:, :, :T])
+                logits.append(np.concatenate(columns, axis=2))
+            yield logits, model.last_native_ms
 
     def begin(self, snapshot=None) -> None:
         """Makes `new_sequences` the current ones; if a snapshot is refused, the earlier

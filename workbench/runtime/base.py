@@ -33,7 +33,8 @@ class Settings:
 
     Args:
         runtime: `auto`, `portable`, `coreml`, `stand-in` or a plug-in's.
-        precision, fast, reads: of the portable runtime; see `PortableModel`.
+        precision, fast, reads, keeps_head: of the portable runtime; see
+            `PortableModel`.
         compute_units, hints: of Core ML; see `CoreMLModel`.
 
     Raises:
@@ -46,6 +47,7 @@ class Settings:
     reads: str = "used"
     compute_units: str = "CPU_AND_NE"
     hints: dict = field(default_factory=dict)
+    keeps_head: bool = True
 
     def __post_init__(self):
         check_compute_units(self.compute_units)

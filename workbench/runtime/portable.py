@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import miltorch
+from miltorch.checks import check_program
 from miltorch.execute import Hook
 from miltorch.joined import run_calls
 from miltorch.quiet import messages
@@ -44,6 +45,9 @@ class PortableModel(Model):
             `declared` and without a hook, which needs every operation.
         reads: with `fast`, the rows of a cache that attention reads: `all` as the
             program does, or those that hold tokens (`used`).
+        keeps_head: whether a slice of the head keeps its weights between calls;
+            otherwise they are read for each call of `predict_calls` and dropped, so
+            that a large vocabulary is never in memory whole.
 
     Raises:
         InputError: a program that cannot run.
@@ -58,6 +62,8 @@ class PortableModel(Model):
         self.precision = settings.precision
         self.reads = settings.reads
         self.fast = settings.fast and self.precision == "declared"
+        is_head = package.shard is not None and package.shard.kind == "head"
+        self.keeps_weights = settings.keeps_head or not is_head
         self.executables: dict[tuple[int, bool], miltorch.Executable] = {}
         super().__init__(package, settings)
         load_ms = (time.perf_counter() - start) * 1e3
@@ -65,8 +71,10 @@ class PortableModel(Model):
 
     def bind(self, T: int, program: miltorch.Program) -> None:
         """Builds the executable of the smallest T; the others are built when they are
-        first needed."""
-        if T == min(self.functions):
+        first needed. A model that keeps no weights builds none."""
+        if not self.keeps_weights:
+            check_program(program)
+        elif T == min(self.functions):
             self.executables[T, self.fast] = self.build(program, self.fast)
 
     def executable_for(self, T: int, fused: bool) -> miltorch.Executable:
@@ -131,6 +139,8 @@ class PortableModel(Model):
             executable = self.executable_for(T, fused)
             for outputs in run_calls(executable, tensors, cells, group_hooks):
                 results.append({n: value.numpy() for n, value in outputs.items()})
+        if not self.keeps_weights:
+            self.executables.clear()
         return results
 
     def _check_weight_files(self) -> None:

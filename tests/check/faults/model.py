@@ -131,8 +131,13 @@ def embed_next_token(decoder):
 
 
 def return_previous_logits(decoder):
-    logits = decoder.logits
-    decoder.logits = lambda hidden: np.roll(logits(hidden), 1, axis=1)
+    run_heads = decoder.run_heads
+
+    def run_and_shift(hidden, hook=None):
+        for logits, native in run_heads(hidden, hook):
+            yield [np.roll(values, 1, axis=2) for values in logits], native
+
+    decoder.run_heads = run_and_shift
 
 
 def skip_final_norm(decoder):
