@@ -551,12 +551,13 @@ def measure(
     *isolated, chained = trace_bundle(decoder, golden, *runs)
     reference = golden.trace
     frames, ratios = [], []
+    if budget is None:
+        # rounded as it is stored; no layer computes with the rounded values
+        rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
     for T, trace in zip(Ts, isolated, strict=True):
         frame = _fidelity(reference, trace, budget)
         frames.append(frame.assign(T=T, mode="isolated"))
         if budget is None:
-            # rounded as it is stored; no layer computes with the rounded values
-            rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
             frame = with_tolerance(errors(reference, trace), reference, rounded)
         ratios.append(frame["ratio"])
     frames.append(_fidelity(reference, chained).assign(mode="chained"))
