@@ -274,12 +274,8 @@ class Subject:
 
     @cached_property
     def exact(self) -> Decoder:
-        """The decoder whose program is compared: in `exact` arithmetic if the bundle's
-        interpreter has it."""
-        decoder = self.decoder
-        if decoder and not decoder.is_device and decoder.precision == "exact":
-            return decoder
-        return Decoder(self.bundle, self.bundle.manifest.options.interpreter, "exact")
+        """The decoder whose program is compared."""
+        return program.exact_decoder(self.bundle, self.decoder)
 
     @cached_property
     def host_decoder(self) -> Decoder:
@@ -374,7 +370,7 @@ def bug_gates(
     Args:
         decoder: its host and states are checked, and its program if its arithmetic is
             `exact`. Instead of a device or of other arithmetic, a decoder of the bundle's
-            interpreter is opened.
+            interpreter is opened (see `exact_decoder`).
         read_weights, shared: see `Subject`.
 
     Raises:
