@@ -206,6 +206,21 @@ def test_default_prompts_are_ones_that_the_tokenizer_knows_and_that_fit(
     assert transcript.default_prompts(english, 2, 60) == transcript.load_prompts()[:2]
 
 
+def test_words_outside_the_model_s_vocabulary_are_unknown(english):
+    """Planted: a tokenizer of more tokens than the model has."""
+    V = english.config.vocab_size
+    file = english.path / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    vocabulary = fields["model"]["vocab"]
+    for word in vocabulary.keys() - {"<unk>"}:
+        vocabulary[word] += V
+    file.write_text(json.dumps(fields))
+    other = Checkpoint(english.path)
+    ids = transcript.encode(file.parent, transcript.load_prompts()[0])
+    assert min(ids) > V and not unknown_share(other.tokenizer, ids)
+    assert transcript.default_prompts(other, 2, 60) == []
+
+
 @pytest.mark.parametrize(
     ("contents", "reason"),
     [("", "no line"), ("{}", "line 1 without one"), ('{"prompt": " "}', "line 1 with")],

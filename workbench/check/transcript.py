@@ -44,11 +44,11 @@ from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
 from workbench.check.greedy import GreedyTexts, Text
 from workbench.check.hf import Reference, half, whole_model
-from workbench.check.tasks import load_tasks
-from workbench.check.text import TASKS, UNKNOWN_SHARE
+from workbench.check.program import exact_decoder
+from workbench.check.text import first_known_texts, held_out_tasks
 from workbench.decode import Decoder
 from workbench.decode.sampling import suppress
-from workbench.decode.tokenizer import encode_chat, encode_text, text_of, unknown_share
+from workbench.decode.tokenizer import encode_chat, encode_text, text_of
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
@@ -276,22 +276,9 @@ def default_prompts(checkpoint: Checkpoint, count: int, room: int) -> list[str]:
     `PROMPTS`, or, where its tokenizer does not know their words, those of the held-out
     tasks of the small trained models. None without a tokenizer, or with one that knows
     neither."""
-    folder = checkpoint.tokenizer
-    if not (folder / "tokenizer.json").is_file():
-        return []
-    for prompts in (load_prompts(), _task_prompts()):
-        encoded = {prompt: encode(folder, prompt) for prompt in prompts}
-        shares = [unknown_share(folder, ids) for ids in encoded.values()]
-        if shares and np.mean(shares) <= UNKNOWN_SHARE:
-            fitting = [prompt for prompt, ids in encoded.items() if len(ids) <= room]
-            return fitting[:count]
-    return []
-
-
-def _task_prompts() -> list[str]:
-    """The prompts of `TASKS`; none outside a checkout."""
-    file = paths.find(TASKS)
-    return [task["prompt"] for task in load_tasks(file)] if file.is_file() else []
+    questions = [task["prompt"] for task in held_out_tasks()]
+    encoded = first_known_texts(checkpoint, [load_prompts(), questions], encode)
+    return [prompt for prompt, ids in encoded.items() if len(ids) <= room][:count]
 
 
 def encode(folder: str | Path, prompt: str) -> list[int]:
