@@ -184,7 +184,7 @@ def test_a_rotary_base_or_frequencies_two_percent_off_are_red(
         factors = 1.02 if subject == "frequencies" else 1.02**-shares
         rope["inv_freq"] = (factors * frequencies).tolist()
     judged = judge(copy.seal(), checkpoint, "RED", "not judged")
-    assert judged.verdict("host") == "RED"
+    assert judged.verdict("host") == judged.verdict("text_budget") == "RED"
     if subject == "frequencies":
         assert judged.verdict("budget") == "RED"
 
