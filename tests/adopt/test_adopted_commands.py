@@ -14,7 +14,7 @@ from tiny import as_device
 from miltorch.shim import Proxy
 from workbench import Bundle, Decoder, log, sweep
 from workbench.bundle.names import X
-from workbench.check import compare, gates, golden, units
+from workbench.check import compare, gates, golden, transcript, units
 from workbench.check.validate import device_gate, device_reference
 from workbench.models.checkpoint import Checkpoint
 from workbench.widgets import Explorer
@@ -43,6 +43,19 @@ def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, checkout):
     assert result["perplexity"] is None and result["kl"] is None
     assert "argmax is inside" in result["not_run"]
     assert result["golden_perplexity"] > 1 and result["same_top"] > 0.5
+
+
+@pytest.mark.parametrize(("style", "verdict"), [("recipe", "GREEN"), ("theta", "RED")])
+def test_the_error_along_a_text_allows_for_constants_in_fp16(
+    adoptions, monkeypatch, style, verdict
+):
+    checkpoint = Checkpoint(adoptions.checkpoint(style))
+    prompts = {str(n): [1, *IDS[n : n + 8]] for n in range(3)}
+    monkeypatch.setattr(transcript, "encode_prompts", lambda *_: prompts)
+    decoder = Decoder(adoptions.folder(style), "portable")
+    gate, *_ = transcript.transcribe(decoder, checkpoint, [*prompts], 16).judge()
+    assert gate.verdict == verdict
+    assert gate.threshold == transcript.FOREIGN_ERROR_LIMIT
 
 
 def test_a_unit_is_validated_without_logits(adoptions, tmp_path):

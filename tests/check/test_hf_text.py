@@ -3,10 +3,10 @@ from ties, and a lost end token from another text."""
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 from in_process import cli, invoke
 from refusal import refused
 from tiny import checkpoint_that_knows
@@ -19,6 +19,8 @@ from workbench.check.transcript import Transcript
 from workbench.decode.tokenizer import unknown_share
 from workbench.models.checkpoint import Checkpoint
 
+TASKS = ["set garden carrot ; get", "set palace onion ; get", "1 0 + 9 9 ="]
+TASKS += ["the cow near the happy pigs"]
 PROMPTS = ["The keeper of the light", "A ferry leaves", "Bread", "Who repairs boilers?"]
 
 
@@ -41,6 +43,14 @@ def english(copy):
     """A checkpoint whose tokenizer knows the words of the prompts."""
     words = " ".join(transcript.load_prompts()).split()
     return checkpoint_that_knows(words, copy)
+
+
+def change_logits(monkeypatch, change) -> None:
+    """Plants a change of the logits of every decoder."""
+    sound_logits = Decoder.logits
+    monkeypatch.setattr(
+        Decoder, "logits", lambda self, outputs: change(sound_logits(self, outputs))
+    )
 
 
 def words(results) -> dict[str, str]:
@@ -72,15 +82,80 @@ def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama)
         assert logits.argmax(-1).tolist() == text.tokens
 
 
+def test_the_rounding_of_sums_is_no_error_of_the_export(tiny_llama, exports, tmp_path):
+    """A template without BOS: rounding inside the first layers then has more effect
+    than rounding of the stream between them."""
+    folder = shutil.copytree(tiny_llama.path, tmp_path / "model")
+    template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    checkpoint = Checkpoint(folder)
+    bundle = exports.bundle(folder, max_seq_len=128, compress="fp16")
+    expected = transcript.expect_texts(bundle, checkpoint, TASKS, 48)
+    rounded = transcript.compare_texts(
+        tiny.as_device(Decoder(bundle, "portable")), expected
+    )
+    assert rounded.error > transcript.ERROR_LIMIT
+    sound = transcript.compare_texts(Decoder(bundle, "portable"), expected)
+    assert words(sound.judge())["text_budget"] == "GREEN" and sound.error < 0.01
+
+
 def test_logits_that_are_larger_everywhere_change_no_text_and_are_red(
     decoder, expected, monkeypatch
 ):
     """Planted: the bundle's logits × 1.05, which no greedy text shows."""
-    logits = decoder.logits
-    monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
+    change_logits(monkeypatch, lambda logits: 1.05 * logits)
     result = transcript.compare_texts(decoder, expected)
     assert result.agreed == 1
     assert words(result.judge())["text_budget"] == "RED"
+
+
+def test_rotary_frequencies_two_percent_off_are_red_after_three_prompts(
+    exports, tmp_path
+):
+    """Planted: every rotary frequency of the manifest × 1.02, which changes no token of
+    these texts."""
+    checkpoint = Checkpoint(tiny.DATA / "tiny-lfm2")
+    options = {"max_seq_len": 160, "compress": "int8-channel"}
+    bundle = exports.bundle(checkpoint.path, **options)
+    (rope,) = bundle.manifest.rope
+    frequencies = [1.02 * frequency for frequency in rope.inv_freq]
+    change = ("rope/0/inv_freq", frequencies)
+    turned = Decoder(tiny.edited(bundle, tmp_path / "turned", change), "portable")
+    prompts = transcript.default_prompts(checkpoint, 9, 112)[6:]
+    result = transcript.transcribe(turned, checkpoint, prompts)
+    assert words(result.judge())["text_budget"] == "RED"
+    assert result.agreed == 1 and result.error > 5
+
+
+def test_the_exact_program_reads_the_inputs_of_a_host_that_was_changed(
+    decoder, expected
+):
+    """Planted: every token after the first of a call is written one row late."""
+    inputs = decoder.host.inputs
+
+    def late_inputs(*call):
+        values = inputs(*call)
+        columns = values["kv_write_mask"]
+        columns[..., 1:] = np.roll(columns[..., 1:], 1, axis=2)
+        return values
+
+    decoder.host.inputs = late_inputs
+    assert decoder.precision == "declared"
+    result = transcript.compare_texts(decoder, expected)
+    assert words(result.judge())["text_budget"] == "RED"
+
+
+def test_logits_that_are_not_finite_are_red(decoder, expected, monkeypatch):
+    """Planted: the logit of the last token, which no text has, is nan."""
+
+    def change(logits):
+        logits[..., -1] = np.nan
+        return logits
+
+    change_logits(monkeypatch, change)
+    monkeypatch.setattr(transcript, "_pick", lambda _, logits: np.nanargmax(logits, -1))
+    gate, *_ = transcript.compare_texts(decoder, expected).judge()
+    assert gate.verdict == "RED" and np.isnan(gate.value)
 
 
 def test_two_exchanged_rows_of_the_head_are_red_and_named(
@@ -89,14 +164,12 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
     """Planted: the logits of two tokens that no text contains."""
     used = {token for text in expected.texts for token in [*text.ids, *text.tokens]}
     a, b = [n for n in range(decoder.manifest.dims.V) if n not in used][-2:]
-    logits = decoder.logits
 
-    def exchanged(outputs):
-        values = logits(outputs).copy()
-        values[..., [a, b]] = values[..., [b, a]]
-        return values
+    def exchange(logits):
+        logits[..., [a, b]] = logits[..., [b, a]]
+        return logits
 
-    monkeypatch.setattr(decoder, "logits", exchanged)
+    change_logits(monkeypatch, exchange)
     result = transcript.compare_texts(decoder, expected)
     gate, *_ = result.judge()
     assert gate.verdict == "RED" and result.worst_row in (a, b)
@@ -199,6 +272,21 @@ def test_default_prompts_are_ones_that_the_tokenizer_knows_and_that_fit(
     assert transcript.default_prompts(english, 2, 60) == transcript.load_prompts()[:2]
 
 
+def test_words_outside_the_model_s_vocabulary_are_unknown(english):
+    """Planted: a tokenizer of more tokens than the model has."""
+    V = english.config.vocab_size
+    file = english.path / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    vocabulary = fields["model"]["vocab"]
+    for word in vocabulary.keys() - {"<unk>"}:
+        vocabulary[word] += V
+    file.write_text(json.dumps(fields))
+    other = Checkpoint(english.path)
+    ids = transcript.encode(file.parent, transcript.load_prompts()[0])
+    assert min(ids) > V and not unknown_share(other.tokenizer, ids)
+    assert transcript.default_prompts(other, 2, 60) == []
+
+
 @pytest.mark.parametrize(
     ("contents", "reason"),
     [("", "no line"), ("{}", "line 1 without one"), ('{"prompt": " "}', "line 1 with")],
@@ -221,11 +309,21 @@ def test_the_error_on_a_device_is_reported_and_gate_device_judges_it(
     decoder, expected, monkeypatch
 ):
     """Planted: a device's logits × 1.05."""
-    logits = decoder.logits
-    monkeypatch.setattr(decoder, "logits", lambda outputs: 1.05 * logits(outputs))
-    result = transcript.compare_texts(decoder, expected)
-    gate, *_ = replace(result, is_device=True).judge()
+    change_logits(monkeypatch, lambda logits: 1.05 * logits)
+    result = transcript.compare_texts(tiny.as_device(decoder), expected)
+    gate, *_ = result.judge()
+    assert result.error > transcript.ERROR_LIMIT
     assert gate.verdict == "not_run" and f"{result.error:.3g}" in gate.reason
+    assert "gate device" in gate.reason
+
+
+def test_the_error_of_a_target_without_exact_arithmetic_is_reported(
+    decoder, expected, monkeypatch
+):
+    """The interpreter of such a target runs its programs in one arithmetic."""
+    monkeypatch.setattr(transcript, "exact_decoder", lambda bundle, decoder: decoder)
+    gate, *_ = transcript.compare_texts(decoder, expected).judge()
+    assert gate.verdict == "not_run" and "lacks" in gate.reason
 
 
 def test_a_golden_with_texts_judges_transcript_and_stop_without_a_checkpoint(

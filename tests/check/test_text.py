@@ -50,6 +50,14 @@ def test_a_tokenizer_that_knows_neither_text_gets_random_ids(
     assert len(set(ids)) > 3 and max(ids) < english.config.vocab_size
 
 
+def test_an_empty_text_is_none_though_a_tokenizer_adds_a_first_token(
+    tiny_llama, monkeypatch
+):
+    """Outside a checkout there are no tasks to read."""
+    monkeypatch.setattr(text, "TASKS", "elsewhere.jsonl")
+    assert len(text.default_ids(tiny_llama, 12)) == 12
+
+
 def test_without_a_tokenizer_ids_are_random_behind_the_model_s_first_token(exports):
     source = Checkpoint(exports.checkpoint("llama"))
     ids = text.default_ids(source, 12)

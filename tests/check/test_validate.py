@@ -51,6 +51,15 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
     assert results["undo"].verdict == "not_run"
 
 
+def test_gate_program_reads_the_inputs_of_a_host_that_was_changed(
+    llama_bundle, tiny_llama
+):
+    decoder = Decoder(llama_bundle, "portable")
+    FAULTS["memory/tokens_of_a_chunk_written_in_reverse"].plant_in(decoder)
+    results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, decoder=decoder)}
+    assert results["program"].verdict == "RED"
+
+
 @pytest.mark.parametrize("source", ["checkpoint", "golden", "nothing"])
 def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     broken, llama_golden, tmp_path, source

@@ -137,6 +137,24 @@ def exact_runtime(bundle: Bundle) -> str:
     return options.interpreter
 
 
+def exact_decoder(bundle: Bundle, decoder: Decoder | None = None) -> Decoder:
+    """The decoder whose program is compared: in `exact` arithmetic if the bundle's
+    interpreter has it.
+
+    Args:
+        decoder: is returned if it runs in this arithmetic and is no device. In the place
+            of another one the bundle's programs are opened, and the inputs of their
+            calls come from the host of `decoder`, also where it was changed.
+    """
+    if decoder and not decoder.is_device and decoder.precision == "exact":
+        return decoder
+    interpreter = bundle.manifest.options.interpreter
+    exact = Decoder(bundle, interpreter, "exact", keeps_head=False)
+    if decoder:
+        exact.host = decoder.host
+    return exact
+
+
 def program_gate(
     decoder: Decoder,
     checkpoint: Checkpoint,

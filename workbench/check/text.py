@@ -6,8 +6,9 @@ layers work outside the range for which they were trained. The cost of compressi
 random ids says little about its cost in use."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 
@@ -38,21 +39,49 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
 
     Without a tokenizer, or with one that knows neither text: seeded random ids, after
     the beginning-of-sequence token if the model has one."""
-    if isinstance(source, Bundle):
-        manifest = source.manifest
-        folder, V, bos = source.tokenizer, manifest.dims.V, manifest.tokens.bos
-    else:
-        config = source.config
-        folder, V, bos = source.tokenizer, config.vocab_size, config.bos_token_id
-    if (folder / "tokenizer.json").is_file():
-        unknown = load_tokenizer(folder).unk_token_id
-        for text in (paragraphs(), task_text()):
-            ids = encode_text(folder, text)[:count]
-            words = [id for id in ids if id != unknown and id < V]
-            if ids and len(words) >= (1 - UNKNOWN_SHARE) * len(ids):
-                return ids
+
+    def encode_start(folder: Path, text: str) -> list[int]:
+        return encode_text(folder, text)[:count]
+
+    known = first_known_texts(source, [[paragraphs()], [task_text()]], encode_start)
+    for ids in known.values():
+        return ids
+    V, bos = _vocabulary(source)
     ids = np.random.default_rng(0).integers(0, V, count).tolist()
     return ids if bos is None else [bos, *ids[1:]]
+
+
+def first_known_texts(
+    source: Checkpoint | Bundle,
+    candidates: Iterable[Iterable[str]],
+    encode: Callable[[Path, str], list[int]],
+) -> dict[str, list[int]]:
+    """The first of several lists of texts whose words the tokenizer of a checkpoint or
+    of a bundle knows: text → token ids. Empty without a tokenizer, or with one that
+    knows none of them.
+
+    Args:
+        encode: (folder of the tokenizer, text) → token ids.
+    """
+    folder = source.tokenizer
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    V, _ = _vocabulary(source)
+    unknown = load_tokenizer(folder).unk_token_id
+    for texts in candidates:
+        encoded = {text: encode(folder, text) for text in texts if text}
+        ids = [id for ids in encoded.values() for id in ids]
+        unknown_count = sum(id == unknown or id >= V for id in ids)
+        if ids and unknown_count <= UNKNOWN_SHARE * len(ids):
+            return encoded
+    return {}
+
+
+def _vocabulary(source: Checkpoint | Bundle) -> tuple[int, int | None]:
+    """The size of a model's vocabulary, and its beginning-of-sequence token."""
+    if isinstance(source, Bundle):
+        return source.manifest.dims.V, source.manifest.tokens.bos
+    return source.config.vocab_size, source.config.bos_token_id
 
 
 def check_held_out(bundle: Bundle, ids: Sequence[int]) -> None:
@@ -102,9 +131,14 @@ def _runs(ids: Sequence[int]) -> set[bytes]:
 
 def task_text() -> str:
     """The prompts and answers of `TASKS` in a row; empty outside a checkout."""
+    texts = [f"{task['prompt']} {task['answer']}" for task in held_out_tasks()]
+    return " ; ".join(texts)
+
+
+def held_out_tasks() -> list[dict]:
+    """The objects in `TASKS`; none outside a checkout."""
     file = paths.find(TASKS)
     if not file.is_file():
-        return ""
-    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
-    tasks = map(json.loads, lines)
-    return " ; ".join(f"{task['prompt']} {task['answer']}" for task in tasks)
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]

@@ -274,13 +274,8 @@ class Subject:
 
     @cached_property
     def exact(self) -> Decoder:
-        """The decoder whose program is compared: in `exact` arithmetic if the bundle's
-        interpreter has it."""
-        decoder = self.decoder
-        if decoder and not decoder.is_device and decoder.precision == "exact":
-            return decoder
-        interpreter = self.bundle.manifest.options.interpreter
-        return Decoder(self.bundle, interpreter, "exact", keeps_head=False)
+        """The decoder whose program is compared."""
+        return program.exact_decoder(self.bundle, self.decoder)
 
     @cached_property
     def host_decoder(self) -> Decoder:
@@ -377,7 +372,7 @@ def bug_gates(
     Args:
         decoder: its host and states are checked, and its program if its arithmetic is
             `exact`. Instead of a device or of other arithmetic, a decoder of the bundle's
-            interpreter is opened.
+            interpreter is opened (see `exact_decoder`).
         read_weights, shared: see `Subject`.
 
     Raises:
@@ -554,12 +549,13 @@ def measure(
     *isolated, chained = trace_bundle(decoder, golden, *runs)
     reference = golden.trace
     frames, ratios = [], []
+    if budget is None:
+        # rounded as it is stored; no layer computes with the rounded values
+        rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
     for T, trace in zip(Ts, isolated, strict=True):
         frame = _fidelity(reference, trace, budget)
         frames.append(frame.assign(T=T, mode="isolated"))
         if budget is None:
-            # rounded as it is stored; no layer computes with the rounded values
-            rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
             frame = with_tolerance(errors(reference, trace), reference, rounded)
         ratios.append(frame["ratio"])
     frames.append(_fidelity(reference, chained).assign(mode="chained"))
