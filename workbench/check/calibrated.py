@@ -59,13 +59,7 @@ In random matrices of 576 columns it does so by 13 to 15 with 4,096 tokens, by 9
 SmolLM2-135M-Instruct the figure is 4 to 50, so that not every such row is RED there."""
 
 import hashlib
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import astuple, dataclass

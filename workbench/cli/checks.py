@@ -121,7 +121,7 @@ def validate(
         if golden and is_device:
             checks.device_reference(exported, reference, single_copy)
         # only texts compute logits again and again
-        writes_texts = bool(tasks or text.transcript)
+        writes_texts = bool(tasks or transcript_options.transcript)
         decoder = execution.decoder(exported, keeps_head=writes_texts)
         if reference is None:
             stored = _stored_result(decoder, fresh)
