@@ -384,7 +384,7 @@ def measure_validate(
     def validate_first() -> None:
         fresh = workbench.golden.make_golden(source, ids)
         # again: the gates run in every round, although their results are stored
-        workbench.validate(decoder, replace(fresh, source=source), again=True)
+        workbench.validate(decoder, replace(fresh, source=source), run_on_decoder=True)
 
     read_gates = partial(workbench.validate, decoder, golden)
     peer = "HF fp32, one pass"

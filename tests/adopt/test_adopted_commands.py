@@ -61,7 +61,7 @@ def test_the_error_along_a_text_allows_for_constants_in_fp16(
 def test_a_unit_is_validated_without_logits(adoptions, tmp_path):
     reference = golden.make_golden(Checkpoint(adoptions.checkpoint("host")), IDS[:4])
     file = reference.save(tmp_path / "g.safetensors")
-    options = {"alone": False}
+    options = {"single_copy": False}
     bundle = shutil.copytree(adoptions.folder("host"), tmp_path / "bundle")
     (bundle / gates.VERDICT).unlink(missing_ok=True)
     result = units.validate_unit(bundle, file, None, "portable", "declared", options)

@@ -18,8 +18,9 @@ from workbench import Bundle, export
 from workbench.bundle import find_preset
 from workbench.bundle.presets import Preset
 from workbench.check import calibrated
-from workbench.check.calibrated import InputWeights, Moment, matrix_gates
-from workbench.check.gates import RED, Gate
+from workbench.check.calibrated import InputWeights, Moment, matrix_deviations
+from workbench.check.deviation import Deviation
+from workbench.check.gates import RED
 from workbench.check.weights import fitted_rows, weights_gate
 from workbench.exporter import calibrate
 from workbench.exporter.compress import InputStatistics, compress_matrix
@@ -240,8 +241,8 @@ def judge(
     preset: Preset,
     inputs: torch.Tensor,
     fitted_inputs: torch.Tensor,
-) -> list[Gate]:
-    """The gates of `values` with these `inputs`, whose exporter fitted `target` to
+) -> list[Deviation]:
+    """The deviations of `values` with these `inputs`, whose exporter fitted `target` to
     `fitted_inputs`."""
     arrays = compress_matrix(target.clone(), preset, statistics_of(fitted_inputs))
     if preset.is_integer:
@@ -256,11 +257,11 @@ def judge(
             "lut": arrays["lut"].reshape(-1, 1, 1, 1, entries, 1),
         }
     rows = fitted_rows("w", 0, parts, values.float(), preset)
-    return matrix_gates([rows], InputWeights.of([Moment.of(inputs)]))
+    return matrix_deviations([rows], InputWeights.of([Moment.of(inputs)]))
 
 
-def red(gates: list) -> list[str]:
-    return [gate.reason for gate in gates if gate.verdict == RED]
+def red(deviations: list[Deviation]) -> list[str]:
+    return [one.reason for one in deviations if not one.is_sound]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -339,7 +340,7 @@ def test_a_table_of_few_entries_is_red():
         "lut": np.float16(tables).reshape(-1, 1, 1, 1, 64, 1),
     }
     rows = fitted_rows("w", 0, parts, values.float(), preset)
-    reasons = red(matrix_gates([rows], InputWeights.of([Moment.of(inputs)])))
+    reasons = red(matrix_deviations([rows], InputWeights.of([Moment.of(inputs)])))
     assert any("even grid" in reason for reason in reasons)
 
 

@@ -14,7 +14,7 @@ from tiny import checkpoint_that_knows
 from workbench import Decoder
 from workbench.check import end_tokens, gates, transcript
 from workbench.check.greedy import Text
-from workbench.check.hf import Reference, half
+from workbench.check.hf import Reference, round_stream
 from workbench.check.transcript import Transcript
 from workbench.decode.tokenizer import unknown_share
 from workbench.models.checkpoint import Checkpoint
@@ -212,9 +212,9 @@ def test_a_stop_is_judged_with_four_ends_and_at_those_places_alone():
 def test_rounding_of_the_stream_needs_no_bundle(tiny_llama):
     reference = Reference(tiny_llama)
     ids = np.array([[1, 5, 9, 30], [1, 7, 7, 7]])
-    rounded = reference.perturbed_hidden(ids, half(1.0))
+    rounded = reference.perturbed_hidden(ids, round_stream(1.0))
     for row, hidden in zip(ids, rounded):
-        alone = reference.run(row, perturb=half(1.0)).normed
+        alone = reference.run(row, perturb=round_stream(1.0)).normed
         np.testing.assert_allclose(hidden.numpy(), alone, rtol=1e-5, atol=1e-6)
     plain = reference.last_hidden(ids, use_cache=False)
     assert not np.array_equal(plain.numpy(), rounded.numpy())

@@ -78,6 +78,7 @@ def test_a_call_of_t_max_tokens_is_among_the_computed_positions(a, b, batch, kin
     T, S = sorted((a, b))
     tokens = f"1{kind}{T}" if T > 1 else "1"
     options = Options(max_seq_len=S, tokens=tokens, batch=batch)
-    head, tail, _, starts = plan_positions(SimpleNamespace(options=options))
-    assert max(head, tail) >= T
-    assert head <= min(starts) and max(starts) + tail == S
+    sizes = plan_positions(SimpleNamespace(options=options))
+    assert max(sizes.start, sizes.end) >= T
+    assert sizes.start <= min(sizes.end_starts)
+    assert max(sizes.end_starts) + sizes.end == S

@@ -211,7 +211,7 @@ def test_no_shared_result_reads_the_frequencies_of_the_host(
     with pytest.raises(AttributeError):
         _ = bundle.manifest.rope
     assert weights.weights_gate(bundle, tiny_llama).verdict == "GREEN"
-    values = stored_weights(tiny_llama, bundle, half=True)
+    values = stored_weights(tiny_llama, bundle, keep_dtype=True)
     reference = Reference(tiny_llama, values)
     program.reference_stretches(bundle.manifest, reference, chained_end=False)
     validate.measure_budget(bundle, tiny_llama, llama_golden, weights=values)
@@ -225,7 +225,7 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
         "llama", named_fault("one_frequency_off_by_a_hundredth")
     )
     golden = Golden.of(checkpoint, prompt(64, 8), sound.root.parent / "golden")
-    alone = validate.validate(Decoder(faulty, "portable"), golden, fresh=True)
+    alone = validate.validate(Decoder(faulty, "portable"), golden, ignore_stored=True)
     calls = []
 
     def counted(module, name):
@@ -243,7 +243,7 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
     shared = SharedResults()
     decoders = [Decoder(bundle, "portable") for bundle in (sound, sound, faulty)]
     *_, last = (
-        validate.validate(decoder, golden, fresh=True, shared=shared)
+        validate.validate(decoder, golden, ignore_stored=True, shared=shared)
         for decoder in decoders
     )
     assert sorted(calls) == ["measure_budget", "reference_stretches", "weights_gate"]

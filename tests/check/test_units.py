@@ -93,7 +93,7 @@ def test_a_unit_s_first_reason_is_a_fault_before_a_limit(
     llama_bundle, llama_golden, tmp_path
 ):
     path = llama_golden.save(tmp_path / "golden.safetensors")
-    options = {"alone": False, "Ts": (1,), "max_kl": 0.0}
+    options = {"single_copy": False, "Ts": (1,), "max_kl": 0.0}
     row = units.validate_unit(
         llama_bundle.root, path, None, "portable", "declared", options
     )

@@ -354,18 +354,18 @@ def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
     llama_bundle, llama_golden, tmp_path, monkeypatch
 ):
     saved = golden.Golden.load(llama_golden.save(tmp_path / "g.safetensors"))
-    assert device_reference(llama_bundle, saved, alone=True) is None
+    assert device_reference(llama_bundle, saved, single_copy=True) is None
     first = device_reference(llama_bundle, saved)
     with monkeypatch.context() as patch:
         patch.setattr(validation, "trace_device", None)
-        again = device_reference(llama_bundle, saved, alone=True)
+        again = device_reference(llama_bundle, saved, single_copy=True)
     assert again.arrays().keys() == first.arrays().keys()
     layers = saved.trace.layers
     doubled = [replace(layers[0], x=2 * layers[0].x), *layers[1:]]
     scaled = replace(saved.trace, layers=doubled)
     for other in (replace(saved, ids=saved.ids[::-1]), replace(saved, trace=scaled)):
         other.save(saved.file)
-        assert device_reference(llama_bundle, other, alone=True) is None
+        assert device_reference(llama_bundle, other, single_copy=True) is None
     (file,) = tmp_path.glob("*.reference.safetensors")
     file.write_bytes(b"nonsense")
     again = device_reference(llama_bundle, saved)

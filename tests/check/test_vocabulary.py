@@ -51,7 +51,7 @@ def test_the_gate_compares_one_slice_of_the_logits_at_a_time(
 
     monkeypatch.setattr(program, "sum_of_squares", observed)
     decoder = Decoder(sliced, "portable", "exact", keeps_head=False)
-    stored = golden.stored_weights(source, sliced, half=True, head=False)
+    stored = golden.stored_weights(source, sliced, keep_dtype=True, head=False)
     reference = Reference(source, stored)
     stretches = program.reference_stretches(sliced.manifest, reference, False)
     traces = [
@@ -71,7 +71,7 @@ def check_logits(table, bundle, source, stretches):
     """The figures of the longest calls over the end are those of whole arrays of logits."""
     decoder = Decoder(bundle, "portable", "exact")
     T = decoder.options.t_max
-    whole = Reference(source, golden.stored_weights(source, bundle, half=True))
+    whole = Reference(source, golden.stored_weights(source, bundle, keep_dtype=True))
     scale = bundle.manifest.stream_scale
     hidden = np.stack([one.final_input[-T:].T for one in stretches["end"]])
     for seq, actual in enumerate(decoder.logits(hidden / scale)):
@@ -173,7 +173,7 @@ def test_a_validation_keeps_no_head(sliced, source, monkeypatch):
     monkeypatch.setattr(validate, "stored_weights", observed)
     decoder = Decoder(sliced, "portable", keeps_head=False)
     reference = golden.Golden.of(source, tiny.prompt(101, 8), sliced.root.parent)
-    result = validate.validate(decoder, reference, fresh=True)
+    result = validate.validate(decoder, reference, ignore_stored=True)
     assert result.verdict == "GREEN"
     assert decoders and readers
     assert not any(map(held_weights, [decoder, *decoders]))

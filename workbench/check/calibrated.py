@@ -71,9 +71,8 @@ from torch import nn
 from torch.func import functional_call
 
 from workbench.bundle import Bundle
-from workbench.check import gates
 from workbench.check.compare import safe_ratio
-from workbench.check.gates import Gate
+from workbench.check.deviation import Deviation, worst_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 from workbench.progress import bar
@@ -358,10 +357,10 @@ def _block_sums(values: torch.Tensor) -> torch.Tensor:
     return padded.reshape(len(values), -1, BLOCK).sum(2)
 
 
-def matrix_gates(rows: list[FittedRows], inputs: InputWeights) -> list[Gate]:
+def matrix_deviations(rows: list[FittedRows], inputs: InputWeights) -> list[Deviation]:
     """The worst row in each figure, and the median error, of a matrix with these
     `inputs`; `rows` are its slices."""
-    results = []
+    deviations = []
     of_parts = [row_figures(part, inputs) for part in rows]
     median = float(np.median(np.concatenate([part.error for part in of_parts])))
     row_error_limit = 1 + ROW_ERROR_SPREAD / rows[0].values.shape[1] ** 0.5
@@ -374,19 +373,19 @@ def matrix_gates(rows: list[FittedRows], inputs: InputWeights) -> list[Gate]:
         ]
         for values, limit, unit in judged:
             row = int(np.argmax(np.nan_to_num(values, nan=np.inf)))
-            reason = f"{part.place}, row {part.first + row}: {values[row]:.4g} {unit}"
-            results.append(gates.at_most("weights", float(values[row]), limit, reason))
+            place = f"{part.place}, row {part.first + row}"
+            deviation = Deviation.at(place, float(values[row]), limit, unit)
+            deviations.append(deviation)
     reason = (
         f"{rows[0].place}: a median of {median:.4g} times the error of nearest values"
     )
-    results.append(gates.at_most("weights", median, MEDIAN_ERROR_LIMIT, reason))
-    return results
+    return [*deviations, Deviation(median, MEDIAN_ERROR_LIMIT, reason)]
 
 
 def judge_by_moments(
     fitted: dict[str, list[FittedRows]], moments: dict[str, list[Moment]]
-) -> dict[str, list[Gate]]:
-    """The gates of matrices by their names.
+) -> dict[str, list[Deviation]]:
+    """The deviations of matrices by their names.
 
     Args:
         fitted: a matrix's name → its slices.
@@ -399,13 +398,13 @@ def judge_by_moments(
         key = tuple(id(moment) for moment in of_calls)
         if key not in inputs:
             inputs[key] = InputWeights.of(of_calls)
-        results[name] = matrix_gates(fitted[name], inputs[key])
+        results[name] = matrix_deviations(fitted[name], inputs[key])
     return results
 
 
-def worst_ratio(results: list[Gate]) -> float:
-    """The largest value over its limit; see `gates.ratio_to_limit`."""
-    return max(map(gates.ratio_to_limit, results))
+def worst_ratio(deviations: list[Deviation]) -> float:
+    """The largest ratio to a limit."""
+    return worst_of(deviations).ratio_to_limit
 
 
 @contextmanager
@@ -445,14 +444,14 @@ class Judgement:
     Attributes:
         tensors: names of the matrices to judge.
         read_rows: reads a matrix as it is stored.
-        results: gates of the matrices that were judged, by their names.
+        results: deviations of the matrices that were judged, by their names.
         progress: a bar that counts layers.
     """
 
     checkpoint: Checkpoint
     tensors: set[str]
     read_rows: ReadRows
-    results: dict[str, list[Gate]]
+    results: dict[str, list[Deviation]]
     progress: Any
 
 
@@ -518,7 +517,7 @@ class JudgedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = [*self.judgement.read_rows(self.tensor)]
         inputs = InputWeights.of([Moment.of(x)])
-        self.judgement.results[self.tensor] = matrix_gates(rows, inputs)
+        self.judgement.results[self.tensor] = matrix_deviations(rows, inputs)
         self.judgement.progress.update()
         return nn.functional.linear(x, stored_matrix(rows))
 
@@ -594,8 +593,8 @@ def outer_linear(base: nn.Module) -> list[str]:
 @torch.inference_mode()
 def judge_matrices(
     bundle: Bundle, checkpoint: Checkpoint, tensors: set[str], read_rows: ReadRows
-) -> dict[str, list[Gate]]:
-    """Gates of matrices that were fitted to the bundle's calibration text, by their
+) -> dict[str, list[Deviation]]:
+    """Deviations of matrices that were fitted to the bundle's calibration text, by their
     names. A matrix that no linear module read in the run is left out.
 
     Args:
@@ -604,7 +603,7 @@ def judge_matrices(
     """
     ids = calibration_ids(bundle)
     base = empty_model(checkpoint.config, "sdpa").model
-    results: dict[str, list[Gate]] = {}
+    results: dict[str, list[Deviation]] = {}
     outer = [
         name
         for name in outer_linear(base)
@@ -631,6 +630,6 @@ def judge_matrices(
             inputs = InputWeights.of([Moment.of(hidden)])
             results[checkpoint.head] = []
             for part in read_rows(checkpoint.head):
-                results[checkpoint.head] += matrix_gates([part], inputs)
+                results[checkpoint.head] += matrix_deviations([part], inputs)
         shown.update()
     return results

@@ -31,6 +31,7 @@ WITHIN = "WITHIN"
 OVER = "OVER"
 EXPORT_WORDS = {GREEN, RED, NOT_RUN}
 QUALITY_WORDS = {WITHIN, OVER, NOT_RUN}
+MAX_KL_GATE = "max_kl"  # the check of quality in every validation
 VERDICT = "verdict.json"
 NOTES = "verdicts"  # the folder of this checkout's notes on verdict.json files
 SOURCE = Path(__file__).parent  # the folder of the gates' source
@@ -91,11 +92,6 @@ def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
     """GREEN if value <= threshold, otherwise, and for nan, RED."""
     verdict = GREEN if value <= threshold else RED
     return Gate(name, verdict, value, threshold, reason)
-
-
-def ratio_to_limit(gate: Gate) -> float:
-    """The value of a gate that `at_most` made, over its threshold; inf for nan."""
-    return math.inf if math.isnan(gate.value) else gate.value / gate.threshold
 
 
 def holds(name: str, condition: bool, reason: str) -> Gate:
@@ -183,9 +179,6 @@ def describe_quality(gates: Sequence[Gate]) -> str:
     if word != NOT_RUN:
         return word
     return "not judged" if verdict(gates) == RED else "not run"
-
-
-MAX_KL_GATE = "max_kl"
 
 
 def faults(gates: Iterable[Gate]) -> list[Gate]:

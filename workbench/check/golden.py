@@ -251,15 +251,15 @@ class StoredWeights:
             may be left out; they are then read whenever they are asked for.
         offsets: what was added to a tensor before it was stored (Gemma's 1 + γ), which
             is subtracted again.
-        half: whether matrices stay in the dtype in which they are stored, which holds
-            them exactly; they are float32 otherwise.
+        keep_dtype: whether matrices stay in the dtype in which they are stored, which
+            holds them exactly; they are float32 otherwise.
     """
 
     checkpoint: Checkpoint
     bundle: Bundle
     slices: dict[str, list[torch.Tensor]]
     offsets: dict[str, float]
-    half: bool
+    keep_dtype: bool
 
     @property
     def embedding(self) -> torch.Tensor | None:
@@ -274,7 +274,7 @@ class StoredWeights:
         if name not in self.slices:
             if name == self.checkpoint.head:
                 value = torch.cat([*self.head_slices()])
-                return value if self.half else value.float()
+                return value if self.keep_dtype else value.float()
             return self.checkpoint.tensor(name).half().float()
         rows = [part.reshape(-1, *shape[1:]) for part in self.slices[name]]
         if rows[0].numel() == np.prod(shape):
@@ -284,7 +284,7 @@ class StoredWeights:
             value = torch.cat(rows)
         if offset := self.offsets.get(name):
             return value.float() - offset
-        return value if self.half else value.float()
+        return value if self.keep_dtype else value.float()
 
     def head_slices(self) -> Iterator[torch.Tensor]:
         """The rows of the head in order, in the dtype in which they are stored."""
@@ -326,9 +326,13 @@ def _in_rows(
 
 
 def stored_weights(
-    checkpoint: Checkpoint, bundle: Bundle, *, half: bool = False, head: bool = True
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    *,
+    keep_dtype: bool = False,
+    head: bool = True,
 ) -> StoredWeights:
-    """The weights of a bundle; see `StoredWeights` for `half`.
+    """The weights of a bundle; see `StoredWeights` for `keep_dtype`.
 
     Args:
         head: whether the head is read now, for a caller that computes logits again and
@@ -348,7 +352,7 @@ def stored_weights(
         for tensor, constant in shard.weights.items():
             if head or tensor != checkpoint.head:
                 slices.setdefault(tensor, []).append(constant_of(constant))
-    return StoredWeights(checkpoint, bundle, slices, offsets, half)
+    return StoredWeights(checkpoint, bundle, slices, offsets, keep_dtype)
 
 
 def _by_rows(bundle: Bundle) -> list[Shard]:

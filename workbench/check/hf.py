@@ -40,8 +40,8 @@ class Row:
         follows: whether every layer reads the input of the same layer in the first
             row, then perturbed, in place of its row's own stream. An input of `feed`
             still comes first.
-        perturb: changes what enters every layer and the final norm, such as `half` or
-            `nudge`.
+        perturb: changes what enters every layer and the final norm, such as
+            `round_stream` or `nudge`.
         head: whether logits are computed.
         token_scales: [n], what multiplies the embeddings of every token, from all
             tables; None: nothing does.
@@ -337,9 +337,9 @@ def trace_reference(
     )
 
 
-def half(scale: float) -> Perturb:
-    """Rounds to fp16 as the stream of a bundle is rounded, which holds values divided
-    by `scale`."""
+def round_stream(scale: float) -> Perturb:
+    """The change that rounds to fp16 as a bundle rounds its stream, which it stores
+    divided by `scale`."""
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return (x / scale).half().float() * scale

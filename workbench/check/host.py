@@ -119,8 +119,8 @@ def layer_kinds(manifest: Manifest, base) -> list[LayerKind]:
         if uses_rope:
             inv_freq = getattr(rotary, "_".join([*types, "inv_freq"])).numpy()
             tables = rotary(torch.zeros(1), torch.arange(S)[None], *types)
-            half = tables[0].shape[-1] // 2
-            cos, sin = (table[0, :, :half].numpy() for table in tables)
+            pairs = tables[0].shape[-1] // 2  # both halves are equal
+            cos, sin = (table[0, :, :pairs].numpy() for table in tables)
         else:
             (rope,) = (rope for rope in manifest.rope if rope.name == layer.rope)
             inv_freq = np.zeros(len(rope.inv_freq), np.float32)

@@ -31,6 +31,7 @@ import torch
 
 from workbench.bundle import Bundle, Manifest, Options
 from workbench.bundle.names import is_cache, split_layer
+from workbench.bundle.rings import ring_positions
 from workbench.check import gates
 from workbench.check.compare import (
     budget_and_ratio,
@@ -45,7 +46,7 @@ from workbench.check.compare import (
 from workbench.check.gates import Gate
 from workbench.check.golden import read_head, stored_weights
 from workbench.check.hf import Head, Reference, Row, nudge, recording_cache
-from workbench.check.run import PromptRun, plan_calls, program_inputs, run_passes
+from workbench.check.run import PromptRun, plan_calls, run_passes, with_rounded_inputs
 from workbench.check.states import LARGE, SUBNORMAL, ShardNames, default_ts
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
@@ -194,7 +195,9 @@ def program_errors(
     """
     isolated = can_feed_layers(decoder)
     if stretches is None:
-        weights = stored_weights(checkpoint, decoder.bundle, half=True, head=False)
+        weights = stored_weights(
+            checkpoint, decoder.bundle, keep_dtype=True, head=False
+        )
         stretches = reference_stretches(
             decoder.manifest, Reference(checkpoint, weights), chained_end=not isolated
         )
@@ -202,7 +205,7 @@ def program_errors(
     references = {}
     for plan in plans:
         if plan.name not in references:
-            traces = [program_inputs(decoder, s.trace) for s in plan.stretches]
+            traces = [with_rounded_inputs(decoder, s.trace) for s in plan.stretches]
             references[plan.name] = stack(traces)
     passes = [plan.make_run(decoder, references[plan.name]) for plan in plans]
     tables: list[list[pd.DataFrame]] = [[] for _ in plans]
@@ -352,9 +355,8 @@ def state_errors(
             expected = _rows_of(expected_state(shape, name, before, after))
             perturbed = _rows_of(expected_state(shape, name, before, perturbed_after))
             actual = _rows_of(value)
-            last = stretch.end - 1
             columns = {"tensor": leaf.removesuffix("_state")}
-            columns["position"] = last - (last - np.arange(count)) % count
+            columns["position"] = ring_positions(stretch.end - 1, count)
             calls = [call for call in prompt_run.calls if call.counts[seq]]
             columns["T"] = max(call.counts.max() for call in calls)
             columns |= vector_errors(expected, actual)
@@ -366,7 +368,7 @@ def state_errors(
             )
             table = pd.DataFrame(columns)
             table.insert(1, "layer", pd.array([layer] * count, "Int64"))
-            tables.append(_add_run_columns(table, plan, seq, len(stretch.trace.layers)))
+            tables.append(_label_run(table, plan, seq, len(stretch.trace.layers)))
     return tables
 
 
@@ -389,7 +391,7 @@ def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFram
         perturbed = stretch.perturbed[plan.mode]
         rows = with_tolerance(rows, reference, perturbed, program_tolerance)
         rows["position"] += stretch.start
-        tables.append(_add_run_columns(rows, plan, seq, len(reference.layers)))
+        tables.append(_label_run(rows, plan, seq, len(reference.layers)))
     return tables
 
 
@@ -448,7 +450,7 @@ class HeadCall:
             )
             rows = pd.DataFrame(columns).astype({"layer": "Int64"})
             L = len(stretch.trace.layers)
-            yield _add_run_columns(rows, self.plan, seq, L)
+            yield _label_run(rows, self.plan, seq, L)
 
 
 def plan_head_calls(
@@ -526,32 +528,56 @@ class SliceReader:
         return columns[:, :count]
 
 
-def _add_run_columns(
-    rows: pd.DataFrame, plan: StretchPlan, seq: int, L: int
-) -> pd.DataFrame:
-    """Adds sequence and mode. A chained ratio is divided by the number of layers whose
-    errors have added up."""
+def _label_run(rows: pd.DataFrame, plan: StretchPlan, seq: int, L: int) -> pd.DataFrame:
+    """The rows with sequence and mode, and chained ratios by `_ratio_per_layer`."""
     if not plan.isolated:
-        rows["ratio"] /= rows["layer"].fillna(L).astype(int) + 1
+        rows = rows.assign(ratio=_ratio_per_layer(rows, L))
     return rows.assign(seq=seq, mode=plan.mode)
 
 
-def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
-    """How many positions start, end and scaled inputs have, and where each sequence's end
-    begins. The ends begin at different positions, unless a slice writes the cache: it
-    writes every sequence at one position and takes no dummy columns."""
+def _ratio_per_layer(rows: pd.DataFrame, L: int) -> pd.Series:
+    """Chained ratios over the number of layers that have run: their errors add up, and
+    the limit is that of one layer. Logits come behind all `L` layers and a head."""
+    layers_run = rows["layer"].fillna(L).astype(int) + 1
+    return rows["ratio"] / layers_run
+
+
+@dataclass(frozen=True)
+class StretchSizes:
+    """How many positions each kind of stretch has.
+
+    Attributes:
+        start: of the start of a sequence.
+        end: of its end; 0: the cache has no room for one.
+        scaled: of the scaled inputs.
+        end_starts: [B], where the end of each sequence begins.
+    """
+
+    start: int
+    end: int
+    scaled: int
+    end_starts: list[int]
+
+
+def plan_positions(manifest: Manifest) -> StretchSizes:
+    """The sizes of all stretches. The ends begin at different positions, unless a slice
+    writes the cache: it writes every sequence at one position and takes no dummy
+    columns."""
     options = manifest.options
     sliced = options.kv_write == "slice"
+    # calls of fixed shapes without dummy columns take whole multiples
     unit = options.t_max if sliced and options.fixed_sizes else 1
     S = options.max_seq_len
     t_max = options.t_max
     # a cache too small for a call of t_max tokens in the end has room for it in the start
-    end_count = min(max(END_POSITIONS, t_max), S // 2, S - t_max) // unit * unit
-    stagger = 0 if sliced else min(STAGGER, (S - end_count - t_max) // options.batch)
-    end_starts = [S - end_count - seq * stagger for seq in range(options.batch)]
-    start_count = min(max(START_POSITIONS, t_max + 1), end_starts[-1]) // unit * unit
-    scaled_count = min(SCALES, start_count) // unit * unit
-    return max(start_count, unit), end_count, max(scaled_count, unit), end_starts
+    end = min(max(END_POSITIONS, t_max), S // 2, S - t_max) // unit * unit
+    stagger = 0 if sliced else min(STAGGER, (S - end - t_max) // options.batch)
+    end_starts = [S - end - seq * stagger for seq in range(options.batch)]
+    start = min(max(START_POSITIONS, t_max + 1), end_starts[-1]) // unit * unit
+    scaled = min(SCALES, start) // unit * unit
+    return StretchSizes(
+        start=max(start, unit), end=end, scaled=max(scaled, unit), end_starts=end_starts
+    )
 
 
 def reference_stretches(
@@ -566,30 +592,30 @@ def reference_stretches(
         chained_end: whether the end is compared through layers in a row, as the start
             always is.
     """
-    start_count, end_count, scaled_count, end_starts = plan_positions(manifest)
-    shape = len(end_starts), start_count + end_count
+    sizes = plan_positions(manifest)
+    shape = len(sizes.end_starts), sizes.start + sizes.end
     prompts = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
     if manifest.tokens.bos is not None:
         prompts[:, 0] = manifest.tokens.bos
     starts, ends, scaled = [], [], []
-    for ids, end_start in zip(prompts, end_starts, strict=True):
+    for ids, end_start in zip(prompts, sizes.end_starts, strict=True):
         cache = recording_cache(reference.model.config)
-        start = run_stretch(reference, ids[:start_count], cache, chained=True)
+        start = run_stretch(reference, ids[: sizes.start], cache, chained=True)
         starts.append(start)
-        if end_count:
+        if sizes.end:
             before = extend(cache, start.trace, end_start, reference.sources)
-            end_ids = ids[start_count:]
+            end_ids = ids[sizes.start :]
             ends.append(
                 run_stretch(
                     reference, end_ids, cache, end_start, before, chained=chained_end
                 )
             )
         cache = recording_cache(reference.model.config)
-        scales = np.exp2(np.linspace(SMALLEST, 0, scaled_count)).astype(np.float32)
+        scales = np.exp2(np.linspace(SMALLEST, 0, sizes.scaled)).astype(np.float32)
         feed = scaled_inputs(start, scales)
         scaled.append(
             run_stretch(
-                reference, ids[:scaled_count], cache, feed=feed, token_scales=scales
+                reference, ids[: sizes.scaled], cache, feed=feed, token_scales=scales
             )
         )
     stretches = {"start": tuple(starts), "scaled": tuple(scaled)}

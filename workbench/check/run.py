@@ -30,7 +30,7 @@ from workbench.bundle.names import (
     split_layer,
 )
 from workbench.check.golden import Golden, check_fits
-from workbench.check.hf import half
+from workbench.check.hf import round_stream
 from workbench.check.trace import LayerTrace, Trace, stack, unstack
 from workbench.decode import Decoder
 from workbench.progress import bar
@@ -60,7 +60,7 @@ def trace_bundle(
     check_fits(golden, decoder.bundle)
     decoder = decoder.plain
     B = decoder.options.batch
-    reference = stack([program_inputs(decoder, golden.trace)] * B)
+    reference = stack([with_rounded_inputs(decoder, golden.trace)] * B)
     ids = np.tile(golden.ids, (B, 1))
     passes = []
     for T, mode in runs:
@@ -70,12 +70,12 @@ def trace_bundle(
     return [traces[0] for traces in run_passes(decoder, passes, "validate")]
 
 
-def program_inputs(decoder: Decoder, trace: Trace) -> Trace:
-    """A trace whose layers have the inputs that a program reads: rounded to fp16, unless
+def with_rounded_inputs(decoder: Decoder, trace: Trace) -> Trace:
+    """A trace with the inputs of layers as a program reads them: rounded to fp16, unless
     the arithmetic is `exact`."""
     if decoder.precision == "exact":
         return trace
-    rounded = half(decoder.manifest.stream_scale)
+    rounded = round_stream(decoder.manifest.stream_scale)
     layers = []
     for layer in trace.layers:
         x = rounded(torch.from_numpy(layer.x)).numpy()

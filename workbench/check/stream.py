@@ -14,7 +14,7 @@ import torch
 
 from workbench.check.compare import rms, safe_ratio
 from workbench.check.golden import Golden
-from workbench.check.hf import Reference, half, has_attention
+from workbench.check.hf import Reference, has_attention, round_stream
 from workbench.models.checkpoint import Checkpoint
 
 # Times the median token's RMS from which a token's stream is called large: it is 174 in
@@ -43,7 +43,7 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
         layer's update changes if the stream is rounded to fp16 before and after the
         layer, and nothing else is rounded.
     """
-    rounded = half(stream_scale)
+    rounded = round_stream(stream_scale)
     layers = golden.trace.layers
     hidden = np.stack([layer.hidden for layer in layers])
     channel = np.abs(hidden).max(0).argmax(-1)  # [n]

@@ -37,16 +37,17 @@ from workbench import paths
 from workbench.bundle import Bundle
 from workbench.bundle.names import is_cache
 from workbench.check import gates
+from workbench.check.compare import resampled_means
 from workbench.check.end_tokens import (
     EndTokens,
     describe_contradictions,
     read_end_tokens,
 )
-from workbench.check.evaluate import last_outputs, open_reference
+from workbench.check.evaluate import fill_batch, last_outputs, open_reference
 from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
 from workbench.check.greedy import GreedyTexts, Text
-from workbench.check.hf import Reference, half, whole_model
+from workbench.check.hf import Reference, round_stream, whole_model
 from workbench.check.program import exact_decoder
 from workbench.check.text import first_known_texts, held_out_tasks
 from workbench.decode import Decoder
@@ -72,7 +73,6 @@ ERROR_LIMIT = 1.0
 # 0.47 in the worst of four sound bundles, 38 for the mildest of three faults.
 FOREIGN_ERROR_LIMIT = 8.0
 PAST_DIFFERENCE = 8  # tokens of the bundle's own text that are shown behind one
-RESAMPLES = 1000
 
 
 @dataclass
@@ -110,12 +110,6 @@ class Transcript:
 
     def is_tie(self, text: Text) -> np.ndarray:
         return self.agrees(text) & (text.bundle_tokens != np.array(text.tokens))
-
-    @property
-    def input_ids(self) -> list[list[int]]:
-        """What a model reads of each text, in one length: behind a text stand tokens
-        that no causal model reads before them."""
-        return _padded(self.texts)
 
     @property
     def agreed(self) -> float:
@@ -231,17 +225,8 @@ class Transcript:
 
 
 def resampled_interval(sums: np.ndarray, counts: np.ndarray) -> list[float]:
-    """95% interval of the mean of values that groups of neighbours hold: the groups are
-    resampled, since neighbours are alike.
-
-    Args:
-        sums: [groups], the sum of each group's values.
-        counts: [groups], their number.
-    """
-    groups = len(sums)
-    draws = np.random.default_rng(0).integers(0, groups, (RESAMPLES, groups))
-    means = sums[draws].sum(1) / counts[draws].sum(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
+    """95% interval of the mean of values in groups; see `resampled_means`."""
+    return np.percentile(resampled_means(sums, counts), [2.5, 97.5]).tolist()
 
 
 def load_prompts(path: str | Path = "") -> list[str]:
@@ -341,11 +326,6 @@ class ExpectedTexts:
     stored: Reference
     stored_hidden: torch.Tensor
 
-    @property
-    def input_ids(self) -> list[list[int]]:
-        """What a model reads of each text, in one length."""
-        return _padded(self.texts)
-
 
 def expect_texts(
     bundle: Bundle,
@@ -369,9 +349,9 @@ def expect_texts(
     is_recurrent = not all(map(is_cache, states))
     texts = write_texts(checkpoint, fitting, new_tokens, not is_recurrent)
     reference = open_reference(checkpoint)
-    sigma = measure_rounding(reference, texts, bundle.manifest.stream_scale)
+    sigma = fill_best_tokens(reference, texts, bundle.manifest.stream_scale)
     stored = Reference(checkpoint, stored_weights(checkpoint, bundle))
-    hidden = stored.last_hidden(np.array(_padded(texts)), use_cache=False)
+    hidden = stored.last_hidden(np.array(padded_inputs(texts)), use_cache=False)
     return ExpectedTexts(texts, sigma, checkpoint, reference, stored, hidden)
 
 
@@ -406,14 +386,21 @@ def transcribe_golden(decoder: Decoder, golden: GreedyTexts) -> Transcript:
     ]
     _check_any_fits(texts, max(len(text.tokens) for text in golden.texts), S)
     stage("validate: transcript")
-    outputs = _bundle_outputs(decoder, _padded(texts))
+    outputs = _bundle_outputs(decoder, padded_inputs(texts))
     for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
         at = text.predicting_positions
         actual = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
         text.bundle_tokens = _pick(decoder, actual)
         text.gap = gaps(text, text.bundle_tokens)
     ends = frozenset(decoder.manifest.tokens.eos)
-    return Transcript(texts, golden.sigma, None, 0.0, 0, ends)
+    return Transcript(
+        texts,
+        sigma=golden.sigma,
+        error=None,  # it needs the checkpoint
+        row_error=0.0,
+        worst_row=0,
+        end_tokens=ends,
+    )
 
 
 def greedy_texts(
@@ -435,7 +422,7 @@ def greedy_texts(
     stage("golden: Hugging Face's text")
     texts = write_texts(checkpoint, encoded, new_tokens, batched)
     reference = open_reference(checkpoint)
-    return GreedyTexts(texts, measure_rounding(reference, texts, stream_scale))
+    return GreedyTexts(texts, fill_best_tokens(reference, texts, stream_scale))
 
 
 def _check_logits(decoder: Decoder) -> None:
@@ -510,19 +497,19 @@ def _generate(
     return output[:, longest:].tolist()
 
 
-def measure_rounding(
+def fill_best_tokens(
     reference: Reference, texts: Sequence[Text], stream_scale: float
 ) -> float:
-    """Sets the two best tokens of every text that are not suppressed, their logits and
-    `hidden`; returns σ.
+    """Fills `best_tokens`, without suppressed tokens, `best_logits` and `hidden` of every
+    text; returns σ, in logits.
 
     Args:
         reference: Hugging Face's model on the checkpoint's own weights.
         stream_scale: a bundle stores the stream divided by this number.
     """
-    padded = np.array(_padded(texts))
+    padded = np.array(padded_inputs(texts))
     expected = reference.last_hidden(padded, use_cache=False)
-    rounded = reference.perturbed_hidden(padded, half(stream_scale))
+    rounded = reference.perturbed_hidden(padded, round_stream(stream_scale))
     changes = []
     for number, text in enumerate(texts):
         at = text.predicting_positions
@@ -582,10 +569,12 @@ def compare_texts(decoder: Decoder, expected: ExpectedTexts) -> Transcript:
     texts = [replace(text) for text in expected.texts]
     stored, sigma = expected.stored, expected.sigma
     exact = decoder if decoder.is_device else exact_decoder(decoder.bundle, decoder)
-    outputs = _bundle_outputs(decoder, expected.input_ids)
+    outputs = _bundle_outputs(decoder, padded_inputs(expected.texts))
     exact_outputs = outputs
     if exact is not decoder:
-        exact_outputs = _bundle_outputs(exact, expected.input_ids, "exact arithmetic")
+        exact_outputs = _bundle_outputs(
+            exact, padded_inputs(expected.texts), "exact arithmetic"
+        )
     errors, roundings = [], []
     squares = np.zeros(decoder.manifest.dims.V)  # of the errors of each token's logits
     for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
@@ -611,15 +600,15 @@ def compare_texts(decoder: Decoder, expected: ExpectedTexts) -> Transcript:
     ends = read_end_tokens(expected.checkpoint)
     return Transcript(
         texts,
-        sigma,
-        _rms(np.concatenate(errors)) / rounding,
-        float(row_errors[worst_row]) / rounding,
-        worst_row,
-        frozenset(decoder.manifest.tokens.eos),
-        FOREIGN_ERROR_LIMIT if decoder.manifest.foreign else ERROR_LIMIT,
-        _explain_unjudged(decoder, exact),
-        ends,
-        describe_contradictions(ends, expected.checkpoint),
+        sigma=sigma,
+        error=_rms(np.concatenate(errors)) / rounding,
+        row_error=float(row_errors[worst_row]) / rounding,
+        worst_row=worst_row,
+        end_tokens=frozenset(decoder.manifest.tokens.eos),
+        limit=FOREIGN_ERROR_LIMIT if decoder.manifest.foreign else ERROR_LIMIT,
+        unjudged=_explain_unjudged(decoder, exact),
+        checkpoint_ends=ends,
+        contradiction=describe_contradictions(ends, expected.checkpoint),
     )
 
 
@@ -633,7 +622,7 @@ def _explain_unjudged(decoder: Decoder, exact: Decoder) -> str:
     return ""
 
 
-def _padded(texts: Sequence[Text]) -> list[list[int]]:
+def padded_inputs(texts: Sequence[Text]) -> list[list[int]]:
     """What a model reads of each text, in one length: behind a text stand tokens that
     no causal model reads before them."""
     length = max(len(text.input_ids) for text in texts)
@@ -652,7 +641,7 @@ def _bundle_outputs(
     outputs = []
     for start in bar(range(0, len(padded), B), title, unit="batch"):
         batch = padded[start : start + B]
-        filled = batch + [batch[-1]] * (B - len(batch))
+        filled = fill_batch(batch, B)
         outputs += list(last_outputs(decoder, filled, count))[: len(batch)]
     return outputs
 

@@ -45,7 +45,7 @@ def validate_units(
     *,
     runtime: str = "auto",
     compute_units: Sequence[str] = COMPUTE_UNITS,
-    alone: bool = False,
+    single_copy: bool = False,
     Ts: Sequence[int] | None = None,
     max_kl: float = gates.MAX_KL,
 ) -> pd.DataFrame:
@@ -57,7 +57,7 @@ def validate_units(
         runtime: the runtime of the compute units: `coreml` or a stand-in; `portable`:
             none is tried; `auto`: Core ML if this machine has it.
         compute_units: the units to try.
-        alone: leave out the portable arithmetics, so that no process loads a second
+        single_copy: leave out the portable arithmetics, so that no process loads a second
             copy of the bundle.
         Ts, max_kl: see `validate`.
 
@@ -67,7 +67,7 @@ def validate_units(
         update cosine, the mean and the largest KL of chained logits in nats against
         Hugging Face's golden, `kl_portable` against the portable runtime's `declared`
         arithmetic, `blame` (null where the export is neither RED nor DIED), and the
-        first `reason`, a fault's before the user's limit. With `alone`, `kl_portable`
+        first `reason`, a fault's before the user's limit. With `single_copy`, `kl_portable`
         and `blame` are null.
 
     Raises:
@@ -75,14 +75,14 @@ def validate_units(
     """
     check_fits(golden, bundle)
     runtime = resolve() if runtime == "auto" else runtime
-    units = [] if alone else [("portable", precision) for precision in PRECISIONS]
+    units = [] if single_copy else [("portable", precision) for precision in PRECISIONS]
     if runtime != "portable":
         units += [(runtime, unit) for unit in compute_units]
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         path = golden.file or golden.save(Path(folder) / "golden.safetensors")
         source = None if golden.source is None else golden.source.path
-        options = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
+        options = {"single_copy": single_copy, "Ts": Ts, "max_kl": max_kl}
         for runs_on, unit in units:
             arguments = bundle.root, path, source, runs_on, unit, options
             outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
@@ -100,7 +100,7 @@ def validate_units(
         logits = row.get("logits")
         if declared is not None and logits is not None:
             row["kl_portable"] = float(kl(declared, logits).max())
-        if row["unit"] not in sound and not alone:
+        if row["unit"] not in sound and not single_copy:
             row["blame"] = diagnose(row["runtime"], sound)
     return pd.DataFrame(list(rows.values()), columns=COLUMNS)
 
@@ -123,7 +123,7 @@ def validate_unit(
     if runtime != "portable":
         execution = {"compute_units": unit}
         # before the decoder, so that one copy of the bundle is in memory
-        device_reference(bundle, golden, options["alone"])
+        device_reference(bundle, golden, options["single_copy"])
     result = validate(Decoder(bundle, runtime, **execution), golden, **options)
     figures = result.json()
     over = [gate for gate in result.gates if gate.verdict == gates.OVER]

@@ -43,7 +43,7 @@ from workbench.check.golden import (
     check_exported_from,
     stored_weights,
 )
-from workbench.check.hf import Reference, Row, half
+from workbench.check.hf import Reference, Row, round_stream
 from workbench.check.run import trace_bundle
 from workbench.check.shared import (
     BudgetKey,
@@ -126,10 +126,10 @@ class Cost:
         reason = "mean KL from Hugging Face's logits in nats; the limit is the user's"
         if self.budget_kl is not None:
             reason += f"; rounding alone causes {np.mean(self.budget_kl):.2g}"
-        limit = gates.within("max_kl", float(np.mean(self.kl)), max_kl, reason)
+        limit = gates.within(gates.MAX_KL_GATE, float(np.mean(self.kl)), max_kl, reason)
         if self.logits is None:
             reason = "the packages contain the argmax and output no logits"
-            limit = gates.not_run("max_kl", reason)
+            limit = gates.not_run(gates.MAX_KL_GATE, reason)
         if self.budget_kl is None:
             return [limit, gates.not_run("budget", "needs --checkpoint")]
         worst = furthest(compared(self.rows))
@@ -201,9 +201,9 @@ def validate(
     Ts: Sequence[int] | None = None,
     *,
     max_kl: float = gates.MAX_KL,
-    again: bool = False,
-    alone: bool = False,
-    fresh: bool = False,
+    run_on_decoder: bool = False,
+    single_copy: bool = False,
+    ignore_stored: bool = False,
     shared: SharedResults | None = None,
 ) -> Validation:
     """Validates a bundle: bug gates, every layer × position × T against `golden`, and
@@ -214,11 +214,12 @@ def validate(
 
     Args:
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
-        again: run all bug gates even if verdict.json has them, on this decoder if its
-            runtime can.
-        alone: do not load a second copy of the bundle as portable. Gate `device` is then
-            not_run if `device_reference` has no file.
-        fresh: see `load_or_run_gates`.
+        run_on_decoder: run the bug gates even where a stored verdict counts, on this
+            decoder where its runtime can run them. Otherwise they run on a decoder that
+            is opened for them, since this one may have been changed in memory.
+        ignore_stored: let no stored verdict count, whoever wrote it.
+        single_copy: do not load a second copy of the bundle as portable. Gate `device`
+            is then not_run if `device_reference` has no file.
         shared: gives each of several validations the results that they share; None:
             all are computed.
     """
@@ -226,9 +227,17 @@ def validate(
     source = golden.source
     check_exported_from(golden, bundle)
     # gate `program` and the budget need the same values of the bundle's files
-    read_weights = cache(partial(stored_weights, source, bundle, half=True, head=False))
+    read_weights = cache(
+        partial(stored_weights, source, bundle, keep_dtype=True, head=False)
+    )
     bugs = load_or_run_gates(
-        decoder, source, again, golden.verdict_sha256, read_weights, fresh, shared
+        decoder,
+        source,
+        run_on_decoder,
+        golden.verdict_sha256,
+        read_weights,
+        ignore_stored,
+        shared,
     )
     budget = None
     if source is not None:
@@ -242,7 +251,7 @@ def validate(
         )
     read_weights.cache_clear()
     cost = measure(decoder, golden, Ts, budget)
-    device = _run_device_gate(decoder, golden, alone)
+    device = _run_device_gate(decoder, golden, single_copy)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)
 
 
@@ -252,7 +261,7 @@ class Subject:
 
     Attributes:
         decoder: runs the gates that it can; None: decoders are opened.
-        read_weights: gives the values of the bundle's files, `half`.
+        read_weights: gives the values of the bundle's files, in their stored dtype.
         shared: results of other bundles that count for this one.
         results: of the gates that have run so far.
     """
@@ -336,7 +345,7 @@ def _compute_stretches(subject: Subject, chained_end: bool) -> program.Stretches
         values = subject.read_weights()
     else:
         values = stored_weights(
-            subject.checkpoint, subject.bundle, half=True, head=False
+            subject.checkpoint, subject.bundle, keep_dtype=True, head=False
         )
     reference = Reference(subject.checkpoint, values)
     return program.reference_stretches(subject.bundle.manifest, reference, chained_end)
@@ -411,13 +420,13 @@ def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
 def load_or_run_gates(
     decoder: Decoder,
     source: Checkpoint | None = None,
-    again: bool = False,
+    run_on_decoder: bool = False,
     trusted_hash: str | None = None,
     read_weights: Callable[[], StoredWeights] | None = None,
-    fresh: bool = False,
+    ignore_stored: bool = False,
     shared: SharedResults | None = None,
 ) -> list[Gate]:
-    """The bug gates of verdict.json, if it counts. If it does not, or if `again` is set,
+    """The bug gates of verdict.json, if it counts. If it does not, or if `run_on_decoder`,
     they are run with the checkpoint `source` and stored. Without a checkpoint only the
     gates run that need nothing but the bundle. Gates on the states of a device run on the
     device.
@@ -425,25 +434,27 @@ def load_or_run_gates(
     Args:
         trusted_hash: of the verdict.json that the user's golden names.
         read_weights, shared: see `Subject`.
-        fresh: no stored verdict counts, whoever wrote it.
+        run_on_decoder, ignore_stored: see `validate`.
 
     Raises:
         InputError: see `bug_gates` and `save_verdict`.
     """
     bundle = decoder.bundle
-    stored = None if fresh else gates.stored_verdict(bundle, trusted_hash)
+    stored = None if ignore_stored else gates.stored_verdict(bundle, trusted_hash)
     counts = stored is not None and stored.counts
-    if source and (again or not counts):
+    if source and (run_on_decoder or not counts):
         # a verdict that is stored for the files must not come from a decoder that may
         # have been changed in memory
-        used = decoder if again else None
+        used = decoder if run_on_decoder else None
         results = bug_gates(
             bundle, source, decoder=used, read_weights=read_weights, shared=shared
         )
         gates.save_verdict(bundle, results)
     else:
         bundle.verify()
-        results = stored.gates if counts else _unknown_gates(bundle, stored, fresh)
+        results = (
+            stored.gates if counts else _unknown_gates(bundle, stored, ignore_stored)
+        )
     run_here = []
     is_unknown = not counts and not source
     if is_unknown:
@@ -455,14 +466,14 @@ def load_or_run_gates(
 
 
 def _unknown_gates(
-    bundle: Bundle, stored: gates.StoredVerdict | None, fresh: bool
+    bundle: Bundle, stored: gates.StoredVerdict | None, ignore_stored: bool
 ) -> list[Gate]:
     """The bug gates as not_run, with the bundle's own claim about each and the command
     that runs it."""
     if not stored:
         exists = (bundle.root / gates.VERDICT).is_file()
         state = "is of another bundle or by other gates" if exists else "is missing"
-        if fresh:
+        if ignore_stored:
             state = "does not count with --fresh"
         reason = f"needs --checkpoint: the bundle's {gates.VERDICT} {state}"
         return [gates.not_run(name, reason) for name in BUG_GATES]
@@ -492,11 +503,11 @@ def measure_budget(
     Args:
         inner: whether layers inside a shard are fed too, as on runtimes that show them;
             otherwise each reads the output of the layer before.
-        weights: of the bundle's files, `half`; None: they are read.
+        weights: of the bundle's files, in their stored dtype; None: they are read.
     """
-    weights = weights or stored_weights(checkpoint, bundle, half=True, head=False)
+    weights = weights or stored_weights(checkpoint, bundle, keep_dtype=True, head=False)
     reference = Reference(checkpoint, weights)
-    rounded = half(bundle.manifest.stream_scale)
+    rounded = round_stream(bundle.manifest.stream_scale)
     feed = golden.trace
     if not inner:
         feed = Trace.empty(golden.layer_count)
@@ -515,7 +526,7 @@ def stored_stream(trace: Trace, inputs: Trace, stream_scale: float) -> Trace:
     """A trace with its values rounded as a bundle stores them: the outputs of its layers,
     the inputs of the layers in `inputs`, and the rows of its caches. No layer computes
     with the rounded values."""
-    rounded = half(stream_scale)
+    rounded = round_stream(stream_scale)
     layers = []
     for layer, input_layer in zip(trace.layers, inputs.layers, strict=True):
         stored = replace(layer)
@@ -657,14 +668,14 @@ class DeviceReference:
 
 
 def device_reference(
-    bundle: Bundle, golden: Golden, alone: bool = False
+    bundle: Bundle, golden: Golden, single_copy: bool = False
 ) -> DeviceReference | None:
     """The reference of gate `device`. It is stored next to the golden's file, if the
     golden has one in a writable folder, and computed only if it is not there. One decoder
     at a time is in memory.
 
     Args:
-        alone: compute nothing; return None if no file matches this bundle and golden.
+        single_copy: compute nothing; return None if no file matches this bundle and golden.
     """
     path = key = None
     if golden.file:
@@ -675,7 +686,7 @@ def device_reference(
             arrays, metadata = load_arrays(path)
             if metadata.get("key") == key:
                 return DeviceReference.from_arrays(arrays, golden)
-    if alone:
+    if single_copy:
         return None
     declared = trace_device(_device_like(bundle, "declared"), golden)
     narrow = trace_device(_device_like(bundle, "narrow"), golden)
@@ -731,7 +742,7 @@ def device_gate(decoder: Decoder, golden: Golden, reference: DeviceReference) ->
     rows = rows[~_tied(decoder, golden, rows)]
     if rows.empty:  # every choice of an expert was close
         return gates.not_run("device", "nothing is comparable")
-    worst = furthest(rows.assign(T=0))
+    worst = furthest(rows.assign(T=0))  # one ratio for all T
     place = worst["tensor"]
     if pd.notna(worst["layer"]):
         place += f" of layer {worst['layer']}"
@@ -762,14 +773,14 @@ def _tied(decoder: Decoder, golden: Golden, rows: pd.DataFrame) -> pd.Series:
     return tied
 
 
-def _run_device_gate(decoder: Decoder, golden: Golden, alone: bool) -> Gate:
+def _run_device_gate(decoder: Decoder, golden: Golden, single_copy: bool) -> Gate:
     """Gate `device`, or why it cannot run."""
     if not decoder.is_device:
         reason = "needs a Mac: run there with the same bundle and golden"
         if decoder.options.plugin:
             reason = "the portable runtime cannot run the programs of this target"
         return gates.not_run("device", reason)
-    reference = device_reference(decoder.bundle, golden, alone)
+    reference = device_reference(decoder.bundle, golden, single_copy)
     if reference is None:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")

@@ -27,7 +27,7 @@ Their tables must be finite and ascending, too."""
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 
 import numpy as np
@@ -42,6 +42,7 @@ from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.calibrated import FittedRows, fitted_tensors, judge_matrices
 from workbench.check.compare import blocks, safe_ratio
+from workbench.check.deviation import Deviation, worst_of
 from workbench.check.gates import Gate
 from workbench.check.head_rows import describe_lost_rows, lost_rows
 from workbench.models.checkpoint import Checkpoint
@@ -85,25 +86,76 @@ class FittedSlice:
     rows: range
 
 
+@dataclass
+class _Findings:
+    """What the steps of the gate have collected.
+
+    Attributes:
+        deviations: of the tensors that were compared.
+        problems: a clause each.
+        fitted: tensor → its slices that are fitted to a calibration text, which are
+            judged after all others.
+        rows_stored: tensor → the numbers of its rows that a shard stores.
+    """
+
+    deviations: list[Deviation] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    fitted: dict[str, list[FittedSlice]] = field(default_factory=dict)
+    rows_stored: dict[str, set[int]] = field(default_factory=dict)
+
+
 def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """Compares every stored weight and the host's table of embeddings with the
     checkpoint's, and looks for tensors that no shard stores."""
-    manifest = bundle.manifest
-    if manifest.foreign:
+    if bundle.manifest.foreign:
         return _recognised(bundle, checkpoint)
-    deviations = []
-    problems = []
+    findings = _Findings()
+    host_tensors = _compare_host_tables(bundle, checkpoint, findings)
+    _compare_programs(bundle, checkpoint, findings)
+    compared_tensors, note = len(findings.deviations), ""
+    if findings.fitted and not findings.problems:
+        note = _judge_fitted(bundle, checkpoint, findings)
+    if not findings.problems:
+        required = text_tensors(checkpoint) - host_tensors | {checkpoint.head}
+        findings.problems += _unstored(bundle, checkpoint, required, findings)
+    worst = Deviation.at("no weights", inf, LIMIT, "")
+    if findings.deviations:
+        worst = worst_of(findings.deviations)
+    problems = _head_problems(bundle, checkpoint) + findings.problems
+    problems += [d.reason for d in findings.deviations if not d.is_sound]
+    pass_reason = (
+        f"{compared_tensors} stored tensors equal the checkpoint's within the rounding "
+        f"of their preset; worst: {worst.reason}{note}"
+    )
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = ["…"]
+    gate = gates.no_faults("weights", problems, pass_reason, sep="; ")
+    return replace(gate, value=worst.value, threshold=worst.limit)
+
+
+def _compare_host_tables(
+    bundle: Bundle, checkpoint: Checkpoint, findings: _Findings
+) -> set[str]:
+    """Compares the tables in the file of embeddings; returns the tensors that they
+    are."""
+    tensors = set()
+    for name in bundle.embedding:
+        tensor = checkpoint.prefix + HOST_TENSORS[name]
+        tensors.add(tensor)
+        table = bundle.table_rows(name)
+        findings.deviations.append(_host_deviation(checkpoint, tensor, table))
+    return tensors
+
+
+def _compare_programs(
+    bundle: Bundle, checkpoint: Checkpoint, findings: _Findings
+) -> None:
+    """Compares what every program stores, and lists the fitted matrices. Once a package
+    is damaged, its other tensors are not compared."""
+    manifest = bundle.manifest
     can_be_fitted: set[str] = set()
     if manifest.calibration:
         can_be_fitted = fitted_tensors(checkpoint) - {*manifest.calibration.nearest}
-    fitted: dict[str, list[FittedSlice]] = {}
-    rows_stored: dict[str, set[int]] = {}
-    tensors = text_tensors(checkpoint) | {checkpoint.head}
-    for name in bundle.embedding:
-        tensor = checkpoint.prefix + HOST_TENSORS[name]
-        if tensor != checkpoint.head:
-            tensors.discard(tensor)
-        deviations.append(_host_deviation(checkpoint, tensor, bundle.table_rows(name)))
     programs = []
     for shard in manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
@@ -119,51 +171,47 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
                 rows = stored_rows(checkpoint, shard, tensor, size)
                 if tensor in can_be_fitted and "val" not in parts:
                     # its values are read when its layer runs
-                    slices = fitted.setdefault(tensor, [])
+                    slices = findings.fitted.setdefault(tensor, [])
                     slices.append(FittedSlice(shard, function, rows))
                 else:
                     values = checkpoint_values(checkpoint, shard, tensor, rows)
-                    deviations.append(worst_deviation(place, parts, values, preset))
-                rows_stored.setdefault(tensor, set()).update(rows)
+                    worst = worst_deviation(place, parts, values, preset)
+                    findings.deviations.append(worst)
+                findings.rows_stored.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:
-            # the other tensors of this package are not compared
-            problems.append(f"{place}: {problem}")
-    note = ""
-    compared_tensors = len(deviations)
-    if fitted and not problems:
-        start = time.process_time()
-        try:
-            deviations += fitted_deviations(bundle, checkpoint, fitted)
-        except DAMAGED as problem:
-            problems.append(str(problem))
-        seconds = time.process_time() - start
-        note = (
-            f"; {len(fitted)} matrices were fitted to a calibration text and judged row "
-            f"by row in {seconds:.0f} CPU s"
-        )
-    if not problems:
-        for tensor in sorted(tensors):
-            rows = (checkpoint.shape(tensor) or [1])[0]
-            if len(rows_stored.get(tensor, ())) >= rows:
-                continue
-            # a plug-in's conversion leaves out products with ones and sums with zeros
-            is_dropped = manifest.options.plugin and _is_constant(
-                checkpoint.tensor(tensor).half()
-            )
-            if not is_dropped:
-                problems.append(f"no shard stores {tensor}")
-    nothing = deviation("no weights", inf, LIMIT, "")
-    worst = max(deviations, key=gates.ratio_to_limit, default=nothing)
-    problems += [gate.reason for gate in deviations if gate.verdict == gates.RED]
-    problems = _head_problems(bundle, checkpoint) + problems
-    pass_reason = (
-        f"{compared_tensors} stored tensors equal the checkpoint's within the rounding "
-        f"of their preset; worst: {worst.reason}{note}"
+            findings.problems.append(f"{place}: {problem}")
+
+
+def _judge_fitted(bundle: Bundle, checkpoint: Checkpoint, findings: _Findings) -> str:
+    """Adds the deviations of fitted matrices; returns a clause with their number and
+    the CPU seconds that this took."""
+    start = time.process_time()
+    try:
+        findings.deviations += fitted_deviations(bundle, checkpoint, findings.fitted)
+    except DAMAGED as problem:
+        findings.problems.append(str(problem))
+    seconds = time.process_time() - start
+    return (
+        f"; {len(findings.fitted)} matrices were fitted to a calibration text and judged "
+        f"row by row in {seconds:.0f} CPU s"
     )
-    if len(problems) > MAX_PROBLEMS:
-        problems[MAX_PROBLEMS:] = ["…"]
-    gate = gates.no_faults("weights", problems, pass_reason, sep="; ")
-    return replace(gate, value=worst.value, threshold=worst.threshold)
+
+
+def _unstored(
+    bundle: Bundle, checkpoint: Checkpoint, required: set[str], findings: _Findings
+) -> list[str]:
+    """A clause for each required tensor that no shard stores whole."""
+    plugin = bundle.manifest.options.plugin
+    clauses = []
+    for tensor in sorted(required):
+        count = (checkpoint.shape(tensor) or [1])[0]
+        if len(findings.rows_stored.get(tensor, ())) >= count:
+            continue
+        # a plug-in's conversion leaves out products with ones and sums with zeros
+        if plugin and _is_constant(checkpoint.tensor(tensor).half()):
+            continue
+        clauses.append(f"no shard stores {tensor}")
+    return clauses
 
 
 def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
@@ -178,7 +226,7 @@ def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
 
 def fitted_deviations(
     bundle: Bundle, checkpoint: Checkpoint, fitted: dict[str, list[FittedSlice]]
-) -> list[Gate]:
+) -> list[Deviation]:
     """The deviations of matrices that were fitted to the bundle's calibration text.
 
     Args:
@@ -212,7 +260,7 @@ def fitted_deviations(
             yield rows
 
     judged = judge_matrices(bundle, checkpoint, {*fitted}, read_rows)
-    deviations = [gate for of_matrix in judged.values() for gate in of_matrix]
+    deviations = [one for of_matrix in judged.values() for one in of_matrix]
     for tensor in sorted(fitted.keys() - judged.keys()):
         # no linear module reads it, so that nothing can be fitted to its inputs
         preset = bundle.manifest.preset_of(tensor)
@@ -241,7 +289,7 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
 
 def _host_deviation(
     checkpoint: Checkpoint, tensor: str, table: Iterator[tuple[slice, np.ndarray]]
-) -> Gate:
+) -> Deviation:
     """The deviation of a table of the host from the checkpoint's `tensor`; both are read
     some rows at a time."""
     deviations = []
@@ -251,7 +299,7 @@ def _host_deviation(
             original = slice(place.start + rows.start, place.start + rows.stop)
             values = checkpoint.tensor(tensor, original).reshape(stored.shape)
             deviations.append(fp16_deviation(f"host: {tensor}", stored, values))
-    return max(deviations, key=gates.ratio_to_limit)
+    return worst_of(deviations)
 
 
 def _is_constant(values: torch.Tensor) -> bool:
@@ -289,7 +337,7 @@ def open_parts(
 
 def worst_deviation(
     place: str, parts: Parts, values: torch.Tensor, preset: Preset
-) -> Gate:
+) -> Deviation:
     """The deviation of a stored weight from `values` [rows, columns], the checkpoint's
     with their offset."""
     if "val" in parts:
@@ -297,11 +345,11 @@ def worst_deviation(
         return fp16_deviation(place, stored.reshape(values.shape), values)
     if preset.is_integer:
         ratio = integer_ratio(parts, values, preset)
-        return deviation(place, ratio, LIMIT, f"of the half step of {preset.name}")
+        return Deviation.at(place, ratio, LIMIT, f"of the half step of {preset.name}")
     return table_deviation(place, parts, values, preset)
 
 
-def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Gate:
+def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Deviation:
     """The deviation of a weight that is stored in fp16 from `values` in float32."""
     from workbench.check import kernels  # numba takes a moment to import
 
@@ -309,12 +357,7 @@ def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Ga
         stored.float().reshape(-1).numpy(), values.reshape(-1).numpy()
     )
     ratio = _as_number(worst)
-    return deviation(place, ratio, LIMIT, "halves of an fp16 unit")
-
-
-def deviation(place: str, value: float, limit: float, unit: str) -> Gate:
-    """The deviation of a tensor's worst weight, in tolerances, as a gate."""
-    return gates.at_most("weights", value, limit, f"{place}: {value:.4g} {unit}")
+    return Deviation.at(place, ratio, LIMIT, "halves of an fp16 unit")
 
 
 def weight_array(parts: Parts, preset: Preset) -> np.ndarray:
@@ -407,8 +450,8 @@ def integer_ratio(parts: Parts, values: torch.Tensor, preset: Preset) -> float:
 
 
 def _factors(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A scale or an offset in float32 as a row, of which each number stands for equally
-    many weights of `shape` that follow one another.
+    """A scale or an offset in float32 as a flat array; each number applies to the same
+    count of consecutive weights of `shape`.
 
     Raises:
         ValueError: a factor that does not line up with the weights.
@@ -533,7 +576,7 @@ def _integer_rows(
 
 def table_deviation(
     place: str, parts: Parts, values: torch.Tensor, preset: Preset
-) -> Gate:
+) -> Deviation:
     """The deviation of a weight that is stored as indices into tables from `values`
     [rows, columns].
 
@@ -551,10 +594,10 @@ def table_deviation(
         stored = table[torch.from_numpy(np.int64(indices))]
         nearest, error = table_ratios(stored, values.half(), table)
         pair = [
-            deviation(place, nearest, TABLE_LIMIT, unit),
-            deviation(place, error, TABLE_LIMIT, best),
+            Deviation.at(place, nearest, TABLE_LIMIT, unit),
+            Deviation.at(place, error, TABLE_LIMIT, best),
         ]
-        return max(pair, key=gates.ratio_to_limit)
+        return worst_of(pair)
     from workbench.check import kernels  # numba takes a moment to import
 
     nearest = np.zeros(count, np.float32)
@@ -569,11 +612,13 @@ def table_deviation(
     least = least_squared_error(of_group, tables.shape[1])
     exact = float(safe_ratio(errors[group], least))
     figures = [
-        deviation(place, float(np.max(nearest)), TABLE_LIMIT, unit),
-        deviation(place, float(ratios[group]), GROUP_LIMIT, f"{best} of those weights"),
-        deviation(f"{place}, group {group}", exact, GROUP_LIMIT, best),
+        Deviation.at(place, float(np.max(nearest)), TABLE_LIMIT, unit),
+        Deviation.at(
+            place, float(ratios[group]), GROUP_LIMIT, f"{best} of those weights"
+        ),
+        Deviation.at(f"{place}, group {group}", exact, GROUP_LIMIT, best),
     ]
-    return max(figures, key=gates.ratio_to_limit)
+    return worst_of(figures)
 
 
 def table_ratios(
@@ -621,9 +666,8 @@ def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`factor` in float32, repeated along each axis to the size of `shape`, of which its
+    """`factor`, repeated along each axis to the size of `shape`, of which its
     own size is a divisor."""
-    factor = np.float32(factor)
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)

@@ -132,9 +132,9 @@ def validate(
             decoder,
             reference,
             max_kl=max_kl,
-            alone=single_copy,
-            again=True,
-            fresh=fresh,
+            single_copy=single_copy,
+            run_on_decoder=True,
+            ignore_stored=fresh,
         )
     except InputError as problem:
         unopened = _unopened_result(exported, source, problem)
@@ -301,7 +301,7 @@ def validate_units(
     reference = _load_reference(exported, prompt, source, golden)
     stage("validate: opening the bundle")
     units = run_units(
-        exported, reference, runtime=runtime, alone=single_copy, max_kl=max_kl
+        exported, reference, runtime=runtime, single_copy=single_copy, max_kl=max_kl
     )
     result = {
         "verdict": units_verdict(units),
@@ -364,7 +364,7 @@ def _stored_result(decoder, fresh: bool) -> dict:
     bundle alone."""
     from workbench.check import validate as checks
 
-    return validation_json(checks.load_or_run_gates(decoder, fresh=fresh))
+    return validation_json(checks.load_or_run_gates(decoder, ignore_stored=fresh))
 
 
 def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:

@@ -227,7 +227,7 @@ def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candid
         if name in names or not is_of_checkpoint or not manifest.calibration:
             continue
         names.add(name)
-        weights = stored_weights(checkpoint, other, half=True)
+        weights = stored_weights(checkpoint, other, keep_dtype=True)
         words = ["workbench", "validate", str(other.root)]
         command = escape.shell([*words, "--checkpoint", str(checkpoint.path)])
         yield Candidate(name, other.bytes, weights, command, finished=other)

@@ -21,7 +21,12 @@ from workbench.check.evaluate import open_reference
 from workbench.check.gates import Gate
 from workbench.check.hf import Reference
 from workbench.check.text import check_held_out, default_ids
-from workbench.check.transcript import TIE, Transcript, resampled_interval
+from workbench.check.transcript import (
+    TIE,
+    Transcript,
+    padded_inputs,
+    resampled_interval,
+)
 from workbench.decode.sampling import suppress
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -311,14 +316,16 @@ class _TranscriptText:
 
     @property
     def sequences(self) -> list[list[int]]:
-        return self.transcript.input_ids
+        return padded_inputs(self.transcript.texts)
 
     def figures(self, model: Reference) -> Figures:
         """The figures of Hugging Face's model with other weights; prompts are
         resampled."""
         transcript = self.transcript
         suppressed = self.original.checkpoint.suppressed
-        hidden = model.last_hidden(np.array(transcript.input_ids), use_cache=False)
+        hidden = model.last_hidden(
+            np.array(padded_inputs(transcript.texts)), use_cache=False
+        )
         nats, agreed, counts, stops = [], [], [], []
         for number, text in enumerate(transcript.texts):
             golden = self.original.logits(text.hidden).numpy()

@@ -1,0 +1,39 @@
+"""How far something that a bundle stores is from what it should be."""
+
+from dataclasses import dataclass
+from math import inf, isnan
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A figure of a stored tensor, and its limit.
+
+    Attributes:
+        value: of the tensor's worst weight or row, or of the whole tensor; nan is the
+            worst of all.
+        limit: the largest value of a sound bundle.
+        reason: the place, the value and its unit.
+    """
+
+    value: float
+    limit: float
+    reason: str
+
+    @classmethod
+    def at(cls, place: str, value: float, limit: float, unit: str) -> "Deviation":
+        """The deviation of a place, such as a shard and a tensor."""
+        return cls(value, limit, f"{place}: {value:.4g} {unit}")
+
+    @property
+    def is_sound(self) -> bool:
+        return self.value <= self.limit  # False for nan
+
+    @property
+    def ratio_to_limit(self) -> float:
+        """The value over its limit; inf for nan."""
+        return inf if isnan(self.value) else self.value / self.limit
+
+
+def worst_of(deviations: list[Deviation]) -> Deviation:
+    """The one with the largest ratio to its limit."""
+    return max(deviations, key=lambda deviation: deviation.ratio_to_limit)
