@@ -110,7 +110,7 @@ def test_sharing_layers_are_judged_on_compressed_rows(
     bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
     source = Checkpoint(checkpoint)
     runs = recorded(monkeypatch, calibrated, "JudgedLayer")
-    monkeypatch.setattr(calibrated, "excess", lambda gates: 2.0)
+    monkeypatch.setattr(calibrated, "worst_ratio", lambda deviations: 2.0)
     weights_gate(bundle, source)
     for index in SHARING:
         as_stored, uncompressed = runs[f"model.layers.{index}."]

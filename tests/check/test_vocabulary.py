@@ -116,10 +116,12 @@ def test_a_decoder_that_keeps_no_head_reads_it_for_every_call(sliced):
     assert fast.prefill(ids).shape == logits[0].shape and not held_weights(fast)
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_a_head_that_is_read_slice_by_slice_is_the_whole_one(sliced, source, half):
-    whole = golden.stored_weights(source, sliced, half=half)
-    parts = golden.stored_weights(source, sliced, half=half, head=False)
+@pytest.mark.parametrize("keep_dtype", [True, False])
+def test_a_head_that_is_read_slice_by_slice_is_the_whole_one(
+    sliced, source, keep_dtype
+):
+    whole = golden.stored_weights(source, sliced, keep_dtype=keep_dtype)
+    parts = golden.stored_weights(source, sliced, keep_dtype=keep_dtype, head=False)
     assert source.head in whole.slices and source.head not in parts.slices
     expected = whole(source.head)
     assert torch.equal(parts(source.head), expected)
@@ -169,7 +171,7 @@ def test_a_validation_keeps_no_head(sliced, source, monkeypatch):
         readers.append(read(*arguments, **options))
         return readers[-1]
 
-    monkeypatch.setattr(validate, "Decoder", opened)
+    monkeypatch.setattr(program, "Decoder", opened)
     monkeypatch.setattr(validate, "stored_weights", observed)
     decoder = Decoder(sliced, "portable", keeps_head=False)
     reference = golden.Golden.of(source, tiny.prompt(101, 8), sliced.root.parent)

@@ -169,7 +169,7 @@ def test_help_has_its_texts_where_python_removes_docstrings():
     environment = os.environ | {"PYTHONOPTIMIZE": "2"}
     command = [*COMMAND, "log", "--help"]
     said = subprocess.check_output(command, env=environment, text=True)
-    assert "Prints the log as a table" in said and "Column to sort by" in said
+    assert "Prints one row for each setting" in said and "Column to sort by" in said
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ from workbench.progress import stage
 BUDGET_FACTOR = 6.0
 # The largest ratio of a device's distance to the distance declared–narrow. `declared` is one
 # rounding away from exact arithmetic, and a device may be another one away on the other side.
-# Portable `exact` in the place of a device reaches 2.0 on the worst sound bundle (int4-block32,
-# trained ZAYA), and the mildest planted fault 10; tests/check/faults.md has the margins.
-DEVICE_FACTOR = 3.0
+# Portable `exact` in the place of a device reaches 3.7 on the worst of 779 sound bundles (a random
+# draw of Qwen 3.5 in fp16, whose recurrent state adds roundings up). Of the 614 planted faults that
+# exceed 3, one lies below 6, at 3.06, and gate `program` is RED on it too.
+DEVICE_FACTOR = 6.0
 REFERENCE_FORMAT = 7  # of the device gate's file: raised when its content changes
 HEAD_LAYER = -1  # the layer of logits in the log's table `fidelity`
 
