@@ -43,8 +43,8 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
     def encode_start(folder: Path, text: str) -> list[int]:
         return encode_text(folder, text)[:count]
 
-    known = first_known_texts(source, [[paragraphs()], [task_text()]], encode_start)
-    for ids in known.values():
+    encoded = first_known_texts(source, [[paragraphs()], [task_text()]], encode_start)
+    for ids in encoded.values():
         return ids
     V, bos = _vocabulary(source)
     ids = np.random.default_rng(0).integers(0, V, count).tolist()
