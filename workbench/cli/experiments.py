@@ -66,11 +66,7 @@ def run(
     results = []
     for number in numbers:
         result = experiment.run_notebook(
-            number,
-            settings[number],
-            publish=publish,
-            beside=beside,
-            progress=not json,
+            number, settings[number], publish=publish, beside=beside, progress=not json
         )
         results.append(result)
         if not json:
