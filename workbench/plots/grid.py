@@ -42,7 +42,8 @@ def grid(
         ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
     share = 0.6 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
-    label_cells(ax.xaxis, columns, MAX_LABELS)
+    # two digits need a fifth of an inch
+    label_cells(ax.xaxis, columns, int(5 * figure.get_figwidth()))
     label_cells(ax.yaxis, labels_of(table.index), MAX_LABELS)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
     if label:
