@@ -11,6 +11,7 @@ from in_process import cli, invoke
 from refusal import refused
 from tiny import checkpoint_that_knows
 
+import miltorch
 from workbench import Decoder
 from workbench.check import end_tokens, gates, transcript
 from workbench.check.greedy import Text
@@ -143,6 +144,21 @@ def test_the_exact_program_reads_the_inputs_of_a_host_that_was_changed(
     assert decoder.precision == "declared"
     result = transcript.compare_texts(decoder, expected)
     assert words(result.judge())["text_budget"] == "RED"
+
+
+def test_the_exact_program_reads_its_head_once_for_all_texts(
+    decoder, expected, monkeypatch
+):
+    read, paths = miltorch.read, []
+
+    def counted(path, *arguments):
+        paths.append(str(path))
+        return read(path, *arguments)
+
+    monkeypatch.setattr(miltorch, "read", counted)
+    transcript.compare_texts(decoder, expected)
+    assert len(expected.texts) > 1
+    assert sum("head" in path for path in paths) == 1
 
 
 def test_logits_that_are_not_finite_are_red(decoder, expected, monkeypatch):

@@ -7,7 +7,8 @@ import numpy as np
 
 
 def ring_positions(last: int | np.ndarray, rows: int) -> np.ndarray:
-    """The position [.., rows] that each row holds once `last` [..] is written: the last
-    one up to `last` that is r modulo `rows` in row r. A negative one: the row is empty."""
+    """The position [.., rows] that each row holds once `last` [..] is written. Row r holds
+    the largest position up to `last` that leaves the remainder r when divided by `rows`.
+    A negative number: the row is empty."""
     last = np.asarray(last)[..., None]
     return last - (last - np.arange(rows)) % rows

@@ -528,7 +528,7 @@ def stored_matrix(parts: Sequence[FittedRows]) -> torch.Tensor:
 
 
 def checkpoint_matrix(parts: Sequence[FittedRows]) -> torch.Tensor:
-    """The checkpoint's matrix [R, C], rounded to fp16, of which slices are stored."""
+    """The matrix [R, C] of the checkpoint, rounded to fp16, whose slices are stored."""
     return _join_rows((part.first, part.values) for part in parts)
 
 

@@ -138,7 +138,9 @@ def exact_runtime(bundle: Bundle) -> str:
     return options.interpreter
 
 
-def exact_decoder(bundle: Bundle, decoder: Decoder | None = None) -> Decoder:
+def exact_decoder(
+    bundle: Bundle, decoder: Decoder | None = None, *, keeps_head: bool = False
+) -> Decoder:
     """The decoder whose program is compared: in `exact` arithmetic if the bundle's
     interpreter has it.
 
@@ -146,11 +148,12 @@ def exact_decoder(bundle: Bundle, decoder: Decoder | None = None) -> Decoder:
         decoder: is returned if it runs in this arithmetic and is no device. In the place
             of another one the bundle's programs are opened, and the inputs of their
             calls come from the host of `decoder`, also where it was changed.
+        keeps_head: see `Decoder`; for a caller that computes logits again and again.
     """
     if decoder and not decoder.is_device and decoder.precision == "exact":
         return decoder
     interpreter = bundle.manifest.options.interpreter
-    exact = Decoder(bundle, interpreter, "exact", keeps_head=False)
+    exact = Decoder(bundle, interpreter, "exact", keeps_head=keeps_head)
     if decoder:
         exact.host = decoder.host
     return exact
@@ -398,8 +401,8 @@ def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFram
 @dataclass
 class HeadCall:
     """A call of the head over positions of one stretch of each sequence, and the errors
-    of its logits. Slices of the vocabulary are added one after another, of which the
-    sums of squares alone remain: all logits of a large vocabulary take gigabytes.
+    of its logits. Slices of the vocabulary are added one after another, and only their
+    sums of squares are kept, because all logits of a large vocabulary take gigabytes.
 
     Attributes:
         hidden: [B, C, n], what it reads.
@@ -476,8 +479,8 @@ def plan_head_calls(
 def head_errors(
     decoder: Decoder, checkpoint: Checkpoint, calls: Sequence[HeadCall]
 ) -> list[pd.DataFrame]:
-    """Errors of the logits of all calls against Hugging Face's, of which both sides
-    compute one slice of the vocabulary after another.
+    """Errors of the logits of all calls against Hugging Face's. Both sides compute one
+    slice of the vocabulary after another.
 
     Raises:
         InputError: packages that give another number of logits than the vocabulary has.

@@ -666,8 +666,8 @@ def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`factor`, repeated along each axis to the size of `shape`, of which its
-    own size is a divisor."""
+    """`factor`, repeated along each axis to the size of `shape`. Its sizes divide those
+    of `shape`."""
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)
