@@ -337,7 +337,9 @@ def test_the_error_of_a_target_without_exact_arithmetic_is_reported(
     decoder, expected, monkeypatch
 ):
     """The interpreter of such a target runs its programs in one arithmetic."""
-    monkeypatch.setattr(transcript, "exact_decoder", lambda bundle, decoder: decoder)
+    monkeypatch.setattr(
+        transcript, "exact_decoder", lambda _, decoder, **options: decoder
+    )
     gate, *_ = transcript.compare_texts(decoder, expected).judge()
     assert gate.verdict == "not_run" and "lacks" in gate.reason
 
