@@ -90,8 +90,9 @@ OPEN = """async path => {
     const lab = window.jupyterapp;
     const others = Array.from(lab.shell.widgets("main"));
     await Promise.all(others.map(other => other.sessionContext?.shutdown()));
-    const notebook = await lab.commands.execute("docmanager:open", {path});
+    // before the next one opens: JupyterLab answers an open path with the widget that is there
     others.forEach(other => other.dispose());
+    const notebook = await lab.commands.execute("docmanager:open", {path});
     await notebook.context.ready;
     lab.shell.activateById(notebook.id);
     await notebook.sessionContext.ready;

@@ -48,6 +48,12 @@ def test_a_notebook_runs_whole_and_leaves_git_as_it_was(name, lab, small_project
     assert small.changes(small_project) == ""
 
 
+def test_an_open_notebook_opens_again(lab):
+    for _ in range(2):
+        notebook = lab("05_stateful_kv_cache")
+        assert notebook.page.locator(".jp-Notebook").count() == 1
+
+
 @pytest.mark.slow("a browser measures a grid")
 def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
     notebook = lab("05_stateful_kv_cache")
