@@ -80,7 +80,14 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits [.., n, V] of `hidden` [.., n, C]."""
-        return torch.cat([*self.slices(hidden)], dim=-1)
+        logits = hidden.new_empty(*hidden.shape[:-1], self.config.vocab_size)
+        # A list of slices would leave small tensors between the large ones that are freed,
+        # and the heap would grow by a part of every slice of the head.
+        start = 0
+        for part in self.slices(hidden):
+            logits[..., start : start + part.shape[-1]] = part
+            start += part.shape[-1]
+        return logits[..., :start]
 
 
 class ReferenceLayer(WrappedLayer):
