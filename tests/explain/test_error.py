@@ -1,5 +1,8 @@
-"""The parts of an error add up, each part follows its own cause alone, and the costliest
-weights are ranked first."""
+"""`explain.error` splits a bundle's error into parts that add up, each of which changes with its
+own cause alone; `explain.weights` ranks the costliest tensors first.
+
+The parts are those of `error.PARTS`: `storage` and `precision` (rounding), `quantization`,
+`reauthoring` (the program computes something else than Hugging Face's model), `runtime`."""
 
 import numpy as np
 import pytest
@@ -23,7 +26,8 @@ def int8_bundle(exports, tiny_llama):
 
 
 @pytest.fixture(scope="module")
-def splits(tiny_llama, int8_bundle):
+def splits(tiny_llama, int8_bundle) -> dict[str, error.Split]:
+    """The split of the int8 bundle's error in each of `error.MODES`."""
     return error.split_error(tiny_llama, int8_bundle, IDS)
 
 
@@ -34,28 +38,31 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(
     split = splits[mode]
     assert split.shares().to_numpy().sum() == pytest.approx(1)
     decoder = Decoder(int8_bundle, "portable")
-    whole = error.bundle_updates(decoder, golden.make_golden(tiny_llama, IDS), mode)
-    assert np.allclose(split.reference + split.total, whole, atol=1e-6)
+    source = golden.make_golden(tiny_llama, IDS)
+    updates = error.bundle_updates(decoder, source, mode)  # [L, n, C]
+    assert np.allclose(split.reference + split.total, updates, atol=1e-6)
 
 
-def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits):
-    layers = splits["isolated"].layers()
-    assert (layers["quantization"] > 3 * layers["precision"]).all()
-    assert (layers["reauthoring"] < gates.REAUTHORING).all()
-    assert layers["runtime"].isna().all()
+def test_int8_costs_more_than_rounding_and_a_sound_program_nothing(splits):
+    errors = splits["isolated"].layers()
+    assert (errors["quantization"] > 3 * errors["precision"]).all()
+    assert (errors["reauthoring"] < gates.REAUTHORING).all()
+    assert errors["runtime"].isna().all()
     assert gates.verdict(error.error_gates(splits)) == "GREEN"
 
 
-def test_every_position_of_a_layer_makes_up_the_layer(splits):
+def test_the_errors_of_all_positions_make_up_the_error_of_their_layer(splits):
+    """The mean square error of a layer is the mean of those of its positions; both are
+    relative to the reference's RMS."""
     split = splits["chained"]
     rows = split.positions()
-    assert len(rows) == split.reference.shape[0] * len(IDS)
-    scale = np.sqrt((split.reference**2).mean(-1)).ravel()
-    layers = np.sqrt(
-        ((rows["total"] * scale) ** 2).groupby(rows["layer"]).mean()
-        / (scale**2).reshape(-1, len(IDS)).mean(1)
-    )
-    assert np.allclose(layers, split.layers()["total"])
+    L, n = split.reference.shape[0], len(IDS)
+    assert len(rows) == L * n
+    reference_ms = (split.reference**2).mean(-1)  # [L, n]
+    error_rms = rows["total"] * np.sqrt(reference_ms.ravel())
+    layer_ms = (error_rms**2).groupby(rows["layer"]).mean()
+    layer_errors = np.sqrt(layer_ms / reference_ms.mean(1))
+    assert np.allclose(layer_errors, split.layers()["total"])
 
 
 @pytest.mark.matrix(2, wide=2)
@@ -65,21 +72,20 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
 def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     exports, tmp_path, monkeypatch, compress
 ):
-    # the program's eps is 10,000 times the checkpoint's
     source = Checkpoint(exports.checkpoint("llama"))
-    clean = exports.bundle(source.path, compress=compress)
-    parts = error.split_error(source, clean, IDS)["isolated"].layers()
-    init = layers.RMSNorm.__init__
-    monkeypatch.setattr(
-        layers.RMSNorm,
-        "__init__",
-        lambda norm, width, eps, **k: init(norm, width, 1e4 * eps, **k),
-    )
+    sound = exports.bundle(source.path, compress=compress)
+    sound_errors = error.split_error(source, sound, IDS)["isolated"].layers()
+    original_init = layers.RMSNorm.__init__
+
+    def init_with_large_eps(norm, width, eps, **options):
+        original_init(norm, width, 1e4 * eps, **options)
+
+    monkeypatch.setattr(layers.RMSNorm, "__init__", init_with_large_eps)
     faulty = export(source.path, tmp_path / "b", max_seq_len=32, compress=compress)
     splits = error.split_error(source, faulty, IDS)
-    layers_of_fault = splits["isolated"].layers()
-    assert (layers_of_fault["reauthoring"] > 100 * gates.REAUTHORING).any()
-    assert np.array_equal(layers_of_fault["quantization"], parts["quantization"])
+    errors = splits["isolated"].layers()
+    assert (errors["reauthoring"] > 100 * gates.REAUTHORING).any()
+    assert np.array_equal(errors["quantization"], sound_errors["quantization"])
     assert gates.verdict(error.error_gates(splits)) == "RED"
 
 
@@ -87,11 +93,12 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
 @pytest.mark.parametrize(
     "target, runtime", [("coreml", "stand-in"), ("other", "other")]
 )
-def test_layers_that_a_runtime_does_not_show_are_refused(
+def test_layers_inside_a_shard_of_a_runtime_without_hooks_are_refused(
     exports, other_target, tmp_path, target, runtime
 ):
-    whole = exports.bundle("llama", layers_per_shard=2)
-    bundle = tiny.edited(whole, tmp_path / "b", ("options/target", target))
+    two_layers_per_shard = exports.bundle("llama", layers_per_shard=2)
+    change = "options/target", target
+    bundle = tiny.edited(two_layers_per_shard, tmp_path / "b", change)
     source = Checkpoint(exports.checkpoint("llama"))
     with refused(f"inside a shard that {runtime}"):
         error.split_error(source, bundle, IDS, runtime=runtime)
@@ -109,50 +116,57 @@ def test_layers_that_a_runtime_does_not_show_are_refused(
 def test_the_parts_of_an_uncompressed_bundle_are_rounding_alone(
     exports, family, sizes, options
 ):
-    """And what fp16 costs is the same beside any compression."""
+    """And the cost of storing fp16 is the same beside any compression."""
     source = Checkpoint(exports.checkpoint(family, dtype="float32", **sizes))
-    plain, int8 = (
-        error.split_error(source, exports.bundle(source.path, **preset), [1, 2, 3])
-        for preset in (options, options | {"compress": "int8-tensor"})
-    )
-    split = plain["isolated"]
+
+    def split_of(**options):
+        bundle = exports.bundle(source.path, **options)
+        return error.split_error(source, bundle, [1, 2, 3])
+
+    fp16, int8 = split_of(**options), split_of(**options, compress="int8-tensor")
+    split = fp16["isolated"]
     assert not split.parts["quantization"].any()
     assert split.layers()["storage"].between(1e-5, 1e-3).all()
     assert np.array_equal(split.parts["storage"], int8["isolated"].parts["storage"])
-    for splits in (plain, int8):
+    for splits in (fp16, int8):
         assert gates.verdict(error.error_gates(splits)) == "GREEN"
 
 
-def test_the_costliest_tensor_is_found(
+# --- tensors ranked by their cost ---------------------------------------------------------
+
+
+def test_a_tensor_with_a_planted_error_is_ranked_first(
     int8_bundle, tiny_llama, llama_golden, monkeypatch
 ):
     stored = golden.stored_weights(tiny_llama, int8_bundle)
 
-    def worse(name):
+    def stored_with_error(name):
         value = stored(name)
         if "layers.1.mlp.up_proj" in name:
             value = value + 0.1 * value.std() * torch.sign(value)
         return value
 
-    monkeypatch.setattr(weights, "stored_weights", lambda *_: worse)
+    monkeypatch.setattr(weights, "stored_weights", lambda *_: stored_with_error)
     ranked, _ = weights.measure_costs(int8_bundle, tiny_llama, llama_golden)
-    worst = ranked[ranked["layer"] == 1].iloc[0]
-    assert worst["tensor"] == "mlp.up_proj.weight"
-    assert worst["share"] > 0.5
+    first = ranked[ranked["layer"] == 1].iloc[0]
+    assert first["tensor"] == "mlp.up_proj.weight"
+    assert first["share"] > 0.5
 
 
-@pytest.mark.parametrize("worst", [2, 99])
-def test_the_worst_few_at_fp16_buy_what_it_says(
-    int8_bundle, tiny_llama, llama_golden, worst
+@pytest.mark.parametrize("count", [2, 99])
+def test_the_costliest_tensors_in_fp16_lower_the_error(
+    int8_bundle, tiny_llama, llama_golden, count
 ):
-    _, remedies = weights.measure_costs(int8_bundle, tiny_llama, llama_golden, worst)
+    """`fp16` is the error that is left with the `count` costliest tensors in fp16."""
+    _, remedies = weights.measure_costs(int8_bundle, tiny_llama, llama_golden, count)
     assert (remedies["error"] > 1e-4).all()
     assert (remedies["fp16"] < remedies["error"]).all()
-    # with all tensors in fp16 no error is left
-    assert worst == 2 or not remedies["fp16"].any()
+    if count == 99:  # that is all tensors, so that no error is left
+        assert not remedies["fp16"].any()
 
 
-def test_a_layer_has_no_row_of_a_tensor_that_others_have(exports):
+def test_a_layer_has_rows_only_of_tensors_that_it_has(exports):
+    """Layers with attention and layers with a recurrence have different tensors."""
     source = Checkpoint(exports.checkpoint("qwen3_5_text"))
     bundle = exports.bundle(source.path, compress="int8-tensor")
     ranked, _ = weights.measure_costs(bundle, source, golden.make_golden(source, IDS))

@@ -1,9 +1,11 @@
-"""Ranges name the operation and the module that produce the first inf or NaN, and the
-headroom is that of the true values."""
+"""`explain.ranges` names the operation and the module that produce the first inf and the first
+NaN, counts both, and gives the headroom below the largest fp16 value."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tiny import prompt
@@ -24,25 +26,30 @@ IDS = prompt(97, 7)
 def test_every_shard_has_rows_and_every_projection_a_module(exports, options):
     bundle = exports.bundle("llama", **options)
     frame = ranges.measure_bundle(bundle, IDS)["exact"].frame()
-    assert set(frame["shard"]) == {s.name for s in bundle.manifest.shards}
+    assert set(frame["shard"]) == {shard.name for shard in bundle.manifest.shards}
     modules = frame.loc[frame["kind"] == "conv", "module"]
     assert modules.str.contains("proj|lm_head").all()
 
 
-def plant(decoder, layer, kind, change):
-    """Changes the result of a layer's first operation of a kind; returns the operation's
-    name."""
+def plant_fault(
+    decoder: Decoder,
+    layer: int,
+    kind: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> str:
+    """Applies `change` to the result of a layer's first operation of a kind; returns the
+    operation's name."""
     steps = decoder.layer_shards[layer].executable.body.steps
-    step = next(s for s in steps if s.op.kind == kind)
-    sound = step.function
-    step.function = lambda **arguments: change(sound(**arguments))
+    step = next(step for step in steps if step.op.kind == kind)
+    original = step.function
+    step.function = lambda **arguments: change(original(**arguments))
     return step.op.name
 
 
 @pytest.mark.parametrize("precision", ["declared", "narrow"])
 def test_the_first_inf_is_named_with_its_module(llama_bundle, precision):
     decoder = Decoder(llama_bundle, "portable", precision)
-    name = plant(decoder, 2, "silu", lambda y: y * 1e6)
+    name = plant_fault(decoder, 2, "silu", lambda y: y * 1e6)
     first = ranges.measure_decoder(decoder, IDS).first
     assert first["inf"] == OperationPlace("layers_02_02", name, "silu", "layers.2.mlp")
     assert first["nan"] is not None
@@ -50,59 +57,69 @@ def test_the_first_inf_is_named_with_its_module(llama_bundle, precision):
 
 def test_a_nan_is_not_taken_for_an_inf(llama_bundle):
     decoder = Decoder(llama_bundle, "portable", "exact")
-    plant(decoder, 1, "softmax", lambda y: y.masked_fill(y > 0.5, float("nan")))
+    plant_fault(decoder, 1, "softmax", lambda y: y.masked_fill(y > 0.5, float("nan")))
     first = ranges.measure_decoder(decoder, IDS).first
     assert first["nan"].kind == "softmax" and first["inf"] is None
 
 
-def range_of(*values):
-    """The row of an operation with these results, one per call."""
+def range_of(*results: list[float]) -> pd.Series:
+    """The row of an operation that has these results, one per call."""
     op = Op("add", "op", {}, [("v", None)])
+    shard = SimpleNamespace(name="s", modules={})
     measured = ranges.Ranges()
-    for x in values:
-        shard = SimpleNamespace(name="s", modules={})
-        measured.add(shard, op, [torch.as_tensor(x)])
+    for result in results:
+        measured.add(shard, op, [torch.as_tensor(result)])
     return measured.frame().iloc[0]
 
 
-def test_counts_of_a_range_are_exact():
+def test_a_range_counts_inf_and_nan_and_keeps_the_largest_finite_magnitude():
     inf = float("inf")
     row = range_of([1.0, -3.0, 0.0, 1e-6], [inf, -inf, float("nan"), 2.0])
     assert (row["max_abs"], row["inf"], row["nan"]) == (3.0, 2, 1)
     assert row["headroom_bits"] == -inf
-    assert 2.0 ** range_of([1.0, -3.0])["headroom_bits"] * 3 == pytest.approx(65504)
 
 
-def test_a_package_is_measured_alone_with_the_same_random_inputs(llama_bundle):
+def test_headroom_reaches_from_the_largest_magnitude_to_the_largest_fp16_value():
+    row = range_of([1.0, -3.0])
+    assert 3 * 2.0 ** row["headroom_bits"] == pytest.approx(65504)
+
+
+def test_a_package_is_measured_with_the_same_random_inputs_every_time(llama_bundle):
     package = llama_bundle.root / "layers_00_00.mlpackage"
     frames = [ranges.measure_package(package)["exact"].frame() for _ in range(2)]
     assert frames[0].equals(frames[1])
 
 
 @pytest.mark.parametrize(
-    "scale, verdict, kind", [(1.0, "GREEN", None), (6e4, "RED", "mul")]
+    "rope_scale, verdict, kind_of_first_inf",
+    [(1.0, "GREEN", None), (6e4, "RED", "mul")],
 )
 def test_an_inf_in_a_mask_is_no_fault_and_an_overflow_beside_it_is(
-    llama_bundle, scale, verdict, kind
+    llama_bundle, rope_scale, verdict, kind_of_first_inf
 ):
     package = llama_bundle.root / "layers_00_00.mlpackage"
     inputs = ranges.random_inputs(miltorch.read(package))
-    inputs["rope_cos"] *= scale
+    inputs["rope_cos"] *= rope_scale
     inputs["attn_mask"][..., 1:] = -np.inf
     measured = ranges.measure_package(package, inputs)
     assert gates.verdict(ranges.finite_gates(measured)) == verdict
     summary = ranges.summarize(measured)
-    assert (summary["first_inf"] or {}).get("kind") == kind
-    assert summary["first_nan"] is None or kind
+    if kind_of_first_inf is None:
+        assert summary["first_inf"] is None
+        assert summary["first_nan"] is None
+    else:
+        assert summary["first_inf"]["kind"] == kind_of_first_inf
 
 
-class Pair(Model):
-    """Two packages of layers as a shard of another exporter's."""
+class ShardOfTwoPackages(Model):
+    """Two shards of layers, run one after the other as a single shard, like that of
+    another exporter."""
 
-    def __init__(self, *layers):
-        self.shard = layers[0].shard
+    def __init__(self, first: Model, second: Model):
+        self.shard = first.shard
         settings = Settings("portable")
-        self.parts = [load_package(layer.path, settings) for layer in layers]
+        paths = first.path, second.path
+        self.parts = [load_package(path, settings) for path in paths]
 
     @property
     def packages(self):
@@ -123,24 +140,25 @@ def test_an_inf_of_a_constant_is_no_fault_in_any_shard(
     llama_bundle, monkeypatch, foreign
 ):
     """Each package of another exporter's shard has rows of its own."""
-    sound = Constants._evaluate
+    evaluate = Constants._evaluate
 
-    def infinite(constants, op):
-        values = sound(constants, op)
+    def evaluate_with_infinite_eps(constants, op):
+        values = evaluate(constants, op)
         if "layernorm_eps0" in op.key:
             return {name: x * np.inf for name, x in values.items()}
         return values
 
-    monkeypatch.setattr(Constants, "_evaluate", infinite)
+    monkeypatch.setattr(Constants, "_evaluate", evaluate_with_infinite_eps)
     decoder = Decoder(llama_bundle, "portable")
     first, second, *others = decoder.layer_shards
     if foreign:
-        decoder.layer_shards = [Pair(first, second), *others]
+        decoder.layer_shards = [ShardOfTwoPackages(first, second), *others]
     measured = ranges.measure_decoder(decoder, IDS)
     assert not any(measured.first.values())
     frame = measured.frame()
     assert frame["inf"].any()
-    assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
+    shards = llama_bundle.manifest.shards
+    assert set(frame["shard"]) == {shard.name for shard in shards}
 
 
 def test_experts_that_load_late_are_measured_too(exports):

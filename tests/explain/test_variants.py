@@ -1,68 +1,91 @@
-"""Bundles of another configuration or another module under the checkpoint's name: the
-variant that they compute is named first; where no variant fits, none is named."""
+"""`explain.variants` names the variant of a model that a bundle computes.
+
+Each test exports a bundle with a changed configuration, module or weight and labels it as the
+export of the unchanged checkpoint. The change must be named first; where no variant fits, none is
+named."""
 
 import itertools
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from in_process import cli
 
+from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
 from workbench.explain import variants
 from workbench.exporter import export
-from workbench.models import layers, llama
+from workbench.models import llama
 from workbench.models.checkpoint import Checkpoint
+from workbench.models.layers import Attention, AttentionGeometry, GatedMLP
 
 pytestmark = pytest.mark.slow("an export, and every variant of its configuration")
+# family → changes of its tiny dimensions: llama needs layers 1 and 2, which a test exchanges
 DIMS = {"llama": {"num_hidden_layers": 3}}
 
 
 @pytest.fixture
-def checkpoint_of(exports):
-    """Family, and changes of its configuration that leave the weights as they are →
-    checkpoint."""
-    return lambda family, **changed: exports.checkpoint(
-        family, **DIMS.get(family, {}) | changed
-    )
+def checkpoint_of(exports) -> Callable[..., Path]:
+    """A function that returns the tiny checkpoint of a family, with changes of its
+    configuration that leave the weights as they are."""
+
+    def checkpoint(family: str, **changes) -> Path:
+        return exports.checkpoint(family, **DIMS.get(family, {}) | changes)
+
+    return checkpoint
 
 
-def relabelled(source, exported_from, folder, **options):
-    """A bundle of `exported_from` whose manifest names the checkpoint `source`."""
+def export_labelled_as(
+    source: Path, exported_from: Path, folder: Path, **options
+) -> Bundle:
+    """Exports the checkpoint `exported_from` to a bundle whose manifest names the checkpoint
+    `source`."""
     options = {"max_seq_len": 32, "compress": "fp16"} | options
     bundle = export(exported_from, folder / "exported", **options)
     label = "checkpoint/sha256", Checkpoint(source).sha256
     return tiny.edited(bundle, folder / "relabelled", label)
 
 
-def best_variant(bundle, source, clearly: bool = False) -> str | None:
-    """The variant that explains a bundle; `clearly`: the error of the next one must be
-    ten times as large."""
-    frame, fits = variants.explain_bundle(bundle, Checkpoint(source))
-    print(frame.head(4).to_string(), variants.conclusion(fits))
+def fitting_variant(bundle: Bundle, source: Path, clearly: bool = False) -> str | None:
+    """The name of the variant that explains a bundle, None if none does; `clearly`: the
+    error of the second-best variant must be ten times as large."""
+    frame, name = variants.explain_bundle(bundle, Checkpoint(source))
+    print(frame.head(4).to_string(), variants.conclusion(name))
     errors = frame["relative_rms"]
     assert errors.is_monotonic_increasing
-    assert not clearly or errors[1] > 10 * errors[0]
-    return fits
+    if clearly:
+        assert errors[1] > 10 * errors[0]
+    return name
 
 
-BASE = {"rope_theta": 1e4, "rope_type": "default"}
+# --- another configuration ----------------------------------------------------------------
+
+DEFAULT_ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 
 
-def rope(**parameters):
-    return {"rope_parameters": BASE | parameters}
+def rope(**parameters) -> dict[str, dict]:
+    return {"rope_parameters": DEFAULT_ROPE | parameters}
 
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # types of layers
 YARN = tiny.DIMS["ministral3"]["rope_parameters"]
+# the variant's name → a family, and the changes of its configuration that must be found
 CONFIGURATIONS = {
     "rope theta 500000": ("llama", rope(rope_theta=5e5)),
     "rope theta 123456": ("qwen3", rope(rope_theta=123456.0)),
     "rope theta 500000 in full_attention": (
         "gemma3_text",
-        {"rope_parameters": {LOCAL: BASE, GLOBAL: BASE | {"rope_theta": 5e5}}},
+        {
+            "rope_parameters": {
+                LOCAL: DEFAULT_ROPE,
+                GLOBAL: DEFAULT_ROPE | {"rope_theta": 5e5},
+            }
+        },
     ),
     "rope scaling linear 2": ("llama", rope(rope_type="linear", factor=2.0)),
     "rope scaling linear 3": ("qwen2", rope(rope_type="linear", factor=3.0)),
@@ -87,84 +110,112 @@ CONFIGURATIONS = {
 def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     family, changes = CONFIGURATIONS[name]
     source, changed = checkpoint_of(family), checkpoint_of(family, **changes)
-    assert best_variant(relabelled(source, changed, tmp_path), source, True) == name
+    bundle = export_labelled_as(source, changed, tmp_path)
+    assert fitting_variant(bundle, source, clearly=True) == name
 
 
-def test_what_fits_the_first_layers_alone_is_not_best_variant(
+def test_a_variant_that_fits_only_the_first_layers_is_not_named(
     checkpoint_of, tmp_path, monkeypatch
 ):
     source = checkpoint_of("smollm3")
+    # per layer: 1 with rope; the first two fit layers 0 and 1, which are tried first
     flags = {"some": [1, 1, 0], "as many": [1, 1, 0], "all": [1, 1, 1]}
     tried = {}
     for name, layers_with_rope in flags.items():
         tried[name] = variants.Variant(config={"no_rope_layers": layers_with_rope})
     monkeypatch.setattr(variants, "list_variants", lambda trial: tried)
     changed = checkpoint_of("smollm3", no_rope_layers=flags["all"])
-    assert best_variant(relabelled(source, changed, tmp_path), source) == "all"
+    bundle = export_labelled_as(source, changed, tmp_path)
+    assert fitting_variant(bundle, source) == "all"
 
 
-GEOMETRY, ATTENTION = layers.AttentionGeometry, layers.Attention
-GATED, FORWARD = layers.GatedMLP, ATTENTION.forward
-ROTATE, ATTEND = GEOMETRY.rotate, GEOMETRY.attend
+# --- another module -----------------------------------------------------------------------
+#
+# Functions that take the place of methods in `workbench.models.layers` during an export, with
+# their signatures; `original_*` are the methods themselves.
+
+original_rotate = AttentionGeometry.rotate
+original_attend = AttentionGeometry.attend
+original_forward = Attention.forward
+original_mlp_init = GatedMLP.__init__
 
 
-def interleaved(shape, x, io):
-    order = torch.arange(shape.rotary).reshape(-1, 2).T.reshape(-1)
-    return ROTATE(shape, x[..., order], io)[..., torch.argsort(order)]
+def rotate_interleaved_pairs(geometry, x, io):
+    """Rotates channels 2i and 2i + 1 together, instead of i and i + rotary / 2."""
+    order = torch.arange(geometry.rotary).reshape(-1, 2).T.reshape(-1)
+    rotated = original_rotate(geometry, x[..., order], io)
+    return rotated[..., torch.argsort(order)]
 
 
-def tiled(shape, q, *given):
-    order = torch.arange(shape.H).reshape(-1, shape.H_kv).T.reshape(-1)
-    return ATTEND(shape, q[:, order], *given)[:, torch.argsort(order)]
+def attend_to_tiled_heads(geometry, q, *arguments):
+    """Query head h attends to key/value head h % H_kv, instead of h // (H / H_kv)."""
+    order = torch.arange(geometry.H).reshape(-1, geometry.H_kv).T.reshape(-1)
+    attended = original_attend(geometry, q[:, order], *arguments)
+    return attended[:, torch.argsort(order)]
 
 
-def norms_at(place):
+def normalize_at(place: str):
     def forward(module, x, cache, io):
         module.norm_at = place
-        return FORWARD(module, x, cache, io)
+        return original_forward(module, x, cache, io)
 
     return forward
 
 
-def norm_left_out(module, x, cache, io):
-    """The norms' gains stay in the program, as every stored tensor must."""
+def forward_without_norms(module, x, cache, io):
     for norm in (module.q_norm, module.k_norm):
-        norm.forward = partial(unnormed, norm)
-    return FORWARD(module, x, cache, io)
+        norm.forward = partial(skip_norm, norm)
+    return original_forward(module, x, cache, io)
 
 
-def unnormed(norm, x, *given):
-    return x + 0 * type(norm).forward(norm, x, *given)
+def skip_norm(norm, x, *arguments):
+    """x itself; the norm's gain stays in the program, as every stored tensor must."""
+    return x + 0 * type(norm).forward(norm, x, *arguments)
 
 
-def half_of_attention(module, x, cache, io):
-    return FORWARD(module, x, cache, io) * 0.5
+def halve_attention(module, x, cache, io):
+    return original_forward(module, x, cache, io) * 0.5
 
 
-def without_bias(plan, index, options, **_):
+def layer_without_biases(plan, index, options, **_):
     return llama.DecoderLayer(plan, index, options)
 
 
-def gelu(inner):
-    def init(module, C, width, act, *bias):
-        inner(module, C, width, torch.nn.functional.gelu, *bias)
-
-    return init
+def init_with_exact_gelu(module, C, width, act, *bias):
+    original_mlp_init(module, C, width, torch.nn.functional.gelu, *bias)
 
 
+@dataclass(frozen=True)
+class ModuleChange:
+    """A family, and the attribute of a class or module in `workbench.models` that an export
+    has `replacement` for."""
+
+    family: str
+    target: object
+    attribute: str
+    replacement: Callable
+
+
+# the variant's name → the change that must be found
 MODULES = {
-    "rope pairs interleaved": ("llama", GEOMETRY, "rotate", interleaved),
-    "key/value heads tiled over the query heads": ("llama", GEOMETRY, "attend", tiled),
-    "q/k norm after rope": ("qwen3", ATTENTION, "forward", norms_at("rotated")),
-    "q/k norm left out": ("qwen3", ATTENTION, "forward", norm_left_out),
-    "q/k norm before rope": (
-        "hunyuan_v1_dense",
-        *(ATTENTION, "forward", norms_at("heads")),
+    "rope pairs interleaved": ModuleChange(
+        "llama", AttentionGeometry, "rotate", rotate_interleaved_pairs
     ),
-    "biases left out": ("qwen2", llama, "layer", without_bias),
-    "activation exact GELU": (
-        "gemma3_text",
-        *(GATED, "__init__", gelu(GATED.__init__)),
+    "key/value heads tiled over the query heads": ModuleChange(
+        "llama", AttentionGeometry, "attend", attend_to_tiled_heads
+    ),
+    "q/k norm after rope": ModuleChange(
+        "qwen3", Attention, "forward", normalize_at("rotated")
+    ),
+    "q/k norm left out": ModuleChange(
+        "qwen3", Attention, "forward", forward_without_norms
+    ),
+    "q/k norm before rope": ModuleChange(
+        "hunyuan_v1_dense", Attention, "forward", normalize_at("heads")
+    ),
+    "biases left out": ModuleChange("qwen2", llama, "layer", layer_without_biases),
+    "activation exact GELU": ModuleChange(
+        "gemma3_text", GatedMLP, "__init__", init_with_exact_gelu
     ),
 }
 
@@ -176,11 +227,14 @@ MODULES = {
 def test_another_module_is_named_first(
     checkpoint_of, tmp_path, monkeypatch, name, compress
 ):
-    family, *change = MODULES[name]
-    source = checkpoint_of(family)
-    monkeypatch.setattr(*change)
-    bundle = relabelled(source, source, tmp_path, compress=compress)
-    assert best_variant(bundle, source, True) == name
+    change = MODULES[name]
+    source = checkpoint_of(change.family)
+    monkeypatch.setattr(change.target, change.attribute, change.replacement)
+    bundle = export_labelled_as(source, source, tmp_path, compress=compress)
+    assert fitting_variant(bundle, source, clearly=True) == name
+
+
+# --- other weights and tables -------------------------------------------------------------
 
 
 @pytest.mark.matrix(1, wide=2)
@@ -188,34 +242,38 @@ def test_another_module_is_named_first(
 def test_exchanged_layers_are_named_first(checkpoint_of, tmp_path, compress):
     source = checkpoint_of("llama")
     changed = shutil.copytree(source, tmp_path / "changed")
-    pair = ".layers.1.", ".layers.2."
     with tiny.edited_weights(changed) as tensors:
-        for name in [name for name in tensors if pair[0] in name]:
-            other = name.replace(*pair)
+        of_layer_1 = [name for name in tensors if ".layers.1." in name]
+        for name in of_layer_1:
+            other = name.replace(".layers.1.", ".layers.2.")
             tensors[name], tensors[other] = tensors[other], tensors[name]
-    bundle = relabelled(source, changed, tmp_path, compress=compress)
-    variant = best_variant(bundle, source)
+    bundle = export_labelled_as(source, changed, tmp_path, compress=compress)
+    variant = fitting_variant(bundle, source)
     assert variant == "layer order: 1 has 2's weights, 2 has 1's weights"
 
 
-def cut(table):
-    last = len(table) // 4
-    return [*table[:-last], *[0.0] * last]
+def zero_last_quarter(table: list[float]) -> list[float]:
+    count = len(table) // 4
+    return [*table[:-count], *[0.0] * count]
 
 
 def test_a_table_of_frequencies_of_no_model_is_named(exports, checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
-    bundle = tiny.edited(
-        exports.bundle(source), tmp_path / "bundle", ("rope/0/inv_freq", cut)
+    change = "rope/0/inv_freq", zero_last_quarter
+    bundle = tiny.edited(exports.bundle(source), tmp_path / "bundle", change)
+    assert (
+        fitting_variant(bundle, source) == "rope frequencies of the bundle's manifest"
     )
-    assert best_variant(bundle, source) == "rope frequencies of the bundle's manifest"
+
+
+# --- no variant, and the configured one ---------------------------------------------------
 
 
 def test_a_fault_of_another_kind_has_no_variant(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("llama")
-    monkeypatch.setattr(ATTENTION, "forward", half_of_attention)
-    bundle = relabelled(source, source, tmp_path)
-    assert best_variant(bundle, source) is None
+    monkeypatch.setattr(Attention, "forward", halve_attention)
+    bundle = export_labelled_as(source, source, tmp_path)
+    assert fitting_variant(bundle, source) is None
     result = cli("explain", "variant", bundle.root, "--checkpoint", source)
     assert result.exit_code == 0
     assert "No variant explains" in result.stdout
@@ -224,7 +282,8 @@ def test_a_fault_of_another_kind_has_no_variant(checkpoint_of, tmp_path, monkeyp
 def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
     changed = checkpoint_of("llama", rms_norm_eps=1e-3, **rope(rope_theta=5e5))
-    assert best_variant(relabelled(source, changed, tmp_path), source) is None
+    bundle = export_labelled_as(source, changed, tmp_path)
+    assert fitting_variant(bundle, source) is None
 
 
 @pytest.mark.matrix(2, wide=2)
@@ -232,13 +291,15 @@ def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
 def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, family):
     source = checkpoint_of(family)
     bundle = exports.bundle(source, compress="int8-tensor")
-    assert best_variant(bundle, source) == variants.CONFIGURED
+    assert fitting_variant(bundle, source) == variants.CONFIGURED
 
 
-def test_without_biases_tokens_are_looked_up_as_the_bundle_does(checkpoint_of, exports):
+def test_the_variant_without_biases_reads_the_embedding_of_the_bundle(
+    checkpoint_of, exports
+):
     source = checkpoint_of("qwen2")
     trial = variants.run_trial(exports.bundle(source), Checkpoint(source))
-    table = object()
-    trial.read.slices[EMBEDDING] = [table]
+    embedding = object()
+    trial.read.slices[EMBEDDING] = [embedding]
     unbiased = variants.list_variants(trial)["biases left out"]
-    assert unbiased.read.embedding is table
+    assert unbiased.read.embedding is embedding
