@@ -1,5 +1,5 @@
-"""Hostile packages: `python -m tests.mil.fuzz N [SEED]` damages a small package N times and runs
-what still opens.
+"""Fuzz test of the reader: `python -m tests.mil.fuzz N [SEED]` damages a small package N times and
+runs what still opens, as if each copy were hostile.
 
 Every attempt must end in an InputError or a finished run, within limits of time and memory.
 Anything else ends the program: another exception (the attempt's number is in its notes), a hang, a
@@ -12,9 +12,10 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,42 +23,50 @@ import torch
 import miltorch
 from workbench.errors import InputError
 
-FILES = {
+Result = TypeVar("Result")
+# file of the package → the share of attempts that damage it
+SHARES = {
     "Data/com.apple.CoreML/model.mlmodel": 0.7,
     "Data/com.apple.CoreML/weights/weight.bin": 0.2,
     "Manifest.json": 0.1,
 }
-# for one attempt; of address space beyond what is taken at the start
-SECONDS, BYTES = (20, 4 << 30)
+SECONDS = 20  # for one attempt
+BYTES = 4 << 30  # of address space beyond what the process uses at the start
+FLEXIBLE_SIZE = 2  # of an axis whose size the package leaves open
+LARGEST_SIZE = 64  # of any axis, because damage can declare huge ones
 
 
 class Hang(BaseException):
-    """An attempt took too long. No Exception, so that nothing on the way can take it for a bad
-    operand."""
+    """An attempt took too long. Not an Exception, because the executor turns every Exception of an
+    operation into an InputError."""
 
 
 @contextmanager
-def limits():
-    """More than BYTES of new memory is a MemoryError inside, more than SECONDS since `signal.alarm`
-    a Hang."""
+def limits() -> Iterator[None]:
+    """A context in which more than BYTES of new memory raise a MemoryError, and more than SECONDS
+    since the last `signal.alarm(SECONDS)` a Hang."""
 
-    def late(*_):
+    def raise_hang(*_):
         raise Hang
 
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, before[1]))
-    handler = signal.signal(signal.SIGALRM, late)
+    old_limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    allowed = pages * resource.getpagesize() + BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, old_limits[1]))
+    old_handler = signal.signal(signal.SIGALRM, raise_hang)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGALRM, old_handler)
+        resource.setrlimit(resource.RLIMIT_AS, old_limits)
 
 
-def attempts(count: int, seed: int, attempt: Callable) -> list:
-    """Results of `attempt(random)` with generators of one seed, each within the limits."""
+def run_attempts(
+    count: int, seed: int, attempt: Callable[[np.random.Generator], Result]
+) -> list[Result]:
+    """The results of `count` attempts, each within the limits. Attempt n gets a generator seeded
+    with [seed, n], so that it can be repeated alone."""
     results = []
     with limits():
         for number in range(count):
@@ -71,29 +80,35 @@ def attempts(count: int, seed: int, attempt: Callable) -> list:
 
 
 def damage(data: bytes, random: np.random.Generator) -> bytes:
-    """`data` cut short, with bytes replaced, a piece missing, or a piece twice."""
-    kind, (first, last) = random.integers(5), sorted(random.integers(len(data), size=2))
-    if kind == 0:
-        return data[:first]
-    if kind == 1:
-        return data[:first] + data[last:]
-    if kind == 2:
-        return data[:last] + data[first:]
+    """`data` cut short, without a piece, with a piece twice, or (twice as often) with up to eight
+    bytes replaced."""
+    kind = random.integers(5)
+    start, end = sorted(random.integers(len(data), size=2))
+    match kind:
+        case 0:
+            return data[:start]
+        case 1:
+            return data[:start] + data[end:]
+        case 2:
+            return data[:end] + data[start:]
     array = np.frombuffer(data, np.uint8).copy()
     places = random.integers(len(array), size=random.integers(1, 9))
     array[places] = random.integers(256, size=len(places))
     return array.tobytes()
 
 
-def opened_and_run(package: Path) -> str:
-    """The outcome of a damaged package: `refused` or `ran`; anything but an InputError
-    escapes."""
+def open_and_run(package: Path) -> str:
+    """Runs a package on ones if it opens. Returns `refused` for an InputError and `ran` otherwise;
+    any other exception passes through."""
     try:
         executable = miltorch.Executable(miltorch.read(package))
-        inputs = {
-            name: torch.ones([2 if n is None else min(n, 64) for n in kind.shape])
-            for name, kind in executable.program.inputs.items()
-        }
+        inputs = {}
+        for name, declared in executable.program.inputs.items():
+            shape = [
+                FLEXIBLE_SIZE if size is None else min(size, LARGEST_SIZE)
+                for size in declared.shape
+            ]
+            inputs[name] = torch.ones(shape)
         executable.run(inputs, executable.make_state())
         return "ran"
     except InputError:
@@ -101,20 +116,20 @@ def opened_and_run(package: Path) -> str:
 
 
 def fuzz(package: Path, count: int, seed: int = 0) -> Counter:
-    """Damages a copy of `package` anew, `count` times; returns the number of those that were
-    refused and of those that ran."""
+    """Damages one file of a copy of `package`, opens and runs the copy, and repairs it, `count`
+    times. Returns how many were refused and how many ran."""
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")
 
-        def attempt(random) -> str:
-            name = random.choice(list(FILES), p=list(FILES.values()))
-            sound = (package / name).read_bytes()
-            (copy / name).write_bytes(damage(sound, random))
-            outcome = opened_and_run(copy)
-            (copy / name).write_bytes(sound)
+        def attempt(random: np.random.Generator) -> str:
+            file = random.choice(list(SHARES), p=list(SHARES.values()))
+            sound = (package / file).read_bytes()
+            (copy / file).write_bytes(damage(sound, random))
+            outcome = open_and_run(copy)
+            (copy / file).write_bytes(sound)
             return outcome
 
-        return Counter(attempts(count, seed, attempt))
+        return Counter(run_attempts(count, seed, attempt))
 
 
 def main(count: int, seed: int = 0) -> None:

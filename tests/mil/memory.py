@@ -1,4 +1,4 @@
-"""A small stateful module with one weight matrix, to be exported and run as a package."""
+"""A small stateful module with one weight matrix, and its export as a Core ML model."""
 
 import numpy as np
 import torch
@@ -9,8 +9,14 @@ WIDTH, ROWS = 64, 8
 
 
 class Memory(torch.nn.Module):
-    """y = relu(linear(x)) + memory[:, :1], where memory [1, ROWS, WIDTH] halves and takes in the
-    mean of y's rows."""
+    """A linear layer with a state `memory` [1, ROWS, WIDTH], zeros at first. For x [1, T, WIDTH]
+    a call computes
+
+        y = relu(linear(x))
+        memory = memory / 2 + the mean of y over T, in every row
+        result = y + the first row of memory
+
+    Weight and bias are seeded normal draws, rounded to fp16."""
 
     def __init__(self):
         super().__init__()
@@ -31,6 +37,7 @@ def export():
     """Memory as a coremltools model: x [1, T, WIDTH] with T from 1 to 4, output y, state `memory`,
     all fp16."""
     ct = coremltools()
+    memory = ct.TensorType(shape=(1, ROWS, WIDTH), dtype=np.float16)
     with quiet():
         return ct.convert(
             torch.jit.trace(Memory().eval(), torch.zeros(1, 2, WIDTH)),
@@ -40,9 +47,5 @@ def export():
                 ct.TensorType("x", (1, ct.RangeDim(1, 4), WIDTH), dtype=np.float16)
             ],
             outputs=[ct.TensorType("y", dtype=np.float16)],
-            states=[
-                ct.StateType(
-                    ct.TensorType(shape=(1, ROWS, WIDTH), dtype=np.float16), "memory"
-                )
-            ],
+            states=[ct.StateType(memory, "memory")],
         )

@@ -1,5 +1,5 @@
-"""The executor: precision modes, the hook, scopes and lifetimes, and refusals that name what is
-wrong."""
+"""The executor, `miltorch.Executable`: its precision modes, its hook, nested blocks, and refusals
+that name what is wrong. The programs are built in Python, of a few operations each."""
 
 from dataclasses import replace
 
@@ -14,43 +14,57 @@ from miltorch import PRECISIONS, Executable, constants, fuse
 from miltorch.ops import FUSED
 from miltorch.program import Block
 
-F16, F32 = (Type(dtype, (None,)) for dtype in ("FLOAT16", "FLOAT32"))
-X, ONES = Ref("x"), torch.ones(2)
+F16, F32 = Type("FLOAT16", (None,)), Type("FLOAT32", (None,))
+X = Ref("x")
+ONES = torch.ones(2)
 
 
-def op(kind, inputs, *outputs, blocks=()):
-    """Results are fp16 unless they are pairs with a type."""
+# --- programs -----------------------------------------------------------------------------
+
+
+def op(kind: str, inputs: dict, *outputs: str | tuple[str, Type], blocks=()) -> Op:
+    """An operation with the name of its first result. A result is a name, which is declared fp16,
+    or a name with its type."""
     typed = [out if isinstance(out, tuple) else (out, F16) for out in outputs]
-    return Op(kind, typed[0][0] if typed else kind, inputs, typed, list(blocks))
+    name = typed[0][0] if typed else kind
+    return Op(kind, name, inputs, typed, list(blocks))
 
 
-def const(name, value):
+def const(name: str, value) -> Op:
     return Op("const", name, {"val": np.asarray(value)}, [(name, Type("FLOAT32"))])
 
 
-def executable(*ops, outputs=("y",), precision="declared", **inputs):
+def executable(
+    *ops: Op, outputs=("y",), precision="declared", **inputs: Type
+) -> Executable:
+    """A program of these operations; without `inputs`, it has the fp16 input x."""
     return Executable(program([*ops], inputs or {"x": F16}, [*outputs]), precision)
 
 
-def chain(precision="declared"):
-    """y = (x + x) * x, all fp16"""
+def chain(precision="declared") -> Executable:
+    """y = (x + x) * x, with every result in fp16; the sum is named `double`."""
     double = op("add", {"x": X, "y": X}, "double")
     product = op("mul", {"x": Ref("double"), "y": X}, "y")
     return executable(double, product, precision=precision)
 
 
 def branches(then: Op, otherwise: Op) -> Op:
-    """y is the result of `then`; the condition is a constant."""
+    """An operation `cond` with a block for each branch. Its condition is the constant True, so
+    that its result y is the result of `then`."""
     blocks = [Block([], [inner], [inner.name]) for inner in (then, otherwise)]
     return op("cond", {"pred": np.asarray(True)}, "y", blocks=blocks)
 
 
-def rounded(x):
+# --- precision ----------------------------------------------------------------------------
+
+
+def rounded(x) -> np.ndarray:
+    """x rounded to fp16, in float32."""
     return np.asarray(x, np.float16).astype(np.float32)
 
 
-def in_parts(terms):
-    """The sum of `terms`, rounded to fp16 after every 32 of them."""
+def in_parts(terms: np.ndarray) -> np.float32:
+    """The sum of `terms` [n], rounded to fp16 after every 32 of them."""
     total = np.float32(0)
     for start in range(0, len(terms), 32):
         part = np.float32(np.sum(terms[start : start + 32].astype(np.float64)))
@@ -83,47 +97,72 @@ def test_narrow_rounds_sums_after_every_32_terms(length, scale):
 
 def test_precision_modes_round_results_or_do_not():
     x = np.array([1 / 3], np.float32)
-    exact, once = (x + x) * x, rounded(x)
     results = {mode: chain(mode).run({"x": tensor(x)}, {})["y"] for mode in PRECISIONS}
-    assert results["exact"].numpy() == exact
-    expected = rounded(rounded(once + once) * once)
+    unrounded = (x + x) * x
+    assert results["exact"].numpy() == unrounded
+    half = rounded(x)
+    expected = rounded(rounded(half + half) * half)
     assert results["declared"] == results["narrow"] == torch.tensor(expected)
-    assert expected != exact
+    assert expected != unrounded
+
+
+def test_an_unknown_precision_is_refused():
     with refused("'bf16'.*declared, exact, narrow"):
         chain("bf16")
+
+
+def test_a_fused_program_is_refused_in_another_precision_than_declared():
     copied = op("copy_state", {"input": Ref("s")}, "copy")
+    fused = replace(program([copied], {}, [], {"s": F16}), unfused={})
     with refused("fused steps: found 'exact'.*declared"):
-        fused = replace(program([copied], {}, [], {"s": F16}), unfused={})
         Executable(fused, "exact")
 
 
-def test_narrow_leaves_sums_alone_that_a_block_declares_float32():
+def test_narrow_does_not_round_sums_that_a_block_declares_float32():
+    """Partial sums that are rounded to fp16 add up to something else than 4108."""
     inner = op("reduce_sum", {"x": X}, ("sum", F32))
-    bound = executable(branches(inner, inner), precision="narrow", x=F32)
-    assert bound.run({"x": torch.full((4096,), 1.003)}, {})["y"] == 4108
+    summed = executable(branches(inner, inner), precision="narrow", x=F32)
+    assert summed.run({"x": torch.full((4096,), 1.003)}, {})["y"] == 4108
 
 
-def test_the_hook_sees_results_those_of_nested_blocks_too_and_may_replace_them():
-    x, seen = torch.tensor([3.0]), {}
+# --- the hook -----------------------------------------------------------------------------
 
-    def look(op, results):
-        seen[op.name] = [r.clone() for r in results]
+
+def test_the_hook_sees_results_and_may_replace_them():
+    results_seen = {}
+
+    def replace_double(op, results):
+        results_seen[op.name] = [result.clone() for result in results]
         return [torch.tensor([5.0])] if op.name == "double" else None
 
-    assert chain().run({"x": x}, {}, look)["y"] == 15
-    inside = op("add", {"x": X, "y": X}, "inside")
-    nested = branches(inside, op("identity", {"x": X}, "outside"))
-    executable(nested).run({"x": x}, {}, look)
-    assert seen == {"double": [6], "inside": [6], "y": [6]}
+    outputs = chain().run({"x": torch.tensor([3.0])}, {}, replace_double)
+    assert outputs["y"] == 15
+    assert results_seen == {"double": [6], "y": [15]}
 
 
-def test_unsupported_ops_are_all_named_at_once():
-    hidden = op("hidden_op", {}, "z")
-    with refused("first_op, hidden_op"):
-        executable(op("first_op", {}, "a"), branches(hidden, hidden))
+def test_the_hook_sees_results_of_the_block_that_runs():
+    results_seen = {}
+
+    def record(op, results):
+        results_seen[op.name] = [result.clone() for result in results]
+
+    then = op("add", {"x": X, "y": X}, "then")
+    otherwise = op("identity", {"x": X}, "otherwise")
+    nested = executable(branches(then, otherwise))
+    nested.run({"x": torch.tensor([3.0])}, {}, record)
+    assert results_seen == {"then": [6], "y": [6]}
 
 
-def test_operations_that_only_fusion_makes_are_no_operations_of_a_package():
+# --- operations, blocks and shapes --------------------------------------------------------
+
+
+def test_operations_without_a_rule_are_all_named_at_once():
+    nested = op("nested_op", {}, "z")
+    with refused("first_op, nested_op"):
+        executable(op("first_op", {}, "a"), branches(nested, nested))
+
+
+def test_fused_operations_in_a_package_are_refused():
     for kind in sorted(FUSED):
         with refused(f"operations without a rule: {kind}"):
             executable(op(kind, {"x": X}, "y"))
@@ -131,9 +170,10 @@ def test_operations_that_only_fusion_makes_are_no_operations_of_a_package():
 
 def test_a_loop_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("miltorch.ops.control.MAX_ITERATIONS", 50)
-    blocks = Block([("n", F16)], [], ["on"]), Block([("n", F16)], [], ["n"])
-    loop_vars = {"loop_vars": [X]}
-    endless = op("while_loop", loop_vars, "y", blocks=blocks)
+    condition = Block([("n", F16)], [], ["on"])
+    body = Block([("n", F16)], [], ["n"])
+    operands = {"loop_vars": [X]}
+    endless = op("while_loop", operands, "y", blocks=(condition, body))
     with refused("a loop of more than 50 iterations"):
         executable(const("on", True), endless).run({"x": ONES}, {})
 
@@ -141,32 +181,34 @@ def test_a_loop_without_end_is_refused(monkeypatch):
 def test_values_that_a_block_reads_live_until_its_op():
     squares = [op("square", {"x": X}, name) for name in ("v", "unused")]
     inner = op("square", {"x": Ref("v")}, "w")
-    bound = executable(*squares, branches(inner, inner))
-    assert bound.run({"x": torch.tensor([2.0])}, {})["y"] == 16
+    nested = executable(*squares, branches(inner, inner))
+    assert nested.run({"x": torch.tensor([2.0])}, {})["y"] == 16
 
 
 def test_a_block_that_writes_a_state_runs_though_nothing_reads_its_result():
     write = op("coreml_update_state", {"state": Ref("s"), "value": X}, "written")
     writing = replace(branches(write, write), outputs=[("unread", F16)])
-    ops, states = [writing, op("square", {"x": X}, "y")], {"s": Type("FLOAT16", (2,))}
-    bound = Executable(fuse(program(ops, {"x": F16}, ["y"], states)))
-    state = bound.make_state()
-    bound.run({"x": ONES}, state)
+    ops = [writing, op("square", {"x": X}, "y")]
+    states = {"s": Type("FLOAT16", (2,))}
+    fused = Executable(fuse(program(ops, {"x": F16}, ["y"], states)))
+    state = fused.make_state()
+    fused.run({"x": ONES}, state)
     assert state["s"].value.tolist() == [1, 1]
 
 
 def test_literals_and_values_mix_in_a_list():
     values = {"values": [X, np.array([7], np.float16)], "axis": np.asarray(0)}
-    bound = executable(op("concat", values, "y"))
-    assert bound.run({"x": ONES}, {})["y"].tolist() == [1, 1, 7]
+    concatenated = executable(op("concat", values, "y"))
+    assert concatenated.run({"x": ONES}, {})["y"].tolist() == [1, 1, 7]
 
 
 def test_a_result_may_be_larger_than_declared():
     """coremltools declares `torch.where` of sizes that vary too small; Core ML broadcasts."""
-    one, parts = Type("FLOAT16", (1, 1)), {"cond": Ref("c"), "a": X, "b": Ref("y")}
+    too_small = Type("FLOAT16", (1, 1))
+    operands = {"cond": Ref("c"), "a": X, "b": Ref("y")}
     ops = [
-        op("select", parts, ("z", one)),
-        op("add", {"x": Ref("z"), "y": Ref("z")}, ("twice", one)),
+        op("select", operands, ("z", too_small)),
+        op("add", {"x": Ref("z"), "y": Ref("z")}, ("twice", too_small)),
     ]
     inputs = {"c": Type("BOOL", (None, None)), "x": F16, "y": F16}
     values = {"c": torch.eye(2, 5) > 0, "x": torch.ones(1, 1), "y": torch.zeros(())}
@@ -174,39 +216,52 @@ def test_a_result_may_be_larger_than_declared():
     assert torch.equal(results["twice"], 2 * torch.eye(2, 5))
 
 
-def test_names_inputs_and_operands_that_do_not_fit_are_named():
+# --- refusals -----------------------------------------------------------------------------
+
+
+def test_names_of_values_that_are_missing_or_computed_twice_are_refused():
     with refused("values \\['nowhere'\\]"):
         executable(op("relu", {"x": Ref("nowhere")}, "y"))
     with refused("values \\['y'\\]"):
-        executable()
+        executable()  # of its output y
     with refused("values \\['x'\\] that are computed twice"):
         executable(op("relu", {"x": X}, "x"), outputs=["x"], x=F16)
-    bound = executable(op("relu", {"x": X}, "y"), x=Type("FLOAT16", (2, 3)))
+
+
+def test_a_constant_that_names_another_value_is_refused():
     with refused("constant that names another"):
         executable(Op("const", "y", {"val": X}, [("y", F16)]))
+
+
+def test_an_input_that_is_missing_or_of_another_shape_is_refused_by_name():
+    relu = executable(op("relu", {"x": X}, "y"), x=Type("FLOAT16", (2, 3)))
     with refused("no x"):
-        bound.run({}, {})
+        relu.run({}, {})
     with refused("input 'x'.*\\[2\\] where \\[2, 3\\]"):
-        bound.run({"x": ONES}, {})
-    bound = executable(op("add", {"x": X, "y": Ref("z")}, "y"), x=F16, z=F16)
+        relu.run({"x": ONES}, {})
+
+
+def test_operands_that_do_not_fit_are_refused_with_the_name_of_their_operation():
+    added = executable(op("add", {"x": X, "y": Ref("z")}, "y"), x=F16, z=F16)
     with refused("add 'y'.*RuntimeError.*size"):
-        bound.run({"x": ONES, "z": torch.ones(3)}, {})
+        added.run({"x": ONES, "z": torch.ones(3)}, {})
 
 
 @pytest.mark.parametrize("shape", [(1, None), (1 << 20, 1 << 20)])
-def test_states_without_a_sane_size_are_refused(shape):
+def test_states_of_unknown_or_huge_size_are_refused(shape):
     states = {"memory": Type("FLOAT16", shape, "state")}
-    bound = Executable(program([], {}, [], states))
+    with_state = Executable(program([], {}, [], states))
     with refused("state 'memory'.*known sizes"):
-        bound.make_state()
+        with_state.make_state()
 
 
-HUGE, IMAGE = 1 << 30, np.ones((1, 2, 2), np.float32)
-LINE = {"x": np.ones((1, 1, 4), np.float32)}
+HUGE = 1 << 30
 ROW = np.ones(4, np.float32)
+LINE = {"x": ROW[None, None]}  # [1, 1, 4]
+IMAGE = np.ones((1, 2, 2), np.float32)
 KERNEL = LINE | {"weight": LINE["x"]}
 PADDED = {"pad_type": "custom", "pad": [0, HUGE]}
-ABSURD = [
+TOO_LARGE = [
     ("fill", {"shape": [1 << 20, 1 << 20]}),
     ("tile", LINE | {"reps": [1, 1, HUGE]}),
     ("pad", LINE | {"pad": [0, HUGE]}),
@@ -219,16 +274,27 @@ ABSURD = [
     ("conv", KERNEL | PADDED),
     ("conv_transpose", KERNEL | {"strides": [HUGE]}),
     ("max_pool", LINE | PADDED | {"kernel_sizes": [2]}),
-    *((kind, KERNEL | {"pad_type": "other"}) for kind in ("conv", "conv_transpose")),
-    ("scatter", {"data": ROW, "updates": ROW, "indices": np.zeros(3, np.int32)}),
 ]
 
 
-@pytest.mark.parametrize("kind, arguments", ABSURD)
-def test_absurd_arguments_are_refused_before_memory_is_taken(kind, arguments):
-    words = r"over 268435456 elements|pad_type 'other'|updates of shape \[4\]"
-    with refused(words):
+@pytest.mark.parametrize("kind, arguments", TOO_LARGE)
+def test_a_huge_result_is_refused_before_its_memory_is_allocated(kind, arguments):
+    with refused("over 268435456 elements"):
         run(kind, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["conv", "conv_transpose"])
+def test_an_unknown_pad_type_is_refused(kind):
+    with refused("pad_type 'other'"):
+        run(kind, **KERNEL, pad_type="other")
+
+
+def test_updates_of_another_shape_than_the_indices_are_refused():
+    with refused(r"updates of shape \[4\]"):
+        run("scatter", data=ROW, updates=ROW, indices=np.zeros(3, np.int32))
+
+
+# --- constants ----------------------------------------------------------------------------
 
 
 def test_a_constant_is_no_view_of_the_file_of_weights(tmp_path):

@@ -1,8 +1,14 @@
-"""Fused operations against the groups they stand for: the same bits where values only move, one
-rounding of fp16 per product where sums are scaled once."""
+"""Fused operations against the groups of plain operations that `miltorch.fuse` replaces by them.
+
+Results have the same bits where values only move. A fused product rounds to fp16 once, where the
+group rounds several times. Caches are [B, heads, S, D] with a row per position S; a call adds T
+rows."""
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -20,9 +26,12 @@ from miltorch.ops.state import StateCell
 from workbench import Decoder
 from workbench.bundle.presets import PRESETS
 
+# --- whole bundles ------------------------------------------------------------------------
+
 FAMILIES = """llama qwen2 qwen3 gemma3_text zaya lfm2 qwen3_5_text granitemoehybrid phi3
 mistral smollm3""".split()
 LONG = {"max_seq_len": 256, "tokens": "1-64", "batch": 2}
+# (family, options of its export)
 BUNDLES = [
     ("llama", {}),
     ("llama", {"kv_write": "slice"}),
@@ -30,7 +39,7 @@ BUNDLES = [
     ("qwen2", LONG),
     ("gemma3_text", {"sliding": "ring", "batch": 2}),
     ("zaya", {"moe": "routed", "compress": "int8-channel"}),
-    *((f, {"compress": preset}) for f in FAMILIES for preset in PRESETS),
+    *((family, {"compress": preset}) for family in FAMILIES for preset in PRESETS),
 ]
 # every logit within this share of the largest; docs/runtime.md derives it
 LIMIT = 1e-2
@@ -45,15 +54,15 @@ def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, r
     fast = Decoder(bundle, "portable", fast=True, reads=reads)
     plain = Decoder(bundle, "portable")
     V, batch = bundle.manifest.dims.V, bundle.manifest.options.batch
-    for T in (1, 64, 4, 64, 3, 1) if options is LONG else (1, 4, 3, 1):
+    token_counts = (1, 64, 4, 64, 3, 1) if options is LONG else (1, 4, 3, 1)
+    for T in token_counts:
         ids = np.random.default_rng(T).integers(0, V, (batch, T)).tolist()
-        logits, expected = (
-            decoder.logits(decoder.seqs.advance(ids, T=T)[0])
-            for decoder in (fast, plain)
-        )
+        hidden, _ = fast.seqs.advance(ids, T=T)
+        expected_hidden, _ = plain.seqs.advance(ids, T=T)
+        logits, expected = fast.logits(hidden), plain.logits(expected_hidden)
         assert tiny.relative(logits, expected) < LIMIT
-    pairs = zip(fast.seqs.named_states, plain.seqs.named_states, strict=True)
-    for (state, name), (expected_state, expected_name) in pairs:
+    states = zip(fast.seqs.named_states, plain.seqs.named_states, strict=True)
+    for (state, name), (expected_state, expected_name) in states:
         values = state.read(name).astype(float)
         expected = expected_state.read(expected_name).astype(float)
         assert tiny.relative(values, expected) < LIMIT, name
@@ -61,11 +70,14 @@ def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, r
         assert all(is_fused for _, is_fused in model.executables)
 
 
-# --- which groups -----------------------------------------------------------------------------
+# --- which groups are fused ---------------------------------------------------------------
 
 
-def fused_layers(exports, family: str, change=None, **options) -> miltorch.Program:
-    """The fused program of a bundle's first layers, after `change(op)` of each operation."""
+def fused_layers(
+    exports, family: str, change: Callable[[Op], None] | None = None, **options
+) -> miltorch.Program:
+    """The fused program of a bundle's first layers. `change` edits each operation before the
+    fusion."""
     bundle = exports.bundle(exports.checkpoint(family), **options)
     program = miltorch.read(bundle.package(bundle.shards("layers")[0]))
     if change:
@@ -84,29 +96,52 @@ def test_groups_of_every_family_are_recognised(exports, family):
     assert kinds["stored_linear"] == (4 if family != "zaya" else 6)
 
 
-@pytest.mark.parametrize(
-    "kind, attribute, count, reason",
-    [
-        ("conv", {"groups": np.array(2)}, 7, "conv: it has strides, pads or groups"),
-        ("concat", {"interleave": np.array(True)}, 2, "concat: a rotation of another"),
-        # the shape that another result would have
-        ("reshape", {"shape": np.array([1, 2, -1, 99], np.int32)}, 1, "matmul: no att"),
-    ],
-)
-def test_operations_of_no_group_stay_and_the_program_says_why(
-    exports, kind, attribute, count, reason
-):
-    def change(op):
-        if op.kind == kind:
-            op.inputs |= attribute
+@dataclass(frozen=True)
+class Unfusable:
+    """A change of operands that keeps groups of llama's first layers from being fused.
+
+    Attributes:
+        kind: of the operations that get the operands.
+        operands: which replace theirs.
+        count: groups that are not fused, at least one for each operation.
+        reason: beginning of what the program says about each of them.
+    """
+
+    kind: str
+    operands: dict[str, np.ndarray]
+    count: int
+    reason: str
+
+
+UNFUSABLE = [
+    Unfusable(
+        "conv", {"groups": np.array(2)}, 7, "conv: it has strides, pads or groups"
+    ),
+    Unfusable(
+        "concat", {"interleave": np.array(True)}, 2, "concat: a rotation of another"
+    ),
+    # a shape that no result of the group has
+    Unfusable(
+        "reshape", {"shape": np.array([1, 2, -1, 99], np.int32)}, 1, "matmul: no att"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", UNFUSABLE, ids=lambda case: case.kind)
+def test_operations_of_no_group_stay_and_the_program_says_why(exports, case):
+    def change(op: Op) -> None:
+        if op.kind == case.kind:
+            op.inputs |= case.operands
 
     program = fused_layers(exports, "llama", change)
-    assert len(program.unfused) == count
-    assert all(text.startswith(reason) for text in program.unfused.values())
-    assert [op.kind for op in program.block.ops].count(kind) >= count
+    assert len(program.unfused) == case.count
+    assert all(text.startswith(case.reason) for text in program.unfused.values())
+    assert [op.kind for op in program.block.ops].count(case.kind) >= case.count
 
 
-CACHE = 1, 1, 6, 4
+# Programs as text: each line is the name of a result, the kind of its operation, and operands. A
+# write of a cache and attention over what it wrote; {} is the axis of the softmax.
+CACHE = 1, 1, 6, 4  # [B, heads, S, D]
 WRITE = """old read_state input=cache
 new slice_update x=old update=x begin=at end=[1,1,6,4]
 write write_state input=cache data=new"""
@@ -118,17 +153,20 @@ a add x=r y=mask
 w softmax x=a axis={}
 f reshape x=w shape=[1,1,6,6]
 y matmul x=f y=k"""
-HALF = Type("FLOAT16", CACHE)
+CACHE_TYPE = Type("FLOAT16", CACHE)
+MASK_TYPE = Type("FLOAT16", (1, 1, 3, 6))
+ADDRESS_TYPE = Type("INT32", (4,))
 
 
 def parse(text: str, dtypes: dict[str, str]) -> list[Op]:
-    """Operations from lines of a name, a kind and operands; results are fp16 but for those of
-    `dtypes`."""
+    """The operations of a program in the form above. An operand is the name of a value, or JSON. A
+    result is fp16 unless `dtypes` has another dtype for its name; only q has a known shape."""
     ops = []
     for line in text.splitlines():
         name, kind, *operands = line.split()
-        inputs = dict(operand.split("=") for operand in operands)
-        for parameter, value in inputs.items():
+        inputs = {}
+        for operand in operands:
+            parameter, value = operand.split("=")
             is_name = value[0].isalpha()
             inputs[parameter] = Ref(value) if is_name else literal(json.loads(value))
         declared = Type(dtypes.get(name, "FLOAT16"), CACHE if name == "q" else (None,))
@@ -141,81 +179,96 @@ def parse(text: str, dtypes: dict[str, str]) -> list[Op]:
     "axis, dtypes, unfused",
     [
         (-1, {}, []),
+        # these only resemble the group
         (-1, {"q": "FLOAT32"}, ["y"]),
         (-1, {"y": "FLOAT32"}, ["y"]),
         (3, {}, ["y"]),
     ],
 )
-def test_calls_on_one_state_compute_what_plain_steps_do(axis, dtypes, unfused):
-    """Whether attention over what was just written is a group, or resembles one."""
+def test_two_calls_on_one_state_compute_the_same_fused_and_plain(axis, dtypes, unfused):
     ops = parse(f"{WRITE}\n{ATTENTION.format(axis)}", dtypes)
-    shapes = {"mask": Type("FLOAT16", (1, 1, 3, 6)), "at": Type("INT32", (4,))}
-    inputs = shapes | {"x": HALF}
-    plain = program(ops, inputs, ["y"], {"cache": HALF})
+    inputs = {"mask": MASK_TYPE, "at": ADDRESS_TYPE, "x": CACHE_TYPE}
+    plain_program = program(ops, inputs, ["y"], {"cache": CACHE_TYPE})
+    fused_program = miltorch.fuse(plain_program)
+    assert list(fused_program.unfused) == unfused
     calls = [
         {name: torch.full(declared.shape, i / 9) for name, declared in inputs.items()}
         for i in (1, 2)
     ]
-    fused_program, results = miltorch.fuse(plain), []
-    for each_program in (plain, fused_program):
-        executable = Executable(each_program)
-        states = [executable.make_state()] * 2
-        outputs = miltorch.run_calls(executable, calls, states, [None] * 2)
-        results.append(torch.cat([output["y"] for output in outputs]))
-    assert torch.equal(*results) and list(fused_program.unfused) == unfused
+
+    def run_both_calls(program: miltorch.Program) -> torch.Tensor:
+        executable = Executable(program)
+        state = executable.make_state()
+        outputs = miltorch.run_calls(executable, calls, [state, state], [None, None])
+        return torch.cat([output["y"] for output in outputs])
+
+    assert torch.equal(run_both_calls(plain_program), run_both_calls(fused_program))
 
 
 def test_a_read_that_others_use_is_copied_before_the_state_is_written_in_place():
     text = f"{WRITE}\nafter read_state input=cache\ny relu x=after"
-    shapes = {"x": HALF, "at": Type("INT32", (4,))}
-    ops = parse(text, {})
-    plain = program(ops, shapes, ["after", "y"], {"cache": HALF})
+    inputs = {"x": CACHE_TYPE, "at": ADDRESS_TYPE}
+    outputs = ["after", "y"]
+    plain = program(parse(text, {}), inputs, outputs, {"cache": CACHE_TYPE})
     kinds = [op.kind for op in miltorch.fuse(plain).block.ops]
     assert kinds == ["write_cache_slice", "copy_state", "relu"]
 
 
-def test_a_program_may_have_a_value_of_the_name_that_fuse_would_give_one():
-    name = "mask.visible_columns"
+def test_attention_is_not_fused_where_the_name_of_its_new_value_is_in_use():
+    name = (
+        "mask.visible_columns"  # that fuse would give the columns that the mask shows
+    )
     text = ATTENTION.format(-1).replace("w softmax", f"{name} softmax")
     ops = parse(text.replace("x=w", f"x={name}"), {})
-    inputs = {"mask": Type("FLOAT16", (1, 1, 3, 6)), "x": HALF}
-    plain = program(ops, inputs, ["y"], {"cache": HALF})
+    inputs = {"mask": MASK_TYPE, "x": CACHE_TYPE}
+    plain = program(ops, inputs, ["y"], {"cache": CACHE_TYPE})
     fused_program = miltorch.fuse(plain)
     assert name in fused_program.unfused["y"]
     assert [op.kind for op in fused_program.block.ops] == [op.kind for op in ops]
 
 
-# --- products ---------------------------------------------------------------------------------
+# --- products with stored weights ---------------------------------------------------------
 
 
-def weights(
-    rng, rows: int, columns: int
-) -> list[tuple[stored.StoredWeight, np.ndarray]]:
-    """A weight [rows, columns] of every form, with its values."""
+class WeightCase(NamedTuple):
+    """A weight [rows, columns] in one stored form, and its float32 values."""
 
-    def halves(*shape, low=-1.0):
+    weight: stored.StoredWeight
+    values: np.ndarray
+
+
+def weights(rng: np.random.Generator, rows: int, columns: int) -> list[WeightCase]:
+    """Random weights [rows, columns], one in every form: fp16, int8 with a scale for each row,
+    int4 with a scale for each 32 columns, then tables of 16 and of 64 values, first one for all
+    rows and then one for each row. `columns` is a multiple of 32."""
+
+    def draw_halves(*shape: int, low: float = -1.0) -> np.ndarray:
         return rng.uniform(low, 1, shape).astype(np.float16)
 
-    def codes(low, high, dtype):
+    def draw_codes(low: int, high: int, dtype: type) -> np.ndarray:
         return rng.integers(low, high, (rows, columns, 1, 1)).astype(dtype)
 
-    half, eight = halves(rows, columns), codes(-128, 128, np.int8)
-    four, count = codes(-8, 8, np.int8), columns // 32
-    scale, blocks = (halves(rows, n, 1, 1, low=1e-3) for n in (1, count))
-    pairs = [
+    blocks = columns // 32
+    half = draw_halves(rows, columns)
+    int8 = draw_codes(-128, 128, np.int8)
+    int4 = draw_codes(-8, 8, np.int8)
+    row_scale = draw_halves(rows, 1, 1, 1, low=1e-3)
+    block_scale = draw_halves(rows, blocks, 1, 1, low=1e-3)
+    scale_of_column = np.repeat(np.float32(block_scale), 32, axis=1)
+    cases = [
         (stored.HalfWeight(half.view(np.uint16)), np.float32(half)),
-        (stored.integer_weight(eight, scale), eight * np.float32(scale)),
-        (
-            stored.integer_weight(four, blocks),
-            four * np.repeat(np.float32(blocks), 32, 1),
-        ),
+        (stored.integer_weight(int8, row_scale), int8 * np.float32(row_scale)),
+        (stored.integer_weight(int4, block_scale), int4 * scale_of_column),
     ]
-    for entries, parts in ((16, 1), (64, 1), (16, rows), (64, rows)):
-        lut, indices = halves(parts, 1, 1, 1, entries, 1), codes(0, entries, np.uint8)
-        tables = np.repeat(np.float32(lut.reshape(parts, entries)), rows // parts, 0)
-        dense = np.take_along_axis(tables, indices.reshape(rows, -1).astype(int), 1)
-        pairs.append((stored.table_weight(indices, lut), dense))
-    return [(weight, dense.reshape(rows, columns)) for weight, dense in pairs]
+    for entries, tables in ((16, 1), (64, 1), (16, rows), (64, rows)):
+        lut = draw_halves(tables, 1, 1, 1, entries, 1)
+        codes = draw_codes(0, entries, np.uint8)
+        table = np.float32(lut.reshape(tables, entries))
+        table_of_row = np.repeat(table, rows // tables, axis=0)  # [rows, entries]
+        indices = codes.reshape(rows, columns).astype(int)
+        values = np.take_along_axis(table_of_row, indices, axis=1)
+        cases.append((stored.table_weight(codes, lut), values))
+    return [WeightCase(weight, dense.reshape(rows, columns)) for weight, dense in cases]
 
 
 @pytest.mark.slow("numba compiles the kernels")
@@ -225,11 +278,13 @@ def weights(
     count=st.sampled_from([1, 3, 20]),
     seed=st.integers(0, 99),
 )
-@mock.patch.object(sums, "PANEL", 131)  # two rows at a time, or one
+# small panels: the kernels take two rows of 64 columns at a time, and of wider weights one
+@mock.patch.object(sums, "PANEL", 131)
 def test_products_with_stored_weights_are_those_of_dense_ones(rows, half, count, seed):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(count, 64 * half)).astype(np.float16)
     bias = rng.normal(size=2 * rows).astype(np.float32)
+    # two weights of each form, and both as the rows of one
     for pair in zip(*(weights(rng, rows, 64 * half) for _ in range(2))):
         (first, _), (second, _) = pair
         dense = np.concatenate([values for _, values in pair]).astype(float)
@@ -242,14 +297,15 @@ def test_products_with_stored_weights_are_those_of_dense_ones(rows, half, count,
 
 def test_a_product_refuses_activations_of_other_channels():
     x, bias = torch.zeros(1, 32, 1, 1).half(), torch.zeros(2)
-    for weight, _ in weights(np.random.default_rng(0), 2, 64):
+    for case in weights(np.random.default_rng(0), rows=2, columns=64):
         with pytest.raises(ValueError, match="32 channels"):
-            fused.stored_linear(x, bias, weight=weight, sizes=[2])
+            fused.stored_linear(x, bias, weight=case.weight, sizes=[2])
 
 
 def test_codes_past_a_table_are_left_to_the_plain_operation():
-    lut = np.ones((1, 1, 1, 1, 4, 1), np.float16)
-    assert stored.table_weight(np.full((1, 2, 1, 1), 4), lut) is None
+    table_of_4 = np.ones((1, 1, 1, 1, 4, 1), np.float16)
+    codes = np.full((1, 2, 1, 1), 4)
+    assert stored.table_weight(codes, table_of_4) is None
 
 
 def test_packed_weights_stay_packed(exports):
@@ -257,51 +313,61 @@ def test_packed_weights_stay_packed(exports):
     executable = Executable(program).release()
     constants = [step.constants.get("weight") for step in executable.body.steps]
     packed = [weight for weight in constants if weight is not None]
-    assert packed and all(isinstance(w, stored.TableWeight) for w in packed)
+    assert packed
+    assert all(isinstance(weight, stored.TableWeight) for weight in packed)
     assert all(weight.codes.dtype == np.uint8 for weight in packed)
     assert executable.constants is None and executable.program.block is None
 
 
-# --- caches -----------------------------------------------------------------------------------
+# --- caches -------------------------------------------------------------------------------
 
-# columns of a mask [S, T], of each sequence, and whether rows are written in place
-MASKS = {
-    "a row each": ([[[0, 1, 0]], [[1, 0, 0]]], True),
-    "a ring": ([[[0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 0, 1]]], True),
-    "a dummy": ([[[0, 0, 0], [0, 1, 0]], [[0, 0, 0], [0, 0, 1]]], True),
-    "one row twice": ([[[1, 0, 0], [1, 0, 0]]], False),
-    "a half": ([[[0.5, 0, 0], [0, 0, 1]]], False),
-    "two rows": ([[[1, 1, 0], [0, 0, 0]]], False),
+# For each sequence and each of its T new rows, the column of the write mask: S = 3 weights of the
+# new row in the rows of the cache. Only columns with at most a single 1, no two alike, address
+# places that can be written in place.
+IN_PLACE = {
+    "a row each": [[[0, 1, 0]], [[1, 0, 0]]],
+    "a ring": [[[0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 0, 1]]],
+    "a dummy": [[[0, 0, 0], [0, 1, 0]], [[0, 0, 0], [0, 0, 1]]],
 }
+BY_FORMULA = {
+    "one row twice": [[[1, 0, 0], [1, 0, 0]]],
+    "a half": [[[0.5, 0, 0], [0, 0, 1]]],
+    "two rows": [[[1, 1, 0], [0, 0, 0]]],
+}
+MASKS = IN_PLACE | BY_FORMULA
 
 
 @pytest.mark.parametrize("old", [1, np.nan, np.inf])
 @pytest.mark.parametrize("new", [1, np.nan, np.inf])
-@pytest.mark.parametrize("columns, in_place", MASKS.values(), ids=MASKS)
-def test_rows_are_written_as_the_formula_of_the_mask_writes_them(
-    columns, in_place, new, old
-):
-    """Values that are not finite spread over the cache, too."""
-    mask = torch.tensor(columns).mT[:, None].half().contiguous()
+@pytest.mark.parametrize("mask_name", MASKS)
+def test_rows_are_written_as_the_formula_of_the_mask_writes_them(mask_name, new, old):
+    """cache · (1 - the sum of the mask over T) + mask · rows, also where a value of the new rows
+    or of the old cache is not finite, which the formula spreads over the cache."""
+    columns = torch.tensor(MASKS[mask_name])  # [B, T, S]
+    mask = columns.mT[:, None].half().contiguous()  # [B, 1, S, T]
     B, _, S, T = mask.shape
-    rows, before = (torch.from_numpy(numbers(B, 2, n, 4)).half() for n in (T, S))
-    rows[0, 0, 0, 1], before[0, 1, 0, 0] = new, old
+    rows = torch.from_numpy(numbers(B, 2, T, 4)).half()
+    cache = torch.from_numpy(numbers(B, 2, S, 4)).half()
+    rows[0, 0, 0, 1], cache[0, 1, 0, 0] = new, old
     places = fused.one_hot_places(mask)
-    assert (places is not None) == in_place
-    cell = StateCell(before.clone())
+    assert (places is not None) == (mask_name in IN_PLACE)
+    cell = StateCell(cache.clone())
     fused.write_cache_rows(cell, rows, mask, places)
-    rest = before.float() * (1 - mask.float().sum(-1, keepdim=True))
+    rest = cache.float() * (1 - mask.float().sum(-1, keepdim=True))
     expected = rest.half() + (mask.float() @ rows.float()).half()
     np.testing.assert_array_equal(cell.value.numpy(), expected.numpy())
 
 
-def test_a_cache_is_read_from_the_first_column_that_a_query_sees_to_the_last(exports):
+def test_visible_columns_reach_from_the_first_that_a_query_sees_to_the_last():
     mask = torch.full((1, 1, 2, 6), fused.BLOCKED).half()
     mask[..., 0, 1:3] = mask[..., 1, 2:4] = 0
     assert fused.visible_columns(mask) == [1, 4]
+    # a query that sees nothing attends to all columns alike
     mask[..., 1, :] = fused.BLOCKED
-    # a query that sees nothing attends to everything alike
     assert fused.visible_columns(mask) == [0, 6]
+
+
+def test_an_unknown_choice_of_columns_to_read_is_refused(exports):
     bundle = exports.bundle(exports.checkpoint("llama"))
     with refused("reads.*'some'.*all, used"):
         Decoder(bundle, "portable", fast=True, reads="some")
@@ -309,18 +375,19 @@ def test_a_cache_is_read_from_the_first_column_that_a_query_sees_to_the_last(exp
 
 @pytest.mark.parametrize("T", [1, 2, 12])
 def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does(T):
-    q, key, value = (
-        torch.from_numpy(numbers(1, 1, n, 4, seed=n + T)).half() for n in (T, 6, 7)
-    )
-    value = value[:, :, :6]
-    # visible scores near -15,000, blocked ones near 0 - 10,000
-    q[..., 0], key[..., :3, 0], key[..., 3:, 0] = (150, -100, 0)
+    def draw_halves(count: int) -> torch.Tensor:
+        return torch.from_numpy(numbers(1, 1, count, 4, seed=count + T)).half()
+
+    q, key, value = draw_halves(T), draw_halves(6), draw_halves(7)[:, :, :6]
+    # the score of a visible column is near -15,000, that of a blocked one near 0 - 10,000
+    q[..., 0] = 150
+    key[..., :3, 0], key[..., 3:, 0] = -100, 0
     mask = torch.full((1, 1, T, 6), fused.BLOCKED).half()
     mask[..., :3] = 0
+    columns = fused.visible_columns(mask)
+    result = fused.cached_attention(q, mask, StateCell(key), StateCell(value), columns)
     scores = (q.float() @ key.float().mT).half() + mask
     weights = torch.softmax(scores, -1)
-    cells, columns = (StateCell(key), StateCell(value)), fused.visible_columns(mask)
-    result = fused.cached_attention(q, mask, *cells, columns)
     expected = weights.float() @ value.float()
     np.testing.assert_allclose(result.float(), expected, atol=2e-3)
     assert columns == [0, 3] and weights[..., :3].max() < 1e-3

@@ -1,22 +1,30 @@
-"""Settings of numba: one under which no kernel can be compiled is named; none of its folders needs to
-be writable."""
+"""Settings of numba, which compiles the kernels: `miltorch.kernels` refuses the one under which
+nothing is compiled, and needs no folder that it can write to."""
 
 import os
 import subprocess
 import sys
 
 
-def test_a_setting_that_compiles_nothing_is_named():
-    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    command = [sys.executable, "-c", "import miltorch.kernels"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs code in a new interpreter, because numba reads its settings when it is imported."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_import_under_numba_disable_jit_says_to_unset_it():
+    ended = run_python("import miltorch.kernels", NUMBA_DISABLE_JIT="1")
     assert ended.stderr.splitlines()[-1].endswith("Next: unset NUMBA_DISABLE_JIT.")
 
 
 def test_kernels_compile_where_no_folder_can_hold_their_machine_code(tmp_path):
     (tmp_path / "file").write_text("")
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    # the folder beside the kernels is found before; root may write into any
+    # numba would take the folder beside the kernels first, and root may write to any folder:
+    # so only the locator that reads NUMBA_CACHE_DIR is left, and that is a path below a file
     code = (
         "from numba.core import caching\n"
         "locators = caching.CacheImpl._locator_classes\n"
@@ -24,6 +32,5 @@ def test_kernels_compile_where_no_folder_can_hold_their_machine_code(tmp_path):
         "import numpy, miltorch.kernels as kernels\n"
         "assert locators and kernels.compiled()(lambda x: x + 1)(1) == 2\n"
     )
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ended = run_python(code, NUMBA_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert ended.returncode == 0, ended.stderr
