@@ -109,6 +109,8 @@ def first_producer(flow: Flow, index: int) -> int:
 
 
 # --- wrong results, as changes of the right one -------------------------------------------
+#
+# x is the right result, most often [B, C, ...] with the channels along axis 1.
 
 
 def scaled(factor):

@@ -1,5 +1,6 @@
-"""Lookup tables of groups of rows: miltorch has the values of coremltools' own
-decompression, to the bit, in the plain operation and in the compiled kernels."""
+"""Weights that are stored as codes into lookup tables, one table for each group of rows: miltorch
+has the values of coremltools' own decompression, to the bit, in the plain operation and in the
+compiled kernels."""
 
 import numpy as np
 import pytest
@@ -8,25 +9,35 @@ import torch
 from miltorch.ops import OPERATIONS
 from miltorch.stored import PACKED, TableWeight, table_weight
 
-# rows, columns, group: groups of one row, of a number that is no power of two, of all
-# rows, and more rows than share a buffer; odd columns have one code a byte
-SHAPES = [(12, 10, 1), (12, 10, 3), (12, 7, 3), (144, 32, 8), (96, 66, 16), (70, 6, 70)]
+SHAPES = [  # (rows, columns, rows of a group)
+    (12, 10, 1),  # a table for each row
+    (12, 10, 3),  # groups of a number of rows that is no power of two
+    (12, 7, 3),  # with an odd number of columns, a byte has one code
+    (144, 32, 8),
+    (96, 66, 16),
+    (70, 6, 70),  # one table, for more rows than share a buffer
+]
 BITS = [1, 2, 3, 4, 6, 8]
 
 
-def stored_table(bits: int, rows: int, columns: int, group: int):
-    """Random indices [rows, columns, 1, 1] and tables of every group."""
+def draw_codes_and_tables(
+    bits: int, rows: int, columns: int, group: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random uint8 codes [rows, columns, 1, 1] and sorted fp16 tables
+    [rows / group, 1, 1, 1, 2^bits, 1]."""
     rng = np.random.default_rng(bits)
-    shape = rows // group, 1, 1, 1, 1 << bits, 1
+    entries = 1 << bits
+    shape = rows // group, 1, 1, 1, entries, 1
     lut = np.sort(rng.normal(size=shape).astype(np.float16), axis=4)
-    return rng.integers(0, 1 << bits, (rows, columns, 1, 1)).astype(np.uint8), lut
+    codes = rng.integers(0, entries, (rows, columns, 1, 1)).astype(np.uint8)
+    return codes, lut
 
 
-def decompressed(indices: np.ndarray, lut: np.ndarray) -> np.ndarray:
-    """The values by coremltools' own code."""
+def decompress_by_coremltools(codes: np.ndarray, lut: np.ndarray) -> np.ndarray:
+    """The fp16 values [rows, columns, 1, 1]."""
     from coremltools.converters.mil.mil.ops.defs.iOS18 import compression
 
-    return compression.constexpr_lut_to_dense.decompress(indices, lut, None)
+    return compression.constexpr_lut_to_dense.decompress(codes, lut, None)
 
 
 @pytest.mark.slow("numba compiles the kernels")
@@ -35,13 +46,12 @@ def decompressed(indices: np.ndarray, lut: np.ndarray) -> np.ndarray:
 def test_tables_of_groups_have_coremltools_values_to_the_bit(
     ct, bits, rows, columns, group
 ):
-    indices, lut = stored_table(bits, rows, columns, group)
-    expected = decompressed(indices, lut)
-    plain = OPERATIONS["constexpr_lut_to_dense"].function(
-        torch.from_numpy(indices), torch.from_numpy(lut)
-    )
+    codes, lut = draw_codes_and_tables(bits, rows, columns, group)
+    expected = decompress_by_coremltools(codes, lut)
+    plain_operation = OPERATIONS["constexpr_lut_to_dense"].function
+    plain = plain_operation(torch.from_numpy(codes), torch.from_numpy(lut))
     np.testing.assert_array_equal(plain.numpy(), expected)
-    weight = table_weight(indices, lut)
+    weight = table_weight(codes, lut)
     expected = expected.reshape(rows, columns)
     assert weight.columns == columns
     np.testing.assert_array_equal(weight[:].numpy(), expected)
@@ -54,26 +64,26 @@ def test_tables_of_groups_have_coremltools_values_to_the_bit(
 @pytest.mark.parametrize("bits", [4, 6])
 @pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
 def test_products_read_the_table_of_every_group(bits, rows, columns, group, count):
-    """Activations that select one column leave the sums exact."""
-    indices, lut = stored_table(bits, rows, columns, group)
-    weight = table_weight(indices, lut)
+    """Each row of x is one-hot, so that the products are columns of the weight, exactly."""
+    weight = table_weight(*draw_codes_and_tables(bits, rows, columns, group))
     x = torch.zeros(count, columns, dtype=torch.float16)
-    chosen = torch.arange(count) % columns
-    x[torch.arange(count), chosen] = 1
+    column_of_row = torch.arange(count) % columns
+    x[torch.arange(count), column_of_row] = 1
     product = weight.product(x, np.zeros(rows, np.float32))
-    np.testing.assert_array_equal(product.float(), weight[:][:, chosen].T)
+    np.testing.assert_array_equal(product.float(), weight[:][:, column_of_row].T)
 
 
 def test_tables_take_the_bytes_of_their_entries_alone():
-    """Pairs of all groups of 8 rows would take as many bytes as the codes."""
-    four = table_weight(*stored_table(4, 64, 576, 8))
-    six = table_weight(*stored_table(6, 64, 576, 16))
-    assert four.codes.nbytes == 64 * 288 and four.tables.shape == (8, PACKED)
-    assert six.codes.nbytes == 64 * 576 and six.tables.shape == (4, 64)
+    """Tables of pairs of entries, for all groups of 8 rows, would take as many bytes as the
+    codes."""
+    bits4 = table_weight(*draw_codes_and_tables(4, rows=64, columns=576, group=8))
+    bits6 = table_weight(*draw_codes_and_tables(6, rows=64, columns=576, group=16))
+    assert bits4.codes.nbytes == 64 * 288 and bits4.tables.shape == (8, PACKED)
+    assert bits6.codes.nbytes == 64 * 576 and bits6.tables.shape == (4, 64)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 2), (6, 2), (6, 1)])
-def test_a_package_of_grouped_tables_is_coremltools_own(
+def test_a_package_of_grouped_tables_has_the_weights_of_coremltools(
     models, ct, tmp_path, bits, group
 ):
     from coremltools.optimize import coreml as cto
@@ -92,17 +102,17 @@ def test_a_package_of_grouped_tables_is_coremltools_own(
         )
     )
 
-    def constants(model, name):
+    def save_and_read(model, name: str) -> miltorch.Program:
         path = tmp_path / f"{name}.mlpackage"
         model.save(str(path))
-        program = miltorch.read(path)
-        return Constants(program), program
+        return miltorch.read(path)
 
     with quiet():
-        grouped = cto.palettize_weights(models["fp16"], config)
-        stored, program = constants(grouped, "grouped")
-        dense, _ = constants(cto.decompress_weights(grouped), "dense")
-    tables = [op for op in program.block.walk() if op.kind == "constexpr_lut_to_dense"]
+        compressed = cto.palettize_weights(models["fp16"], config)
+        grouped = save_and_read(compressed, "grouped")
+        dense = save_and_read(cto.decompress_weights(compressed), "dense")
+    tables = [op for op in grouped.block.walk() if op.kind == "constexpr_lut_to_dense"]
     assert tables
+    values, expected = Constants(grouped), Constants(dense)
     for op in tables:
-        np.testing.assert_array_equal(stored[op.key], dense[op.key])
+        np.testing.assert_array_equal(values[op.key], expected[op.key])
