@@ -215,9 +215,8 @@ def test_a_read_that_others_use_is_copied_before_the_state_is_written_in_place()
 
 
 def test_attention_is_not_fused_where_the_name_of_its_new_value_is_in_use():
-    name = (
-        "mask.visible_columns"  # that fuse would give the columns that the mask shows
-    )
+    # fuse would give this name to the range of columns that the mask shows
+    name = "mask.visible_columns"
     text = ATTENTION.format(-1).replace("w softmax", f"{name} softmax")
     ops = parse(text.replace("x=w", f"x={name}"), {})
     inputs = {"mask": MASK_TYPE, "x": CACHE_TYPE}
@@ -254,6 +253,7 @@ def weights(rng: np.random.Generator, rows: int, columns: int) -> list[WeightCas
     int4 = draw_codes(-8, 8, np.int8)
     row_scale = draw_halves(rows, 1, 1, 1, low=1e-3)
     block_scale = draw_halves(rows, blocks, 1, 1, low=1e-3)
+    # [rows, columns, 1, 1]
     scale_of_column = np.repeat(np.float32(block_scale), 32, axis=1)
     cases = [
         (stored.HalfWeight(half.view(np.uint16)), np.float32(half)),
