@@ -24,7 +24,7 @@ from workbench.exporter.weights import quantize
 BLOCK = 64  # inputs that are rounded before their errors reach the others
 ROWS = 1024  # rows that are in float32 at a time, a multiple of every group
 ROUNDS = 1  # times that entries and indices of tables are improved
-STEPS = 5  # of conjugate gradients for the entries of a table
+CG_STEPS = 5  # of conjugate gradients for the entries of a table
 SWEEPS = 2  # over the indices of a row in each round
 
 BlockRounding = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
@@ -78,35 +78,54 @@ def compress_matrix(
         `data` [R·C] int8 and `scale` fp16; `indices` [R·C] uint8 and `lut`
         [R / group, 2^bits] fp16, by role.
     """
-    rows, width = values.shape
-    # equal pieces whatever the number of threads, since products round by their shape
-    pieces = [slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS)]
     if preset.is_integer:
-        arrays = quantize(values.clone(), preset)
-        integers = arrays["data"].reshape(rows, width)
-        block = preset.block or width
-        scales = np.float32(arrays["scale"]).reshape(-1, width // block)
-        scales = np.broadcast_to(scales, (rows, width // block))
-        limit = 2 ** (preset.bits - 1) - 1
-        for piece in pieces:
-            of_inputs = torch.from_numpy(np.repeat(scales[piece], block, axis=1))
-            integers[piece] = _gptq_integers(
-                values[piece].float(), of_inputs, limit, inputs
-            )
-        return arrays
+        return _compress_to_integers(values, preset, inputs)
+    return _compress_to_tables(values, preset, inputs)
+
+
+def _compress_to_integers(
+    values: torch.Tensor, preset: Preset, inputs: InputStatistics
+) -> dict[str, np.ndarray]:
+    """See `compress_matrix`. The scales are those of rounding to the nearest."""
+    rows, width = values.shape
+    arrays = quantize(values.clone(), preset)
+    integers = arrays["data"].reshape(rows, width)
+    block = preset.block or width
+    scales = np.float32(arrays["scale"]).reshape(-1, width // block)
+    scales = np.broadcast_to(scales, (rows, width // block))
+    limit = 2 ** (preset.bits - 1) - 1
+    for piece in _row_pieces(rows):
+        weight_scales = torch.from_numpy(np.repeat(scales[piece], block, axis=1))
+        integers[piece] = _gptq_integers(
+            values[piece].float(), weight_scales, limit, inputs
+        )
+    return arrays
+
+
+def _compress_to_tables(
+    values: torch.Tensor, preset: Preset, inputs: InputStatistics
+) -> dict[str, np.ndarray]:
+    """See `compress_matrix`."""
+    rows, width = values.shape
     matrix = (values + 0).numpy()  # 0, never -0
     group = preset.group
     importance = np.sqrt(inputs.importance)
     luts = group_tables(matrix, group, 1 << preset.bits, importance)
     indices = np.empty((rows, width), np.uint8)
-    for piece in pieces:
+    for piece in _row_pieces(rows):
         groups = slice(piece.start // group, piece.stop // group)
         part = values[piece].float()
         tables = np.float32(luts[groups])
         indices[piece] = _gptq_tables(part, tables, inputs)
-        _improve(part, tables, indices[piece], inputs.hessian)
+        _refine_tables(part, tables, indices[piece], inputs.hessian)
         luts[groups] = tables
     return {"indices": indices.reshape(-1), "lut": luts}
+
+
+def _row_pieces(rows: int) -> list[slice]:
+    """Slices of `ROWS` rows each, the last of fewer. They do not depend on the number of
+    threads, since products round by their shape."""
+    return [slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS)]
 
 
 def decompress(
@@ -153,8 +172,8 @@ def _gptq_integers(
         part: np.ndarray, errors: np.ndarray, factor: np.ndarray, columns: np.ndarray
     ) -> None:
         block = np.empty(part.shape, np.int8)
-        of_inputs = scales[:, columns].contiguous().numpy()
-        _round_to_integers(part, errors, factor, of_inputs, limit, block)
+        block_scales = scales[:, columns].contiguous().numpy()
+        _round_to_integers(part, errors, factor, block_scales, limit, block)
         integers[:, columns] = block
 
     _gptq_columns(values, inputs, round_block)
@@ -183,7 +202,7 @@ def _gptq_columns(
             rest[:, stop:] -= errors @ inputs.factor[start:stop, stop:]
 
 
-def _improve(
+def _refine_tables(
     values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
 ) -> None:
     """Lowers the error Δ H Δᵀ of every group in turn by its entries and its indices,
@@ -218,71 +237,114 @@ def _fit_entries(
     """Replaces the table of each group whose error falls by the entries that are best
     for its indices.
 
-    The normal equations of a group, K × K, are never written out: conjugate gradients
-    with the diagonal as preconditioner need one product with H for all groups in each
-    step."""
+    With S the linear map from the entries x of a group to the values that its indices
+    select, the error Δ H Δᵀ of Δ = S x − values is least where Sᵀ(S x H) = Sᵀ(values H),
+    the normal equations A x = b. A [K, K] is never written out: conjugate gradients need
+    one product with H for all groups in each step.
+
+    Args:
+        values, tables, indices, hessian: see `_refine_tables`.
+    """
     places = torch.from_numpy(indices.reshape(len(tables), -1).astype(np.int64))
 
-    def spread(entries: torch.Tensor) -> torch.Tensor:
-        """The values [R, C] of entries [G, K]."""
+    def select(entries: torch.Tensor) -> torch.Tensor:
+        """S: the values [R, C] of entries [G, K]."""
         return entries.gather(1, places).reshape(values.shape)
 
-    def collect(products: torch.Tensor) -> torch.Tensor:
-        """The sums [G, K] of products [R, C] over the weights of each entry."""
+    def sum_by_entry(products: torch.Tensor) -> torch.Tensor:
+        """Sᵀ: the sums [G, K] of products [R, C] over the weights of each entry."""
         sums = torch.zeros(tables.shape)
         return sums.scatter_add_(1, places, products.reshape(len(tables), -1))
 
-    def errors(change: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    def group_errors(change: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+        """Δ H Δᵀ [G] float64, of Δ and Δ H, both [R, C]."""
         return (change * products).reshape(len(tables), -1).double().sum(1)
 
     old = torch.from_numpy(tables)
-    change = spread(old) - values
+    change = select(old) - values
     products = change @ hessian
-    before = errors(change, products)
-    diagonal = collect(hessian.diagonal().expand(values.shape)).clamp(min=1e-30)
-    entries = old.clone()
-    residual = -collect(products)
-    direction = residual / diagonal
-    size = (residual * direction).sum(1)
-    for _ in range(STEPS):
-        curved = collect(spread(direction) @ hessian)
-        length = size / (direction * curved).sum(1).clamp(min=1e-30)
-        entries += length[:, None] * direction
-        residual -= length[:, None] * curved
-        scaled = residual / diagonal
-        size, last = (residual * scaled).sum(1), size
-        direction = scaled + (size / last.clamp(min=1e-30))[:, None] * direction
+    old_errors = group_errors(change, products)
+    diagonal = sum_by_entry(hessian.diagonal().expand(values.shape)).clamp(min=1e-30)
+    entries = _conjugate_gradients(
+        lambda d: sum_by_entry(select(d) @ hessian),
+        diagonal,
+        old,
+        -sum_by_entry(products),
+    )
     entries = entries.half().float() + 0  # 0, never -0
-    change = spread(entries) - values
-    is_better = errors(change, change @ hessian) < before
+    change = select(entries) - values
+    is_better = group_errors(change, change @ hessian) < old_errors
     entries, order = torch.where(is_better[:, None], entries, old).sort(
         dim=1, stable=True
     )
     tables[:] = entries.numpy()
-    ranks = torch.argsort(order, 1)  # an entry's old place → its new one
-    indices[:] = ranks.gather(1, places).reshape(indices.shape).to(torch.uint8).numpy()
+    new_places = torch.argsort(order, 1)  # of the old entries, in the sorted table
+    new_indices = new_places.gather(1, places).reshape(indices.shape)
+    indices[:] = new_indices.to(torch.uint8).numpy()
+
+
+def _conjugate_gradients(
+    multiply: Callable[[torch.Tensor], torch.Tensor],
+    diagonal: torch.Tensor,
+    start: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """x [G, K] float32 after `CG_STEPS` steps towards the solution of A x = b, for each of
+    G symmetric positive definite systems.
+
+    The method is Hestenes and Stiefel's, preconditioned with the diagonal of A. Names are
+    those of Shewchuk, An Introduction to the Conjugate Gradient Method Without the
+    Agonizing Pain (1994), appendix B3.
+
+    Args:
+        multiply: d [G, K] → A d [G, K].
+        diagonal: of A, [G, K], above 0.
+        start: the first x, [G, K]; it is not changed.
+        residual: b − A x of the first x, [G, K]; it is changed.
+    """
+    x, r = start.clone(), residual
+    d = r / diagonal
+    delta_new = (r * d).sum(1)
+    for _ in range(CG_STEPS):
+        q = multiply(d)
+        alpha = delta_new / (d * q).sum(1).clamp(min=1e-30)
+        x += alpha[:, None] * d
+        r -= alpha[:, None] * q
+        s = r / diagonal
+        delta_old = delta_new
+        delta_new = (r * s).sum(1)
+        beta = delta_new / delta_old.clamp(min=1e-30)
+        d = s + beta[:, None] * d
+    return x
 
 
 @njit(cache=True, nogil=True)
 def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
     """Exchanges the index of one weight after the other for that of the entry with the
-    least error, given all other weights of its row.
+    least error, given all other weights of its row: coordinate descent on Δ H Δᵀ.
 
-    `gradient` [R, C] is (stored − values) H; it is changed."""
+    Args:
+        gradient: [R, C] float32, (stored − values) H, half the gradient of the error by
+            the stored values. It is updated with every exchange.
+        indices: [R, C] uint8, changed in their place.
+        tables: [R / group, K] float32, ascending.
+        hessian: [C, C] float32.
+        sweeps: over the weights of a row.
+    """
     rows, width = gradient.shape
     for r in range(rows):
         table = tables[r // group]
-        middles = (table[1:] + table[:-1]) / 2
-        slope = gradient[r]
+        midpoints = (table[1:] + table[:-1]) / 2
+        row_gradient = gradient[r]
         for _ in range(sweeps):
             for i in range(width):
                 entry = table[indices[r, i]]
-                best = entry - slope[i] / hessian[i, i]
-                index = np.searchsorted(middles, best)
+                best_value = entry - row_gradient[i] / hessian[i, i]
+                index = np.searchsorted(midpoints, best_value)
                 change = table[index] - entry
                 if change != 0:
                     indices[r, i] = index
-                    slope += change * hessian[i]
+                    row_gradient += change * hessian[i]
 
 
 @njit(cache=True, nogil=True)
@@ -295,10 +357,10 @@ def _round_to_tables(part, errors, factor, tables, group, indices):
     rows, width = part.shape
     for r in range(rows):
         table = tables[r // group]
-        middles = (table[1:] + table[:-1]) / 2
+        midpoints = (table[1:] + table[:-1]) / 2
         row = part[r]
         for i in range(width):
-            index = np.searchsorted(middles, row[i])
+            index = np.searchsorted(midpoints, row[i])
             indices[r, i] = index
             error = (row[i] - table[index]) / factor[i, i]
             errors[r, i] = error
