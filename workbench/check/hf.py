@@ -31,27 +31,36 @@ HEAD_ROWS = 4096  # rows of the head that are float32 at a time
 
 
 @dataclass(frozen=True)
-class Row:
-    """One of the sequences that run side by side over the same tokens.
+class SequenceRun:
+    """How the model runs over one sequence of a batch. All sequences of a batch have the
+    same token ids; see `Reference.run_batch`.
+
+    By default every layer reads the output of the layer before. For each input of a
+    layer or of the final norm, `feed` comes first, then `reads_first_sequence`, then
+    that default; `perturb` changes the input that was chosen.
 
     Attributes:
-        feed: a trace whose `x` and `router` every layer reads in place of the output of
-            the layer before, and whose `final_input` the final norm reads.
-        follows: whether every layer reads the input of the same layer in the first
-            row, then perturbed, in place of its row's own stream. An input of `feed`
-            still comes first.
+        feed: a trace whose `x` and `router` every layer reads, and whose `final_input`
+            the final norm reads; a field that is None feeds nothing.
+        reads_first_sequence: whether every layer reads the unperturbed input that the
+            same layer has in sequence 0 of the batch.
         perturb: changes what enters every layer and the final norm, such as
             `round_stream` or `nudge`.
         head: whether logits are computed.
-        token_scales: [n], what multiplies the embeddings of every token, from all
-            tables; None: nothing does.
+        token_scales: [n] float32, what multiplies the embeddings of every token, from
+            all tables; None: nothing does.
     """
 
     feed: Trace | None = None
-    follows: bool = False
+    reads_first_sequence: bool = False
     perturb: Perturb | None = None
     head: bool = True
     token_scales: np.ndarray | None = None
+
+    @property
+    def replaces_inputs(self) -> bool:
+        """Whether any layer may read anything but the output of the layer before."""
+        return bool(self.feed or self.reads_first_sequence or self.perturb)
 
 
 @dataclass(frozen=True)
@@ -110,13 +119,13 @@ class ReferenceLayer(WrappedLayer):
         outputs = output if isinstance(output, tuple) else (output,)
         self.record(x=args[0], **dict(zip(("hidden", "router"), outputs)))
         if "layer_scalar" in weights:
-            rows = len(self.reference.sequences), self.reference.count, 1
-            self.record(scalar=weights["layer_scalar"].expand(rows))
+            shape = len(self.reference.runs), self.reference.token_count, 1
+            self.record(scalar=weights["layer_scalar"].expand(shape))
         return output
 
     def record_choice(self, module, args, output) -> None:
         """Hook of a router: records the expert of each token, and its score less the
-        second best."""
+        second best. A score is a probability plus the expert's balancing bias."""
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
         best, second = scores.topk(2, -1).values.unbind(-1)
         self.record(expert=scores.argmax(-1), margin=best - second)
@@ -128,7 +137,7 @@ class ReferenceLayer(WrappedLayer):
             return
         for name, tensor in tensors.items():
             if tensor is not None:
-                setattr(trace.layers[self.index], name, self.reference.rows(tensor))
+                setattr(trace.layers[self.index], name, self.reference.as_rows(tensor))
 
 
 class Reference:
@@ -157,9 +166,10 @@ class Reference:
         self.base = self.model.model
         for i, layer in enumerate(self.base.layers):
             self.base.layers[i] = ReferenceLayer(layer, i, self)
-        self.sequences: Sequence[Row] = ()  # during `run_rows`
-        self.trace: Trace | None = None  # the stacked trace that `run_rows` makes
-        self.count = 0  # its positions
+        # set while `run_batch` or `perturbed_hidden` runs the model
+        self.runs: Sequence[SequenceRun] = ()  # of the sequences of the batch
+        self.trace: Trace | None = None  # of all of them, stacked: [B, n, W]
+        self.token_count = 0  # n
         norm = getattr(self.base, "norm", None) or self.base.embedding_norm
         norm.register_forward_pre_hook(self.replace_norm_inputs)
         for module in self.base.modules():
@@ -172,40 +182,41 @@ class Reference:
 
     def replace_inputs(self, index: int, args: tuple) -> tuple:
         """The arguments that layer `index` reads in place of `args`, or the final norm,
-        whose index follows the last layer's."""
-        if not any(row.feed or row.follows or row.perturb for row in self.sequences):
+        whose index follows the last layer's.
+
+        Args:
+            args: x [B, n, C], which the layer before returned; in models that route by
+                the layer before, then its router state [B, n, R]; then the rest.
+        """
+        if not any(run.replaces_inputs for run in self.runs):
             return args
-        L = len(self.base.layers)
-        is_layer = index < L
+        is_layer = index < len(self.base.layers)
+        has_router = (
+            is_layer and index > 0 and self.trace.layers[index - 1].router is not None
+        )
         x, *others = args
-        router = None
-        if is_layer and index and self.trace.layers[index - 1].router is not None:
-            router = others[0]  # from the layer before
         inputs, routers = [], []
-        for number, row in enumerate(self.sequences):
-            source = slice(0, 1) if row.follows else slice(number, number + 1)
-            row_x = x[source]
-            row_router = None if router is None else router[source]
-            if row.feed is not None:
-                fed_x = row.feed.layers[index].x if is_layer else row.feed.final_input
-                if fed_x is not None:
-                    row_x = torch.from_numpy(fed_x)[None]
-                if router is not None:
-                    fed_router = row.feed.layers[index - 1].router
-                    if fed_router is not None:
-                        row_router = torch.from_numpy(fed_router)[None]
-            inputs.append(row.perturb(row_x) if row.perturb else row_x)
-            routers.append(row_router)
-        if router is not None:
+        for seq, run in enumerate(self.runs):
+            source = 0 if run.reads_first_sequence else seq
+            fed_x = fed_router = None
+            if run.feed is not None:
+                fed_x = run.feed.layers[index].x if is_layer else run.feed.final_input
+                if has_router:
+                    fed_router = run.feed.layers[index - 1].router
+            chosen_x = _fed_or_computed(fed_x, x, source)
+            inputs.append(run.perturb(chosen_x) if run.perturb else chosen_x)
+            if has_router:
+                routers.append(_fed_or_computed(fed_router, others[0], source))
+        if has_router:
             others[0] = torch.cat(routers)
         return torch.cat(inputs), *others
 
     def scale_embeddings(self, module, args, output: torch.Tensor) -> torch.Tensor:
-        """Hook of an embedding table: multiplies its output [R, n, W] by the
-        `token_scales` of each row."""
-        for number, row in enumerate(self.sequences):
-            if row.token_scales is not None:
-                output[number] *= torch.from_numpy(row.token_scales)[:, None]
+        """Hook of an embedding table: multiplies its output [B, n, W] by the
+        `token_scales` of each sequence."""
+        for seq, run in enumerate(self.runs):
+            if run.token_scales is not None:
+                output[seq] *= torch.from_numpy(run.token_scales)[:, None]
         return output
 
     @property
@@ -219,9 +230,9 @@ class Reference:
         modes = modes[: len(self.base.layers)]
         return {i: owners[types[i]] for i, mode in enumerate(modes) if mode == "reuse"}
 
-    def rows(self, tensor: torch.Tensor) -> np.ndarray:
-        """A tensor of R sequences of n tokens as rows [R, n, W] in float32."""
-        shape = len(self.sequences), self.count, -1
+    def as_rows(self, tensor: torch.Tensor) -> np.ndarray:
+        """A tensor of B sequences of n tokens as rows [B, n, W] in float32."""
+        shape = len(self.runs), self.token_count, -1
         return tensor.reshape(shape).float().numpy().copy()
 
     def reader(self, prefix: str) -> Weights:
@@ -243,43 +254,46 @@ class Reference:
         perturb: Perturb | None = None,
         head: bool = True,
     ) -> Trace:
-        """The trace of one sequence; see `run_rows`, and `Row` for the arguments."""
-        row = Row(feed, perturb=perturb, head=head)
-        return self.run_rows(ids, [row], cache)[0]
+        """The trace of one sequence; see `run_batch`, and `SequenceRun` for `feed`,
+        `perturb` and `head`."""
+        run = SequenceRun(feed, perturb=perturb, head=head)
+        return self.run_batch(ids, [run], cache)[0]
 
     @torch.inference_mode()
-    def run_rows(
-        self, ids: Sequence[int], rows: Sequence[Row], cache=None
+    def run_batch(
+        self, ids: Sequence[int], runs: Sequence[SequenceRun], cache=None
     ) -> list[Trace]:
-        """The trace of `ids` [n] for each of `rows`, which run side by side, so that
-        each weight is read once for all.
+        """The trace of `ids` [n] for each of `runs`. They are the sequences of one batch,
+        so that each weight is read once for all.
 
         A trace has `x` and `hidden` of every layer, `k` and `v` where it attends,
         `router`, `expert` and `margin` where it routes; `normed`, and the `logits`.
 
         Args:
             cache: holds tokens that come before, in as many sequences as there are
-                rows; it is updated in place.
+                runs; it is updated in place.
         """
         cache = recording_cache(self.model.config) if cache is None else cache
         ids = check_ids(ids, self.model.config.vocab_size)
-        R = len(rows)
+        B = len(runs)
         trace = Trace.empty(len(self.base.layers))
-        self.trace, self.count, self.sequences = trace, len(ids), rows
-        repeated = np.tile(ids, (R, 1))
-        last = self.last_hidden(repeated, past_key_values=cache, use_cache=True)
-        for layer, (k, v) in cache.rows.items():
-            trace.layers[layer].k, trace.layers[layer].v = self.rows(k), self.rows(v)
-        for layer, source in self.sources.items():
-            trace.layers[layer].k = trace.layers[source].k
-            trace.layers[layer].v = trace.layers[source].v
-        trace.normed = self.rows(last)
-        self.trace, self.sequences = None, ()
-        traces = unstack(trace, R)
-        heads = [number for number, row in enumerate(rows) if row.head]
-        if heads:
-            for number, logits in zip(heads, self.logits(last[heads]).numpy()):
-                traces[number].logits = logits
+        self.trace, self.token_count, self.runs = trace, len(ids), runs
+        batch = np.tile(ids, (B, 1))
+        last = self.last_hidden(batch, past_key_values=cache, use_cache=True)
+        for index, (k, v) in cache.last_written.items():
+            trace.layers[index].k = self.as_rows(k)
+            trace.layers[index].v = self.as_rows(v)
+        for index, source in self.sources.items():
+            trace.layers[index].k = trace.layers[source].k
+            trace.layers[index].v = trace.layers[source].v
+        trace.normed = self.as_rows(last)
+        self.trace, self.runs = None, ()
+        traces = unstack(trace, B)
+        with_head = [seq for seq, run in enumerate(runs) if run.head]
+        if with_head:
+            logits = self.logits(last[with_head]).numpy()
+            for seq, logits_of_sequence in zip(with_head, logits):
+                traces[seq].logits = logits_of_sequence
         return traces
 
     @torch.inference_mode()
@@ -302,12 +316,12 @@ class Reference:
     def perturbed_hidden(self, ids: np.ndarray, perturb: Perturb) -> torch.Tensor:
         """`last_hidden` [B, n, C] with what enters every layer and the final norm
         changed."""
-        self.sequences = [Row(perturb=perturb)] * len(ids)
-        self.trace, self.count = Trace.empty(len(self.base.layers)), ids.shape[1]
+        self.runs = [SequenceRun(perturb=perturb)] * len(ids)
+        self.trace, self.token_count = Trace.empty(len(self.base.layers)), ids.shape[1]
         try:
             return self.last_hidden(ids, use_cache=False)
         finally:
-            self.trace, self.sequences = None, ()
+            self.trace, self.runs = None, ()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -326,6 +340,14 @@ class Reference:
             yield from read_slices()
         else:
             yield self.weights(name)
+
+
+def _fed_or_computed(
+    fed: np.ndarray | None, computed: torch.Tensor, seq: int
+) -> torch.Tensor:
+    """[1, n, W]: an array [n, W] of a feed, or where it is None sequence `seq` of what
+    the model has computed [B, n, W]."""
+    return computed[seq : seq + 1] if fed is None else torch.from_numpy(fed)[None]
 
 
 def trace_reference(
@@ -366,18 +388,21 @@ def nudge(seed: int) -> Perturb:
 
 
 def recording_cache(config):
-    """transformers' cache, which also keeps in `rows`, by layer, the K and V rows
-    [1, n, W] of the last call (a sliding layer forgets its own)."""
+    """transformers' cache, with an attribute `last_written`: by layer, the K and V rows
+    [B, n, H_kv · D] of the last call. (A sliding layer of transformers' cache drops rows
+    that have left its window.)"""
     from transformers import DynamicCache
 
     class Recording(DynamicCache):
         def __init__(self, **arguments):
             super().__init__(**arguments)
-            self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            self.last_written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            k, v = (heads.transpose(1, 2) for heads in (key_states, value_states))
-            self.rows[layer_idx] = k.flatten(2), v.flatten(2)
+            # [B, H_kv, n, D] → [B, n, H_kv · D]
+            k = key_states.transpose(1, 2).flatten(2)
+            v = value_states.transpose(1, 2).flatten(2)
+            self.last_written[layer_idx] = k, v
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     return Recording(config=config)

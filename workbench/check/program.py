@@ -45,7 +45,7 @@ from workbench.check.compare import (
 )
 from workbench.check.gates import Gate
 from workbench.check.golden import read_head, stored_weights
-from workbench.check.hf import Head, Reference, Row, nudge, recording_cache
+from workbench.check.hf import Head, Reference, SequenceRun, nudge, recording_cache
 from workbench.check.run import PromptRun, plan_calls, run_passes, with_rounded_inputs
 from workbench.check.states import LARGE, SUBNORMAL, ShardNames, default_ts
 from workbench.check.trace import Trace, stack
@@ -91,7 +91,7 @@ class Stretch:
         perturbed: the trace when the last bit of every layer's input is changed, by mode:
             `isolated`, and `chained` if layers in a row are compared.
         final_input: [n, C], what the final norm reads.
-        token_scales: see `Row`.
+        token_scales: see `SequenceRun`.
     """
 
     start: int
@@ -642,20 +642,23 @@ def run_stretch(
 
     Args:
         feed: inputs of layers; None: each reads the output of the one before.
-        token_scales: see `Row`.
-        chained: whether layers in a row are compared. A third row with nudged inputs
+        token_scales: see `SequenceRun`.
+        chained: whether layers in a row are compared. A third run with nudged inputs
             then gives their tolerance.
     """
     # logits are computed slice by slice, by `head_errors`
-    row = partial(Row, head=False, token_scales=token_scales)
-    rows = [row(feed), row(feed, follows=True, perturb=nudge(start))]
+    make_run = partial(SequenceRun, head=False, token_scales=token_scales)
+    runs = [
+        make_run(feed),
+        make_run(feed, reads_first_sequence=True, perturb=nudge(start)),
+    ]
     if chained:
-        rows.append(row(perturb=nudge(start + 1)))
-    if start:  # every row continues the same tokens
-        cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))
-    traces = reference.run_rows(ids, rows, cache)
-    for number, trace in enumerate(traces):
-        states = recurrent_states(cache, number)
+        runs.append(make_run(perturb=nudge(start + 1)))
+    if start:  # every sequence continues the same tokens
+        cache.reorder_cache(torch.zeros(len(runs), dtype=torch.long))
+    traces = reference.run_batch(ids, runs, cache)
+    for seq, trace in enumerate(traces):
+        states = recurrent_states(cache, seq)
         for layer, layer_states in zip(trace.layers, states, strict=True):
             layer.states = layer_states
     cache.reorder_cache(torch.zeros(1, dtype=torch.long))

@@ -43,7 +43,7 @@ from workbench.check.golden import (
     check_exported_from,
     stored_weights,
 )
-from workbench.check.hf import Reference, Row, round_stream
+from workbench.check.hf import Reference, SequenceRun, round_stream
 from workbench.check.run import trace_bundle
 from workbench.check.shared import (
     BudgetKey,
@@ -517,8 +517,11 @@ def measure_budget(
             if first:
                 router = golden.trace.layers[first - 1].router
                 feed.layers[first - 1].router = router
-    rows = [Row(perturb=rounded), Row(feed, perturb=rounded, head=False)]
-    chained, trace = reference.run_rows(golden.ids, rows)
+    runs = [
+        SequenceRun(perturb=rounded),
+        SequenceRun(feed, perturb=rounded, head=False),
+    ]
+    chained, trace = reference.run_batch(golden.ids, runs)
     stored = stored_stream(trace, golden.trace, bundle.manifest.stream_scale)
     return replace(stored, logits=chained.logits)
 
