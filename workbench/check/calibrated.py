@@ -1,9 +1,12 @@
 """The part of gate `weights` for matrices whose values were fitted to a calibration text.
 
-Such values are not the nearest ones: error feedback (GPTQ, arXiv 2210.17323) moves the
-rounding error of one input onto others. It lowers the error Δ H Δᵀ that the change Δ of
-a row adds to the row's output, where H = E[x xᵀ] of the inputs x. Figures of a whole
-tensor would hide one faulty row, so that every row is judged by four figures:
+Letters: v is a row of a matrix in the checkpoint, Δ the change of it that a bundle
+stores, x an input of the matrix, H = E[x xᵀ].
+
+**Figures.** Fitted values are not the nearest ones: error feedback (GPTQ, arXiv
+2210.17323) moves the rounding error of one input onto others, and so lowers the error
+Δ H Δᵀ that the change adds to the row's output. Figures of a whole tensor would hide one
+faulty row, so that every row is judged by four figures:
 
     error   Δ H Δᵀ of the stored row, over Δ H Δᵀ of the nearest values that the same
             tables or scales can express
@@ -18,39 +21,43 @@ tensor would hide one faulty row, so that every row is judged by four figures:
 A matrix is also judged by the median of its rows' errors. A fit to the inputs of another
 layer raises that median above the one of nearest values, 1.
 
-The gate computes H without the exporter's code. Hugging Face's layers run one after the
-other over the token ids that the bundle keeps, with the stored matrices, and x xᵀ is
-summed over the inputs of each linear module. An exporter may have fitted o_proj and
-down_proj while the other matrices of their layer had the checkpoint's values. A matrix
-that exceeds a limit is therefore judged again by its inputs in a layer with these values,
-and is sound if it keeps the limits in one of the two cases. Memory holds one layer, the H
-of its inputs, and one slice of the head.
+**H.** The gate computes H without the exporter's code. Hugging Face's layers run one
+after the other over the token ids that the bundle keeps, with the stored matrices, and
+x xᵀ is summed over the inputs of each linear module. An exporter may have fitted o_proj
+and down_proj while the other matrices of their layer had the checkpoint's values. A
+matrix that exceeds a limit is therefore judged again by its inputs in a layer with these
+values, and is sound if it keeps the limits in one of the two cases. Memory holds one
+layer, the H of its inputs, and one slice of the head.
 
 No text excites every direction, so that H is damped: its diagonal is raised by the
 sampling error of an ordinary input, the median |x|² over the number of inputs. The mean
 |x|² would be too much: one attention sink can be so long that a hundredth of the mean is
 more than all other inputs, which the damped H would then hide.
 
-With H = U Uᵀ (U upper triangular), error feedback in the order of the inputs makes the
-elements i of Δ U independent, each a rounding error times U_ii. The usual order is the
-one of falling E[x²]. The best unbiased estimate of a factor c in Δ = c v is then a
-regression of (Δ U)_i / U_ii on (v U)_i / U_ii with the inverse variances as weights. The
-variances are measured over the rows: an exporter may improve entries and indices after
-the feedback, or use another order or damping, and all rows of a matrix show that alike.
-Nearest values pull large weights toward the middle of a table, and error feedback keeps
-this pull. It is computed from the nearest values and subtracted. Weights that are stored
-as the last entry of a table or as the largest integer are left out of slope and loss,
-since error feedback may ask for more than these by any amount.
+**Slope.** With H = U Uᵀ (U upper triangular), error feedback in the order of the inputs
+makes the elements i of Δ U independent, each a rounding error times U_ii. The usual order
+is the one of falling E[x²]. The best linear unbiased estimate of a factor c in Δ = c v is
+then the weighted least squares of (Δ U)_i / U_ii on (v U)_i / U_ii, the inverse variances
+being the weights (`_regress`):
 
-A significant factor may be small: the inputs of an attention sink determine the slope of
-a row to a thousandth. A row is therefore RED for its slope only if it is scaled by 2.5%
-at 4 bits and 1% above (`LEAST_SCALE`), and for a loss only if a block lost three quarters
-of its values (`LOST`) and the loss is a hundredth of the row's error (`LEAST_SHARE`). A
-scaled row also scales its output: the plain regression of v + Δ on v with H as weights
-must show such a factor, too. It shows none where a table that a row shares with smaller
-rows draws the weights of inputs that matter little to its middle. The slope is not judged
-of a row that is so small beside the rows of its table that the nearest values lose a
-large part of it (`LARGEST_ROUNDING`).
+    c = Σ w_i s_i e_i / Σ w_i s_i²,  s_i = (v U)_i / U_ii,  e_i = (Δ U)_i / U_ii
+
+The variances are measured over the rows: an exporter may improve entries and indices
+after the feedback, or use another order or damping, and all rows of a matrix show that
+alike. Nearest values pull large weights toward the middle of a table, and error feedback
+keeps this pull. It is computed from the nearest values and subtracted. Weights that are
+stored as the last entry of a table or as the largest integer are left out of slope and
+loss, since error feedback may ask for more than these by any amount.
+
+**Small faults.** A significant factor may be small: the inputs of an attention sink
+determine the slope of a row to a thousandth. A row is therefore RED for its slope only if
+it is scaled by 2.5% at 4 bits and 1% above (`LEAST_SCALE`), and for a loss only if a block
+lost three quarters of its values (`LOST`) and the loss is a hundredth of the row's error
+(`LEAST_SHARE`). A scaled row also scales its output: the plain regression of v + Δ on v
+with H as weights must show such a factor, too. It shows none where a table that a row
+shares with smaller rows draws the weights of inputs that matter little to its middle. The
+slope is not judged of a row that is so small beside the rows of its table that the
+nearest values lose a large part of it (`LARGEST_ROUNDING`).
 
 A row × 1.05 at 4 bits is therefore RED only where the row is long and the calibration text
 has enough tokens. Its slope must differ from 1 by `SLOPE_LIMIT`, 10 standard deviations.
@@ -59,10 +66,18 @@ In random matrices of 576 columns it does so by 13 to 15 with 4,096 tokens, by 9
 SmolLM2-135M-Instruct the figure is 4 to 50, so that not every such row is RED there."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,7 +187,12 @@ class RowFigures:
 
 @dataclass(frozen=True)
 class Moment:
-    """The sum of x xᵀ [C, C] float64 over inputs x, and the |x|² [n] of every one."""
+    """What H is computed from.
+
+    Attributes:
+        total: the sum of x xᵀ over inputs x, [C, C] float64.
+        squares: |x|² of every input, [n] float64.
+    """
 
     total: torch.Tensor
     squares: torch.Tensor
@@ -222,62 +242,136 @@ def row_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
     count = len(rows.values)
     # equal pieces of whole groups, since columns are compared over the rows of a piece
     groups = count // rows.group
-    pieces = -(-count // ROWS)
+    pieces = -(-count // ROWS)  # rounded up
     size = -(-groups // pieces) * rows.group
-    of_pieces = []
-    for start in range(0, count, size):
-        of_pieces.append(_piece_figures(rows.piece(start, start + size), inputs))
+    figures = [
+        _piece_figures(rows.piece(start, start + size), inputs)
+        for start in range(0, count, size)
+    ]
     return RowFigures(
-        *(np.concatenate(figures) for figures in zip(*map(astuple, of_pieces)))
+        error=np.concatenate([of_piece.error for of_piece in figures]),
+        slope=np.concatenate([of_piece.slope for of_piece in figures]),
+        loss=np.concatenate([of_piece.loss for of_piece in figures]),
+        levels=np.concatenate([of_piece.levels for of_piece in figures]),
     )
+
+
+@dataclass(frozen=True)
+class _FactoredRows:
+    """Rows of a matrix, and their products with the factor U of their inputs; all
+    [R, C] float32.
+
+    Attributes:
+        values: v of every row, inputs in their own order.
+        change: Δ of the stored values.
+        rounding: Δ of the nearest values.
+        values_u, change_u, rounding_u: these times U, inputs in the order of U. The
+            squared length of a row of Δ U is Δ H Δᵀ.
+    """
+
+    values: torch.Tensor
+    change: torch.Tensor
+    rounding: torch.Tensor
+    values_u: torch.Tensor
+    change_u: torch.Tensor
+    rounding_u: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: FittedRows, inputs: InputWeights) -> "_FactoredRows":
+        values, order, factor = rows.values, inputs.order, inputs.factor
+        change, rounding = rows.stored - values, rows.nearest - values
+        return cls(
+            values=values,
+            change=change,
+            rounding=rounding,
+            values_u=values[:, order] @ factor,
+            change_u=change[:, order] @ factor,
+            rounding_u=rounding[:, order] @ factor,
+        )
 
 
 def _piece_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
-    values, order, factor = rows.values, inputs.order, inputs.factor
-    change, rounding = rows.stored - values, rows.nearest - values
-    # the row, its change and its rounding, each times U
-    row_u = values[:, order] @ factor
-    change_u = change[:, order] @ factor
-    rounding_u = rounding[:, order] @ factor
-    # v H vᵀ: float32 products know Δ H Δᵀ to a small share of it
-    power = _squared_length(row_u)
-    errors = torch.stack(
-        [_squared_length(change_u), _squared_length(rounding_u) + 1e-12 * power]
+    """The figures of rows that are compared with each other; see `row_figures`."""
+    factored = _FactoredRows.of(rows, inputs)
+    output_power = _squared_length(factored.values_u)  # v H vᵀ, [R]
+    error = _squared_length(factored.change_u)
+    # float32 products know Δ H Δᵀ to a small share of v H vᵀ
+    nearest_error = _squared_length(factored.rounding_u) + 1e-12 * output_power
+    return RowFigures(
+        error=safe_ratio(error.numpy(), nearest_error.numpy()),
+        slope=_slopes(rows, factored, inputs, output_power).numpy(),
+        loss=_largest_losses(rows, inputs, error).numpy(),
+        levels=_levels(rows, factored.rounding, inputs),
     )
-    even = rows.even - values
-    levels = torch.stack([rounding.square(), even.square()]).double() @ inputs.power
+
+
+def _slopes(
+    rows: FittedRows,
+    factored: _FactoredRows,
+    inputs: InputWeights,
+    output_power: torch.Tensor,
+) -> torch.Tensor:
+    """`RowFigures.slope` [R] float64; 0 for rows that are not scaled by enough to count.
+
+    Args:
+        output_power: v H vᵀ [R] float64.
+    """
     is_free = ~rows.clipped
-    diagonal = factor.diagonal()
+    diagonal = inputs.factor.diagonal()
     factors, deviations = _regress(
-        row_u / diagonal * is_free[:, order],
-        change_u / diagonal * is_free[:, order],
-        (rounding * is_free)[:, order],
-        rounding.square().mean(1, keepdim=True) + 1e-20,
+        factored.values_u / diagonal * is_free[:, inputs.order],
+        factored.change_u / diagonal * is_free[:, inputs.order],
+        (factored.rounding * is_free)[:, inputs.order],
+        factored.rounding.square().mean(1, keepdim=True) + 1e-20,
     )
     # the same factor of the row's output, where weights of small inputs count little
-    output_factors = (row_u * change_u).double().sum(1) / (power + 1e-30)
+    output_products = (factored.values_u * factored.change_u).double().sum(1)
+    output_factors = output_products / (output_power + 1e-30)
     least = LEAST_SCALE[rows.bits]
     is_scaled = (factors.abs() >= least) & (output_factors * factors.sign() >= least)
     # a table cannot express a row that is small beside its others
-    largest = LARGEST_ROUNDING**2 * _squared_length(values)
-    is_scaled &= _squared_length(rounding) <= largest
-    slope = torch.where(is_scaled, factors / deviations, 0).double()
+    largest = LARGEST_ROUNDING**2 * _squared_length(factored.values)
+    is_scaled &= _squared_length(factored.rounding) <= largest
+    return torch.where(is_scaled, factors / deviations, 0).double()
+
+
+def _largest_losses(
+    rows: FittedRows, inputs: InputWeights, error: torch.Tensor
+) -> torch.Tensor:
+    """`RowFigures.loss` [R] float64; 0 for rows of whose error no lost block causes
+    enough to count.
+
+    Args:
+        error: Δ H Δᵀ [R] float64.
+    """
+    is_free = ~rows.clipped
+    # of a uniform distribution between the neighbours of a value that can be stored
     variance = rows.step.square() / 12 + 1e-20
-    # a block whose nearest values are zeros cannot lose them
     stored = rows.stored * is_free
-    loss = torch.minimum(
-        _losses(rows.nearest * is_free, stored, variance),
-        _losses(values * is_free, stored, variance),
+    # a block whose nearest values are zeros cannot lose them
+    statistics = torch.minimum(
+        _loss_statistics(rows.nearest * is_free, stored, variance),
+        _loss_statistics(rows.values * is_free, stored, variance),
     )
-    # errors that the lost blocks would cause
-    powers = _block_sums(inputs.power * (rows.nearest * is_free).double().square())
-    loss *= powers >= LEAST_SHARE * errors[0][:, None]
-    return RowFigures(
-        error=_ratio(errors),
-        slope=slope.numpy(),
-        loss=loss.amax(1).double().numpy(),
-        levels=_ratio(_group_sums(levels, rows.group)),
-    )
+    # the errors [R, blocks] that the loss of each block would cause
+    nearest_power = (rows.nearest * is_free).double().square()
+    errors_if_lost = _block_sums(inputs.power * nearest_power)
+    statistics *= errors_if_lost >= LEAST_SHARE * error[:, None]
+    return statistics.amax(1).double()
+
+
+def _levels(
+    rows: FittedRows, rounding: torch.Tensor, inputs: InputWeights
+) -> np.ndarray:
+    """`RowFigures.levels` [R] float64.
+
+    Args:
+        rounding: Δ of the nearest values [R, C].
+    """
+    even = rows.even - rows.values
+    squares = torch.stack([rounding.square(), even.square()])
+    nearest_error, even_error = _group_sums(squares.double() @ inputs.power, rows.group)
+    return safe_ratio(nearest_error.numpy(), even_error.numpy())
 
 
 def _squared_length(x: torch.Tensor) -> torch.Tensor:
@@ -291,13 +385,9 @@ def _group_sums(values: torch.Tensor, group: int) -> torch.Tensor:
     return sums.repeat_interleave(group, 1)
 
 
-def _ratio(errors: torch.Tensor) -> np.ndarray:
-    """The first row of `errors` [2, R] over the second."""
-    return safe_ratio(errors[0].numpy(), errors[1].numpy())
-
-
 def _column_variance(changes: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """The mean square [C] over the rows of `changes` [R, C], in parts of `variance`."""
+    """The mean square [C] over the rows of `changes` [R, C], in parts of `variance`, [R, 1]
+    or [R, C]."""
     return (changes.square() / variance).mean(0)
 
 
@@ -307,29 +397,32 @@ def _regress(
     rounding: torch.Tensor,
     variance: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor [R] of the regression of `errors` on `signal`, both [R, C], less the
-    part of it that `rounding`, the errors of the nearest values, has; and its standard
-    deviation [R].
+    """Weighted least squares of `errors` on `signal`, row by row: the factor [R], less the
+    part of it that `rounding`, the errors of the nearest values, has; and the factor's
+    standard deviation [R].
 
-    Every column counts by the inverse of the variance that `errors` have in it, in
-    parts of the row's rounding `variance` [R, 1], over the rows."""
-    of_columns = _column_variance(errors, variance).clamp(min=1e-6)
-    weights = 1 / (of_columns * variance)
+    Args:
+        signal, errors, rounding: [R, C].
+        variance: of a row's rounding, [R, 1]. The weight of a column is the inverse of
+            the variance that `errors` have in it over the rows, in parts of `variance`.
+    """
+    column_variance = _column_variance(errors, variance).clamp(min=1e-6)
+    weights = 1 / (column_variance * variance)
     power = (weights * signal.square()).sum(1)
     factor = (weights * signal * errors).sum(1) / power
     residual = (weights * (errors - factor[:, None] * signal).square()).mean(1)
-    expected = (weights * signal * rounding).sum(1) / power
+    rounding_factor = (weights * signal * rounding).sum(1) / power
     # float32 products know a factor to this
     deviation = (residual / power).sqrt() + 1e-6
-    return (factor - expected).nan_to_num(), deviation.nan_to_num(1)
+    return (factor - rounding_factor).nan_to_num(), deviation.nan_to_num(1)
 
 
-def _losses(
+def _loss_statistics(
     expected: torch.Tensor, stored: torch.Tensor, variance: torch.Tensor
 ) -> torch.Tensor:
-    """The t statistics [R, blocks] of a loss of `BLOCK` neighbouring inputs: of the
-    regression of what is missing from `stored` on what is `expected`, both [R, C]; 0
-    where the factor is below `LOST`.
+    """The t statistics [R, blocks] of a loss of `BLOCK` neighbouring inputs: weighted least
+    squares of what is missing from `stored` on what is `expected`, both [R, C], without a
+    constant; 0 where the factor is below `LOST`.
 
     Args:
         variance: of the rounding of a weight [R, C]. The changes of a column may be
@@ -337,34 +430,36 @@ def _losses(
             than others.
     """
     missing = expected - stored
-    of_columns = _column_variance(missing, variance).clamp(min=1)
-    weights = 1 / (of_columns * variance)
-    power = _block_sums(weights * expected.square()).clamp(min=1e-20)
-    explained = _block_sums(weights * expected * missing)
-    total = _block_sums(weights * missing.square())
+    column_variance = _column_variance(missing, variance).clamp(min=1)
+    weights = 1 / (column_variance * variance)
+    # the sums of squares and products of the regression, for each block
+    expected_squares = _block_sums(weights * expected.square()).clamp(min=1e-20)
+    products = _block_sums(weights * expected * missing)
+    missing_squares = _block_sums(weights * missing.square())
+    residual_variance = (missing_squares - products.square() / expected_squares) / BLOCK
     # where feedback moves the weights of a row by many steps, much of a block is chance
-    residual = (total - explained.square() / power) / BLOCK
-    of_row = (total / BLOCK).median(1, keepdim=True).values
-    deviation = torch.maximum(residual, of_row).clamp(min=1).sqrt()
-    t = explained / (power.sqrt() * deviation)
-    return torch.where(explained >= LOST * power, t, 0)
+    row_variance = (missing_squares / BLOCK).median(1, keepdim=True).values
+    deviation = torch.maximum(residual_variance, row_variance).clamp(min=1).sqrt()
+    t = products / (expected_squares.sqrt() * deviation)
+    return torch.where(products >= LOST * expected_squares, t, 0)
 
 
 def _block_sums(values: torch.Tensor) -> torch.Tensor:
-    """Sums of `BLOCK` columns each of `values` [R, C], the last of fewer."""
+    """Sums [R, blocks] of `BLOCK` columns each of `values` [R, C], the last of fewer."""
     missing = -values.shape[1] % BLOCK
     padded = nn.functional.pad(values, (0, missing))
     return padded.reshape(len(values), -1, BLOCK).sum(2)
 
 
 def matrix_deviations(rows: list[FittedRows], inputs: InputWeights) -> list[Deviation]:
-    """The worst row in each figure, and the median error, of a matrix with these
-    `inputs`; `rows` are its slices."""
+    """The worst row of each slice in each figure, and the median error, of a matrix with
+    these `inputs`; `rows` are its slices."""
     deviations = []
-    of_parts = [row_figures(part, inputs) for part in rows]
-    median = float(np.median(np.concatenate([part.error for part in of_parts])))
+    slice_figures = [row_figures(part, inputs) for part in rows]
+    errors = np.concatenate([figures.error for figures in slice_figures])
+    median = float(np.median(errors))
     row_error_limit = 1 + ROW_ERROR_SPREAD / rows[0].values.shape[1] ** 0.5
-    for part, figures in zip(rows, of_parts):
+    for part, figures in zip(rows, slice_figures):
         judged = [
             (figures.error, row_error_limit, "times the error of nearest values"),
             (np.abs(figures.slope), SLOPE_LIMIT, "deviations from a slope of 1"),
@@ -394,10 +489,10 @@ def judge_by_moments(
     """
     inputs: dict[tuple[int, ...], InputWeights] = {}
     results = {}
-    for name, of_calls in moments.items():
-        key = tuple(id(moment) for moment in of_calls)
+    for name, calls in moments.items():
+        key = tuple(id(moment) for moment in calls)
         if key not in inputs:
-            inputs[key] = InputWeights.of(of_calls)
+            inputs[key] = InputWeights.of(calls)
         results[name] = matrix_deviations(fitted[name], inputs[key])
     return results
 
@@ -415,26 +510,22 @@ def recorded_moments(
     modules that read the same tensor have the same object. They are filled in while the
     modules run."""
     moments: dict[str, list[Moment]] = {}
-    # only a tensor that is still referenced can be recognised by `is`
-    latest: list[tuple[torch.Tensor, Moment]] = []
+    # The tensor is kept: another one at the address of a freed one would be taken for it.
+    last_input: torch.Tensor | None = None
+    last_moment: Moment | None = None
 
-    def record(name: str, x: torch.Tensor) -> None:
-        if not latest or latest[0][0] is not x:
-            latest[:] = [(x, Moment.of(x))]
-        moments.setdefault(name, []).append(latest[0][1])
+    def record(name: str, module: nn.Module, arguments: tuple) -> None:
+        nonlocal last_input, last_moment
+        if arguments[0] is not last_input:
+            last_input = arguments[0]
+            last_moment = Moment.of(last_input)
+        moments.setdefault(name, []).append(last_moment)
 
-    handles = []
-    for name, module in modules.items():
-
-        def hook(module, arguments, name=name):
-            record(name, arguments[0])
-
-        handles.append(module.register_forward_pre_hook(hook))
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hook = partial(record, name)
+            hooks.enter_context(module.register_forward_pre_hook(hook))
         yield moments
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -465,11 +556,39 @@ class JudgedLayer(WrappedLayer):
         self.judgement = judgement
 
     def forward(self, *args, **kwargs):
+        linear = {
+            f"{name}.weight": module
+            for name, module in self.layer.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        stored, values = self._read_weights(linear)
+        with recorded_moments({name: linear[name] for name in stored}) as moments:
+            output = functional_call(self.layer, values, args, kwargs)
+        results = judge_by_moments(stored, moments)
+        doubtful = [name for name, result in results.items() if worst_ratio(result) > 1]
+        if doubtful:
+            for name in stored:
+                values[name] = checkpoint_matrix(stored[name])
+            with recorded_moments({name: linear[name] for name in doubtful}) as moments:
+                functional_call(self.layer, values, args, _with_copied_caches(kwargs))
+            for name, result in judge_by_moments(stored, moments).items():
+                results[name] = min(results[name], result, key=worst_ratio)
+        for name, result in results.items():
+            self.judgement.results[self.prefix + name] = result
+        self.judgement.progress.update()
+        return output
+
+    def _read_weights(
+        self, linear: Collection[str]
+    ) -> tuple[dict[str, list[FittedRows]], dict[str, torch.Tensor]]:
+        """Parameter → slices, of the matrices to judge; and parameter → values float32, of
+        all parameters of the layer, those matrices as they are stored.
+
+        Args:
+            linear: names of the parameters that are weights of linear modules.
+        """
         judgement = self.judgement
-        linear, stored, values = {}, {}, {}
-        for name, module in self.layer.named_modules():
-            if isinstance(module, nn.Linear):
-                linear[f"{name}.weight"] = module
+        stored, values = {}, {}
         for name in self.layer.state_dict():
             tensor = self.prefix + name
             if tensor in judgement.tensors and name in linear:
@@ -477,32 +596,17 @@ class JudgedLayer(WrappedLayer):
                 values[name] = stored_matrix(stored[name])
             else:
                 values[name] = judgement.checkpoint.tensor(tensor).half().float()
-        modules = {name: linear[name] for name in stored}
-        with recorded_moments(modules) as moments:
-            output = functional_call(self.layer, values, args, kwargs)
-        results = judge_by_moments(stored, moments)
-        doubtful = {
-            name: linear[name]
-            for name, result in results.items()
-            if worst_ratio(result) > 1
-        }
-        if doubtful:
-            for name in stored:
-                values[name] = checkpoint_matrix(stored[name])
-            # later layers may read K and V rows that this one has put in a dictionary:
-            # they are to have those of the stored matrices
-            kwargs = {
-                name: copy(value) if isinstance(value, MutableMapping) else value
-                for name, value in kwargs.items()
-            }
-            with recorded_moments(doubtful) as moments:
-                functional_call(self.layer, values, args, kwargs)
-            for name, result in judge_by_moments(stored, moments).items():
-                results[name] = min(results[name], result, key=worst_ratio)
-        for name, result in results.items():
-            judgement.results[self.prefix + name] = result
-        judgement.progress.update()
-        return output
+        return stored, values
+
+
+def _with_copied_caches(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a layer with shallow copies of its dictionaries. A layer
+    may put K and V rows in one for later layers, which are to have those of the run with
+    the stored matrices."""
+    return {
+        name: copy(value) if isinstance(value, MutableMapping) else value
+        for name, value in arguments.items()
+    }
 
 
 class JudgedLinear(nn.Module):
