@@ -16,6 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,15 +50,30 @@ SEGMENT_BYTES = 1 << 27
 SCORED_NUMBERS = 1 << 24  # logits of each side in memory at a time
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
 
-Span = tuple[int, int, int]
+
+class Span(NamedTuple):
+    """A window: it reads the tokens from `begin` to before `end` of a text, and scores
+    those from `first` on."""
+
+    begin: int
+    first: int
+    end: int
 
 
 def windows(n: int, window: int, stride: int) -> list[Span]:
-    """(begin, first, end) of every window over n tokens: it reads the tokens from
-    `begin` to before `end` and scores those from `first` on. Every token but number 0
-    is scored once."""
-    begins = range(0, max(n - window, 0) + stride, stride)
-    return [(b, b - stride + window if b else 1, min(b + window, n)) for b in begins]
+    """Every window over n tokens, in their order. Every token but number 0, which nothing
+    predicts, is scored once.
+
+    Args:
+        window: tokens of a window; the last one may have fewer.
+        stride: tokens from one window's begin to the next.
+    """
+    spans = []
+    for begin in range(0, max(n - window, 0) + stride, stride):
+        end_of_previous = begin - stride + window
+        first = end_of_previous if begin else 1
+        spans.append(Span(begin, first, min(begin + window, n)))
+    return spans
 
 
 def evaluate(
@@ -107,7 +123,7 @@ def evaluate(
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     path = folder / f"{decoder.bundle.root.name}-{digest}.npy"
     folder.mkdir(parents=True, exist_ok=True)
-    counts = [end - 1 for _, _, end in spans]  # of scores up to each window's end
+    counts = [span.end - 1 for span in spans]  # of scores up to each window's end
     scores = _stored_scores(path, counts, reference is not None)
     resumed = counts.index(len(scores)) + 1 if len(scores) else 0
     model = None if reference is None else open_reference(reference)
@@ -167,9 +183,9 @@ def _score_group(
     decoder: Decoder, model: Reference | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray]:
     """The scores [n, 4] of each window of a group, all of one shape."""
-    sequences = [ids[begin : end - 1].tolist() for begin, _, end in group]
-    _, first, end = group[0]
-    count = end - first
+    # the last token of a window is predicted, and predicts none in it
+    sequences = [ids[span.begin : span.end - 1].tolist() for span in group]
+    count = group[0].end - group[0].first  # scored tokens of each window
     golden = None
     if model:
         hidden = model.last_hidden(np.array(sequences), use_cache=False)
@@ -177,7 +193,8 @@ def _score_group(
     B = decoder.options.batch
     for start in range(0, len(group), B):
         batch = sequences[start : start + B]
-        targets = [ids[first:end] for _, first, end in group[start : start + B]]
+        spans = group[start : start + B]
+        targets = [ids[span.first : span.end] for span in spans]
         references = [None] * len(batch) if golden is None else golden[start:]
         outputs = last_outputs(decoder, fill_batch(batch, B), count)
         scores = [[] for _ in batch]
@@ -293,8 +310,7 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 
     def shape(span: Span) -> tuple[int, int]:
         """Tokens that a window reads, and that it scores."""
-        begin, first, end = span
-        return end - begin, end - first
+        return span.end - span.begin, span.end - span.first
 
     for (n, _), spans_of_shape in groupby(spans, shape):
         group = list(spans_of_shape)
@@ -305,35 +321,44 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 def _score(
     targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None
 ) -> np.ndarray:
-    """The scores [n, 4] float64 of tokens that logits [n, V] predict: nan where there is
-    no golden, and where the package outputs the top token alone (the others are −inf)."""
+    """The scores [n, 4] float64 of tokens.
+
+    Args:
+        targets: [n], their ids.
+        actual: [n, V], the bundle's logits that predict them. All but the top one are
+            −inf where the package outputs the top token alone; NLL and KL are then nan.
+        golden: [n, V], the logits of Hugging Face's model; None: there is no model, and
+            all scores that need it are nan.
+    """
     scores = np.full((len(targets), COLUMN_COUNT), np.nan)
     # one row of the vocabulary at a time fits the cache
     for i, target in enumerate(targets):
-        q = np.float64(actual[i])
-        q -= q.max()
-        has_logits = not np.isneginf(q).any()
+        # logits less the largest one, whose exponentials do not overflow; log q is
+        # `shifted` − `log_sum`
+        shifted = np.float64(actual[i])
+        shifted -= shifted.max()
+        has_logits = not np.isneginf(shifted).any()
         if has_logits:
-            log_sum = np.log(np.exp(q).sum())
-            scores[i, NLL] = log_sum - q[target]
+            log_sum = np.log(np.exp(shifted).sum())
+            scores[i, NLL] = log_sum - shifted[target]
         if golden is None:
             continue
-        p = np.float64(golden[i])
-        p -= p.max()
-        weights = np.exp(p)
-        total = weights.sum()
-        scores[i, GOLDEN_NLL] = np.log(total) - p[target]
-        scores[i, SAME_TOP] = np.argmax(p) == np.argmax(q)
+        golden_shifted = np.float64(golden[i])
+        golden_shifted -= golden_shifted.max()
+        weights = np.exp(golden_shifted)
+        total = weights.sum()  # p is `weights` / `total`
+        scores[i, GOLDEN_NLL] = np.log(total) - golden_shifted[target]
+        scores[i, SAME_TOP] = np.argmax(golden_shifted) == np.argmax(shifted)
         if has_logits:
-            # Σ p̂ (log p̂ − log q̂), with p̂ = weights / total
-            mean_difference = weights @ (p - q) / total
+            # KL = Σ p (log p − log q)
+            mean_difference = weights @ (golden_shifted - shifted) / total
             scores[i, KL] = mean_difference - np.log(total) + log_sum
     return scores
 
 
 def summarize(scores: np.ndarray, spans: Sequence[Span]) -> dict:
     """The figures of `evaluate` from the scores [n, 4] of its windows."""
-    starts = [first - 1 for _, first, _ in spans]
+    starts = [span.first - 1 for span in spans]  # of each window's scores
     result = {"tokens": len(scores), "windows": len(spans)}
     for name, value in _figures(scores.mean(0)).items():
         result[name] = None if np.isnan(value) else float(value)

@@ -8,7 +8,7 @@ rows depends on the weights too."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -280,7 +280,7 @@ def write_probe(
         if is_reduced and model.shard.name not in representatives:
             points = reduced
         random = _random_states(model, garbage)
-        size = sum(value.nbytes for value, _ in random.values())
+        size = sum(content.values.nbytes for content in random.values())
         count = max(1, min(MAX_CALLS, STATE_BYTES // max(size, 1)))
         for first in range(0, len(points), count):
             batch_points = points[first : first + count]
@@ -298,9 +298,16 @@ def write_probe(
 
 
 def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[dict]:
+    """For each cache, what `write_probe` records of it, without T and pos.
+
+    Args:
+        before: the contents before the call, by state.
+        state: after the call.
+    """
     for name in filter(is_cache, before):
-        differs = before[name] != state.read(name)
+        differs = before[name] != state.read(name)  # [B, H_kv, rows, D]
         changed = np.flatnonzero(differs.any((0, 1, 3))).tolist()
+        # in every sequence and head
         changed_everywhere = np.flatnonzero(differs.any(3).all((0, 1))).tolist()
         ring = state.shard.states[name].ring or pos + T
         expected = np.unique(np.arange(pos, pos + T) % ring).tolist()
@@ -313,9 +320,21 @@ def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[di
         yield record
 
 
-def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
-    """For each state two float16 arrays, to be read alone: random values of magnitude 1
-    to 2, and the same values times `garbage`."""
+@dataclass(frozen=True, eq=False)
+class RandomState:
+    """What one state is filled with; arrays of its shape, float16, read-only.
+
+    Attributes:
+        values: random, of magnitude 1 to 2; for rows with a token.
+        garbage: the same values times a factor; for rows without a token.
+    """
+
+    values: np.ndarray
+    garbage: np.ndarray
+
+
+def _random_states(model: Model, garbage: float) -> dict[str, RandomState]:
+    """By state; `garbage` is the factor of `RandomState.garbage`."""
     states = model.shard.states
     shapes = tuple(tuple(entry.shape) for entry in states.values())
     return dict(zip(states, _random_values(shapes, garbage), strict=True))
@@ -323,27 +342,32 @@ def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
 
 # two entries: `_reading_faults` asks each shard for two kinds of garbage in turn
 @lru_cache(maxsize=2)
-def _random_values(shapes: tuple, garbage: float) -> list[tuple]:
+def _random_values(
+    shapes: tuple[tuple[int, ...], ...], garbage: float
+) -> list[RandomState]:
     """The values of `_random_states` for states of these shapes."""
     rng = np.random.default_rng(0)
-    values = []
+    states = []
     for shape in shapes:
         value = (1 + rng.random(shape)) * rng.choice([-1, 1], shape)
-        pair = value.astype(np.float16), (garbage * value).astype(np.float16)
-        for array in pair:
-            array.flags.writeable = False
-        values.append(pair)
-    return values
+        state = RandomState(
+            values=value.astype(np.float16),
+            garbage=(garbage * value).astype(np.float16),
+        )
+        state.values.flags.writeable = False
+        state.garbage.flags.writeable = False
+        states.append(state)
+    return states
 
 
-def _fill(state: State, random: dict[str, tuple], tokens: int) -> Arrays:
+def _fill(state: State, random: dict[str, RandomState], tokens: int) -> Arrays:
     """Fills every state with its random values, and cache rows past the first `tokens`
     with garbage. Returns what it wrote."""
     filled = {}
-    for name, (value, garbage) in random.items():
-        filled[name] = value.copy()
+    for name, content in random.items():
+        filled[name] = content.values.copy()
         if is_cache(name):
-            filled[name][:, :, tokens:] = garbage[:, :, tokens:]
+            filled[name][:, :, tokens:] = content.garbage[:, :, tokens:]
         state.write(name, filled[name])
     return filled
 

@@ -28,6 +28,7 @@ Their tables must be finite and ascending, too."""
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf, prod
 
 import numpy as np
@@ -56,6 +57,8 @@ LIMIT = 1.05
 # the best table for a tensor
 TABLE_LIMIT = 1.001
 GROUP_LIMIT = 1.005  # the second one where groups of rows have tables
+NEAREST_UNIT = "times the distance to the nearest entry"
+BEST_TABLE_UNIT = "times the squared error of the best table"
 # The arrays of a stored weight by their roles: val; data, scale, offset; indices, lut.
 Parts = dict[str, np.ndarray]
 # Raised for arrays that do not fit together; InputError is a ValueError.
@@ -260,7 +263,7 @@ def fitted_deviations(
             yield rows
 
     judged = judge_matrices(bundle, checkpoint, {*fitted}, read_rows)
-    deviations = [one for of_matrix in judged.values() for one in of_matrix]
+    deviations = [*chain.from_iterable(judged.values())]
     for tensor in sorted(fitted.keys() - judged.keys()):
         # no linear module reads it, so that nothing can be fitted to its inputs
         preset = bundle.manifest.preset_of(tensor)
@@ -513,23 +516,32 @@ def fitted_rows(
         ValueError: arrays that do not fit together; see also `check_tables`.
     """
     if preset.is_integer:
-        return FittedRows(
-            place, first, preset.bits, 1, values, *_integer_rows(parts, values, preset)
-        )
+        return _fitted_integers(place, first, parts, values, preset)
+    return _fitted_tables(place, first, parts, values, preset)
+
+
+def _fitted_tables(
+    place: str, first: int, parts: Parts, values: torch.Tensor, preset: Preset
+) -> FittedRows:
+    """See `fitted_rows`; the preset has tables for groups of rows."""
     tables, indices = check_tables(parts, values, preset)
-    tables = torch.from_numpy(tables)
+    tables = torch.from_numpy(tables)  # [G, entries]
+    last_entry = tables.shape[1] - 1
     groups = values.reshape(len(tables), -1)
     chosen = torch.from_numpy(np.int64(indices)).reshape(groups.shape)
     stored = torch.gather(tables, 1, chosen).reshape(values.shape)
-    middles = (tables[:, 1:] + tables[:, :-1]) / 2
-    closest = torch.searchsorted(middles, groups)
+    midpoints = (tables[:, 1:] + tables[:, :-1]) / 2
+    closest = torch.searchsorted(midpoints, groups)
     nearest = torch.gather(tables, 1, closest).reshape(values.shape)
+    # as many values as a table has, from the least to the largest of each group
     low, high = groups.aminmax(dim=1, keepdim=True)
-    step = (high - low) / (tables.shape[1] - 1)
-    even = (low + torch.round((groups - low) / step).nan_to_num() * step).half().float()
+    even_step = (high - low) / last_entry
+    step_counts = torch.round((groups - low) / even_step).nan_to_num()
+    even = (low + step_counts * even_step).half().float()
+    # an entry's step: the mean of its distances to both neighbours
     gaps = nn.functional.pad(tables.diff(dim=1), (1, 1), mode="replicate")
     steps = (gaps[:, 1:] + gaps[:, :-1]) / 2
-    clipped = (chosen == 0) | (chosen == tables.shape[1] - 1)
+    clipped = (chosen == 0) | (chosen == last_entry)
     return FittedRows(
         place,
         first,
@@ -544,34 +556,43 @@ def fitted_rows(
     )
 
 
-def _integer_rows(
-    parts: Parts, values: torch.Tensor, preset: Preset
-) -> tuple[torch.Tensor, ...]:
-    """Stored values, the nearest ones with the stored scales, the nearest ones with the
-    scales of the preset, the stored scales, and where the largest integer is stored,
-    each [rows, columns]."""
+def _fitted_integers(
+    place: str, first: int, parts: Parts, values: torch.Tensor, preset: Preset
+) -> FittedRows:
+    """See `fitted_rows`; the preset has integers."""
     if np.any(parts.get("offset", 0)):
         raise ValueError(f"a zero point, not as {preset.name} makes it")
     if not np.isfinite(parts["scale"]).all():
         raise ValueError("a scale that is not a finite number")
     data = np.float32(parts["data"])
-    factors = torch.from_numpy(_factors(parts["scale"], data.shape))
-    steps = factors.repeat_interleave(data.size // len(factors)).reshape(values.shape)
+    scales = torch.from_numpy(_factors(parts["scale"], data.shape))
+    steps = scales.repeat_interleave(data.size // len(scales)).reshape(values.shape)
     largest = 2 ** (preset.bits - 1) - 1
-    width = values.numel()
+    width = values.numel()  # weights that share a scale of the preset
     if preset.granularity != "per_tensor":
         width = preset.block or values.shape[1]
     peaks = values.abs().reshape(-1, width).amax(1)
-    peaks = (peaks / largest).half().float()
-    even = peaks.repeat_interleave(width).reshape(values.shape)
+    preset_scales = (peaks / largest).half().float()
+    preset_steps = preset_scales.repeat_interleave(width).reshape(values.shape)
 
-    def nearest(steps: torch.Tensor) -> torch.Tensor:
-        codes = torch.round(values / steps).nan_to_num().clamp(-largest, largest)
-        return codes * steps
+    def round_to_steps(steps: torch.Tensor) -> torch.Tensor:
+        """The nearest values with these scales [rows, columns]."""
+        integers = torch.round(values / steps).nan_to_num().clamp(-largest, largest)
+        return integers * steps
 
-    codes = torch.from_numpy(data).reshape(values.shape)
-    is_largest = codes.abs() >= largest
-    return codes * steps, nearest(steps), nearest(even), steps, is_largest
+    stored_integers = torch.from_numpy(data).reshape(values.shape)
+    return FittedRows(
+        place,
+        first,
+        bits=preset.bits,
+        group=1,
+        values=values,
+        stored=stored_integers * steps,
+        nearest=round_to_steps(steps),
+        even=round_to_steps(preset_steps),
+        step=steps,
+        clipped=stored_integers.abs() >= largest,
+    )
 
 
 def table_deviation(
@@ -585,38 +606,56 @@ def table_deviation(
             as the preset does, or an index behind the end of a table.
     """
     tables, indices = check_tables(parts, values, preset)
-    count = len(tables)
-    rows = preset.group or len(values)
-    best = "times the squared error of the best table"
-    unit = "times the distance to the nearest entry"
-    if not preset.group:
-        (table,) = torch.from_numpy(tables)
-        stored = table[torch.from_numpy(np.int64(indices))]
-        nearest, error = table_ratios(stored, values.half(), table)
-        pair = [
-            Deviation.at(place, nearest, TABLE_LIMIT, unit),
-            Deviation.at(place, error, TABLE_LIMIT, best),
-        ]
-        return worst_of(pair)
+    if preset.group:
+        return _group_table_deviation(place, tables, indices, values)
+    (table,) = torch.from_numpy(tables)
+    stored = table[torch.from_numpy(np.int64(indices))]
+    distance_ratio, error_ratio = table_ratios(stored, values.half(), table)
+    pair = [
+        Deviation.at(place, distance_ratio, TABLE_LIMIT, NEAREST_UNIT),
+        Deviation.at(place, error_ratio, TABLE_LIMIT, BEST_TABLE_UNIT),
+    ]
+    return worst_of(pair)
+
+
+def _group_table_deviation(
+    place: str, tables: np.ndarray, indices: np.ndarray, values: torch.Tensor
+) -> Deviation:
+    """`table_deviation` of a weight with a table for each group of rows.
+
+    Args:
+        tables: [G, entries] float32, ascending.
+        indices: [rows, columns].
+        values: [rows, columns] float32.
+    """
     from workbench.check import kernels  # numba takes a moment to import
 
-    nearest = np.zeros(count, np.float32)
-    errors, means = np.zeros(count), np.zeros(count)
+    G = len(tables)
+    distance_ratios = np.zeros(G, np.float32)
+    errors, errors_with_means = np.zeros(G), np.zeros(G)
     kernels.table_deviation(
-        np.uint8(indices), tables, values.numpy(), nearest, errors, means
+        np.uint8(indices),
+        tables,
+        values.numpy(),
+        distance_ratios,
+        errors,
+        errors_with_means,
     )
-    ratios = safe_ratio(errors, means)
+    error_ratios = safe_ratio(errors, errors_with_means)
     # the exact solver takes 35 ms, too long for every group of a model
-    group = int(np.argmax(ratios))
-    of_group = values[group * rows : (group + 1) * rows].half()
-    least = least_squared_error(of_group, tables.shape[1])
-    exact = float(safe_ratio(errors[group], least))
+    group = int(np.argmax(error_ratios))
+    rows = len(values) // G
+    group_values = values[group * rows : (group + 1) * rows].half()
+    least_error = least_squared_error(group_values, tables.shape[1])
+    exact_ratio = float(safe_ratio(errors[group], least_error))
+    mean_unit = f"{BEST_TABLE_UNIT} of those weights"
+    largest_distance_ratio = float(np.max(distance_ratios))
     figures = [
-        Deviation.at(place, float(np.max(nearest)), TABLE_LIMIT, unit),
+        Deviation.at(place, largest_distance_ratio, TABLE_LIMIT, NEAREST_UNIT),
+        Deviation.at(place, float(error_ratios[group]), GROUP_LIMIT, mean_unit),
         Deviation.at(
-            place, float(ratios[group]), GROUP_LIMIT, f"{best} of those weights"
+            f"{place}, group {group}", exact_ratio, GROUP_LIMIT, BEST_TABLE_UNIT
         ),
-        Deviation.at(f"{place}, group {group}", exact, GROUP_LIMIT, best),
     ]
     return worst_of(figures)
 
@@ -624,26 +663,36 @@ def table_deviation(
 def table_ratios(
     stored: torch.Tensor, rounded: torch.Tensor, table: torch.Tensor
 ) -> tuple[float, float]:
-    """Largest distance to the entry that is used, over that to the nearest one, and the
-    squared error over the least that a table of this length can have on `rounded`
-    (fp16)."""
+    """The figures of one table for a whole tensor.
+
+    Args:
+        stored: the entry of each weight [rows, columns], float32.
+        rounded: the checkpoint's values [rows, columns], fp16.
+        table: [entries] float32, in any order.
+
+    Returns:
+        The largest distance to the entry that is used, over that to the nearest one plus
+        half a unit in the last place of fp16 of both; and the squared error, less what
+        rounding the entries to fp16 adds at most, over the least that a table of this
+        length can have.
+    """
     entries = table.sort().values
-    middles = (entries[1:] + entries[:-1]) / 2
-    worst = [0.0]
-    error = 0.0
-    rounding = 0.0
+    midpoints = (entries[1:] + entries[:-1]) / 2
+    ratios = [0.0]  # the largest of each piece
+    squared_error = 0.0
+    rounding_error = 0.0
     for used, values in _pieces(stored, rounded):
         values = values.float()
-        nearest = entries[torch.bucketize(values, middles)]
+        nearest = entries[torch.bucketize(values, midpoints)]
         distance = (used - values).abs()
-        least = (nearest - values).abs()
-        tolerance = least + half_ulp(used) + half_ulp(nearest)
-        worst.append(float((distance / tolerance).max()))
-        error += float((distance.double() ** 2).sum())
-        rounding += float((half_ulp(used).double() ** 2).sum())
-    best = least_squared_error(rounded, len(table))
-    above = max(0.0, error - rounding)
-    return float(np.max(worst)), float(safe_ratio(above, best))
+        least_distance = (nearest - values).abs()
+        tolerance = least_distance + half_ulp(used) + half_ulp(nearest)
+        ratios.append(float((distance / tolerance).max()))
+        squared_error += float((distance.double() ** 2).sum())
+        rounding_error += float((half_ulp(used).double() ** 2).sum())
+    least_error = least_squared_error(rounded, len(table))
+    error = max(0.0, squared_error - rounding_error)
+    return float(np.max(ratios)), float(safe_ratio(error, least_error))
 
 
 def least_squared_error(values: torch.Tensor, count: int) -> float:
