@@ -103,28 +103,28 @@ class GreedyTexts:
         rows = fields["texts"]
         if not rows:
             raise ValueError("no text")
-        texts, first_id, first = [], 0, 0
+        texts = []
+        id_end = token_end = 0  # of the texts so far, in `ids` and in the other arrays
         for row in rows:
-            last_id, last = first_id + int(row["ids"]), first + int(row["tokens"])
-            if last_id <= first_id or last <= first:
+            id_start, token_start = id_end, token_end
+            id_end += int(row["ids"])
+            token_end += int(row["tokens"])
+            if id_end <= id_start or token_end <= token_start:
                 raise ValueError("an empty text")
-            texts.append(
-                Text(
-                    str(row["prompt"]),
-                    ids[first_id:last_id].tolist(),
-                    tokens[first:last].tolist(),
-                    bool(row["ended"]),
-                    best_tokens[first:last],
-                    best_logits[first:last],
-                )
+            text = Text(
+                prompt=str(row["prompt"]),
+                ids=ids[id_start:id_end].tolist(),
+                tokens=tokens[token_start:token_end].tolist(),
+                ended=bool(row["ended"]),
+                best_tokens=best_tokens[token_start:token_end],
+                best_logits=best_logits[token_start:token_end],
             )
-            first_id, first = last_id, last
-        whole = len(ids) == first_id and len(tokens) == first
-        pairs = (first, 2)
-        is_whole = whole and best_tokens.shape == best_logits.shape == pairs
-        kinds = [array.dtype.kind for array in (ids, tokens, best_tokens)]
+            texts.append(text)
         sigma = float(fields["sigma"])
-        finite = np.isfinite(best_logits).all() and np.isfinite(sigma)
-        if not is_whole or kinds != ["i"] * 3 or not finite:
+        fits = len(ids) == id_end and len(tokens) == token_end
+        fits = fits and best_tokens.shape == best_logits.shape == (token_end, 2)
+        are_integers = all(a.dtype.kind == "i" for a in (ids, tokens, best_tokens))
+        are_finite = np.isfinite(best_logits).all() and np.isfinite(sigma)
+        if not (fits and are_integers and are_finite):
             raise ValueError("other sizes than its texts have")
         return cls(texts, sigma)

@@ -4,7 +4,7 @@ Face's own functions, at every position up to max_seq_len. No shard runs.
 Gate `program` uses every input of the host too, but not at every position."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,35 +61,51 @@ class LayerKind:
 def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     """The worst error of a table or mask. Errors of cos and sin are absolute, errors of
     inverse frequencies relative, and errors of masks relative to the mask constant."""
-    options = decoder.options
-    S, T = options.max_seq_len, options.t_max
-    ropes = {rope.name: np.float32(rope.inv_freq) for rope in decoder.manifest.rope}
-    errors = []
     kinds = layer_kinds(decoder.manifest, empty_model(checkpoint.config).model)
+    errors = [*_frequency_errors(decoder.manifest, kinds)]
+    errors += _input_errors(decoder, kinds)
+    value, place = max(errors)
+    reason = "rope and masks against Hugging Face's at every position; worst: "
+    return gates.at_most("host", value, LIMIT, reason + place)
+
+
+def _frequency_errors(
+    manifest: Manifest, kinds: list[LayerKind]
+) -> Iterator[tuple[float, str]]:
+    """The largest relative error of the inverse frequencies of each kind of layers, and
+    the place in words."""
+    ropes = {rope.name: np.float32(rope.inv_freq) for rope in manifest.rope}
     for kind in kinds:
         # the lowest frequencies turn too little to change cos in max_seq_len tokens
         scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
         error = largest_error(ropes[kind.layer.rope], kind.inv_freq, scale)
-        errors.append((error, f"inv_freq of layer {kind.index}"))
+        yield error, f"inv_freq of layer {kind.index}"
+
+
+def _input_errors(
+    decoder: Decoder, kinds: list[LayerKind]
+) -> Iterator[tuple[float, str]]:
+    """The largest error of each rotary table and mask that the host makes for calls of
+    t_max tokens, which together have every position; and the place in words."""
+    options = decoder.options
+    S, T = options.max_seq_len, options.t_max
     ones = np.ones(options.batch, int)
     for start in [*range(0, S - T + 1, T), S - T]:
         positions = np.arange(start, start + T)
         inputs = decoder.host.inputs(start * ones, T * ones, T)
         for kind in kinds:
             mask = kind.mask(positions, options.cache_rows(kind.layer.window)) * MASKED
-            cos, sin = kind.cos[positions], kind.sin[positions]
-            for name, expected, scale in (
-                (ROPE_COS, cos, 1.0),
-                (ROPE_SIN, sin, 1.0),
-                (ATTN_MASK, mask, -MASKED),
-            ):
-                name += kind.layer.suffix
+            # name → Hugging Face's values, and what errors are relative to
+            expected_inputs = {
+                ROPE_COS: (kind.cos[positions], 1.0),
+                ROPE_SIN: (kind.sin[positions], 1.0),
+                ATTN_MASK: (mask, -MASKED),
+            }
+            for input_name, (expected, scale) in expected_inputs.items():
+                name = input_name + kind.layer.suffix
                 if name in decoder.host.names:
                     error = largest_error(inputs[name][:, 0], expected, scale)
-                    errors.append((error, f"{name} at position {start}"))
-    value, place = max(errors)
-    reason = "rope and masks against Hugging Face's at every position; worst: "
-    return gates.at_most("host", value, LIMIT, reason + place)
+                    yield error, f"{name} at position {start}"
 
 
 @torch.inference_mode()

@@ -75,6 +75,7 @@ STAGGER = 3  # positions between the ends of two sequences
 SCALES = 12  # positions of scaled inputs
 SMALLEST = -44  # exponent of their smallest RMS
 GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
+SIZE, DISTANCE, PERTURBED = range(3)  # the first axis of `HeadCall.sums`
 
 
 @dataclass
@@ -408,8 +409,9 @@ class HeadCall:
         hidden: [B, C, n], what it reads.
         positions: of the stretches.
         T: [B, n], the tokens of the call that computed each of them.
-        sums: [3, B, n], the squares of Hugging Face's logits, of their distances from
-            the program's, and of those from the perturbed ones.
+        sums: [3, B, n] float64, sums of squares over the vocabulary; `SIZE`: of Hugging
+            Face's logits, `DISTANCE`: of their distances from the program's,
+            `PERTURBED`: of those from the perturbed ones.
     """
 
     plan: StretchPlan
@@ -437,13 +439,16 @@ class HeadCall:
             reference, perturbed = (
                 expected[id(trace)][self.positions] for trace in self.references(seq)
             )
-            for number, actual in enumerate((None, logits[seq], perturbed)):
-                self.sums[number, seq] += sum_of_squares(reference, actual)
+            self.sums[SIZE, seq] += sum_of_squares(reference)
+            self.sums[DISTANCE, seq] += sum_of_squares(reference, logits[seq])
+            self.sums[PERTURBED, seq] += sum_of_squares(reference, perturbed)
 
     def errors(self, V: int) -> Iterator[pd.DataFrame]:
         """The rows of every sequence, once all of its V logits have been added."""
         for seq, stretch in enumerate(self.plan.stretches):
-            size, distance, perturbed = np.sqrt(self.sums[:, seq] / V)
+            rms_values = np.sqrt(self.sums[:, seq] / V)
+            size, distance = rms_values[SIZE], rms_values[DISTANCE]
+            perturbed = rms_values[PERTURBED]
             columns = {"tensor": "logits", "layer": pd.NA}
             columns["position"] = np.arange(stretch.start, stretch.end)[self.positions]
             columns |= {"T": self.T[seq], "distance": distance, "size": size}

@@ -49,17 +49,16 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
     channel = np.abs(hidden).max(0).argmax(-1)  # [n]
     positions = np.arange(len(channel))
     parts = []
-    for layer, behind in enumerate(hidden):
+    for layer, output in enumerate(hidden):
         x, update = layers[layer].x, layers[layer].update
         scalar = 1.0 if layers[layer].scalar is None else layers[layer].scalar
-        size = rms(behind)
-        largest = np.abs(behind).max(-1)
+        size = rms(output)
+        largest = np.abs(output).max(-1)
         with np.errstate(over="ignore", invalid="ignore"):
             steps = np.spacing(np.float16(largest / stream_scale))
-        errors = [
-            rounded(torch.from_numpy(value)).numpy() - value for value in (x, behind)
-        ]
-        errors[1] = errors[1] / scalar
+        # an update is output / scalar − x
+        x_error = rounded(torch.from_numpy(x)).numpy() - x
+        output_error = rounded(torch.from_numpy(output)).numpy() - output
         part = {
             "layer": layer,
             "position": positions,
@@ -68,9 +67,11 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
             "largest": largest,
             "step": np.float64(steps) * stream_scale,
             "channel": channel,
-            "value": behind[positions, channel],
+            "value": output[positions, channel],
             "added": update[positions, channel],
-            "update_moved": safe_ratio(rms(*errors), rms(update)),
+            "update_moved": safe_ratio(
+                rms(x_error, output_error / scalar), rms(update)
+            ),
         }
         parts.append(pd.DataFrame(part))
     return pd.concat(parts, ignore_index=True)

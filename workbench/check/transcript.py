@@ -514,17 +514,17 @@ def fill_best_tokens(
     for number, text in enumerate(texts):
         at = text.predicting_positions
         text.hidden = expected[number, at].clone()
-        golden = reference.logits(text.hidden).numpy()
-        golden = suppress(golden, reference.checkpoint.suppressed)
-        nudged = reference.logits(rounded[number, at]).numpy()
-        best = np.argpartition(golden, -2)[:, -2:]
-        of_best = np.take_along_axis(golden, best, 1)
-        order = np.argsort(-of_best, axis=1, kind="stable")
-        text.best_tokens = np.take_along_axis(best, order, 1)
-        text.best_logits = np.take_along_axis(of_best, order, 1)
+        logits = reference.logits(text.hidden).numpy()  # [n, V]
+        logits = suppress(logits, reference.checkpoint.suppressed)
+        rounded_logits = reference.logits(rounded[number, at]).numpy()
+        top_two = np.argpartition(logits, -2)[:, -2:]  # in any order
+        top_logits = np.take_along_axis(logits, top_two, 1)
+        order = np.argsort(-top_logits, axis=1, kind="stable")
+        text.best_tokens = np.take_along_axis(top_two, order, 1)
+        text.best_logits = np.take_along_axis(top_logits, order, 1)
         changes.append(
-            _difference(nudged, text.best_tokens)
-            - _difference(golden, text.best_tokens)
+            _difference(rounded_logits, text.best_tokens)
+            - _difference(logits, text.best_tokens)
         )
     return _rms(np.concatenate(changes))
 
@@ -581,21 +581,24 @@ def compare_texts(decoder: Decoder, expected: ExpectedTexts) -> Transcript:
     squares = np.zeros(decoder.manifest.dims.V)  # of the errors of each token's logits
     for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
         at, best = text.predicting_positions, text.best_tokens
+        # logits [n, V] of the bundle as it runs, of its program in exact arithmetic, and
+        # of Hugging Face's model with the stored weights
         logits = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
-        of_program = logits
+        exact_logits = logits
         if exact is not decoder:
-            of_program = exact.logits(_tiled(exact_outputs[number][:, at], exact))[0]
-        by_stored = stored.logits(expected.stored_hidden[number, at]).numpy()
-        stored_difference = _difference(by_stored, best)
-        errors.append(_difference(of_program, best) - stored_difference)
-        as_fp16 = by_stored.astype(np.float16)
-        roundings.append(_difference(as_fp16, best) - stored_difference)
-        squares += np.square(of_program - by_stored, dtype=np.float64).sum(0)
+            exact_logits = exact.logits(_tiled(exact_outputs[number][:, at], exact))[0]
+        stored_logits = stored.logits(expected.stored_hidden[number, at]).numpy()
+        stored_difference = _difference(stored_logits, best)
+        errors.append(_difference(exact_logits, best) - stored_difference)
+        fp16_logits = stored_logits.astype(np.float16)
+        roundings.append(_difference(fp16_logits, best) - stored_difference)
+        squares += np.square(exact_logits - stored_logits, dtype=np.float64).sum(0)
         text.bundle_tokens = _pick(decoder, logits)
         text.gap = gaps(text, text.bundle_tokens, expected.reference)
-        of_bundle = by_stored[np.arange(len(by_stored)), text.bundle_tokens]
-        largest = suppress(by_stored, expected.checkpoint.suppressed).max(-1)
-        text.weights_explain = largest - of_bundle <= TIE * sigma
+        of_tokens = stored_logits[np.arange(len(stored_logits)), text.bundle_tokens]
+        largest = suppress(stored_logits, expected.checkpoint.suppressed).max(-1)
+        text.weights_explain = largest - of_tokens <= TIE * sigma
+    # √(σ² + r²) of the module's text
     rounding = max(np.hypot(sigma, _rms(np.concatenate(roundings))), 1e-30)
     row_errors = np.sqrt(squares / sum(len(text.tokens) for text in texts))
     worst_row = int(row_errors.argmax())
@@ -665,6 +668,7 @@ def _difference(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
 
 
 def _rms(values: np.ndarray) -> float:
+    """The root mean square of all elements, in logits."""
     return float(np.sqrt(np.mean(np.square(values))))
 
 
