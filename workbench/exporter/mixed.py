@@ -188,23 +188,27 @@ def read_allocation(path: Path) -> Allocation:
     """The allocation that `write_allocation` wrote; only the chosen one has formats."""
     fields = json.loads(path.read_text(encoding="utf-8"))
 
-    def quality(record: dict | None) -> Quality | None:
+    def parse_quality(record: dict | None) -> Quality | None:
         return None if record is None else Quality(**record)
 
-    def choice(record: dict) -> Choice:
-        record = {"formats": {}} | record
-        return Choice(**record | {"quality": quality(record["quality"])})
+    def parse_choice(record: dict) -> Choice:
+        # records of choices that were not chosen have no formats
+        parsed = {"formats": {}} | record
+        parsed["quality"] = parse_quality(record["quality"])
+        return Choice(**parsed)
 
-    costs = [Cost(**c | {"prices": tuple(c["prices"])}) for c in fields["costs"]]
+    def parse_cost(record: dict) -> Cost:
+        return Cost(**record | {"prices": tuple(record["prices"])})
+
     return Allocation(
         limit=Limit(**fields["limit"]),
         minimizes=fields["minimizes"],
         chip=fields["chip"],
-        chosen=choice(fields["chosen"]),
-        exported=quality(fields["exported"]),
-        frontier=tuple(map(choice, fields["frontier"])),
-        uniform=tuple(map(choice, fields["uniform"])),
-        costs=tuple(costs),
+        chosen=parse_choice(fields["chosen"]),
+        exported=parse_quality(fields["exported"]),
+        frontier=tuple(map(parse_choice, fields["frontier"])),
+        uniform=tuple(map(parse_choice, fields["uniform"])),
+        costs=tuple(map(parse_cost, fields["costs"])),
     )
 
 
@@ -226,7 +230,7 @@ def search_formats(
     Raises:
         InputError: no choice keeps the limit.
     """
-    losses = estimate_losses(model, _of_tensors(presets), candidates, seed)
+    losses = estimate_losses(model, _presets_of_tensors(presets), candidates, seed)
     costs = _matrix_costs(shapes, presets, losses, setup)
     current: dict[str, str] = {}  # tensor → the preset that the model has
     progress = bar(desc="measuring", unit="choice", leave=False)
@@ -271,7 +275,7 @@ def search_formats(
     )
 
 
-def _of_tensors(
+def _presets_of_tensors(
     presets: Mapping[str, Mapping[str, Preset]],
 ) -> dict[str, Sequence[Preset]]:
     """Tensor → its presets, of tensor → candidate → preset."""
@@ -363,16 +367,10 @@ def choose_formats(
     work = folder / "candidates"
     prepare_work_folder(work, _candidates_key(source, calibration, presets))
     candidates = CandidateValues(work)
-    # an interrupted search has left some
-    missing = sum(
-        math.prod(shapes[tensor])
-        for tensor, fitted in presets.items()
-        for name in {preset.name for preset in fitted.values()}
-        if not candidates.path(tensor, name).is_file()
-    )
-    check_room(work, 2 * missing, "values of all formats")
+    missing_bytes = _missing_bytes(shapes, presets, candidates)
+    check_room(work, missing_bytes, "values of all formats")
     ids = torch.from_numpy(calibration.ids).long()
-    store_candidates(hf_model, modules, ids, _of_tensors(presets), candidates)
+    store_candidates(hf_model, modules, ids, _presets_of_tensors(presets), candidates)
     model = ReplaceableModel.run(
         hf_model, modules, torch.from_numpy(setup.text.ids).long()
     )
@@ -381,6 +379,22 @@ def choose_formats(
     return _compress_within(
         allocation, model, source, plan, options, calibration, folder
     )
+
+
+def _missing_bytes(
+    shapes: Mapping[str, tuple[int, int]],
+    presets: Mapping[str, Mapping[str, Preset]],
+    candidates: CandidateValues,
+) -> int:
+    """The bytes of the fp16 values that candidates still lack: an interrupted search has
+    left some. See `search_formats` for the arguments."""
+    missing_values = 0
+    for tensor, preset_of_format in presets.items():
+        # two formats may be one preset once their groups divide the rows
+        for name in {preset.name for preset in preset_of_format.values()}:
+            if not candidates.path(tensor, name).is_file():
+                missing_values += math.prod(shapes[tensor])
+    return 2 * missing_values
 
 
 def _candidates_key(

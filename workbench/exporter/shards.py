@@ -84,21 +84,26 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     C = options.plane(plan.dims.C)
     E = options.plane(plan.experts + 1)
     B = options.batch
-    attending = {one.rope: one for one in plan.layers[first:last] if one.attends}
+    # layers of one rope table have the same inputs: one of them stands for all
+    layer_of_rope = {}
+    for layer in plan.layers[first:last]:
+        if layer.attends:
+            layer_of_rope[layer.rope] = layer
     inputs = {X: C}
     for rope in plan.rope:
-        if rope.name in attending:
-            inputs |= options.layer_inputs(attending[rope.name], len(rope.inv_freq))
-    if options.kv_write == "slice" and attending:
+        if rope.name in layer_of_rope:
+            layer = layer_of_rope[rope.name]
+            inputs |= options.layer_inputs(layer, len(rope.inv_freq))
+    if options.kv_write == "slice" and layer_of_rope:
         del inputs[KV_WRITE_MASK]
         inputs[POS] = [1]
-    sides = [states for states in plan.side_states[first:last] if states]
-    if sides:
-        n = sides[0][CONV_STATE][0]
+    side_states = [states for states in plan.side_states[first:last] if states]
+    if side_states:
+        n = side_states[0][CONV_STATE][0]
         inputs[TAIL_SELECT] = [B, n, "T"]
         if n > 2:
             inputs[TAIL_KEEP] = [B, n, n]
-    if any(MATRIX_STATE in states for states in sides):
+    if any(MATRIX_STATE in states for states in side_states):
         inputs[ORDER] = [B, 1, "T", 1]
     if P := plan.dims.P:
         inputs |= {X0: C, PER_LAYER: options.plane((last - first) * P)}
@@ -112,25 +117,42 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     if plan.router_width:
         R = options.plane(plan.router_width)
         inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
+    _add_shared_rows(plan, options, first, last, inputs, outputs)
+    states = _state_entries(plan, options, first, last)
+    rows = first * plan.dims.P, last * plan.dims.P
+    return Spec(name, kind, inputs, outputs, (first, last), rows, states)
+
+
+def _add_shared_rows(
+    plan: Plan, options: Options, first: int, last: int, inputs: dict, outputs: dict
+) -> None:
+    """Adds cache rows that a layer copies from another one: to the inputs of a shard that
+    has only the copying layer, and to the outputs of one that has only the source."""
     for i, layer in enumerate(plan.layers):
         if layer.source is None:
             continue
-        copies = first <= i < last
+        has_copy = first <= i < last
         has_source = first <= layer.source < last
-        if copies == has_source:  # the rows stay inside the shard, or outside
+        if has_copy == has_source:  # the rows stay inside the shard, or outside
             continue
         H_kv, D = layer.heads(plan.dims)
-        side = inputs if copies else outputs
-        side |= dict.fromkeys(layer.shared_rows, [B, H_kv, "T", D])
+        side = inputs if has_copy else outputs
+        side |= dict.fromkeys(layer.shared_rows, [options.batch, H_kv, "T", D])
+
+
+def _state_entries(
+    plan: Plan, options: Options, first: int, last: int
+) -> dict[str, StateEntry]:
+    """Logical state → its entry, of the layers [first, last)."""
     states = {}
     for i in range(first, last):
         prefix = f"layers_{i - first}_" if last - first > 1 else ""
         for leaf, sizes in plan.states(i, options).items():
             ring = options.ring_rows(plan.layers[i].window) if is_cache(leaf) else None
-            entry = StateEntry(tensor=prefix + leaf, shape=[B, *sizes], ring=ring)
+            shape = [options.batch, *sizes]
+            entry = StateEntry(tensor=prefix + leaf, shape=shape, ring=ring)
             states[f"layers.{i}.{leaf}"] = entry
-    rows = first * plan.dims.P, last * plan.dims.P
-    return Spec(name, kind, inputs, outputs, (first, last), rows, states)
+    return states
 
 
 class LayerStack(nn.Module):

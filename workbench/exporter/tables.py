@@ -41,15 +41,22 @@ def group_tables(
     step = max(1, BATCH // grouped.shape[1])
     for start in range(0, len(grouped), step):
         part = grouped[start : start + step]
-        # integers of 16 bits in the order of the values: NumPy sorts them by radix
-        codes = part.view(np.int16)
-        keys = np.where(codes < 0, ~codes ^ np.int16(-32768), codes)
-        order = np.argsort(keys, axis=1, kind="stable")
+        order = np.argsort(_sort_keys(part), axis=1, kind="stable")
         ordered = np.take_along_axis(part, order, 1).astype(np.float64)
         _fill_tables(
             ordered, importance[order], tables[start : start + step], CELLS[count]
         )
     return np.float16(tables)
+
+
+def _sort_keys(values: np.ndarray) -> np.ndarray:
+    """int16 numbers in the order of fp16 `values`, which NumPy sorts by radix.
+
+    The bits of an fp16 number are its sign and its magnitude. Read as two's complement,
+    they ascend with values from 0 on, and descend with negative ones; for these the bits
+    of the magnitude are flipped."""
+    codes = values.view(np.int16)
+    return np.where(codes < 0, ~codes ^ np.int16(-32768), codes)
 
 
 @njit(cache=True, nogil=True)
@@ -203,7 +210,7 @@ def nearest_entries(values, tables):
     indices = np.empty((rows, inputs), np.uint8)
     for r in range(rows):
         table = tables[r // group]
-        middles = (table[1:] + table[:-1]) / 2
+        midpoints = (table[1:] + table[:-1]) / 2
         for i in range(inputs):
-            indices[r, i] = np.searchsorted(middles, values[r, i])
+            indices[r, i] = np.searchsorted(midpoints, values[r, i])
     return indices

@@ -270,7 +270,9 @@ def stored(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
 
 
 def quantize(values: torch.Tensor, preset: Preset) -> dict[str, np.ndarray]:
-    """Symmetric linear quantization of `values` [outputs, inputs], in their place."""
+    """Symmetric linear quantization of `values` [outputs, inputs] fp16, which are
+    overwritten: `data` [outputs · inputs] int8, and `scale` fp16, one for the tensor, each
+    output or each block of inputs. The module has the formula."""
     limit = 2 ** (preset.bits - 1) - 1
     values = values.reshape(-1, preset.block or values.shape[1])
     amax = torch.maximum(values.amax(1), -values.amin(1))
@@ -283,23 +285,24 @@ def quantize(values: torch.Tensor, preset: Preset) -> dict[str, np.ndarray]:
 
 
 def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
-    """A table of 2^bits values for the whole tensor, and an index into it for each
-    weight."""
+    """A table of 2^bits values for the whole tensor `values` [n] fp16, and an index into it
+    for each weight: `lut` [2^bits] fp16, `indices` [n] uint8."""
     from coremltools._deps import kmeans1d
 
-    codes = values.view(np.uint16)
+    codes = values.view(np.uint16)  # the bits of each value
     counts = np.bincount(codes, minlength=1 << 16)
-    present = np.flatnonzero(counts).astype(np.uint16)
-    present = present[np.argsort(present.view(np.float16))]
-    count = min(len(present), 1 << bits)
+    # the codes that occur, in the order of their values
+    distinct = np.flatnonzero(counts).astype(np.uint16)
+    distinct = distinct[np.argsort(distinct.view(np.float16))]
+    entries = min(len(distinct), 1 << bits)
     clusters = kmeans1d.cluster(
-        present.view(np.float16), count, weights=counts[present]
+        distinct.view(np.float16), entries, weights=counts[distinct]
     )
     lut = np.zeros(1 << bits, np.float16)
-    lut[:count] = clusters.centroids
-    table = np.zeros(1 << 16, np.uint8)
-    table[present] = clusters.clusters
-    return {"indices": table[codes], "lut": lut}
+    lut[:entries] = clusters.centroids
+    index_of_code = np.zeros(1 << 16, np.uint8)
+    index_of_code[distinct] = clusters.clusters
+    return {"indices": index_of_code[codes], "lut": lut}
 
 
 def palettize_groups(values: np.ndarray, preset: Preset) -> dict[str, np.ndarray]:
@@ -313,13 +316,21 @@ def palettize_groups(values: np.ndarray, preset: Preset) -> dict[str, np.ndarray
 
 
 def packed(array: np.ndarray, bits: int) -> np.ndarray:
-    """Values as bytes. Integers are packed with their lowest `bits` alone, value after
-    value, the lowest bit first."""
+    """Values as bytes, uint8. Integers of one byte are packed with their lowest `bits`
+    alone, value after value, the lowest bit first; the last byte is filled with zeros.
+
+    Args:
+        array: fp16, or int8 or uint8.
+        bits: of an integer, at most 8.
+    """
     array = array.reshape(-1)
     if array.itemsize > 1 or bits == 8:
         return array.view(np.uint8)
     values = array.view(np.uint8) & ((1 << bits) - 1)
-    eights = np.pad(values, (0, -len(values) % 8)).reshape(-1, 8)
-    words = eights @ (1 << bits * np.arange(8, dtype=np.uint64))  # disjoint bits
-    pieces = words.view(np.uint8).reshape(-1, 8)[:, :bits]
-    return pieces.reshape(-1)[: (len(values) * bits + 7) // 8]
+    # eight values fill `bits` bytes: each group is summed, shifted to disjoint bits, in
+    # a word of 64 bits, whose lowest `bits` bytes are stored
+    groups_of_eight = np.pad(values, (0, -len(values) % 8)).reshape(-1, 8)
+    shifts = bits * np.arange(8, dtype=np.uint64)
+    words = groups_of_eight @ (1 << shifts)
+    word_bytes = words.view(np.uint8).reshape(-1, 8)[:, :bits]
+    return word_bytes.reshape(-1)[: (len(values) * bits + 7) // 8]

@@ -85,9 +85,10 @@ def write_bundle(
         min(threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
     )
     try:
-        facts = pool.submit(lambda: source.facts)
-        table = pool.submit(write_embedding, source, plan, folder)
-        pending = []
+        # each future runs while coremltools converts in this thread
+        checkpoint_facts = pool.submit(lambda: source.facts)
+        embedding_file = pool.submit(write_embedding, source, plan, folder)
+        shard_entries = []
         program_keys = [_program_key(spec, plan, weights) for spec, weights in shards]
         total = len(set(program_keys)) + len(shards)
         progress = bar(total=total, desc="export", unit="program", leave=False)
@@ -96,11 +97,20 @@ def write_bundle(
                 progress.set_postfix_str(f"converting {spec.name}")
                 templates[program_key] = convert(spec, plan, options, weights)
                 progress.update()
-            arguments = folder, spec, templates[program_key], weights, source, options
-            pending.append(pool.submit(_write_shard, *arguments, matrices))
+            entry = pool.submit(
+                _write_shard,
+                folder,
+                spec,
+                templates[program_key],
+                weights,
+                source,
+                options,
+                matrices,
+            )
+            shard_entries.append(entry)
         progress.set_postfix_str("writing")
         entries = []
-        for future in pending:
+        for future in shard_entries:
             entries.append(future.result())
             progress.update()
         progress.close()
@@ -111,9 +121,11 @@ def write_bundle(
             rope=plan.rope,
             layers=plan.layers,
             shards=entries,
-            embedding=Embedding(file=table.result(), scale=plan.embedding_scale),
+            embedding=Embedding(
+                file=embedding_file.result(), scale=plan.embedding_scale
+            ),
             tokens=source.save_tokenizer(folder),
-            checkpoint=facts.result(),
+            checkpoint=checkpoint_facts.result(),
             packages=versions(options),
             residual_exponent=plan.residual_exponent,
             formats=formats_of(shards, options),
