@@ -103,7 +103,7 @@ def compare_shard_list(manifest: Manifest) -> tuple[Facts, Facts]:
         if shard.kind == "expert":
             experts.setdefault(shard.layers, []).append(shard.rows)
     count = max(1, *map(len, experts.values())) if kind == "router" else 0
-    promised = {
+    required = {
         "kinds of shards": {kind},
         "layers of shards": [(i, min(i + step, L)) for i in range(0, L, step)],
         "experts": dict.fromkeys(experts, [(e, e + 1) for e in range(count)]),
@@ -121,9 +121,13 @@ def compare_shard_list(manifest: Manifest) -> tuple[Facts, Facts]:
         names = expected.keys() & actual.keys()
         if shard in blocks:  # a missing or an unexpected cache is a difference too
             names |= set(filter(_is_cached, expected | actual))
-        for facts, shapes in ((promised, expected), (listed, actual)):
-            facts |= {f"{shard.name} {n}": shapes[n] for n in names & shapes.keys()}
-    return promised, listed
+        for name in names:
+            fact = f"{shard.name} {name}"
+            if name in expected:
+                required[fact] = expected[name]
+            if name in actual:
+                listed[fact] = actual[name]
+    return required, listed
 
 
 def _is_cached(name: str) -> bool:
@@ -278,10 +282,10 @@ def _interface_facts(function, block) -> tuple[Facts, dict[str, object]]:
         if message.WhichOneof("type") == "stateType":
             kind, message = "state", message.stateType.wrappedType
         types[operand.name] = message
-        facts[f"{kind} {operand.name}"] = _type(message)
+        facts[f"{kind} {operand.name}"] = _describe_type(message)
     for op in block.operations:
         types |= {out.name: out.type for out in op.outputs}
-    facts |= {f"output {name}": _type(types[name]) for name in block.outputs}
+    facts |= {f"output {name}": _describe_type(types[name]) for name in block.outputs}
     return facts, types
 
 
@@ -295,11 +299,13 @@ def _tap_facts(shard: Shard, types: dict[str, object]) -> tuple[Facts, Facts]:
         return declared, facts
     *inner, last = shard.layer_range
     for layer in inner:
-        declared[f"tap of layer {layer}"] = _type(types[HIDDEN])
+        declared[f"tap of layer {layer}"] = _describe_type(types[HIDDEN])
     declared[f"tap of layer {last}"] = HIDDEN
     for layer, name in shard.taps.items():
         is_inner = name in types and layer != last
-        facts[f"tap of layer {layer}"] = _type(types[name]) if is_inner else name
+        facts[f"tap of layer {layer}"] = (
+            _describe_type(types[name]) if is_inner else name
+        )
     return declared, facts
 
 
@@ -316,7 +322,7 @@ def _storage_facts(shard: Shard, block, manifest: Manifest) -> tuple[Facts, Fact
     for op in block.operations:
         if op.type != "const" and not op.type.startswith("constexpr_"):
             continue
-        name, shape = op.outputs[0].name, _sizes(op.outputs[0].type)
+        name, shape = op.outputs[0].name, _axes_of_type(op.outputs[0].type)
         fact = f"storage of {name}"
         is_matrix = shape[2:] == [1, 1] and min(shape[:2]) > 1
         is_router = ROUTER_MATRIX in tensors.get(name, "")
@@ -333,19 +339,21 @@ def _storage_facts(shard: Shard, block, manifest: Manifest) -> tuple[Facts, Fact
     return declared, facts
 
 
-def _type(message) -> str:
+def _describe_type(message) -> str:
     """dtype and sizes of a tensor type."""
-    return _fact(_dtype(message), _sizes(message))
+    return _fact(_dtype_of_type(message), _axes_of_type(message))
 
 
-def _sizes(message) -> list[int | str]:
+def _axes_of_type(message) -> list[int | str]:
+    """The sizes of a tensor type in MIL; "T" for an axis of no fixed size."""
     return [
         d.constant.size if d.WhichOneof("dimension") == "constant" else "T"
         for d in message.tensorType.dimensions
     ]
 
 
-def _dtype(message) -> str:
+def _dtype_of_type(message) -> str:
+    """The name of a tensor type's dtype in MIL, such as FLOAT16."""
     return messages("MIL_pb2").DataType.Name(message.tensorType.dataType)
 
 
@@ -353,12 +361,12 @@ def storage_of(op) -> tuple:
     """How a constant is stored: its operation, then the dtype of each operand and, for
     scales and tables, its shape."""
     if op.type == "const":
-        return "const", _dtype(op.attributes["val"].type)
+        return "const", _dtype_of_type(op.attributes["val"].type)
     operands = []
     for name in sorted(op.inputs):
         kind = op.inputs[name].arguments[0].value.type
-        shape = _sizes(kind) if name in ("scale", "lut") else []
-        operands.append((name, _dtype(kind), *shape))
+        shape = _axes_of_type(kind) if name in ("scale", "lut") else []
+        operands.append((name, _dtype_of_type(kind), *shape))
     return op.type, *operands
 
 

@@ -110,10 +110,10 @@ class Experiment:
         self.run_id: str | None = None  # of the last conclusion
         folders.remove_abandoned()
         self.unfinished = folders.make_unfinished(name)
-        open_lock = ExitStack()
-        open_lock.enter_context(locked(self.unfinished))
-        clean = _remove_unfinished, self.unfinished, open_lock, os.getpid()
-        weakref.finalize(self, *clean)
+        # locked until this object is gone, so that no other process removes the folder
+        lock = ExitStack()
+        lock.enter_context(locked(self.unfinished))
+        weakref.finalize(self, _remove_unfinished, self.unfinished, lock, os.getpid())
         self._entries: list[Entry] = []
 
     @property
@@ -230,29 +230,14 @@ class Experiment:
             decoder: whose bundle and settings the row describes.
             log_tables: `fidelity`, `samples` and `layers` of the run.
         """
-        result = judged = None
-        if self.gates:
-            result, judged = verdict(self.gates), quality(self.gates)
-        config = {
-            "parameters": self.portable_parameters,
-            "conclusion": answer,
-            "gates": [gate.json() for gate in self.gates],
-        }
-        number = self.name[:2]
-        row = {
-            "command": f"notebook {number}",
-            "experiment": number,
-            "verdict": result,
-            "quality": judged,
-            "config": config,
-        }
+        row = self._log_row(answer)
         options = {}
         if decoder:
-            described = identity.run_columns(decoder)
-            row |= described
+            columns = identity.run_columns(decoder)
+            row |= columns
             manifest = decoder.bundle.manifest
             options = identity.export_columns(manifest.options)
-            options |= {name: described[name] for name in RUNTIME_COLUMNS}
+            options |= {name: columns[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **log_tables)
         run = self._run_json(run_id, row, options)
         new_run = folders.make_unfinished(self.name)
@@ -262,11 +247,32 @@ class Experiment:
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
-        verdicts = "no gates"
-        if self.gates:
-            word = "not run" if result == NOT_RUN else result
-            verdicts = f"export {word}, quality {describe_quality(self.gates)}"
+        verdicts = self._describe_verdicts()
         self._announce(f"{verdicts}\n\n{answer}\n\nreport: {relative_path}")
+
+    def _log_row(self, answer: str) -> dict:
+        """The columns of the table `runs` that depend on no decoder; the verdicts of a
+        run without gates are null."""
+        number = self.name[:2]
+        return {
+            "command": f"notebook {number}",
+            "experiment": number,
+            "verdict": verdict(self.gates) if self.gates else None,
+            "quality": quality(self.gates) if self.gates else None,
+            "config": {
+                "parameters": self.portable_parameters,
+                "conclusion": answer,
+                "gates": [gate.json() for gate in self.gates],
+            },
+        }
+
+    def _describe_verdicts(self) -> str:
+        """Both verdicts on one line."""
+        if not self.gates:
+            return "no gates"
+        export = verdict(self.gates)
+        word = "not run" if export == NOT_RUN else export
+        return f"export {word}, quality {describe_quality(self.gates)}"
 
     def _run_json(self, run_id: str, row: Mapping, options: Mapping) -> dict:
         """The contents of a concluded run's run.json.

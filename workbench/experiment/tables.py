@@ -90,10 +90,10 @@ def show(table: pd.DataFrame) -> Styler:
     texts = text_columns(table)
     left = {"text-align": "left", "white-space": "normal", "max-width": "44em"}
     heading = [{"selector": "th.col_heading", "props": [("text-align", "left")]}]
-    look = table.style.format(lambda value: escape.html(words_of(value)))
-    look = look.format_index(escape.html, axis="columns").hide(axis="index")
-    look = look.set_properties(subset=texts, **left)
-    return look.set_table_styles(dict.fromkeys(texts, heading), overwrite=False)
+    styler = table.style.format(lambda value: escape.html(words_of(value)))
+    styler = styler.format_index(escape.html, axis="columns").hide(axis="index")
+    styler = styler.set_properties(subset=texts, **left)
+    return styler.set_table_styles(dict.fromkeys(texts, heading), overwrite=False)
 
 
 def show_with_caption(table: pd.DataFrame, caption: str) -> Styler:
@@ -160,38 +160,40 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
     wider than the page, columns of text become paragraphs, the widest first, and
     headings that are longer than their numbers have several lines."""
     texts = set(text_columns(table))
-    headings, natural = {}, {}
+    # by column: the lines of its heading, and the characters of its longest line
+    headings, natural_widths = {}, {}
     for name in table.columns:
         longest = max((len(words_of(value)) for value in table[name]), default=0)
         headings[name] = [str(name)]
         if name not in texts:
             headings[name] = _lines_of(str(name), max(longest, SHORT_HEADING))
-        natural[name] = max(longest, *map(len, headings[name]))
-    fit = _fit_line(natural, texts)
-    paragraphs = {name for name in natural if fit.widths[name] < natural[name]}
+        natural_widths[name] = max(longest, *map(len, headings[name]))
+    fit = _fit_line(natural_widths, texts)
+    paragraphs = {n for n, width in natural_widths.items() if fit.widths[n] < width}
     cells = {
         name: [_latex_cell(value, name in paragraphs) for value in table[name]]
         for name in table.columns
     }
-    written = pd.DataFrame(cells)
-    written.columns = [
+    latex_cells = pd.DataFrame(cells)
+    latex_cells.columns = [
         _latex_heading(headings[name], name in paragraphs) for name in table.columns
     ]
-    kinds = []
+    column_formats = []
     for name in table.columns:
         if name in paragraphs:
-            kinds.append(rf"p{{{fit.widths[name] * fit.size.character:.0f}pt}}")
+            points = fit.widths[name] * fit.size.character
+            column_formats.append(rf"p{{{points:.0f}pt}}")
         else:
-            kinds.append("l" if name in texts else "r")
-    text = written.to_latex(
+            column_formats.append("l" if name in texts else "r")
+    text = latex_cells.to_latex(
         index=False,
         escape=False,
-        column_format="".join(kinds),
+        column_format="".join(column_formats),
         caption=escape.latex_sentence(caption),
         label=label,
     )
-    look = f"{fit.size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
-    return text.replace("\\begin{tabular}", f"{look}\\begin{{tabular}}", 1)
+    setup = f"{fit.size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
+    return text.replace("\\begin{tabular}", f"{setup}\\begin{{tabular}}", 1)
 
 
 @dataclass(frozen=True)
@@ -202,43 +204,48 @@ class TableFit:
     widths: dict[str, int]
 
 
-def _fit_line(natural: dict[str, int], texts: set[str]) -> TableFit:
+def _fit_line(natural_widths: dict[str, int], texts: set[str]) -> TableFit:
     """The largest type in which a table fits the line. Columns have their natural widths,
     or smaller ones where texts are broken into lines. In the smallest type a table may
     still be wider than the line.
 
     Args:
-        natural: column → characters of its longest cell.
+        natural_widths: column → characters of its longest line.
         texts: the columns of texts.
     """
-    counts = [count for name, count in natural.items() if name in texts]
-    of_numbers = sum(natural.values()) - sum(counts)
+    text_widths = [width for name, width in natural_widths.items() if name in texts]
+    number_width = sum(natural_widths.values()) - sum(text_widths)
+    points = LINE_WIDTH - SEPARATION * len(natural_widths)
     for size in TYPE_SIZES:
-        room = (LINE_WIDTH - SEPARATION * len(natural)) / size.character - of_numbers
-        most = _longest_fitting(counts, room)
-        is_readable = most >= READABLE_PARAGRAPH or most == max(counts, default=0)
-        if is_readable and sum(min(count, most) for count in counts) <= room:
+        room = points / size.character - number_width  # characters for all texts
+        limit = _longest_fitting(text_widths, room)
+        is_unbroken = limit == max(text_widths, default=0)
+        is_readable = limit >= READABLE_PARAGRAPH or is_unbroken
+        if is_readable and sum(min(width, limit) for width in text_widths) <= room:
             break
-    # without a break, the smallest type
+    # where no size fits, `size` and `limit` are those of the smallest one
     widths = {
-        name: min(count, most) if name in texts else count
-        for name, count in natural.items()
+        name: min(width, limit) if name in texts else width
+        for name, width in natural_widths.items()
     }
     return TableFit(size, widths)
 
 
-def _longest_fitting(counts: list[int], room: float) -> int:
+def _longest_fitting(text_widths: list[int], room: float) -> int:
     """The most characters of a line of a text for which all texts fit beside each other,
     at least `LEAST_PARAGRAPH` where some text is as long.
 
     Args:
-        counts: characters of each column of texts.
+        text_widths: characters of each column of texts.
         room: characters for all of them.
     """
-    most = max(counts, default=0)
-    while most > LEAST_PARAGRAPH and sum(min(n, most) for n in counts) > room:
-        most -= 1
-    return most
+    limit = max(text_widths, default=0)
+    while (
+        limit > LEAST_PARAGRAPH
+        and sum(min(width, limit) for width in text_widths) > room
+    ):
+        limit -= 1
+    return limit
 
 
 def _lines_of(heading: str, width: int) -> list[str]:
