@@ -60,9 +60,10 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     are not finite."""
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
-        products = np.einsum("...i,...i->...", a, b) / a.shape[-1]
-        sizes = rms(a), rms(b)
-        return np.where(sum(sizes) == 0, 1.0, safe_ratio(products, math.prod(sizes)))
+        mean_product = np.einsum("...i,...i->...", a, b) / a.shape[-1]
+        rms_a, rms_b = rms(a), rms(b)
+        ratio = safe_ratio(mean_product, rms_a * rms_b)
+        return np.where(rms_a + rms_b == 0, 1.0, ratio)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -76,8 +77,8 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     of logits [n, V]."""
     nats = np.empty(len(reference))
     for rows in blocks(reference):
-        p, q = log_softmax(reference[rows]), log_softmax(actual[rows])
-        nats[rows] = (np.exp(p) * (p - q)).sum(-1)
+        log_p, log_q = log_softmax(reference[rows]), log_softmax(actual[rows])
+        nats[rows] = (np.exp(log_p) * (log_p - log_q)).sum(-1)
     return nats
 
 
@@ -244,15 +245,17 @@ def with_tolerance(
     reference from the reference, and their `ratio`, the distance over the tolerance;
     both stay null where `perturbed` lacks an array."""
     budget, ratio = (rows[name].to_numpy(copy=True) for name in ("budget", "ratio"))
-    for tensor, layer, at in _groups(rows):
+    for tensor, layer, places in _groups(rows):
         value = _reference_value(perturbed, tensor, layer)
         if value is None:
             continue
-        positions = rows["position"].to_numpy()[at]
+        positions = rows["position"].to_numpy()[places]
         expected = reference.value(tensor, layer)[positions]
-        distance, size = (rows[name].to_numpy()[at] for name in ("distance", "size"))
-        budget[at], ratio[at] = budget_and_ratio(
-            distance, size, distances(expected, value[positions]), tolerance
+        budget[places], ratio[places] = budget_and_ratio(
+            rows["distance"].to_numpy()[places],
+            rows["size"].to_numpy()[places],
+            distances(expected, value[positions]),
+            tolerance,
         )
     return rows.assign(budget=budget, ratio=ratio)
 
@@ -273,11 +276,11 @@ def with_similarity(
     """Rows of `errors` with the figures of `similarity`, and `digest` (see
     `digests`)."""
     columns: dict[str, list[np.ndarray]] = {}
-    places = []
-    for tensor, layer, at in _groups(rows):
+    all_places = []  # in the table, in the order in which `columns` are filled
+    for tensor, layer, places in _groups(rows):
         value = actual.value(tensor, layer)
         expected = reference.value(tensor, layer)[-len(value) :]
-        places.append(at)
+        all_places.append(places)
         for block in blocks(value):
             part = similarity(expected[block], value[block])
             part["digest"] = digests(value[block])
@@ -285,7 +288,7 @@ def with_similarity(
                 columns.setdefault(name, []).append(values)
     if not columns:
         return rows
-    order = np.argsort(np.concatenate(places))
+    order = np.argsort(np.concatenate(all_places))
     figures = {name: np.concatenate(parts)[order] for name, parts in columns.items()}
     return rows.assign(**figures)
 
@@ -298,19 +301,18 @@ def with_ties(
     True where `perturbed` chose another expert than the reference or, if `actual` does
     not show its choice, where the reference's choice was close. Gates skip these rows."""
     ties = np.zeros(len(rows), bool)
-    for tensor, layer, at in _groups(rows):
-        values = reference.value("expert", layer) if layer is not None else None
-        if tensor != "update" or values is None:
+    for tensor, layer, places in _groups(rows):
+        experts = reference.value("expert", layer) if layer is not None else None
+        if tensor != "update" or experts is None:
             continue
         if actual.layers[layer].expert is None:
             tied = reference.layers[layer].margin[:, 0] < NEAR_TIE
         else:
-            other = perturbed.layers[layer].expert if perturbed is not None else None
             # without a perturbed choice nothing says that another one was close
-            tied = np.zeros(len(values), bool)
-            if other is not None:
-                tied = other[:, 0] != values[:, 0]
-        ties[at] = tied[rows["position"].to_numpy()[at]]
+            tied = np.zeros(len(experts), bool)
+            if perturbed is not None and perturbed.layers[layer].expert is not None:
+                tied = perturbed.layers[layer].expert[:, 0] != experts[:, 0]
+        ties[places] = tied[rows["position"].to_numpy()[places]]
     return rows.assign(routing_tie=ties)
 
 

@@ -230,19 +230,20 @@ def run_passes(
     """
     recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
     for model in bar(decoder.layer_shards, title, unit="shard"):
+        # the calls of all passes that run the shard, one pass behind the other
         inputs, counts, hooks, states = [], [], [], []
-        own_states: dict[int, State] = {}
+        state_of_pass: dict[int, State] = {}
         for number, (prompt_run, recorder) in enumerate(zip(passes, recorders)):
             if not prompt_run.runs(model.shard):
                 continue
             state = prompt_run.make_state(model)
-            own_states[number] = state
+            state_of_pass[number] = state
             hooks += recorder.hooks(model.shard)
             inputs += recorder.fed_inputs(model.shard)
             counts += [call.counts for call in prompt_run.calls]
             states += [state] * len(prompt_run.calls)
         results = iter(decoder.run_calls(model, inputs, counts, states, hooks))
-        for number, state in own_states.items():
+        for number, state in state_of_pass.items():
             recorder = recorders[number]
             outputs = list(islice(results, len(recorder.inputs)))
             recorder.record_outputs(model.shard, outputs)

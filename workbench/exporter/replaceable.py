@@ -126,13 +126,15 @@ class ReplaceableModel:
             hidden = _last_hidden(self.model, ids)
             for start in range(0, len(ids), SCORED_TOKENS):
                 part = slice(start, start + SCORED_TOKENS)
-                p = F.log_softmax(self.logits(reference[part], self.head), -1)
-                q = F.log_softmax(self.logits(hidden[part], head), -1)
-                kls.append((p.exp() * (p - q)).sum(-1))
-                same.append(p.argmax(-1) == q.argmax(-1))
-                targets = ids[start + 1 : start + 1 + len(p), None]
+                # log-probabilities [n, V] of the unchanged model, and of this one
+                log_p = F.log_softmax(self.logits(reference[part], self.head), -1)
+                log_q = F.log_softmax(self.logits(hidden[part], head), -1)
+                kls.append((log_p.exp() * (log_p - log_q)).sum(-1))
+                same.append(log_p.argmax(-1) == log_q.argmax(-1))
+                targets = ids[start + 1 : start + 1 + len(log_p), None]
                 count = len(targets)  # the last token of a window predicts none
-                log_ratios.append((p[:count] - q[:count]).gather(1, targets))
+                log_ratio = log_p[:count] - log_q[:count]
+                log_ratios.append(log_ratio.gather(1, targets))
         kl = torch.cat(kls).double()
         return Quality(
             kl=float(kl.mean()),

@@ -145,7 +145,15 @@ def _best_bounds(x, w, sum_w, sum_wx, edges, count):
     A run of cells i to j has the error wxx − wx² / w, of sums over its values. Dynamic
     programming extends the best k − 1 runs of the first i cells by one run to cell j.
     The best last bound of the first j cells does not fall as j grows, so that each middle
-    j halves the range of the others (divide and conquer, on a stack of ranges)."""
+    j halves the range of the others: divide and conquer, here on a stack of ranges
+    (Grønlund et al., arXiv 1701.07204, describe both).
+
+    Args:
+        x, w: values [n], ascending, and their weights.
+        sum_w, sum_wx: running sums [n + 1] of w and w x.
+        edges: the positions in x between which cells lie, [cells + 1].
+        count: of runs, at most the number of cells.
+    """
     cells = len(edges) - 1
     # running sums at the edges of cells
     cell_wxx = np.zeros(cells + 1)

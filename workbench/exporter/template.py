@@ -389,10 +389,12 @@ def find_arrays(model, blob: bytes) -> dict[str, list[StoredArray]]:
             if value.HasField("blobFileValue"):
                 record = value.blobFileValue.offset
                 _, _, size, start = RECORD.unpack_from(blob, record)
-            by_place = arrays.setdefault(op.outputs[0].name, {})
             array = StoredArray(role, index, start, start + size)
-            by_place[role, start or index] = array
-    return {name: list(by_place.values()) for name, by_place in arrays.items()}
+            # the operations of two functions may have one array in the weight file, which
+            # is listed once
+            array_of_place = arrays.setdefault(op.outputs[0].name, {})
+            array_of_place[role, start or index] = array
+    return {name: list(places.values()) for name, places in arrays.items()}
 
 
 def pinned_manifest(package: Path) -> str:
