@@ -345,7 +345,7 @@ def _largest_losses(
         error: Δ H Δᵀ [R] float64.
     """
     is_free = ~rows.clipped
-    # of a uniform distribution between the neighbours of a value that can be stored
+    # of an error that is uniform within half a step
     variance = rows.step.square() / 12 + 1e-20
     stored = rows.stored * is_free
     # a block whose nearest values are zeros cannot lose them
