@@ -260,7 +260,7 @@ def judge(
     return matrix_deviations([rows], InputWeights.of([Moment.of(inputs)]))
 
 
-def red(deviations: list[Deviation]) -> list[str]:
+def reasons_of_faults(deviations: list[Deviation]) -> list[str]:
     return [one.reason for one in deviations if not one.is_sound]
 
 
@@ -268,7 +268,9 @@ def red(deviations: list[Deviation]) -> list[str]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_wide_sound_matrices_are_green(name, seed):
     values, inputs = weights_of(seed), correlated_inputs(seed)
-    assert not red(judge(values, values, find_preset(name), inputs, inputs))
+    assert not reasons_of_faults(
+        judge(values, values, find_preset(name), inputs, inputs)
+    )
 
 
 # The block that seed 2 loses has weights of 0.7 of a step of int4-block32, and its loss 5.0
@@ -289,7 +291,9 @@ def test_a_short_text_hides_a_row_times_1_05_at_4_bits(name):
     target[20] *= 1.05
     for count, is_red in ((256, False), (len(inputs), True)):
         of_text = inputs[:count]
-        reasons = red(judge(values, target, find_preset(name), of_text, of_text))
+        reasons = reasons_of_faults(
+            judge(values, target, find_preset(name), of_text, of_text)
+        )
         assert any("row 20" in reason for reason in reasons) == is_red
 
 
@@ -307,7 +311,9 @@ def test_a_row_that_the_exporter_scaled_is_red(name, factor, seed):
     values, inputs = weights_of(seed), correlated_inputs(seed)
     target = values.clone()
     target[20] *= factor
-    reasons = red(judge(values, target, find_preset(name), inputs, inputs))
+    reasons = reasons_of_faults(
+        judge(values, target, find_preset(name), inputs, inputs)
+    )
     assert any("row 20" in reason and "slope" in reason for reason in reasons)
 
 
@@ -316,14 +322,18 @@ def test_inputs_that_the_exporter_lost_in_one_row_are_red(name, seed):
     values, inputs = weights_of(seed), correlated_inputs(seed)
     target = values.clone()
     target[20, 96:112] = 0
-    reasons = red(judge(values, target, find_preset(name), inputs, inputs))
+    reasons = reasons_of_faults(
+        judge(values, target, find_preset(name), inputs, inputs)
+    )
     assert any("row 20" in reason and "of 16 inputs" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_wide_matrix_with_the_statistics_of_other_inputs_is_red(name):
     values, inputs, others = weights_of(0), correlated_inputs(0), correlated_inputs(1)
-    reasons = red(judge(values, values, find_preset(name), inputs, others))
+    reasons = reasons_of_faults(
+        judge(values, values, find_preset(name), inputs, others)
+    )
     assert any("median" in reason for reason in reasons)
 
 
@@ -340,7 +350,9 @@ def test_a_table_of_few_entries_is_red():
         "lut": np.float16(tables).reshape(-1, 1, 1, 1, 64, 1),
     }
     rows = fitted_rows("w", 0, parts, values.float(), preset)
-    reasons = red(matrix_deviations([rows], InputWeights.of([Moment.of(inputs)])))
+    reasons = reasons_of_faults(
+        matrix_deviations([rows], InputWeights.of([Moment.of(inputs)]))
+    )
     assert any("even grid" in reason for reason in reasons)
 
 

@@ -47,19 +47,19 @@ def test_shards_of_one_shape_are_one_program(exports, base, count):
 # --- plants against the comparison of programs, in the shard in the middle --------------------------
 
 
-def constant(copy):
+def change_constant(copy):
     scale_scores(1.05)(copy, MIDDLE)
 
 
-def axis(copy):
+def change_axis(copy):
     set_softmax_axis(2)(copy, MIDDLE)
 
 
-def epsilon(copy):
+def change_epsilon(copy):
     scale_constants(copy, copy.shard(MIDDLE), "input_layernorm_eps0", 10)
 
 
-def index(copy):
+def change_index(copy):
     """The second half of the queries begins one element early."""
     shard = copy.shard(MIDDLE)
     op = copy.operations(shard, "slice_by_index", "self_attn")[1]
@@ -67,32 +67,32 @@ def index(copy):
     begin.write(begin.read() - (begin.read() > 0))
 
 
-def swapped_operand(copy):
+def swap_operands(copy):
     op = copy.operations(copy.shard(MIDDLE), "sub", "self_attn")[0]
     x, y = find_source(op, "x"), find_source(op, "y")
     copy.feed(op, "x", y)
     copy.feed(op, "y", x)
 
 
-def state_s_name(copy):
+def swap_state_names(copy):
     """The manifest takes the keys for the values."""
     states = copy.shard(MIDDLE)["states"]
     k, v = (states[f"layers.{MIDDLE}.{name}_state"] for name in "kv")
     k["tensor"], v["tensor"] = v["tensor"], k["tensor"]
 
 
-def function_s_T(copy):
+def change_function_T(copy):
     copy.shard(MIDDLE)["functions"] = {"t1": 1, "t4": 3}
 
 
-def weight_s_layout(copy):
+def transpose_weight(copy):
     weight = copy.weight(f"layers.{MIDDLE}.self_attn.q_proj.weight")
     weight.write(weight.read().transpose(1, 0, 2, 3))
 
 
-def constant_called_a_weight(copy):
+def call_constant_a_weight(copy):
     """An epsilon is changed, and the manifest calls it the weight of a norm."""
-    epsilon(copy)
+    change_epsilon(copy)
     weights = copy.shard(MIDDLE)["weights"]
     weights[f"model.layers.{MIDDLE}.input_layernorm.weight"] = next(
         op.outputs[0].name
@@ -101,7 +101,7 @@ def constant_called_a_weight(copy):
     )
 
 
-def weight_in_another_s_place(copy):
+def swap_weights(copy):
     shard = copy.shard(MIDDLE)
     copy.move_first(shard)
     gate, up = (copy.operations(shard, "conv", f"{n}_proj")[0] for n in ("gate", "up"))
@@ -113,16 +113,16 @@ def weight_in_another_s_place(copy):
 @pytest.mark.parametrize(
     ("plant", "base", "seen"),
     [
-        (constant, "llama", "distinct"),
-        (axis, "llama", "distinct"),
-        (epsilon, "llama", "distinct"),
-        (index, "llama", "distinct"),
-        (swapped_operand, "llama", "distinct"),
-        (state_s_name, "llama", "distinct"),
-        (function_s_T, "functions", "interface"),
-        (weight_s_layout, "llama", "weights"),
-        (constant_called_a_weight, "llama", "weights"),
-        (weight_in_another_s_place, "llama", "distinct"),
+        (change_constant, "llama", "distinct"),
+        (change_axis, "llama", "distinct"),
+        (change_epsilon, "llama", "distinct"),
+        (change_index, "llama", "distinct"),
+        (swap_operands, "llama", "distinct"),
+        (swap_state_names, "llama", "distinct"),
+        (change_function_T, "functions", "interface"),
+        (transpose_weight, "llama", "weights"),
+        (call_constant_a_weight, "llama", "weights"),
+        (swap_weights, "llama", "distinct"),
     ],
 )
 def test_another_program_in_one_shard_is_distinct_or_red(broken, plant, base, seen):
