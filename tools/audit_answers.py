@@ -137,8 +137,8 @@ def stream_size(tables: Tables, match: re.Match) -> list[float]:
 
 def stream_moved(tables: Tables, match: re.Match) -> list[float]:
     """The largest change of an update, over its size, by rounding of the stream."""
-    moved = tables["tables/largest_token"][["update_moved", "others_moved"]]
-    return [moved.max().max()]
+    changes = tables["tables/largest_token"][["update_moved", "others_moved"]]
+    return [changes.max().max()]
 
 
 def sink_share(tables: Tables, match: re.Match) -> list[float]:
