@@ -322,30 +322,37 @@ def beyond_rounding(portable: PortableValues, actual: Arrays) -> dict[str, float
     only one side is finite, or where the shapes differ."""
     wrong = {}
     for name, value in actual.items():
-        expected = portable.expected[name]
+        expected, narrow = portable.expected[name], portable.narrow[name]
         if value.shape != expected.shape:
             wrong[name] = np.inf
-            continue
-        is_integer = expected.dtype.kind != "f"
-        expected, value = expected.ravel(), value.ravel()
-        narrow = portable.narrow[name].ravel()
-        narrow = np.where(np.isfinite(narrow), narrow, expected)
-        finite = np.isfinite(expected)
-        masked = finite & (expected < MASKED / 2)
-        rounding_ratio = 0.0
-        if not np.array_equal(expected[~finite], value[~finite], equal_nan=True):
-            rounding_ratio = np.inf
-        for part in (masked, finite & ~masked):
-            if not part.any():
-                continue
-            # integers are not rounded
-            size = 0.0 if is_integer else compare.rms(expected[part])
-            rounding = compare.rms(expected[part], narrow[part])
-            tolerance = device_tolerance(rounding, size)
-            distance = compare.rms(expected[part], value[part])
-            ratio = compare.safe_ratio(distance, tolerance)
-            ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
-            rounding_ratio = max(rounding_ratio, ratio)
-        if value.size and rounding_ratio > DEVICE_FACTOR:
-            wrong[name] = float(rounding_ratio)
+        elif value.size:
+            ratio = _rounding_ratio(expected.ravel(), narrow.ravel(), value.ravel())
+            if ratio > DEVICE_FACTOR:
+                wrong[name] = ratio
     return wrong
+
+
+def _rounding_ratio(
+    expected: np.ndarray, narrow: np.ndarray, actual: np.ndarray
+) -> float:
+    """The distance of a value [n] from the expected one over what rounding explains, see
+    `beyond_rounding`."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):
+        return np.inf
+    # an overflow of `narrow` alone explains nothing
+    narrow = np.where(np.isfinite(narrow), narrow, expected)
+    masked = finite & (expected < MASKED / 2)
+    largest = 0.0
+    for part in (masked, finite & ~masked):
+        if not part.any():
+            continue
+        # integers are not rounded
+        is_integer = expected.dtype.kind != "f"
+        size = 0.0 if is_integer else compare.rms(expected[part])
+        rounding = compare.rms(expected[part], narrow[part])
+        distance = compare.rms(expected[part], actual[part])
+        ratio = compare.safe_ratio(distance, device_tolerance(rounding, size))
+        ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
+        largest = max(largest, float(ratio))
+    return largest
