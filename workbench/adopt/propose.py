@@ -98,21 +98,26 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Package:
-    """A package of another exporter."""
+    """A package of another exporter.
+
+    Args:
+        name: of the folder that was given, which may be a link to `path`.
+        programs: function → its program; a single function has the name None.
+        program: that of the default function.
+        input_roles: input → its role, a value of `INPUTS` or `carried` (see `connect`).
+        output_roles: output → its role, a value of `OUTPUTS` or `carried`.
+    """
 
     name: str
-    """Of the folder that was given, which may be a link to `path`."""
     path: Path
     programs: dict[str | None, miltorch.Program]
-    """By the names of its functions; None: it has one function alone."""
     program: miltorch.Program
-    """Of the default function."""
     input_roles: dict[str, str]
     output_roles: dict[str, str]
 
     @property
     def roles(self) -> dict[str, str]:
-        """Of its inputs and outputs, by their names."""
+        """Input or output → its role."""
         return self.input_roles | self.output_roles
 
     @property
@@ -374,11 +379,14 @@ def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
 
 
 class Calls(NamedTuple):
-    """The functions of packages with states, and the moves of their caches' rows."""
+    """The functions of packages with states, and the moves of their caches' rows.
+
+    Attributes:
+        moves: rows of a cache → `shift` or `right` (see `Foreign`).
+    """
 
     functions: list[Function]
     moves: dict[int, str]
-    """Rows of a cache → `shift` or `right` (see `Foreign`)."""
 
 
 def describe_calls(
