@@ -106,7 +106,9 @@ def explain_bundle(
     relative_rms = {CONFIGURED: worst}  # by the names of variants
     if order := trial.layer_order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
-        relative_rms[f"layer order: {', '.join(pairs)}"] = worst
+        # the model on the stored weights is one of another order of layers, which thus
+        # has this error in place of the model as configured
+        relative_rms = {f"layer order: {', '.join(pairs)}": worst}
     elif worst > fit_limit:
         relative_rms |= _try_variants(trial, configured, fit_limit)
     frame = pd.DataFrame(relative_rms.items(), columns=["name", "relative_rms"])
