@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,10 @@ from finding import Finding
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
+"""The square of 2⁻¹¹, the largest relative error of a rounding to fp16 (11 significant bits)."""
+PRINTED_ROWS = 20
+"""Rows of a table that a report prints."""
+# phase → the unit of its samples
 UNITS = {
     "tokens_per_s": "tok/s",
     "call": "ms",
@@ -42,16 +46,22 @@ UNITS = {
 # a figure of times in notebook 34 → the phase of the samples behind it
 QUANTITIES = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
 # phase → the words that the label of an axis must have
-WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
+LABEL_WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
+# "128: 250.1 (248 to 252, 3 processes)": the value of an axis; the median over its processes,
+# the least and the most of several, and their number
 LISTED = re.compile(
     r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+) to ([\d.e+]+), )?(\d+) process(?:es)?\)"
 )
+# "1024 has fewer than 128, 0.8 times (0.79 to 0.81, paired over 3 rounds)": the second value of
+# an axis, the direction, the first value, the ratio of second to first, and the rounds
 RATIO = re.compile(
     r"([\w.]+) has (more|fewer) than ([\w.]+), ([\d.e+-]+) times "
     r"\([\d.e+-]+ to [\d.e+-]+, paired over (\d+) rounds\)"
 )
 # the definition of rows of fidelity whose chained updates are the sum that a layer adds
 DEFINITION = 2
+Log = dict[str, pd.DataFrame]
+"""The tables of a log by name: runs, samples, layers, fidelity."""
 
 
 def audit(project: Path) -> list[Finding]:
@@ -73,7 +83,7 @@ def audit(project: Path) -> list[Finding]:
     return findings + check_benchmarks(project) + check_prose(project)
 
 
-def read_log(folder: Path) -> dict[str, pd.DataFrame]:
+def read_log(folder: Path) -> Log:
     """The tables of a log, with empty ones where there is no file."""
     tables = {}
     for name in ("runs", "samples", "layers", "fidelity"):
@@ -89,32 +99,46 @@ def differs(published: float, computed: float) -> bool:
     return not np.isclose(published, computed, rtol=TOLERANCE, atol=0, equal_nan=True)
 
 
-def of_process(log: dict[str, pd.DataFrame], run_id: str, phase: str) -> float:
-    """The value of a phase in a process.
-
-    For tokens_per_s, tokens over the time of the timed calls. For layer, the median over layers,
-    where a layer's value is the median of its shard's calls over the number of its layers. For
-    other phases, the median of the calls."""
+def process_value(log: Log, run_id: str, phase: str) -> float:
+    """The value of a phase in a process, without its warm-up: tokens per second for the phase
+    tokens_per_s, ms for the others. Without a rule of its own, a phase has the median of its
+    samples."""
     samples = log["samples"]
-    rows = samples[(samples["run_id"] == run_id) & samples["warmup"].eq(False)]
+    timed = samples[(samples["run_id"] == run_id) & samples["warmup"].eq(False)]
     if phase == "tokens_per_s":
-        runs = log["runs"].set_index("run_id")
-        batch = runs.loc[run_id].get("batch", 1)
-        calls = rows[rows["phase"] == "call"]
-        tokens = calls["T"].sum() * (1 if pd.isna(batch) else batch)
-        return float(tokens / calls["value"].sum() * 1e3)
-    rows = rows[rows["phase"] == phase]
+        batch = log["runs"].set_index("run_id").loc[run_id].get("batch", 1)
+        return tokens_per_second(timed, 1 if pd.isna(batch) else batch)
+    of_phase = timed[timed["phase"] == phase]
     if phase == "layer":
-        values = []
-        for shard, calls in rows.groupby("shard"):
-            first, last = map(int, re.findall(r"\d+", shard)[:2])
-            count = last - first + 1
-            values += [float(np.median(calls["value"])) / count] * count
-        return float(np.median(values))
-    return float(np.median(rows["value"]))
+        return layer_ms(of_phase)
+    return float(np.median(of_phase["value"]))
 
 
-def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]:
+def tokens_per_second(timed: pd.DataFrame, batch: float) -> float:
+    """All tokens over the time of all calls.
+
+    Args:
+        timed: samples of one process; those of calls have T tokens and a `value` in ms.
+        batch: sequences of a call.
+    """
+    calls = timed[timed["phase"] == "call"]
+    tokens = calls["T"].sum() * batch
+    return float(tokens / calls["value"].sum() * 1e3)
+
+
+def layer_ms(samples: pd.DataFrame) -> float:
+    """The median over layers, where a layer's ms are the median of its shard's calls over the
+    number of the shard's layers."""
+    ms_of_layers = []
+    for shard, calls in samples.groupby("shard"):
+        # a shard is named by its first and its last layer
+        first, last = map(int, re.findall(r"\d+", shard)[:2])
+        count = last - first + 1
+        ms_of_layers += [float(np.median(calls["value"])) / count] * count
+    return float(np.median(ms_of_layers))
+
+
+def check_log(log: Log, reported: set[str]) -> list[Finding]:
     """Checks every row of the log.
 
     Args:
@@ -139,7 +163,7 @@ def check_units(samples: pd.DataFrame) -> list[Finding]:
     return findings
 
 
-def check_rates(log: dict[str, pd.DataFrame]) -> list[Finding]:
+def check_rates(log: Log) -> list[Finding]:
     """Checks the tokens per second of every run against its calls."""
     findings = []
     for run_id, rows in log["samples"].groupby("run_id"):
@@ -147,11 +171,11 @@ def check_rates(log: dict[str, pd.DataFrame]) -> list[Finding]:
         rates = rows[rows["phase"] == "tokens_per_s"]
         if len(calls) and len(rates):
             published = len(rates) / (1 / rates["value"]).sum()
-            computed = of_process(log, run_id, "tokens_per_s")
+            computed = process_value(log, run_id, "tokens_per_s")
             if differs(published, computed):
                 label = "tokens_per_s of its repetitions"
                 findings.append(
-                    _finding(f"log/samples/{run_id}", label, published, computed)
+                    number_finding(f"log/samples/{run_id}", label, published, computed)
                 )
     return findings
 
@@ -172,13 +196,11 @@ def check_error_ratios(fidelity: pd.DataFrame) -> list[Finding]:
         label = f"error over its budget, {len(part)} rows"
         first = part.iloc[0]
         place = f"log/fidelity/{run_id}"
-        findings.append(_finding(place, label, first["ratio"], first["computed"]))
+        findings.append(number_finding(place, label, first["ratio"], first["computed"]))
     return findings
 
 
-def check_definitions(
-    log: dict[str, pd.DataFrame], reported: set[str]
-) -> list[Finding]:
+def check_definitions(log: Log, reported: set[str]) -> list[Finding]:
     """Checks the definition of the rows of experiments with a report. No report shows rows of
     other experiments, and readers refuse old ones."""
     fidelity = log["fidelity"]
@@ -197,15 +219,19 @@ def check_definitions(
     return [Finding("log/fidelity", label, "an older definition", str(DEFINITION))]
 
 
-def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
+def check_report(folder: Path, log: Log) -> list[Finding]:
+    """Checks the tables, the figures of times and the Answer of the report in a folder."""
     run = json.loads((folder / "run.json").read_text())
     report = (folder / "report.md").read_text()
-    findings, processes, tables = [], {}, {}
+    findings = []
+    tables: dict[str, pd.DataFrame] = {}  # stored data by name, such as tables/cost
+    processes: dict[str, pd.DataFrame] = {}  # figure of times → a row for each process
     for path in sorted(folder.glob("*/*.json")):
         part = json.loads(path.read_text())
         data = pd.read_parquet(path.with_suffix(".parquet"))
-        tables[f"{path.parent.name}/{path.stem}"] = data
-        place = f"{folder.name}/{path.parent.name}/{path.stem}"
+        name = f"{path.parent.name}/{path.stem}"
+        tables[name] = data
+        place = f"{folder.name}/{name}"
         if part["kind"] == "tables":
             findings += check_printed(place, data, report)
             if {"run_ids", "tokens_per_s"} <= set(data):
@@ -213,19 +239,20 @@ def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
         elif path.stem in QUANTITIES and {"run_id", "value"} <= set(data):
             findings += check_times(place, part, data, log)
             processes[path.stem] = data
+    place = f"{folder.name}/Answer"
+    answer = run["conclusion"]
     if processes:
         named = tables.get("tables/processes")
-        findings += check_answer(
-            f"{folder.name}/Answer", run["conclusion"], processes, named
-        )
-    place = f"{folder.name}/Answer"
-    check = check_sentences(folder.name[:2], run["conclusion"], tables, place)
+        findings += check_answer(place, answer, processes, named)
+    check = check_sentences(folder.name[:2], answer, tables, place)
     return findings + check.findings
 
 
 def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
     """Checks the numbers of a table in `report.md` against the stored ones."""
-    stored = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(20)
+    stored = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(
+        PRINTED_ROWS
+    )
     tables = _printed_tables(list(stored.columns), report)
     if not tables:
         columns = str(list(stored.columns))
@@ -237,46 +264,51 @@ def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
 def _compare(
     place: str, stored: pd.DataFrame, printed: list[list[str]]
 ) -> list[Finding]:
+    """Lists the numbers of a printed table that differ from the stored ones.
+
+    Args:
+        printed: the cells of its rows.
+    """
     findings = []
     for texts, (_, row) in zip(printed, stored.iterrows()):
         for name, text in zip(stored.columns, texts):
             value = row[name]
-            if isinstance(value, float) and not pd.isna(value):
-                number = (
-                    float(text)
-                    if re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", text)
-                    else np.nan
-                )
-                if np.isfinite(value) and differs(number, value):
-                    findings.append(_finding(place, name, number, value))
+            if not isinstance(value, float) or not np.isfinite(value):
+                continue
+            is_number = re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", text)
+            number = float(text) if is_number else np.nan
+            if differs(number, value):
+                findings.append(number_finding(place, name, number, value))
     return findings
 
 
 def _printed_tables(columns: list[str], report: str) -> list[list[list[str]]]:
     """The cells of every table of a report with these columns."""
-    lines, tables = report.splitlines(), []
+    lines = report.splitlines()
+    tables = []
     for start, line in enumerate(lines):
         if line.startswith("|") and _cells(line) == columns:
-            rows = []
-            for row in lines[start + 2 :]:
-                if not row.startswith("|"):
-                    break
-                rows.append(_cells(row))
-            tables.append(rows)
+            # the line after the headings is |---|---|
+            rows = takewhile(lambda row: row.startswith("|"), lines[start + 2 :])
+            tables.append([_cells(row) for row in rows])
     return tables
 
 
 def _cells(line: str) -> list[str]:
+    """The cells of a row of a table in Markdown, in which \\| is a bar of a cell's text."""
     cells = re.split(r"(?<!\\)\|", line.strip())[1:-1]
     return [cell.strip().replace("\\|", "|") for cell in cells]
 
 
-def check_configurations(place: str, data: pd.DataFrame, log: dict) -> list[Finding]:
-    """Checks medians over processes and their range in a table with `run_ids`."""
+def check_configurations(place: str, data: pd.DataFrame, log: Log) -> list[Finding]:
+    """Checks medians over processes and their range in a table with `run_ids`: in each row,
+    the processes of a configuration."""
     findings = []
     for row in data.to_dict("records"):
-        rates = [of_process(log, run_id, "tokens_per_s") for run_id in row["run_ids"]]
-        calls = [of_process(log, run_id, "call") for run_id in row["run_ids"]]
+        rates = [
+            process_value(log, run_id, "tokens_per_s") for run_id in row["run_ids"]
+        ]
+        calls = [process_value(log, run_id, "call") for run_id in row["run_ids"]]
         computed = {
             "tokens_per_s": np.median(rates),
             "slowest": min(rates),
@@ -287,21 +319,22 @@ def check_configurations(place: str, data: pd.DataFrame, log: dict) -> list[Find
         for name, value in computed.items():
             if name in row and differs(row[name], value):
                 findings.append(
-                    _finding(place, f"{name} of {row['name']}", row[name], value)
+                    number_finding(place, f"{name} of {row['name']}", row[name], value)
                 )
     return findings
 
 
-def check_times(place: str, part: dict, data: pd.DataFrame, log: dict) -> list[Finding]:
+def check_times(place: str, part: dict, data: pd.DataFrame, log: Log) -> list[Finding]:
     """Checks that a figure has one row for each process, its value, and the label of the axis."""
-    phase, findings = QUANTITIES[place.rpartition("/")[2]], []
+    phase = QUANTITIES[place.rpartition("/")[2]]
+    findings = []
     label = part["options"].get("ylabel", "")
-    if WORDS[phase] not in label:
+    if LABEL_WORDS[phase] not in label:
         findings.append(
-            Finding(place, "label of the axis", repr(label), repr(WORDS[phase]))
+            Finding(place, "label of the axis", repr(label), repr(LABEL_WORDS[phase]))
         )
     for run_id, rows in data.groupby("run_id"):
-        computed = of_process(log, run_id, phase)
+        computed = process_value(log, run_id, phase)
         if len(rows) > 1:
             count = f"{len(rows)} values of one process"
             findings.append(
@@ -309,7 +342,7 @@ def check_times(place: str, part: dict, data: pd.DataFrame, log: dict) -> list[F
             )
         elif differs(rows["value"].iloc[0], computed):
             findings.append(
-                _finding(place, f"run {run_id}", rows["value"].iloc[0], computed)
+                number_finding(place, f"run {run_id}", rows["value"].iloc[0], computed)
             )
     return findings
 
@@ -346,37 +379,57 @@ def check_answer(
     return findings + check_ratios(place, text, processes)
 
 
-def by_setting(data: pd.DataFrame) -> list[tuple[tuple, pd.DataFrame]]:
-    """The processes of every setting of a figure of times, in the order of time, by the values
-    of its axes."""
+@dataclass(frozen=True)
+class Setting:
+    """The processes of one setting in a figure of times.
+
+    Args:
+        values: of the figure's axes.
+        measured: the processes' values, in the order of time.
+    """
+
+    values: tuple
+    measured: pd.Series
+
+
+def group_by_setting(data: pd.DataFrame) -> list[Setting]:
+    """The settings of a figure of times."""
     axes = [name for name in ("max_seq_len", "T", "rows") if name in data]
-    return list(data.sort_values("run_id").groupby(axes, dropna=False))
+    # ids of runs begin with the time
+    groups = data.sort_values("run_id").groupby(axes, dropna=False)
+    return [Setting(values, rows["value"]) for values, rows in groups]
 
 
 def check_medians(
     place: str, text: str, processes: dict[str, pd.DataFrame]
 ) -> list[Finding]:
     """Checks the settings that an Answer lists by the value of an axis."""
-    measured: set[Stated] = set()
+    computed: set[Stated] = set()
     for data in processes.values():
-        for key, rows in by_setting(data):
-            values = rows["value"]
-            median, count = f"{values.median():.4g}", len(values)
-            least, most = f"{values.min():.4g}", f"{values.max():.4g}"
-            for name in map(str, key):
-                # an Answer may leave the least and the most out
-                measured.add(Stated(name, median, count))
-                measured.add(Stated(name, median, count, least, most))
+        for setting in group_by_setting(data):
+            computed |= possible_statements(setting)
     findings = []
     for key, median, least, most, count in LISTED.findall(text):
         stated = Stated(key, median, int(count), least, most)
-        of_key = {one for one in measured if one.key == key}
+        of_key = {statement for statement in computed if statement.key == key}
         if of_key and stated not in of_key:
-            figures = "; ".join(sorted({one.median for one in of_key}))
-            findings.append(
-                Finding(place, f"median at {key}", f"{median} of {count}", figures)
-            )
+            published = f"{median} of {count}"
+            medians = "; ".join(sorted({statement.median for statement in of_key}))
+            findings.append(Finding(place, f"median at {key}", published, medians))
     return findings
+
+
+def possible_statements(setting: Setting) -> set[Stated]:
+    """The ways in which an Answer may list a setting: by the value of any axis, with or
+    without the least and the most."""
+    median = f"{setting.measured.median():.4g}"
+    least, most = f"{setting.measured.min():.4g}", f"{setting.measured.max():.4g}"
+    count = len(setting.measured)
+    statements = set()
+    for key in map(str, setting.values):
+        statements.add(Stated(key, median, count))
+        statements.add(Stated(key, median, count, least, most))
+    return statements
 
 
 def check_ratios(
@@ -403,18 +456,27 @@ def paired_ratios(
     settings that differ in this axis alone."""
     ratios: dict[tuple[str, str], set[str]] = {}
     for data in processes.values():
-        for (first, a), (second, b) in combinations(by_setting(data), 2):
-            changed = [i for i, (x, y) in enumerate(zip(first, second)) if x != y]
+        for first, second in combinations(group_by_setting(data), 2):
+            changed = [
+                (str(value), str(other))
+                for value, other in zip(first.values, second.values)
+                if value != other
+            ]
             if len(changed) != 1:
                 continue
-            (axis,) = changed
-            names = str(first[axis]), str(second[axis])
-            # the k-th process of one is paired with the k-th of the other
-            count = min(len(a), len(b))
-            logs = np.log(b["value"].to_numpy()[:count] / a["value"].to_numpy()[:count])
-            for pair, sign in ((names, 1), (names[::-1], -1)):
-                ratios.setdefault(pair, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
+            (pair,) = changed
+            log_ratio = mean_log_ratio(first.measured, second.measured)
+            ratios.setdefault(pair, set()).add(f"{np.exp(log_ratio):.3g}")
+            ratios.setdefault(pair[::-1], set()).add(f"{np.exp(-log_ratio):.3g}")
     return ratios
+
+
+def mean_log_ratio(first: pd.Series, second: pd.Series) -> float:
+    """The mean logarithm of second over first. The k-th process of one is paired with the k-th
+    of the other, since both ran in the same round."""
+    count = min(len(first), len(second))
+    ratios = second.to_numpy()[:count] / first.to_numpy()[:count]
+    return float(np.log(ratios).mean())
 
 
 def check_named(
@@ -423,12 +485,17 @@ def check_named(
     """Checks medians and ranges of settings with a name. Returns the findings and the text without
     these settings."""
     findings = []
-    for name, rows in processes[processes["disturbed"].isna()].groupby("name"):
-        values, figures = rows["value"], r"([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
-        pattern = rf"{re.escape(name)}: {figures}(\d+) process(?:es)?\)"
+    undisturbed = processes[processes["disturbed"].isna()]
+    for name, rows in undisturbed.groupby("name"):
+        values = rows["value"]
+        # "NAME: median (least to most, N processes)"
+        pattern = (
+            rf"{re.escape(name)}: ([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
+            r"(\d+) process(?:es)?\)"
+        )
+        figures = [values.median(), values.min(), values.max()]
+        computed = (*(f"{figure:.4g}" for figure in figures), str(len(values)))
         for match in re.finditer(pattern, text):
-            computed = [values.median(), values.min(), values.max()]
-            computed = (*(f"{value:.4g}" for value in computed), str(len(values)))
             if match.groups() != computed:
                 printed, right = " ".join(match.groups()), " ".join(computed)
                 findings.append(Finding(place, f"median of {name}", printed, right))
@@ -436,7 +503,9 @@ def check_named(
     return findings, text
 
 
-def _finding(place: str, label: str, published: float, computed: float) -> Finding:
+def number_finding(
+    place: str, label: str, published: float, computed: float
+) -> Finding:
     return Finding(place, label, f"{published:.4g}", f"{computed:.4g}")
 
 

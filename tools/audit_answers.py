@@ -17,6 +17,10 @@ from finding import Finding
 # rounding to fp16 moves a value by at most 2^-11 of its size
 HALF_ULP = 2.0**-11
 Tables = dict[str, pd.DataFrame]
+"""The stored data of a report by kind and name, such as `figures/fidelity`."""
+Compute = Callable[[Tables, re.Match], list[float]]
+"""Computes the printed numbers of a sentence, in their order, from the stored data. The named
+groups of the match say which data the sentence is about."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Claim:
 
     label: str
     pattern: str
-    compute: Callable[[Tables, re.Match], list[float]]
+    compute: Compute
 
 
 @dataclass(frozen=True)
@@ -78,39 +82,45 @@ def agrees(printed: str, computed: float) -> bool:
     text = text.removesuffix("%")
     mantissa, _, exponent = text.lower().partition("e")
     decimals = len(mantissa.partition(".")[2])
-    unit = scale * 10.0 ** (int(exponent or 0) - decimals)
+    last_digit = scale * 10.0 ** (
+        int(exponent or 0) - decimals
+    )  # what one of it counts
     distance = abs(float(text) * scale - computed)
-    return distance <= 0.5000001 * unit
+    return distance <= 0.5000001 * last_digit
 
 
-def ratio(rows: pd.DataFrame) -> pd.Series:
-    """The error over that of rounding alone, with half a step of fp16 in both."""
+# --- notebooks 05 and 31: what compression costs, and fidelity
+
+
+def error_over_rounding(rows: pd.DataFrame) -> pd.Series:
+    """The error over what rounding alone causes: √(budget² + 2⁻²²), the budget and the
+    rounding of the result to fp16."""
     return rows["error"] / np.hypot(rows["budget"], HALF_ULP)
 
 
 def worst_ratio(tables: Tables, match: re.Match) -> list[float]:
     """The worst ratio of the faulty bundle and, where it is printed, of the sound one."""
-    fault, T, tensor = (
-        match.group("fault"),
-        int(match.group("T")),
-        match.group("tensor"),
-    )
-    late = "late" in fault
-    rows = tables["figures/write_address" if late else "figures/rope"]
+    T = int(match.group("T"))
+    is_late = "late" in match.group("fault")
+    rows = tables["figures/write_address" if is_late else "figures/rope"]
     if not rows["T"].eq(T).any():
         # the figure has no calls of one token: by the sentence they are the sound host's
         rows = tables["figures/fidelity"].assign(bundle="one row late")
-    column = {"an update": "update", "a row of K": "k", "a row of V": "v"}[tensor]
-    chosen = rows["mode"].eq("isolated") & rows["tensor"].eq(column) & rows["T"].eq(T)
-    rows = rows[chosen & rows["routing_tie"].eq(False)]
-    sound = rows["bundle"].eq("sound")
-    values = [ratio(rows[~sound]).max()]
+    tensors = {"an update": "update", "a row of K": "k", "a row of V": "v"}
+    tensor = tensors[match.group("tensor")]
+    rows = rows[rows["mode"].eq("isolated") & rows["T"].eq(T)]
+    rows = rows[rows["tensor"].eq(tensor) & rows["routing_tie"].eq(False)]
+    is_sound = rows["bundle"].eq("sound")
+    ratios = error_over_rounding(rows)
+    worst = [ratios[~is_sound].max()]
     if len(printed_numbers(match)) == 2:
-        values.append(ratio(rows[sound]).max())
-    return values
+        worst.append(ratios[is_sound].max())
+    return worst
 
 
-def cost(row: str, *columns: str) -> Callable[[Tables, re.Match], list[float]]:
+def cost(row: str, *columns: str) -> Compute:
+    """The KL in nats of these columns in a row of the table `cost`, such as mean."""
+
     def compute(tables: Tables, match: re.Match) -> list[float]:
         values = tables["tables/cost"].set_index("KL (nats)").loc[row]
         return [values[column] for column in columns]
@@ -119,23 +129,26 @@ def cost(row: str, *columns: str) -> Callable[[Tables, re.Match], list[float]]:
 
 
 def stream_size(tables: Tables, match: re.Match) -> list[float]:
+    """The largest token's RMS over the median token's, and the layer where it is largest."""
     table = tables["tables/largest_token"]
     peak = table.loc[table["times"].idxmax()]
     return [peak["times"], peak["layer"]]
 
 
 def stream_moved(tables: Tables, match: re.Match) -> list[float]:
-    return [
-        tables["tables/largest_token"][["update_moved", "others_moved"]].max().max()
-    ]
+    """The largest change of an update, over its size, by rounding of the stream."""
+    changes = tables["tables/largest_token"][["update_moved", "others_moved"]]
+    return [changes.max().max()]
 
 
 def sink_share(tables: Tables, match: re.Match) -> list[float]:
+    """The share of attention that the largest token receives, and an even share."""
     table = tables["tables/largest_token"]
     return [table["attention"].mean(), table["even"].iloc[0]]
 
 
 def bundle_text(tables: Tables, match: re.Match) -> list[float]:
+    """The share of tokens that a bundle agrees on, and its error over that of rounding."""
     table = tables["tables/verdicts"].set_index("bundle")
     row = table.loc[match.group("bundle")]
     return [row["tokens agreed"], row["error over rounding"]]
@@ -149,23 +162,30 @@ def largest_part(tables: Tables, match: re.Match) -> list[float]:
 
 
 def reauthoring(tables: Tables, match: re.Match) -> list[float]:
+    """The largest part of re-authoring in a layer's update, relative RMS."""
     return [tables["tables/parts"]["reauthoring"].max()]
 
 
 def largest_layer(tables: Tables, match: re.Match) -> list[float]:
+    """The layer whose error is largest over that of rounding; the ratio, and its T."""
     table = tables["tables/ranked"]
     worst = table.loc[table["ratio"].idxmax()]
     return [worst["layer"], worst["ratio"], worst["T"]]
 
 
 def lower_layers(tables: Tables, match: re.Match) -> list[float]:
+    """The number of layers with a lower error once tensors are in fp16, and of all layers."""
     table = tables["tables/remedies"]
     return [(table["fp16"] < table["error"]).sum(), len(table)]
 
 
 def remedy(tables: Tables, match: re.Match) -> list[float]:
+    """The error of one layer as stored, and with its worst tensors in fp16."""
     row = tables["tables/remedies"].set_index("layer").loc[int(match.group("layer"))]
     return [row["error"], row["fp16"]]
+
+
+# --- notebook 30: the layers, routing and probes of a mixture of experts
 
 
 def worst_update(tables: Tables, match: re.Match) -> list[float]:
@@ -178,15 +198,19 @@ def worst_update(tables: Tables, match: re.Match) -> list[float]:
 
 
 def worst_in_a_row(tables: Tables, match: re.Match) -> list[float]:
+    """The same with layers in a row, each fed the one before it."""
     return [furthest_update(tables["figures/cosine"], "chained")]
 
 
 def furthest_update(rows: pd.DataFrame, mode: str) -> float:
+    """The largest 1 − cosine of an update in a mode, without near ties of the router."""
     chosen = rows["tensor"].eq("update") & rows["mode"].eq(mode)
     return 1 - rows.loc[chosen & rows["routing_tie"].eq(False), "cosine"].min()
 
 
 def free_routing(tables: Tables, match: re.Match) -> list[float]:
+    """With the bundle's own choice of experts: the worst 1 − cosine, the number of choices
+    that differ, and the number of all choices."""
     free = tables["tables/routers"].iloc[-1]
     return [free["worst 1 − cosine"], free["choices that differ"], free["choices"]]
 
@@ -198,6 +222,8 @@ def seen_ingredients(tables: Tables, match: re.Match) -> list[float]:
 
 
 def probe_shares(tables: Tables, match: re.Match) -> list[float]:
+    """The probe's share of the attention's ms, least and most over rounds, and its share of
+    the ms of all operations, least and most."""
     rounds = tables["tables/rounds"]
     rows = rounds[rounds["form"].eq("bundle")].select_dtypes("number")
     probe = rows["probe: q_proj, o_proj"]
@@ -207,40 +233,47 @@ def probe_shares(tables: Tables, match: re.Match) -> list[float]:
 
 
 def routed_time(tables: Tables, match: re.Match) -> list[float]:
-    """The geometric mean of the rounds' ratios."""
+    """The time of routed experts over that of dense ones: the geometric mean of the rounds'
+    ratios."""
     rounds = tables["tables/rounds"]
-    dense, routed = (
-        rounds.loc[rounds["form"].eq(form), "experts"].to_numpy()
-        for form in ("dense", "routed")
-    )
+    dense = rounds.loc[rounds["form"].eq("dense"), "experts"].to_numpy()
+    routed = rounds.loc[rounds["form"].eq("routed"), "experts"].to_numpy()
     return [float(np.exp(np.log(routed / dense).mean()))]
 
 
 def routed_bytes(tables: Tables, match: re.Match) -> list[float]:
-    read = tables["tables/routing"].set_index("experts")[
-        "KiB of weights read by a token"
-    ]
-    return [read["dense"] / read["routed"]]
+    """The bytes of weights that dense experts read over those that routed ones read."""
+    by_experts = tables["tables/routing"].set_index("experts")
+    kib = by_experts["KiB of weights read by a token"]
+    return [kib["dense"] / kib["routed"]]
+
+
+# --- notebook 32: attention in fp16
 
 
 def rows_of_order(tables: Tables, key: str, multiplies_first: bool) -> pd.DataFrame:
-    """The rows of one key bias, in the order that multiplies first or the one that scales
-    first."""
+    """The rows of one key bias by rising query norm, in the order that multiplies q kᵀ first
+    or the one that scales q first.
+
+    Args:
+        key: the norm of the key bias.
+    """
     rows = tables["tables/orders"]
-    order = rows["order"].str.startswith("q k")
-    chosen = (order if multiplies_first else ~order) & rows["key"].eq(
-        f"key bias of norm {key}"
-    )
-    return rows[chosen].sort_values("query_norm")
+    rows = rows[rows["key"].eq(f"key bias of norm {key}")]
+    has_product_first = rows["order"].str.startswith("q k")
+    is_chosen = has_product_first if multiplies_first else ~has_product_first
+    return rows[is_chosen].sort_values("query_norm")
 
 
 def without_query(tables: Tables, match: re.Match) -> list[float]:
+    """The largest value of q kᵀ with a key bias and no query bias."""
     rows = rows_of_order(tables, match.group("key"), multiplies_first=True)
     return [rows.loc[rows["query_norm"].eq(0), "largest"].iloc[0]]
 
 
-def first_infinite(multiplies_first: bool) -> Callable[[Tables, re.Match], list[float]]:
-    """The least query norm with an inf, and its neighbour below, over the key biases."""
+def first_infinite(multiplies_first: bool) -> Compute:
+    """The least query norm at which a value overflows fp16, and its neighbour below, for the
+    sentence's key bias."""
 
     def compute(tables: Tables, match: re.Match) -> list[float]:
         rows = rows_of_order(tables, match.group("key"), multiplies_first)
@@ -254,6 +287,7 @@ def first_infinite(multiplies_first: bool) -> Callable[[Tables, re.Match], list[
 
 
 def bits_gained(tables: Tables, match: re.Match) -> list[float]:
+    """The bits of headroom that scaling q first gains, in the last row: the largest norms."""
     rows = tables["tables/orders"].pivot_table(
         "headroom_bits", ["key", "query_norm"], "order"
     )
@@ -263,27 +297,36 @@ def bits_gained(tables: Tables, match: re.Match) -> list[float]:
 
 
 def masks(tables: Tables, match: re.Match) -> list[float]:
+    """The numbers of all cases of masks, of those that are right, and of those with NaN."""
     leaks = tables["tables/leaks"]
     return [len(leaks), leaks["right"].sum(), leaks["leak"].isna().sum()]
 
 
+# --- notebook 33: configurations and the first token
+
+
 def compared_cells(tables: Tables, match: re.Match) -> list[float]:
+    """The worst relative difference of the logits."""
     edges = tables["tables/edges"]
     return [edges["worst difference"].max()]
 
 
 def report_cells(tables: Tables, match: re.Match) -> list[float]:
+    """The number of configurations without a token, and of all configurations."""
     reported = tables["tables/report"]
     return [reported["tokens"].eq(0).sum(), len(reported)]
 
 
 def first_token(tables: Tables, match: re.Match) -> list[float]:
+    """The slower over the faster median ms of the first token, with a hot and a cold cache."""
     rows = tables["figures/first_token"]
     rows = rows[rows["context"].astype(int).eq(int(match.group("context")))]
     medians = rows.groupby("cache")["ms"].median()
     slower, faster = sorted((medians["hot"], medians["cold"]), reverse=True)
     return [slower / faster]
 
+
+# --- the sentences
 
 NUMBER = r"(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?%?)"
 COST = [

@@ -12,20 +12,39 @@ from finding import Finding
 
 ROW_TOLERANCE = 6e-3  # relative: the table prints three digits
 NUMBER = r"[\d,]*\.?\d+"
+# "1.2 (1.1 to 1.3)", and "250 tok/s"
 RATIO = re.compile(rf"({NUMBER}) \(({NUMBER}) to ({NUMBER})\)")
 VALUE = re.compile(rf"({NUMBER}) (\S+)")
 BLOCK = re.compile(r"<!-- benchmarks -->(.*?)<!-- /benchmarks -->", re.DOTALL)
 NOT_MEASURED = "not measured"
-RATES, TIMES = {"tok/s"}, {"s"}
+UNITS = ("tok/s", "s", "bytes")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast as its peer a series is: figures over the rounds."""
+
+    median: float
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, from the samples."""
+    """A row of the table, from the samples.
+
+    Args:
+        what: what was measured.
+        command: the argument of `tools/bench.py`.
+        ratio: None where one of the two was not measured.
+        value: the median in `unit`; None where it was not measured.
+        peer: its name.
+        peer_value: the peer's median, or None.
+    """
 
     what: str
     command: str
-    ratios: tuple[float, float, float] | None
+    ratio: Ratio | None
     value: float | None
     peer: str
     peer_value: float | None
@@ -48,17 +67,18 @@ def check_benchmarks(project: Path) -> list[Finding]:
         place = f"benchmarks/{file.stem}"
         findings += check_series(place, document)
         for row in compute_rows(document):
-            rows_left = printed.get((row.what, row.command))
-            if not rows_left:
+            same_label = printed.get((row.what, row.command))
+            if not same_label:
                 missing = "no row in README.md"
                 findings.append(Finding(place, row.what, missing, "a row"))
             else:
-                findings += check_row(place, row, rows_left.pop(0))
+                findings += check_row(place, row, same_label.pop(0))
         condition = f"- `{document['command']}`: {document['machine']}; "
         if not any(line.startswith(condition) for line in lines):
             findings.append(Finding(place, "machine", "not in README.md", condition))
-    for (what, command), rows_left in printed.items():
-        for _ in rows_left:
+    # every row with a benchmark was removed from `printed`
+    for (what, command), remaining in printed.items():
+        for _ in remaining:
             row = f"a row of `{command}`"
             findings.append(Finding("README.md", what, row, "no benchmark"))
     return findings
@@ -80,42 +100,50 @@ def check_series(place: str, document: dict) -> list[Finding]:
     findings = []
     for series in document["series"]:
         name, unit, samples = series["name"], series["unit"], series["samples"]
-        if unit not in RATES | TIMES | {"bytes"}:
+        if unit not in UNITS:
             findings.append(Finding(place, name, unit, "tok/s, s or bytes"))
         if samples is None:
             if not series["missing"]:
                 findings.append(Finding(place, name, "no samples", "a reason"))
-        elif not samples or not np.all(np.isfinite(samples)) or min(samples) <= 0:
+        elif not are_positive(samples):
             findings.append(Finding(place, name, str(samples), "positive samples"))
     return findings
 
 
+def are_positive(samples: list[float]) -> bool:
+    """Whether there are samples, all of them finite and above zero."""
+    return bool(samples) and bool(np.all(np.isfinite(samples))) and min(samples) > 0
+
+
 def compute_rows(document: dict) -> list[Row]:
     """The rows that follow from the samples of a benchmark."""
-    series = {one["name"]: one for one in document["series"]}
+    series_by_name = {series["name"]: series for series in document["series"]}
     rows = []
     for comparison in document["comparisons"]:
-        first, peer = series[comparison["series"]], series[comparison["peer"]]
-        value, peer_value = _median(first), _median(peer)
-        ratios = None
-        if value is not None and peer_value is not None:
-            fraction = np.divide(first["samples"], peer["samples"])
-            # a ratio above one: faster than the peer
-            if first["unit"] in TIMES:
-                fraction = 1 / fraction
-            ratios = float(np.median(fraction)), fraction.min(), fraction.max()
-        rows.append(
-            Row(
-                comparison["what"],
-                document["command"],
-                ratios,
-                value,
-                peer["name"],
-                peer_value,
-                first["unit"],
-            )
+        series = series_by_name[comparison["series"]]
+        peer = series_by_name[comparison["peer"]]
+        row = Row(
+            what=comparison["what"],
+            command=document["command"],
+            ratio=compute_ratio(series, peer),
+            value=_median(series),
+            peer=peer["name"],
+            peer_value=_median(peer),
+            unit=series["unit"],
         )
+        rows.append(row)
     return rows
+
+
+def compute_ratio(series: dict, peer: dict) -> Ratio | None:
+    """The ratio of two series, whose samples are paired by round: above one where the first
+    is faster than the peer."""
+    if not series["samples"] or not peer["samples"]:
+        return None
+    ratios = np.divide(series["samples"], peer["samples"])
+    if series["unit"] == "s":  # the smaller time is the faster one
+        ratios = 1 / ratios
+    return Ratio(float(np.median(ratios)), ratios.min(), ratios.max())
 
 
 def _median(series: dict) -> float | None:
@@ -128,15 +156,7 @@ def check_row(place: str, row: Row, texts: list[str]) -> list[Finding]:
     if len(texts) != 5:
         return [Finding(place, row.what, " | ".join(texts), "five cells")]
     _, ratio, value, peer, _ = texts
-    findings = []
-    match = RATIO.fullmatch(ratio)
-    label = f"ratio of {row.what}"
-    if row.ratios is None:
-        if ratio != NOT_MEASURED:
-            findings.append(Finding(place, label, ratio, NOT_MEASURED))
-    elif not match or not all(map(_is_close, match.groups(), row.ratios)):
-        computed = "{:.3g} ({:.3g} to {:.3g})".format(*row.ratios)
-        findings.append(Finding(place, label, ratio, computed))
+    findings = check_ratio(place, f"ratio of {row.what}", ratio, row.ratio)
     name, _, peer_value = peer.rpartition(": ")
     if name != row.peer:
         findings.append(Finding(place, f"peer of {row.what}", name, row.peer))
@@ -145,6 +165,22 @@ def check_row(place: str, row: Row, texts: list[str]) -> list[Finding]:
     label = f"peer's value of {row.what}"
     findings += check_value(place, label, peer_value, row.peer_value, row.unit)
     return findings
+
+
+def check_ratio(
+    place: str, label: str, text: str, ratio: Ratio | None
+) -> list[Finding]:
+    """Checks a printed ratio: its median, the least and the most."""
+    if ratio is None:
+        if text == NOT_MEASURED:
+            return []
+        return [Finding(place, label, text, NOT_MEASURED)]
+    figures = ratio.median, ratio.least, ratio.most
+    match = RATIO.fullmatch(text)
+    if match and all(map(_is_close, match.groups(), figures)):
+        return []
+    computed = "{:.3g} ({:.3g} to {:.3g})".format(*figures)
+    return [Finding(place, label, text, computed)]
 
 
 def check_value(

@@ -25,35 +25,65 @@ from pathlib import Path
 from finding import Finding
 
 REGISTER = "tools/prose_numbers.tsv"
-FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-BLOCK = re.compile(r"<!-- (benchmarks|commands) -->.*?<!-- /\1 -->", re.DOTALL)
-SOURCES = r"\.csv|report\.md|RESULTS\.md|faults\.md|data/README\.md|public/README\.md"
-CITED = re.compile(rf"\]\((?:https?:|[^)]*(?:{SOURCES}))|\brules? [A-Z]\d+")
-CODE = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>")
-NUMBER = re.compile(r"(?<![\w.])[−-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?|[⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-NAMES = re.compile(
-    "|".join(
-        [
-            # formats of numbers and tables
-            r"\b(?:fp|float|int|bf|lut|LUT|MXFP)\d+\b|\bint\d+-\w+",
-            # settings and shapes
-            r"\b[TSWBK] [=≤>] \d+|(?<=\[)[^\]]*\b[TCBS]\b[^\]]*(?=\])|\b1 ?× ?1\b",
-            r"\blayers? \d+(?: and \d+)?\b|\bposition 0\b|\bfrom 0\b",
-            # notebooks and chapters
-            r"\b(?:[Nn]otebooks?|[Ee]xperiments?|[Cc]hapter) \d+(?:(?:, | and )\d+)*",
-            r"^\d\d(?:, \d+)* and \d+(?= end)|^\| \d\d, ",
-            # systems, chips, models and algorithms
-            r"\bPython \d[\d.]*(?: to \d[\d.]*)?",
-            r"\b(?:macOS|iOS|coremltools) \d[\d.]*(?: to \d+)?|\bM\d(?: Max)?(?: to M\d)?\b",
-            r"\b(?:SmolLM2|Qwen2?|Gemma|LFM|Llama|ZAYA1?|Mamba|SHA|UTF)[ -]?\d[\w.-]*(?: \d+M)?",
-            r"\bSmolLM2\b|\b\d+[BM]\b",
-            # commits ("commit 038f8a64", "table at 2efa6e1)"), the numbers of a list, headings
-            r"\bcommit \S+|\bat \w*\d\w*\b(?=\))|^ *\d+\. |^#+ .*$",
-        ]
-    )
-)
 TABLE = "table: "
 """Begins an account of a whole table, before the text of its first heading."""
+LONGEST_EXCERPT = 90
+"""Characters of a line that a finding shows."""
+
+# --- parts of a page that are no prose
+
+FENCED_CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+TABLE_OF_A_TOOL = re.compile(
+    r"<!-- (benchmarks|commands) -->.*?<!-- /\1 -->", re.DOTALL
+)
+# `code`, the target of a [link](target), and <HTML>
+INLINE_CODE = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>")
+
+# --- numbers, and what accounts for them in the text itself
+
+# "94", "1,024", "−14", "2.1e-6"; or superscripts, as in 10⁹
+NUMBER = re.compile(r"(?<![\w.])[−-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?|[⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+SOURCE_FILES = (
+    r"\.csv|report\.md|RESULTS\.md|faults\.md|data/README\.md|public/README\.md"
+)
+# a link to a web page or to one of these files, or "rule K10"
+CITATION = re.compile(rf"\]\((?:https?:|[^)]*(?:{SOURCE_FILES}))|\brules? [A-Z]\d+")
+NAME_PATTERNS = (
+    # dtypes and formats: fp16, int8, LUT4, MXFP4
+    r"\b(?:fp|float|int|bf|lut|LUT|MXFP)\d+\b",
+    # presets: int8-channel
+    r"\bint\d+-\w+",
+    # settings: T = 4, S ≤ 512
+    r"\b[TSWBK] [=≤>] \d+",
+    # sizes in a shape that has a letter, between its brackets: [1, C, 1, T]
+    r"(?<=\[)[^\]]*\b[TCBS]\b[^\]]*(?=\])",
+    # convolutions: 1×1
+    r"\b1 ?× ?1\b",
+    # layers and positions: layers 3 and 4, position 0, counted from 0
+    r"\blayers? \d+(?: and \d+)?\b",
+    r"\bposition 0\b|\bfrom 0\b",
+    # notebooks: notebook 34, experiments 05, 30 and 31, chapter 2
+    r"\b(?:[Nn]otebooks?|[Ee]xperiments?|[Cc]hapter) \d+(?:(?:, | and )\d+)*",
+    # notebooks at the start of a line: "05, 30 and 31 end", "| 05, "
+    r"^\d\d(?:, \d+)* and \d+(?= end)|^\| \d\d, ",
+    # versions: Python 3.11 to 3.13, macOS 15 to 26, iOS 18, coremltools 9.0
+    r"\bPython \d[\d.]*(?: to \d[\d.]*)?",
+    r"\b(?:macOS|iOS|coremltools) \d[\d.]*(?: to \d+)?",
+    # chips: M4, M4 Max, M1 to M5
+    r"\bM\d(?: Max)?(?: to M\d)?\b",
+    # models and algorithms: SmolLM2-135M, Gemma 3 270M, SHA-256, UTF-8
+    r"\b(?:SmolLM2|Qwen2?|Gemma|LFM|Llama|ZAYA1?|Mamba|SHA|UTF)[ -]?\d[\w.-]*(?: \d+M)?",
+    r"\bSmolLM2\b",
+    # sizes of models: 8B
+    r"\b\d+[BM]\b",
+    # commits: commit 038f8a64, (the table at 2efa6e1)
+    r"\bcommit \S+|\bat \w*\d\w*\b(?=\))",
+    # the number of an item of a list; headings
+    r"^ *\d+\. |^#+ .*$",
+)
+"""Numbers that belong to a name. Where several patterns fit at one place, the first one
+decides."""
+NAME = re.compile("|".join(NAME_PATTERNS))
 
 
 @dataclass(frozen=True)
@@ -71,14 +101,17 @@ def read_register(path: Path) -> list[Account]:
     return [Account(*line.split("\t")) for line in lines if line and line[0] != "#"]
 
 
-def numbers(line: str) -> list[str]:
+def find_numbers(line: str) -> list[str]:
     """The numbers of a line of prose that belong to no name."""
-    return NUMBER.findall(NAMES.sub(" ", CODE.sub(" ", line)))
+    without_code = INLINE_CODE.sub(" ", line)
+    without_names = NAME.sub(" ", without_code)
+    return NUMBER.findall(without_names)
 
 
-def prose(text: str) -> list[str]:
+def prose_lines(text: str) -> list[str]:
     """The lines of a page outside code and the tables that tools write."""
-    return FENCE.sub("", BLOCK.sub("", text)).splitlines()
+    without_tables = TABLE_OF_A_TOOL.sub("", text)
+    return FENCED_CODE.sub("", without_tables).splitlines()
 
 
 def check_prose(project: Path) -> list[Finding]:
@@ -101,80 +134,134 @@ def check_page(page: str, text: str, accounts: list[Account]) -> list[Finding]:
     lacks.
 
     Args:
+        page: its path in the project.
         accounts: those of the page.
     """
-    findings, used, heading = [], set(), ""
-    for line in prose(text):
-        is_row = line.startswith("|")
-        if not is_row:
-            heading = ""
-        elif not heading:
-            heading = TABLE + line.strip("| ").split(" | ")[0]
-        rest = line
-        for account in accounts:
-            if is_row and account.text == heading:
-                used.add(account)
-                rest = ""
-            elif account.text in line:
-                used.add(account)
-                rest = rest.replace(account.text, " ")
-        unknown = [] if CITED.search(line) else numbers(rest)
+    findings = []
+    used_accounts = set()
+    table_key = ""  # that of the table around the line; "" outside tables
+    for line in prose_lines(text):
+        if not line.startswith("|"):
+            table_key = ""
+        elif not table_key:
+            table_key = key_of_table(line)
+        line_accounts = [
+            account for account in accounts if is_about(account, line, table_key)
+        ]
+        used_accounts.update(line_accounts)
+        unknown = unknown_numbers(line, line_accounts)
         if unknown:
-            excerpt = line if len(line) < 90 else f"{line[:87]}..."
             needed = "a test, a source or a table"
-            findings.append(Finding(page, excerpt, ", ".join(unknown), needed))
+            findings.append(Finding(page, shorten(line), ", ".join(unknown), needed))
     for account in accounts:
-        if account not in used:
+        if account not in used_accounts:
             findings.append(Finding(page, account.text, "not on the page", REGISTER))
     return findings
+
+
+def key_of_table(header_row: str) -> str:
+    """The text of the account of a whole table, from its row of headings."""
+    first_heading = header_row.strip("| ").split(" | ")[0]
+    return TABLE + first_heading
+
+
+def is_about(account: Account, line: str, table_key: str) -> bool:
+    """Whether an account is of the table that a line is in, or of a piece of the line."""
+    return account.text == table_key or account.text in line
+
+
+def unknown_numbers(line: str, accounts: list[Account]) -> list[str]:
+    """The numbers of a line that neither a citation nor an account explains.
+
+    Args:
+        accounts: those that are about the line.
+    """
+    if CITATION.search(line):
+        return []
+    rest = line
+    for account in accounts:
+        if account.text.startswith(TABLE):
+            return []
+        rest = rest.replace(account.text, " ")
+    return find_numbers(rest)
+
+
+def shorten(line: str) -> str:
+    """The line, cut to `LONGEST_EXCERPT` characters."""
+    return line if len(line) < LONGEST_EXCERPT else f"{line[: LONGEST_EXCERPT - 3]}..."
 
 
 def check_source(project: Path, account: Account) -> list[Finding]:
     """Checks that the test or the constant of an account exists, and that the constant has the
     value in the account's text."""
-    place, label, source = account.page, account.text, account.source
-    if source.startswith("stated: "):
+    if account.source.startswith("stated: "):
         return []
-    if "::" in source:
-        file, _, name = source.partition("::")
-        path = project / file
-        definition = rf"^def {name}\("
-        if path.exists() and re.search(definition, path.read_text(), re.MULTILINE):
-            return []
-        return [Finding(place, label, source, "no such test")]
-    module, _, name = source.partition(":")
-    value = constant(project / f"{module.replace('.', '/')}.py", name)
+    if "::" in account.source:
+        return check_test(project, account)
+    return check_constant(project, account)
+
+
+def check_test(project: Path, account: Account) -> list[Finding]:
+    """Checks that the test FILE::TEST of an account exists."""
+    file, _, name = account.source.partition("::")
+    path = project / file
+    definition = rf"^def {name}\("
+    if path.exists() and re.search(definition, path.read_text(), re.MULTILINE):
+        return []
+    return [Finding(account.page, account.text, account.source, "no such test")]
+
+
+def check_constant(project: Path, account: Account) -> list[Finding]:
+    """Checks that the constant MODULE:NAME of an account exists, and that the account's text
+    has its value; a minus sign may be left out."""
+    module, _, name = account.source.partition(":")
+    path = project / f"{module.replace('.', '/')}.py"
+    value = read_constant(path, name)
     if value is None:
-        return [Finding(place, label, source, "no such constant")]
-    printed = [
-        text.replace(",", "").replace("−", "-") for text in NUMBER.findall(account.text)
-    ]
-    if not {value, abs(value)} & set(map(_number, printed)):
-        return [Finding(place, label, ", ".join(printed), f"{value:g}")]
+        problem = "no such constant"
+        return [Finding(account.page, account.text, account.source, problem)]
+    printed = []
+    for text in NUMBER.findall(account.text):
+        printed.append(text.replace(",", "").replace("−", "-"))
+    printed_values = {parse_number(text) for text in printed}
+    if printed_values.isdisjoint({value, abs(value)}):
+        return [Finding(account.page, account.text, ", ".join(printed), f"{value:g}")]
     return []
 
 
-def constant(path: Path, name: str) -> float | None:
+def read_constant(path: Path, name: str) -> float | None:
     """The number that a module assigns to a name, at its top or in a class; None if it assigns
     none."""
     if not path.exists():
         return None
     for node in ast.walk(ast.parse(path.read_text())):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        if any(
-            isinstance(target, ast.Name) and target.id == name for target in targets
-        ):
-            try:
-                value = eval(ast.unparse(node.value), {"__builtins__": {}})
-            except Exception:
-                return None
-            return float(value) if isinstance(value, (int, float)) else None
+        if name in assigned_names(node):
+            return evaluate(node.value)
     return None
 
 
-def _number(text: str) -> float:
+def assigned_names(node: ast.AST) -> list[str]:
+    """The names that a statement assigns a value to: a = b = 1, or a: int = 1."""
+    targets = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def evaluate(expression: ast.expr | None) -> float | None:
+    """The number that an expression such as 2.0**-11 computes without any name; None for
+    another expression."""
+    try:
+        value = eval(ast.unparse(expression), {"__builtins__": {}})
+    except Exception:  # the expression may be anything that a module can assign
+        return None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def parse_number(text: str) -> float:
+    """The value of a printed number; NaN for superscripts, which are no value alone."""
     try:
         return float(text)
     except ValueError:

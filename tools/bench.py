@@ -33,7 +33,7 @@ import torch
 from cyclopts import run
 
 import workbench
-from workbench import log, sweep
+from workbench import Bundle, log, sweep
 from workbench.ane.memory import peak_rss
 from workbench.check import evaluate
 from workbench.check.text import default_ids
@@ -69,7 +69,7 @@ PROMPT_TOKENS = 448
 CALLS = (1, 4, 64)  # tokens of a call of a prompt
 RUN_PRESETS = ("int8-channel", "int8-tensor", "int4-block32", "fp16")
 TEXT_TOKENS = 1024
-STEPS = 8  # timed steps of one sample, which is their tokens over their time
+STEPS = 8  # timed calls of one token in a sample, which is their number over their time
 # preset → llama.cpp's type of weights of about as many bytes
 ALIKE = {
     "fp16": "F16",
@@ -79,6 +79,7 @@ ALIKE = {
 }
 # preset → Hugging Face's dtype beside it: that of the checkpoint, or of the stored weights
 DTYPES = {"int8-channel": "bfloat16", "fp16": "float16"}
+IGNORED_LABEL = -100  # transformers computes no loss of such a label
 NO_LLAMA_CPP = "llama_cpp cannot be imported"
 # the measurements behind the README's table: command → its options
 PUBLISHED_RUNS = {
@@ -91,8 +92,11 @@ PUBLISHED_RUNS = {
     "log": ["--runs", "2000"],
     "cell": [],
 }
-TOKEN = 7
+TOKEN = 7  # the id of every token that is decoded; times do not depend on it
 Step = Callable[[], object]
+"""What is timed."""
+Sampler = Callable[[], float]
+"""Measures one sample of a series."""
 
 
 class Contestant(NamedTuple):
@@ -105,16 +109,18 @@ class Contestant(NamedTuple):
 
 
 def seconds(step: Step) -> float:
+    """The seconds of one call by the clock."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
-def take_turns(samplers: dict[str, Callable], rounds: int, unit: str) -> list[Series]:
+def take_turns(samplers: dict[str, Sampler], rounds: int, unit: str) -> list[Series]:
     """Calls every sampler once in each round. Returns a series for each."""
     samples = {name: [] for name in samplers}
-    for name in list(samplers) * rounds:
-        samples[name].append(samplers[name]())
+    for _ in range(rounds):
+        for name, sample in samplers.items():
+            samples[name].append(sample())
     return [Series(name, unit, values) for name, values in samples.items()]
 
 
@@ -204,11 +210,17 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
 
 
 def contestants(
-    bundles: dict, source: Path, calls: tuple = (None,)
+    bundles: dict[str, Bundle], source: Path, calls: tuple[int | None, ...] = (None,)
 ) -> dict[str, Contestant | None]:
     """The contestants by name: every bundle, once for each number of tokens a call in `calls`;
     Hugging Face's model in three dtypes; and llama.cpp, None where it cannot be imported. The last
-    two read a prompt in one call."""
+    two read a prompt in one call.
+
+    Args:
+        bundles: preset → bundle, all of one checkpoint.
+        source: the checkpoint's folder.
+        calls: None: as many tokens as a call can have.
+    """
     peers = {}
     for name, bundle in bundles.items():
         decoder = workbench.Decoder(bundle, "portable", fast=True)
@@ -219,7 +231,8 @@ def contestants(
     for dtype in ("float32", "float16", "bfloat16"):
         peers[f"HF {dtype}"] = hugging_face(source, dtype, S)
     is_installed = find_spec("llama_cpp") and find_spec("gguf")
-    for kind in sorted({ALIKE[name] for name in bundles if name in ALIKE}):
+    kinds = {ALIKE[name] for name in bundles if name in ALIKE}
+    for kind in sorted(kinds):
         peer = llama_cpp(source, kind, S) if is_installed else None
         peers[f"llama.cpp {kind}"] = peer
     return peers
@@ -244,26 +257,32 @@ def prompt_rate(contestant: Contestant) -> float:
 
 
 def measure_rates(
-    peers: dict[str, Contestant | None], rate: Callable, rounds: int, suffix: str = ""
+    peers: dict[str, Contestant | None],
+    rate: Callable[[Contestant], float],
+    rounds: int,
+    suffix: str = "",
 ) -> list[Series]:
     """tok/s of every contestant, whose names get the suffix."""
-    samplers = {
-        f"{name}{suffix}": partial(rate, contestant)
-        for name, contestant in peers.items()
-        if contestant
-    }
+    samplers, missing = {}, []
+    for peer, contestant in peers.items():
+        name = f"{peer}{suffix}"
+        if contestant:
+            samplers[name] = partial(rate, contestant)
+        else:
+            missing.append(Series(name, "tok/s", None, NO_LLAMA_CPP))
     for sample in samplers.values():
         sample()  # compiles kernels and fills caches
-    missing = [
-        Series(f"{name}{suffix}", "tok/s", None, NO_LLAMA_CPP)
-        for name, contestant in peers.items()
-        if not contestant
-    ]
     return take_turns(samplers, rounds, "tok/s") + missing
 
 
 def preset_comparisons(what: str, names: list[str], suffix: str) -> list[Comparison]:
-    """Each preset beside llama.cpp's type of as many bytes, and beside Hugging Face's model."""
+    """Each preset beside llama.cpp's type of as many bytes, and beside Hugging Face's model.
+
+    Args:
+        what: what was measured, with {} for the preset.
+        names: of presets.
+        suffix: follows the preset in the name of its series.
+    """
     comparisons = []
     for name in names:
         peers = []
@@ -277,7 +296,7 @@ def preset_comparisons(what: str, names: list[str], suffix: str) -> list[Compari
 
 
 def measure_decode(
-    bundles: dict, source: Path, rounds: int, depths: tuple = DEPTHS
+    bundles: dict[str, Bundle], source: Path, rounds: int, depths: tuple = DEPTHS
 ) -> Measurement:
     """tok/s of calls of one token, beside llama.cpp and Hugging Face."""
     peers = contestants(bundles, source)
@@ -286,13 +305,14 @@ def measure_decode(
         suffix = f" at {depth}"
         series += measure_rates(peers, partial(decode_rate, depth), rounds, suffix)
         what = f"decode, {{}}, {depth} tokens in the cache"
-        for compared in preset_comparisons(what, list(bundles), suffix):
-            comparisons.append(replace(compared, peer=compared.peer + suffix))
+        for comparison in preset_comparisons(what, list(bundles), suffix):
+            # the peers were measured at this depth, too
+            comparisons.append(replace(comparison, peer=comparison.peer + suffix))
     return Measurement(series, comparisons)
 
 
 def measure_prompt(
-    bundles: dict, source: Path, rounds: int, calls: tuple = CALLS
+    bundles: dict[str, Bundle], source: Path, rounds: int, calls: tuple = CALLS
 ) -> Measurement:
     """tok/s of a prompt. The peers read it in one call."""
     series = measure_rates(contestants(bundles, source, calls), prompt_rate, rounds)
@@ -306,16 +326,17 @@ def measure_export(
 ) -> Measurement:
     """Whole exports, each in a process of its own, beside coremltools' conversion of the same
     shards, and their peak of resident memory."""
-    plain, exports = [], []
+    plain: list[float] = []
+    exports: list[ExportRun] = []
     for _ in range(rounds):
         plain.append(run_in_process(plain_seconds, source, compress))
         exports.append(run_in_process(export_once, source, folder, compress))
-    export, resident = map(list, zip(*exports))
     peer = "coremltools, one shard of each kind × their number"
+    peaks = [export.peak_rss_bytes for export in exports]
     series = [
-        Series("export", "s", export),
+        Series("export", "s", [export.seconds for export in exports]),
         Series(peer, "s", plain),
-        Series("peak of resident memory", "bytes", resident),
+        Series("peak of resident memory", "bytes", peaks),
     ]
     return Measurement(series, [Comparison(f"export, {compress}", "export", peer)])
 
@@ -327,7 +348,6 @@ def plain_seconds(source: Path, compress: str) -> float:
     whole = checkpoints.Checkpoint(source)
     plan = workbench.exporter.read_plan(whole, export_options)
     specs = list(shards.specs(plan, export_options))
-    kinds, total = Counter(spec.kind for spec in specs), 0
 
     def convert(spec: shards.Spec) -> None:
         sources = weights.weight_sources(spec, whole, plan, export_options)
@@ -339,22 +359,33 @@ def plain_seconds(source: Path, compress: str) -> float:
             model = template.to_program(module, spec, export_options, sources)
             model.save(f"{folder}/shard.mlpackage")
 
-    for spec in {spec.kind: spec for spec in specs}.values():
+    count_of_kind = Counter(spec.kind for spec in specs)
+    spec_of_kind = {spec.kind: spec for spec in specs}
+    total = 0.0
+    for kind, spec in spec_of_kind.items():
         convert(spec)
-        total += kinds[spec.kind] * seconds(partial(convert, spec))
+        total += count_of_kind[kind] * seconds(partial(convert, spec))
     return total
 
 
-def export_once(source: Path, target: Path, compress: str) -> tuple[float, int]:
-    """Seconds of a process's first export, and the peak of resident bytes."""
+@dataclass(frozen=True)
+class ExportRun:
+    """The seconds of a process's first export, and its peak of resident bytes."""
+
+    seconds: float
+    peak_rss_bytes: int | None
+
+
+def export_once(source: Path, target: Path, compress: str) -> ExportRun:
+    """Exports a checkpoint, and removes the bundle."""
     export = partial(workbench.exporter.export, source, target, compress=compress)
     try:
-        return seconds(export), peak_rss()
+        return ExportRun(seconds(export), peak_rss())
     finally:
         shutil.rmtree(target)
 
 
-def forward_seconds(path: Path, ids: list[int]) -> Callable[[], float]:
+def make_forward_sampler(path: Path, ids: list[int]) -> Sampler:
     """A sampler of a *pass*: the seconds of Hugging Face's eager forward in fp32 over the tokens,
     the median of five."""
     from transformers import AutoModelForCausalLM
@@ -372,7 +403,7 @@ def forward_seconds(path: Path, ids: list[int]) -> Callable[[], float]:
 
 
 def measure_validate(
-    bundle, path: Path, ids: list[int], rounds: int, label: str
+    bundle: Bundle, path: Path, ids: list[int], rounds: int, label: str
 ) -> Measurement:
     """A first validation with the checkpoint, which makes the golden and runs and stores the bug
     gates, and a validation against a golden, which reads them, beside a pass of Hugging Face's
@@ -391,7 +422,7 @@ def measure_validate(
     samplers = {
         "first validation with checkpoint": partial(seconds, validate_first),
         "validation against a golden": partial(seconds, read_gates),
-        peer: forward_seconds(path, ids),
+        peer: make_forward_sampler(path, ids),
     }
     what = f"{{}}, {label}, {len(ids)} tokens"
     names = list(samplers)[:2]
@@ -404,22 +435,25 @@ def documented_loop(model, ids: list[int], window: int, stride: int) -> float:
     tokens, one every `stride`, every token scored once, in fp32.
 
     Source: https://huggingface.co/docs/transformers/perplexity"""
-    total, scored, previous_end = 0.0, 0, 0
+    total, scored = 0.0, 0  # nats, and tokens with a loss
+    previous_end = 0
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
         inputs = torch.tensor([ids[begin:end]])
         labels = inputs.clone()
-        labels[:, : -(end - previous_end)] = -100
-        count = int((labels[:, 1:] != -100).sum())
+        labels[:, : -(end - previous_end)] = IGNORED_LABEL
+        # a token's label is its successor, so that the first label of a window has no loss
+        count = int((labels[:, 1:] != IGNORED_LABEL).sum())
         total += float(model(inputs, labels=labels).loss) * count
-        scored, previous_end = scored + count, end
+        scored += count
+        previous_end = end
         if end == len(ids):
             break
     return total / scored
 
 
 def measure_evaluate(
-    bundle, path: Path, ids: list[int], rounds: int, label: str
+    bundle: Bundle, path: Path, ids: list[int], rounds: int, label: str
 ) -> Measurement:
     """tok/s of `evaluate`, with and without the checkpoint, beside Hugging Face's own loop over the
     same windows."""
@@ -545,35 +579,56 @@ class BenchOptions:
 
 
 def measure(what: str, options: BenchOptions, folder: Path) -> Measurement:
-    """Runs a measurement."""
-    compress, rounds = options.compress, options.rounds
+    """Runs a measurement.
+
+    Args:
+        what: the command, see the module.
+        folder: for checkpoints, bundles and what a measurement writes.
+
+    Raises:
+        InputError: the real model is missing.
+    """
     if what in ("log", "cell"):
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            root = Path(name)
             if what == "log":
-                return measure_log(root, rounds, options.runs)
-            return measure_cell(root, rounds)
+                return measure_log(Path(name), options.rounds, options.runs)
+            return measure_cell(Path(name), options.rounds)
     path = options.checkpoint(folder)
-    source = checkpoints.Checkpoint(path)
-    export = partial(workbench.exporter.bundle_for, source, folder=folder)
     torch.set_num_threads(os.cpu_count())
     if what == "export":
-        return measure_export(path, folder / "export", compress, rounds)
+        return measure_export(path, folder / "export", options.compress, options.rounds)
+    if what in ("validate", "evaluate"):
+        return measure_checks(what, options, path, folder)
+    return measure_speed(what, options, path, folder)
+
+
+def measure_checks(
+    what: str, options: BenchOptions, path: Path, folder: Path
+) -> Measurement:
+    """Runs the measurement `validate` or `evaluate` of one bundle of a checkpoint."""
+    source = checkpoints.Checkpoint(path)
+    rounds, label = options.rounds, options.label
+    max_seq_len = 128 if what == "validate" else 512
+    bundle_options = make_options(max_seq_len=max_seq_len, compress=options.compress)
+    bundle = workbench.exporter.bundle_for(source, bundle_options, folder=folder)
     if what == "validate":
-        bundle = export(make_options(max_seq_len=128, compress=compress))
-        ids = default_ids(source)
-        return measure_validate(bundle, path, ids, rounds, options.label)
-    if what == "evaluate":
-        bundle = export(make_options(max_seq_len=512, compress=compress))
-        ids = text_ids(source, TEXT_TOKENS)
-        return measure_evaluate(bundle, path, ids, rounds, options.label)
-    bundles = {
-        name: export(make_options(compress=name, max_seq_len=512, tokens="1-64"))
-        for name in options.presets
-    }
+        return measure_validate(bundle, path, default_ids(source), rounds, label)
+    return measure_evaluate(bundle, path, text_ids(source, TEXT_TOKENS), rounds, label)
+
+
+def measure_speed(
+    what: str, options: BenchOptions, path: Path, folder: Path
+) -> Measurement:
+    """Runs the measurement `decode` or `prompt` of a bundle in each preset."""
+    source = checkpoints.Checkpoint(path)
+    bundles = {}
+    for preset in options.presets:
+        bundle_options = make_options(compress=preset, max_seq_len=512, tokens="1-64")
+        bundle = workbench.exporter.bundle_for(source, bundle_options, folder=folder)
+        bundles[preset] = bundle
     if what == "decode":
-        return measure_decode(bundles, path, rounds, options.depths)
-    return measure_prompt(bundles, path, rounds, options.calls)
+        return measure_decode(bundles, path, options.rounds, options.depths)
+    return measure_prompt(bundles, path, options.rounds, options.calls)
 
 
 def run_all(out: Path, folder: Path) -> None:

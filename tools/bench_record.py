@@ -61,6 +61,7 @@ class Measurement:
     comparisons: list[Comparison]
 
     def named(self, name: str) -> Series:
+        """The series of this name."""
         (series,) = [series for series in self.series if series.name == name]
         return series
 
@@ -75,10 +76,9 @@ class Measurement:
             ratios = [value / peer_value for value, peer_value in pairs]
         else:
             ratios = [peer_value / value for value, peer_value in pairs]
-        figures = map(
-            format_number, (statistics.median(ratios), min(ratios), max(ratios))
-        )
-        return "{} ({} to {})".format(*figures)
+        median = format_number(statistics.median(ratios))
+        least, most = format_number(min(ratios)), format_number(max(ratios))
+        return f"{median} ({least} to {most})"
 
     def lines(self) -> list[str]:
         """The ratios, then the medians, for a reader."""
@@ -92,7 +92,12 @@ class Measurement:
         return lines
 
     def save(self, folder: Path, command: str, options: dict, columns: dict) -> Path:
-        """Writes COMMAND.json with the options and the columns of the machine."""
+        """Writes COMMAND.json.
+
+        Args:
+            options: of the measurement.
+            columns: of the machine, from `machine.environment` and `machine.disturbance`.
+        """
         names = "machine software versions commit load_start load_end steal"
         document = {
             "command": command,

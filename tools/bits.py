@@ -66,7 +66,8 @@ RULES = {
 
 @dataclass(frozen=True)
 class Score:
-    """The figures of one set of weights on a text; lists have a number for each window.
+    """The figures of one set of weights on a text, beside the checkpoint's weights. Lists have a
+    number for each window, except for `largest_kl`.
 
     Args:
         sha256: of the text's file.
@@ -93,20 +94,23 @@ class Score:
 
     @property
     def ratio(self) -> float:
-        """Perplexity over that with the checkpoint's weights."""
-        return float(np.exp((sum(self.nll) - sum(self.golden_nll)) / self.tokens))
+        """Perplexity over that with the checkpoint's weights. A perplexity is the exponential
+        of the mean nats of a token."""
+        gain = (sum(self.nll) - sum(self.golden_nll)) / self.tokens
+        return float(np.exp(gain))
 
     @property
     def mean_kl(self) -> float:
+        """Nats of a token."""
         return sum(self.kl) / self.tokens
 
     @property
     def kl_99(self) -> float:
         """The 99% quantile of the KL, interpolated between tokens."""
         place = 0.01 * (self.tokens - 1)  # from the largest
-        low, high = int(place), int(place) + 1
-        pair = self.largest_kl[low], self.largest_kl[high]
-        return pair[0] + (place - low) * (pair[1] - pair[0])
+        before = int(place)
+        larger, smaller = self.largest_kl[before : before + 2]
+        return larger + (place - before) * (smaller - larger)
 
     @property
     def same_top_share(self) -> float:
@@ -115,7 +119,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Windows:
-    """A text as windows of token ids [windows, window]."""
+    """A text as windows of token ids [windows, window], and the SHA-256 of its file."""
 
     name: str
     sha256: str
@@ -210,13 +214,14 @@ def score_window(ids: np.ndarray, golden: Head, compressed: Head) -> WindowScore
     same_top, kl_of_tokens = 0, []
     for start in range(0, len(targets), SCORED):
         part = slice(start, min(start + SCORED, len(targets)))
-        p, q = golden.log_p(part), compressed.log_p(part)
-        kl_of_part = (p.exp() * (p - q)).sum(-1).double()
+        log_p, log_q = golden.log_p(part), compressed.log_p(part)
+        # KL(p ‖ q) = Σ p · (log p − log q), over the vocabulary
+        kl_of_part = (log_p.exp() * (log_p - log_q)).sum(-1).double()
         kl_of_tokens.append(kl_of_part)
-        nll += nats_of(targets[part], q)
-        golden_nll += nats_of(targets[part], p)
+        nll += nats_of(targets[part], log_q)
+        golden_nll += nats_of(targets[part], log_p)
         kl += float(kl_of_part.sum())
-        same_top += int((p.argmax(-1) == q.argmax(-1)).sum())
+        same_top += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
     return WindowScore(nll, golden_nll, kl, same_top, torch.cat(kl_of_tokens))
 
 
@@ -246,36 +251,63 @@ def measure(
         seed: of the calibration's windows; None: without a text.
     """
     name = row_name(preset, seed)
-    bundle = WORK / f"{source.name}-{name}"
-    shutil.rmtree(bundle, ignore_errors=True)
-    is_resumed = bundle.with_name(f".{bundle.name}.calibration").exists()
-    command = [sys.executable, "-m", "workbench.cli", "export", source.path, bundle]
+    folder = WORK / f"{source.name}-{name}"
+    export = run_export(source, preset, seed, folder)
+    bundle = Bundle.open(folder)
+    for text in texts:
+        for ids in text.ids:
+            check_held_out(bundle, ids)
+    row = {
+        "preset": preset,
+        "seed": seed,
+        "bits": bits_of_bundle(source, bundle),
+        "bytes": bundle.bytes,
+        # an export that continued an interrupted one did only a part of the work
+        "export_seconds": None if export.is_resumed else export.seconds,
+        "export_cpu_seconds": None if export.is_resumed else export.cpu_seconds,
+        "peak_rss_bytes": None if export.is_resumed else export.peak_rss_bytes,
+    }
+    if bundle.manifest.calibration:
+        record = bundle.manifest.calibration.model_dump(exclude={"file"})
+        row["calibration"] = record
+    write_row(source, name, row, stored_weights(source, bundle), texts)
+    shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class ExportRun:
+    """An export in a process of its own.
+
+    Args:
+        is_resumed: whether it continued the calibration of an interrupted export.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    peak_rss_bytes: int | None
+    is_resumed: bool
+
+
+def run_export(
+    source: Checkpoint, preset: str, seed: int | None, folder: Path
+) -> ExportRun:
+    """Exports a preset into a folder, see `measure`.
+
+    Raises:
+        subprocess.CalledProcessError: the export fails.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    is_resumed = folder.with_name(f".{folder.name}.calibration").exists()
+    command = [sys.executable, "-m", "workbench.cli", "export", source.path, folder]
     command += ["--compress", preset, "--max-seq-len", "256", "--json"]
     if seed is not None:
         command += ["--calibrate", CALIBRATION, "--seed", str(seed)]
     cpu_start = cpu_seconds_of_children()
     output = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True)
     cpu_seconds = cpu_seconds_of_children() - cpu_start
-    exported = json.loads(output.stdout)
-    opened = Bundle.open(bundle)
-    for text in texts:
-        for ids in text.ids:
-            check_held_out(opened, ids)
-    row = {
-        "preset": preset,
-        "seed": seed,
-        "bits": bits_of_bundle(source, opened),
-        "bytes": opened.bytes,
-        # an export that continued an interrupted one did a part of the work alone
-        "export_seconds": None if is_resumed else exported["seconds"],
-        "export_cpu_seconds": None if is_resumed else cpu_seconds,
-        "peak_rss_bytes": None if is_resumed else exported["peak_rss_bytes"],
-    }
-    if opened.manifest.calibration:
-        record = opened.manifest.calibration.model_dump(exclude={"file"})
-        row["calibration"] = record
-    write_row(source, name, row, stored_weights(source, opened), texts)
-    shutil.rmtree(bundle)
+    printed = json.loads(output.stdout)
+    seconds, peak_rss_bytes = printed["seconds"], printed["peak_rss_bytes"]
+    return ExportRun(seconds, cpu_seconds, peak_rss_bytes, is_resumed)
 
 
 def write_row(
@@ -318,7 +350,9 @@ def rounded(value):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
-    return [*map(rounded, value)] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return value
 
 
 def bits_of_bundle(source: Checkpoint, bundle: Bundle) -> float:
@@ -327,10 +361,11 @@ def bits_of_bundle(source: Checkpoint, bundle: Bundle) -> float:
     stored = sum(file.bytes for file in files if file.path.endswith("weight.bin"))
     count = 0
     for shard in bundle.manifest.shards:
-        rows = slice(*shard.rows) if shard.rows[1] else None
+        # a slice of the head has some of its rows; (0, 0): the shard has none of the head
+        head_rows = slice(*shard.rows) if shard.rows[1] else None
         for tensor in shard.weights:
-            sizes = source.shape(tensor, rows if tensor == source.head else None)
-            count += int(np.prod(sizes))
+            rows = head_rows if tensor == source.head else None
+            count += int(np.prod(source.shape(tensor, rows)))
     return 8 * stored / count
 
 
@@ -365,12 +400,13 @@ def is_current(path: Path, texts: list[Windows], checkpoint: str) -> bool:
     if not path.is_file():
         return False
     row = json.loads(path.read_text())
+    # text → SHA-256, number of windows, tokens of a window
     measured = {
         name: (score["sha256"], len(score["scored"]), score["window"])
         for name, score in row["texts"].items()
     }
-    needed = {text.name: (text.sha256, *text.ids.shape) for text in texts}
-    return row["checkpoint"]["sha256"] == checkpoint and measured == needed
+    required = {text.name: (text.sha256, *text.ids.shape) for text in texts}
+    return row["checkpoint"]["sha256"] == checkpoint and measured == required
 
 
 def table(folder: Path = ROWS) -> list[str]:
@@ -427,22 +463,25 @@ def place_in_table(row: dict) -> tuple[int, str, bool]:
 def text_cell(rows: list[dict], text: str) -> str:
     """Perplexity ratio, mean KL, 99% of the KL and same top of one text."""
     scores = [Score(**row["texts"][text]) for row in rows if text in row["texts"]]
-    figures = {"ratio": "{:.3f}", "mean_kl": "{:.4f}", "kl_99": "{:.3f}"}
-    figures |= {"same_top_share": "{:.3f}"}
-    parts = [
-        spread([getattr(score, name) for score in scores], form)
-        for name, form in figures.items()
+    if not scores:
+        return NOT_MEASURED
+    figures = [
+        spread([score.ratio for score in scores], "{:.3f}"),
+        spread([score.mean_kl for score in scores], "{:.4f}"),
+        spread([score.kl_99 for score in scores], "{:.3f}"),
+        spread([score.same_top_share for score in scores], "{:.3f}"),
     ]
-    return NOT_MEASURED if NOT_MEASURED in parts else " / ".join(parts)
+    return " / ".join(figures)
 
 
 def megabytes(row: dict) -> float | None:
+    """The peak of resident memory of an export in 10⁶ bytes; None: not measured."""
     peak = row.get("peak_rss_bytes")
     return None if peak is None else peak / 1e6
 
 
 def spread(values: list[float | None], form: str) -> str:
-    """The value, or the least and the largest of several."""
+    """The value, or the least and the largest of several, in a format such as "{:.0f} MB"."""
     values = [value for value in values if value is not None]
     if not values:
         return NOT_MEASURED
@@ -465,7 +504,8 @@ def presets_table() -> list[str]:
     for preset in PRESETS.values():
         bits = preset.stored_bits
         if preset.group:
-            bits = f"{bits}, plus {2**preset.bits * 16} for each table of {preset.group} rows"
+            table_bits = 2**preset.bits * 16  # entries in fp16
+            bits = f"{bits}, plus {table_bits} for each table of {preset.group} rows"
         first = streams["from_generation"].get(stored_format(preset))
         chips = "every chip" if first == 1 else f"M{first} and later"
         rule_ids = RULES.get(preset.name, [])
@@ -486,21 +526,24 @@ def write_page(page: Path = PAGE, folder: Path = ROWS) -> None:
     replace_block(page, "presets", [*presets_table(), "", *table(folder)])
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    for action in ("measure", "gguf"):
-        options = actions.add_parser(action)
-        options.add_argument("checkpoint", type=Path)
-        options.add_argument("--text", action="append", default=[], help="NAME=FILE")
-        options.add_argument("--windows", type=int, default=WINDOWS)
-        if action == "gguf":
-            options.add_argument("files", nargs="+", help="NAME=FILE.gguf")
-        else:
-            options.add_argument("--preset", nargs="+", default=[*PRESETS])
-            options.add_argument("--seed", nargs="*", type=int, default=[0])
+    measuring, gguf = actions.add_parser("measure"), actions.add_parser("gguf")
+    for action in (measuring, gguf):
+        action.add_argument("checkpoint", type=Path)
+        action.add_argument("--text", action="append", default=[], help="NAME=FILE")
+        action.add_argument("--windows", type=int, default=WINDOWS)
+    measuring.add_argument("--preset", nargs="+", default=[*PRESETS])
+    measuring.add_argument("--seed", nargs="*", type=int, default=[0])
+    gguf.add_argument("files", nargs="+", help="NAME=FILE.gguf")
     actions.add_parser("table")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     if arguments.action == "table":
         write_page()
         return
@@ -509,30 +552,29 @@ def main() -> None:
     if arguments.action == "gguf":
         for file in arguments.files:
             name = f"llama.cpp-{file.partition('=')[0]}"
-            complete_row(
-                source, name, texts, partial(measure_gguf, source, file, texts)
-            )
+            measure_row = partial(measure_gguf, source, file, texts)
+            complete_row(source, name, texts, measure_row)
         return
     for seed in (None, *arguments.seed):
         for preset in map(find_preset, arguments.preset):
             if preset.bits == 16 and seed is not None:
-                continue
+                continue  # fp16 has nothing to calibrate
             if preset.needs_calibration and seed is None:
                 continue
             name = row_name(preset.name, seed)
-            work = partial(measure, source, preset.name, seed, texts)
-            complete_row(source, name, texts, work)
+            measure_row = partial(measure, source, preset.name, seed, texts)
+            complete_row(source, name, texts, measure_row)
 
 
 def complete_row(
-    source: Checkpoint, name: str, texts: list[Windows], work: Callable[[], None]
+    source: Checkpoint, name: str, texts: list[Windows], measure_row: Callable[[], None]
 ) -> None:
-    """Calls `work`, which writes a row, unless the row was measured on these texts; prints
+    """Calls `measure_row`, which writes a row, unless the row was measured on these texts; prints
     the row's file and the seconds."""
     start = time.monotonic()
     path = row_path(source, name)
     if not is_current(path, texts, source.sha256):
-        work()
+        measure_row()
     print(f"{path.relative_to(ROOT)}  {time.monotonic() - start:.0f} s", flush=True)
 
 

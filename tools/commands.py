@@ -13,7 +13,6 @@ replace the earlier ones of the same commands. Times are those of one run: measu
 machine."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench_record import conditions
+from children import cpu_seconds_of_children
 from cyclopts import run
 from page_blocks import replace_block
 
@@ -95,8 +95,14 @@ COMMANDS = [
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: seconds by the clock and of all its processors, and the bytes that the
-    command added to the folder in which it ran."""
+    """One measurement.
+
+    Args:
+        command: the `words` of a command of the table.
+        seconds: by the clock.
+        cpu_seconds: of all its processors.
+        bytes: added to the folder in which it ran.
+    """
 
     command: str
     seconds: float
@@ -110,33 +116,37 @@ def bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
-def measure_command(words: list[str], folder: Path) -> Row:
+def measure_command(words: list[str], folder: Path, command: str = "") -> Row:
     """Runs a command in a folder.
+
+    Args:
+        words: the program and its arguments.
+        command: the command as the table has it.
 
     Raises:
         SystemExit: the command did not end with a result; its output is printed.
     """
-    before, start, times = bytes_below(folder), time.monotonic(), os.times()
+    bytes_before = bytes_below(folder)
+    cpu_start, start = cpu_seconds_of_children(), time.monotonic()
     result = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-    seconds, after = time.monotonic() - start, os.times()
+    seconds = time.monotonic() - start
+    cpu_seconds = cpu_seconds_of_children() - cpu_start
     if result.returncode not in (0, OVER):
         sys.exit(f"{shlex.join(words)}\n{result.stdout}{result.stderr}")
-    cpu_seconds = after.children_user - times.children_user
-    cpu_seconds += after.children_system - times.children_system
-    added = bytes_below(folder) - before
-    return Row("", round(seconds, 1), round(cpu_seconds, 1), added)
+    added_bytes = bytes_below(folder) - bytes_before
+    return Row(command, round(seconds, 1), round(cpu_seconds, 1), added_bytes)
 
 
 def copy_inputs(folder: Path) -> None:
     """Copies what the commands read into a folder; the model is a link."""
-    names = subprocess.run(
+    listing = subprocess.run(
         ["git", "ls-files", "data", "notebooks", "pyproject.toml", ".gitignore"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    for name in names.stdout.splitlines():
+    for name in listing.stdout.splitlines():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
@@ -156,9 +166,10 @@ def can_resume(rows: Path, columns: dict) -> bool:
 def remove_later_files(folder: Path, saved: Path) -> None:
     """Removes the files of a folder that were written or linked later than the file `saved`: those
     of a command that was interrupted."""
-    limit = saved.stat().st_mtime_ns
+    saved_at = saved.stat().st_mtime_ns
     for path in [*folder.rglob("*")]:
-        if not path.is_dir() and path.lstat().st_ctime_ns > limit:
+        # a hard link to an older file changes its ctime alone
+        if not path.is_dir() and path.lstat().st_ctime_ns > saved_at:
             path.unlink()
 
 
@@ -181,8 +192,7 @@ def measure_commands(columns: dict, work: Path = WORK) -> list[dict]:
         words = shlex.split(command.words.replace("MODEL", MODEL))
         program = str(Path(sys.executable).with_name(words[0]))
         with machine.disturbance() as disturbance:
-            row = measure_command([program, *words[1:]], folder)
-        row = replace(row, command=command.words)
+            row = measure_command([program, *words[1:]], folder, command.words)
         save_rows(add_conditions([row], columns | disturbance), saved)
         print(f"{row}", flush=True)
     return [*read_rows(saved).values()]
@@ -192,8 +202,8 @@ def measure_make_run(folder: Path) -> Row:
     """`make run` in a fresh clone; its bytes are those of the clone, .venv and all."""
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    row = measure_command(["make", "run"], clone)
-    return Row(MAKE_RUN.words, row.seconds, row.cpu_seconds, bytes_below(clone))
+    row = measure_command(["make", "run"], clone, MAKE_RUN.words)
+    return replace(row, bytes=bytes_below(clone))
 
 
 def read_rows(path: Path = ROWS) -> dict[str, dict]:
@@ -245,12 +255,11 @@ def table(path: Path = ROWS) -> list[str]:
             cells[2] = f"{clock} ({format_minutes(row['cpu_seconds'])})"
             cells[3] = format_disk(row["bytes"])
         lines.append(f"| {' | '.join(cells)} |")
-    runs: dict[tuple, list[str]] = {}
-    for command, row in stored.items():
-        runs.setdefault((row["machine"], row["time"]), []).append(command)
-    machines = []
-    for commands in runs.values():
-        machines.append(describe_run([stored[command] for command in commands]))
+    # machine and time of a run → its rows
+    runs: dict[tuple[str, str], list[dict]] = {}
+    for row in stored.values():
+        runs.setdefault((row["machine"], row["time"]), []).append(row)
+    machines = [describe_run(rows) for rows in runs.values()]
     return [*lines, "", *machines] if machines else lines
 
 

@@ -20,14 +20,15 @@ EXTRAS = ("test", "cluster", "harness")
 def closure(name: str, extras: tuple[str, ...]) -> set[str]:
     """The canonical names of all packages that `name` with its extras requires, directly or not,
     on any system."""
-    packages, waiting = set(), [(canonicalize_name(name), frozenset(extras))]
-    seen = set()
+    project = canonicalize_name(name)
+    # packages with the extras that are required of them
+    waiting = [(project, frozenset(extras))]
+    visited = set()
     while waiting:
         package, package_extras = waiting.pop()
-        if (package, package_extras) in seen:
+        if (package, package_extras) in visited:
             continue
-        seen.add((package, package_extras))
-        packages.add(package)
+        visited.add((package, package_extras))
         try:
             requirements = distribution(package).requires or []
         except PackageNotFoundError:  # only another system needs it
@@ -40,11 +41,9 @@ def closure(name: str, extras: tuple[str, ...]) -> set[str]:
             # the project's own requirements are locked for other systems, too
             applies_elsewhere = package == "workbench" and "extra" not in str(marker)
             if applies_here or applies_elsewhere:
-                extras_of_requirement = frozenset(requirement.extras)
-                waiting.append(
-                    (canonicalize_name(requirement.name), extras_of_requirement)
-                )
-    return packages - {canonicalize_name(name)}
+                required = canonicalize_name(requirement.name)
+                waiting.append((required, frozenset(requirement.extras)))
+    return {package for package, _ in visited} - {project}
 
 
 def read_lock() -> dict[str, str]:

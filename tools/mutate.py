@@ -21,12 +21,18 @@ import cyclopts
 ROOT = Path(__file__).parents[1]
 ROOMS = ("check", "decode", "exporter", "sweep")
 TIMEOUT_S = 600  # tests that run longer have noticed the change
-SWAPPED = {
-    **{ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt},
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
-    **{ast.And: ast.Or, ast.Or: ast.And, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
-}
+SWAPPED_PAIRS = (
+    (ast.Lt, ast.GtE),
+    (ast.Gt, ast.LtE),
+    (ast.Eq, ast.NotEq),
+    (ast.In, ast.NotIn),
+    (ast.Is, ast.IsNot),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+    (ast.And, ast.Or),
+)
+# operator → the one that is put in its place, both ways
+SWAPPED = dict(SWAPPED_PAIRS) | {second: first for first, second in SWAPPED_PAIRS}
 
 
 def change_node(node: ast.AST) -> ast.AST | None:
@@ -44,7 +50,7 @@ def change_node(node: ast.AST) -> ast.AST | None:
         case ast.Constant(value=int()):
             other.value += 1
         case ast.Constant(value=float()):
-            other.value = 2 * other.value or 1.0
+            other.value = 2 * other.value or 1.0  # twice zero would be no change
         case _:
             return None
     return other
@@ -52,35 +58,44 @@ def change_node(node: ast.AST) -> ast.AST | None:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one expression of a module."""
+    """A change of one expression of a module.
+
+    Args:
+        line: the expression's.
+        before: the expression.
+        after: what it is changed to.
+        module: the source of the changed module.
+    """
 
     line: int
     before: str
-    """The expression."""
     after: str
     module: str
-    """The source of the changed module."""
 
 
 def list_changes(source: str) -> Iterator[Change]:
     """Yields every change of a module."""
-    lines = source.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
+    # ast counts columns in bytes of UTF-8
+    text = source.encode()
+    line_starts = [0]
+    for line in source.splitlines(keepends=True):
+        line_starts.append(line_starts[-1] + len(line.encode()))
     for node in ast.walk(ast.parse(source)):
-        if not hasattr(node, "end_col_offset") or (other := change_node(node)) is None:
+        if not hasattr(node, "end_col_offset"):  # such as an operator
             continue
-        first = starts[node.lineno - 1] + node.col_offset
-        last = starts[node.end_lineno - 1] + node.end_col_offset
-        text, after = source.encode(), ast.unparse(other)
-        whole = text[:first] + f"({after})".encode() + text[last:]
+        changed_node = change_node(node)
+        if changed_node is None:
+            continue
+        start = line_starts[node.lineno - 1] + node.col_offset
+        end = line_starts[node.end_lineno - 1] + node.end_col_offset
+        after = ast.unparse(changed_node)
+        changed_module = text[:start] + f"({after})".encode() + text[end:]
         try:
-            ast.parse(whole)
+            ast.parse(changed_module)
         except SyntaxError:  # within an f-string
             continue
-        before = text[first:last].decode()
-        yield Change(node.lineno, before, after, whole.decode())
+        before = text[start:end].decode()
+        yield Change(node.lineno, before, after, changed_module.decode())
 
 
 def find_tests(module: Path) -> list[Path]:
@@ -107,6 +122,34 @@ def tests_fail(folder: Path, tests: Path) -> bool:
     return result.returncode != 0
 
 
+def copy_checkout(folder: Path) -> None:
+    """Copies the tracked files of the checkout into a folder."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
+    for name in listed.stdout.decode().splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+
+
+def list_changes_of(rooms: list[str]) -> list[tuple[Path, Change]]:
+    """Every change of the modules of rooms, with the module's path in the checkout."""
+    changes = []
+    for room in rooms:
+        for path in sorted((ROOT / "workbench" / room).glob("*.py")):
+            for change in list_changes(path.read_text()):
+                changes.append((path.relative_to(ROOT), change))
+    return changes
+
+
+def is_caught(folder: Path, module: Path, change: Change) -> bool:
+    """Whether a test of a module fails for a change, which is made in a copy of the checkout
+    and taken back."""
+    (folder / module).write_text(change.module)
+    has_failed = any(tests_fail(folder, tests) for tests in find_tests(module))
+    shutil.copy(ROOT / module, folder / module)
+    return has_failed
+
+
 def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
     """Makes `count` changes, drawn with `seed`, in rooms of `workbench`."""
     chosen_rooms = rooms.split(",")
@@ -114,29 +157,17 @@ def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
         # a folder that is not there has no files, so that `glob` would skip it silently
         if not (ROOT / "workbench" / room).is_dir():
             raise SystemExit(f"mutate: workbench has no room {room}")
-    possible = [
-        (path.relative_to(ROOT), change)
-        for room in chosen_rooms
-        for path in sorted((ROOT / "workbench" / room).glob("*.py"))
-        for change in list_changes(path.read_text())
-    ]
-    drawn = random.Random(seed).sample(possible, count)
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
+    changes = random.Random(seed).sample(list_changes_of(chosen_rooms), count)
     caught = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name in listed.stdout.decode().splitlines():
-            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, Path(folder) / name)
-        for path, change in drawn:
-            (Path(folder) / path).write_text(change.module)
-            is_caught = any(
-                tests_fail(Path(folder), tests) for tests in find_tests(path)
-            )
-            shutil.copy(ROOT / path, Path(folder) / path)
-            caught += is_caught
-            word = "caught " if is_caught else "SURVIVED"
+        copy_checkout(Path(folder))
+        for module, change in changes:
+            result = "SURVIVED"
+            if is_caught(Path(folder), module, change):
+                result = "caught "
+                caught += 1
             edit = f"{change.before} → {change.after}"
-            print(f"{word} {path}:{change.line}: {edit}", flush=True)
+            print(f"{result} {module}:{change.line}: {edit}", flush=True)
     print(f"{caught} of {count} caught")
 
 

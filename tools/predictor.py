@@ -16,7 +16,8 @@ code is 2 for a table or a log that cannot be read."""
 import json as json_module
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -34,9 +35,10 @@ from workbench.errors import InputError
 ROUTE_CONSTANTS = {"Core AI": ("call", "attend")}
 """Routes other than Core ML that are fitted separately, and their own constants."""
 GROUPS = ("source", "author", "chip")
+"""Columns whose values are left out of a fit, one at a time."""
 LEAST_DIFFERENCE = 1.05  # ratio of measured times below which they have no order
 SAME_ORDER = 1.01  # the same of predicted times
-RESAMPLINGS = 100
+RESAMPLINGS = 100  # fits from which the interval of a constant comes
 ATTENTION_SHARDS = 40
 """Layers of ZAYA1-8B, whose attention and whose experts have a shard each (experiment 32 of
 ane-book, the row of `speculation.csv` with experts called for each token)."""
@@ -77,53 +79,97 @@ def earlier_roofline(rows: pd.DataFrame, by: str) -> pd.Series:
     return result
 
 
+BASE_CHIPS = {1: "M1", 2: "M1", 3: "M1", 4: "M4", 5: "M5", 6: "M5"}
+"""Generation → the base chip of the latest generation, up to it, whose rate of activations was
+published."""
+
+
 def _earlier_terms(rows: pd.DataFrame) -> pd.DataFrame:
     """The columns calls and busy (ms) of that formula; null where its chip or format was
     not known."""
-    formats = published("weight_streams.csv").set_index("format")["from_generation"]
-    formats = formats.drop("lut8")  # which that predictor did not know
-    rates = published("chips.csv")
-    rates = rates[~rates["condition"].str.startswith("assumed")]
-    activations = rates[rates["quantity"] == "activation stream"].set_index("chip")
-    peaks = rates[rates["quantity"] == "fp16 convolution"].set_index("chip")["low"]
-    rated = chips()[~chips()["assumed"].str.contains("weights")].set_index("chip")
-    busy = []
-    for row in rows.to_dict("records"):
-        if row["format"] not in formats or row["chip"] not in rated.index:
-            busy.append(np.nan)
-            continue
-        chip, chip_generation = row["chip"], generation(row["chip"])
-        states_gb_s = activations["low"].get(chip)
-        if states_gb_s is None:  # the base chip's of the latest generation that has one
-            bases = {1: "M1", 2: "M1", 3: "M1", 4: "M4", 5: "M5", 6: "M5"}
-            states_gb_s = activations["low"][bases[chip_generation]]
-        gigabytes = row["streamed_gb"]
-        if chip_generation < formats[row["format"]]:
-            gigabytes *= 16 / stored_bits(row["format"])
-        stream = gigabytes / rated["weights_gb_s"][chip]
-        stream += 2 * row["cache_mb"] / 1e3 / states_gb_s
-        tflops = peaks.get(chip, rated["tflops"][chip])
-        flops = 2 * row["weights_g"] * row["T"]
-        busy.append(1e3 * max(stream, flops / tflops / 1e3))
+    rates = _EarlierRates.read()
+    busy = [_earlier_busy_ms(row, rates) for row in rows.to_dict("records")]
     return pd.DataFrame({"calls": rows["calls"], "busy": busy, "ms": rows["ms"]})
 
 
-def predictors(rows: pd.DataFrame) -> dict:
-    """Name → a function of the rows and a group's column that gives cross-validated ms."""
+@dataclass(frozen=True)
+class _EarlierRates:
+    """The published figures that the earlier predictor read.
 
-    def without(name):
-        names = tuple(other for other in CONSTANT_NAMES if other != name)
-        return lambda rows, by: roofline.cross_validated_ms(rows, by, names)
+    Args:
+        from_generation: format → the first generation that streams it as stored.
+        weights_gb_s: chip → GB/s of weights, of the chips on which somebody measured it.
+        activations_gb_s: chip → GB/s of activations.
+        tflops: chip → teraflops of fp16 convolutions.
+    """
 
-    table = {
-        "earlier roofline": earlier_roofline,
-        "formula": roofline.cross_validated_ms,
-    }
-    table |= {f"without {name}": without(name) for name in CONSTANT_NAMES}
-    table["cache as stored"] = lambda rows, by: roofline.cross_validated_ms(
-        as_stored(rows), by
-    )
-    return table
+    from_generation: pd.Series
+    weights_gb_s: pd.Series
+    activations_gb_s: pd.Series
+    tflops: pd.Series
+
+    @classmethod
+    def read(cls) -> "_EarlierRates":
+        formats = published("weight_streams.csv").set_index("format")["from_generation"]
+        published_rates = published("chips.csv")
+        is_assumed = published_rates["condition"].str.startswith("assumed")
+        low = published_rates[~is_assumed].set_index(["quantity", "chip"])["low"]
+        rated = chips().set_index("chip")
+        rated = rated[~rated["assumed"].str.contains("weights")]
+        peaks = low["fp16 convolution"].to_dict()
+        return cls(
+            from_generation=formats.drop("lut8"),  # which that predictor did not know
+            weights_gb_s=rated["weights_gb_s"],
+            activations_gb_s=low["activation stream"],
+            tflops=pd.Series(rated["tflops"].to_dict() | peaks),
+        )
+
+
+def _earlier_busy_ms(row: dict, rates: _EarlierRates) -> float:
+    """max(flops / peak, stream) in ms, without the share that is fitted; NaN where the row's
+    chip or format was not known."""
+    chip, format = row["chip"], row["format"]
+    if format not in rates.from_generation or chip not in rates.weights_gb_s:
+        return np.nan
+    states_gb_s = rates.activations_gb_s.get(chip)
+    if states_gb_s is None:
+        states_gb_s = rates.activations_gb_s[BASE_CHIPS[generation(chip)]]
+    gigabytes = row["streamed_gb"]
+    if generation(chip) < rates.from_generation[format]:
+        gigabytes *= 16 / stored_bits(format)  # the chip streams fp16
+    stream_s = gigabytes / rates.weights_gb_s[chip]
+    stream_s += 2 * row["cache_mb"] / 1e3 / states_gb_s
+    gigaflops = 2 * row["weights_g"] * row["T"]
+    products_s = gigaflops / rates.tflops[chip] / 1e3
+    return 1e3 * max(stream_s, products_s)
+
+
+Predictor = Callable[[pd.DataFrame, str], pd.Series]
+"""Gives the cross-validated ms of every row, each by a fit without the rows that share its
+value of a column."""
+
+
+def without_constant(name: str) -> Predictor:
+    """The formula without the term of a constant."""
+    names = tuple(other for other in CONSTANT_NAMES if other != name)
+
+    def predict(rows: pd.DataFrame, by: str) -> pd.Series:
+        return roofline.cross_validated_ms(rows, by, names)
+
+    return predict
+
+
+def with_stored_cache(rows: pd.DataFrame, by: str) -> pd.Series:
+    """The formula for attention that reads K and V as they are stored."""
+    return roofline.cross_validated_ms(as_stored(rows), by)
+
+
+PREDICTORS: dict[str, Predictor] = {
+    "earlier roofline": earlier_roofline,
+    "formula": roofline.cross_validated_ms,
+    **{f"without {name}": without_constant(name) for name in CONSTANT_NAMES},
+    "cache as stored": with_stored_cache,
+}
 
 
 # --- tables
@@ -132,7 +178,7 @@ def predictors(rows: pd.DataFrame) -> dict:
 def left_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
     """The cross-validated error of every predictor, by what is left out."""
     lines = []
-    for name, predictor in predictors(rows).items():
+    for name, predictor in PREDICTORS.items():
         for by in GROUPS:
             ms = predictor(rows, by)
             summary = {"predictor": name, "left_out": by}
@@ -258,35 +304,37 @@ def route_rows(route: str) -> pd.DataFrame:
 def routes() -> pd.DataFrame:
     """Rows of other routes, predicted in three ways: by the constants of Core ML, by the
     route's own constants, and by these as if the route unpacked weights to fp16."""
-    lines = []
+    tables = []
     for route in ("Core AI", "private"):
         rows = route_rows(route)
+        # two bytes a weight, and no lookup tables
+        rows_in_fp16 = rows.assign(streamed_gb=2 * rows["weights_g"], table=0.0)
         own_constants = route_constants(route)
         table = rows[["id", "route", "model", "format", "rows", "ms"]]
         table = table.assign(
             by_core_ml=roofline.predict_ms(rows, roofline.calibration().constants),
             by_own=roofline.predict_ms(rows, own_constants),
-            as_fp16=roofline.predict_ms(
-                rows.assign(streamed_gb=2 * rows["weights_g"], table=0.0), own_constants
-            ),
+            as_fp16=roofline.predict_ms(rows_in_fp16, own_constants),
         )
-        lines.append(table)
-    return pd.concat(lines)
+        tables.append(table)
+    return pd.concat(tables)
 
 
 # --- orders
 
 
 def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
-    """The number of pairs whose measured times differ by more than 5%, the number of those
-    that the prediction puts into the same order, and the names of the others."""
+    """The number of pairs whose measured times differ by more than 5% (`pairs`), the number of
+    those that the prediction puts into the same order (`right`), and the names of the others
+    (`wrong`)."""
     right, wrong = 0, []
     for a, b in combinations(ms.index, 2):
         measured = np.log(ms[a] / ms[b])
         if abs(measured) <= np.log(LEAST_DIFFERENCE):
             continue
         predicted = np.log(predicted_ms[a] / predicted_ms[b])
-        if measured * predicted > 0 and abs(predicted) > np.log(SAME_ORDER):
+        has_same_sign = measured * predicted > 0
+        if has_same_sign and abs(predicted) > np.log(SAME_ORDER):
             right += 1
         else:
             wrong.append(f"{names[a]} and {names[b]}")
@@ -299,36 +347,42 @@ def all_orders() -> pd.DataFrame:
 
     In each of these sets of rows one thing varies."""
     points = roofline.points()
-    best = roofline.calibration().constants
-    # one model in five formats on one chip
-    formats = points[
-        points["model"].str.startswith("Qwen3-VL-2B") & (points["chip"] == "M4 Max")
-    ]
+    core_ml = roofline.calibration().constants
+    core_ai = route_constants("Core AI")
+    is_qwen_vl = points["model"].str.startswith("Qwen3-VL-2B")
+    formats = points[is_qwen_vl & (points["chip"] == "M4 Max")]
     # "version 1" of a model: the one package that was timed on five chips
     package = points[points["model"].str.contains("version 1")]
-    # one model at several lengths of the cache; by Core AI, which has constants of its own
     lengths = points[(points["model"] == "Qwen3-4B") & (points["route"] == "Core AI")]
-    lines = []
-    for name, rows, constants, by in (
-        ("five formats of Qwen3-VL-2B", formats, best, "format"),
-        ("one package on five chips", package, best, "chip"),
-        ("Qwen3-4B by cache", lengths, route_constants("Core AI"), "context"),
-    ):
-        ms = roofline.predict_ms(rows, constants)
-        lines.append({"orders": name} | orders(rows["ms"], ms, rows[by]))
-    times = roofline.predict_ms(formats, best).groupby(formats["format"]).first()
-    # one model in two formats on a phone, with the shortest cache, where weights decide
+    # with the shortest cache, where weights decide
     small = points[points["model"].eq("MiniCPM5-2B") & points["rows"].eq(256)]
-    core_ai = roofline.predict_ms(small, route_constants("Core AI"))
-    core_ai = core_ai.groupby(small["format"]).first()
-    for name, predicted, rows in (
-        ("lut6 ÷ lut4, Qwen3-VL-2B, M4 Max", times, formats),
-        ("lut6 ÷ lut4, MiniCPM5-2B, A19 Pro", core_ai, small),
-    ):
-        ms = rows.groupby("format")["ms"].first()
-        line = {"orders": name, "published": ms["lut6"] / ms["lut4"]}
-        lines.append(line | {"predicted": predicted["lut6"] / predicted["lut4"]})
-    return pd.DataFrame(lines)
+    return pd.DataFrame(
+        [
+            orders_of("five formats of Qwen3-VL-2B", formats, core_ml, "format"),
+            orders_of("one package on five chips", package, core_ml, "chip"),
+            orders_of("Qwen3-4B by cache", lengths, core_ai, "context"),
+            gain_of_lut4("lut6 ÷ lut4, Qwen3-VL-2B, M4 Max", formats, core_ml),
+            gain_of_lut4("lut6 ÷ lut4, MiniCPM5-2B, A19 Pro", small, core_ai),
+        ]
+    )
+
+
+def orders_of(title: str, rows: pd.DataFrame, constants: Constants, by: str) -> dict:
+    """A line of `orders` for rows that differ in the column `by`."""
+    ms = roofline.predict_ms(rows, constants)
+    return {"orders": title} | orders(rows["ms"], ms, rows[by])
+
+
+def gain_of_lut4(title: str, rows: pd.DataFrame, constants: Constants) -> dict:
+    """A line with the time in lut6 over that in lut4: the published and the predicted one."""
+    by_format = rows["format"]
+    ms = rows["ms"].groupby(by_format).first()
+    predicted_ms = roofline.predict_ms(rows, constants).groupby(by_format).first()
+    return {
+        "orders": title,
+        "published": ms["lut6"] / ms["lut4"],
+        "predicted": predicted_ms["lut6"] / predicted_ms["lut4"],
+    }
 
 
 # --- planted faults
@@ -338,15 +392,16 @@ def planted(rows: pd.DataFrame) -> pd.DataFrame:
     """Doubles the times of each source in turn. A line says which source the fit then
     misses most, in the median of its rows, whether that is the doubled source, and
     whether the doubled source lies beyond the interval."""
-    logs = np.log(roofline.cross_validated_ms(rows, "source") / rows["ms"])
-    interval = np.log(roofline.factor_of(logs))
+    misfits = np.log(roofline.cross_validated_ms(rows, "source") / rows["ms"])
+    interval = np.log(roofline.factor_of(misfits))
     lines = []
     for source in rows["source"].unique():
         doubled = rows.copy()
         is_doubled = doubled["source"] == source
         doubled.loc[is_doubled, "ms"] *= 2
-        logs = np.log(roofline.cross_validated_ms(doubled, "source") / doubled["ms"])
-        medians = logs.groupby(doubled["source"]).median().abs()
+        predicted_ms = roofline.cross_validated_ms(doubled, "source")
+        misfits = np.log(predicted_ms / doubled["ms"])
+        medians = misfits.groupby(doubled["source"]).median().abs()
         worst = medians.idxmax()
         lines.append(
             {
@@ -370,16 +425,18 @@ def verification_cost(row: dict) -> float:
     points = roofline.points().set_index("id", drop=False)
     rows = points.loc[row["points"].split()]
     best = roofline.calibration().constants
-    plain = roofline.predict_ms(rows, best)
-    # the head of every token
-    many = roofline.predict_ms(rows.assign(T=row["tokens"], head_g=0.0), best)
+    token_ms = roofline.predict_ms(rows, best)
+    # a verification computes the head of every token, which `head_g` would count once
+    all_tokens = rows.assign(T=row["tokens"], head_g=0.0)
+    verification_ms = roofline.predict_ms(all_tokens, best)
     if row["program"] == "dense":
-        return float(many.sum() / plain.sum())
+        return float(verification_ms.sum() / token_ms.sum())
     # the shards of attention run for all tokens at once, experts and head for each token
-    attention, expert, head = plain
-    experts = ATTENTION_SHARDS * expert + head
-    verified = ATTENTION_SHARDS * many.iloc[0] + row["tokens"] * experts
-    return float(verified / (ATTENTION_SHARDS * attention + experts))
+    attention_ms, expert_ms, head_ms = token_ms
+    experts_ms = ATTENTION_SHARDS * expert_ms + head_ms
+    plain = ATTENTION_SHARDS * attention_ms + experts_ms
+    verified = ATTENTION_SHARDS * verification_ms.iloc[0] + row["tokens"] * experts_ms
+    return float(verified / plain)
 
 
 def speculations() -> pd.DataFrame:
@@ -401,6 +458,7 @@ def speculations() -> pd.DataFrame:
             "cost": cost,
             "cost_from": "formula" if described else "published",
         }
+        # drafts of a round, cost of a verification, cost of a draft
         costs = row["tokens"] - 1, cost, row["draft_cost"]
         if not np.isnan(row["draft_cost"]):
             line |= {"acceptance": row["acceptance"], "published_gain": row["gain"]}
@@ -451,34 +509,42 @@ def score_points(rows: pd.DataFrame) -> dict:
     if "route" not in rows:
         rows = rows.assign(route=ROUTE)
     rows = rows.assign(route=rows["route"].fillna(ROUTE))
-    parts = []
+    predicted = predict_by_route(rows)
+    lines = pd.DataFrame(
+        {
+            "id": rows["id"],
+            "ms": rows["ms"],
+            "predicted_ms": predicted["ms"],
+            "low_ms": predicted["low_ms"],
+            "high_ms": predicted["high_ms"],
+            "extrapolates": predicted["extrapolates"],
+        }
+    ).to_dict("records")
+    ratio = predicted["ms"] / rows["ms"]
+    misfits = np.log(ratio).dropna().abs()
+    if misfits.empty:
+        figures = {"median_error": None, "factor_90": None, "covered": None}
+        return {"rows": lines} | figures
+    is_inside = rows["ms"].between(predicted["low_ms"], predicted["high_ms"])
+    return {
+        "rows": lines,
+        "median_error": float((ratio - 1).abs().median()),
+        "factor_90": float(np.exp(misfits.quantile(0.9))),
+        "covered": float(is_inside[misfits.index].mean()),
+    }
+
+
+def predict_by_route(rows: pd.DataFrame) -> pd.DataFrame:
+    """`roofline.predict_with_intervals` of rows, each by the calibration of its route."""
+    predictions = []
     for route, group in rows.groupby("route", sort=False):
         calibration = roofline.calibration()
         if route in ROUTE_CONSTANTS:
             calibration = route_calibration(route)
             # the calibration is of this route: that it is another one is no extrapolation
             group = group.assign(route=ROUTE)
-        parts.append(roofline.predict_with_intervals(group, calibration))
-    predicted = pd.concat(parts).loc[rows.index]
-    ratio = predicted["ms"] / rows["ms"]
-    logs = np.log(ratio).dropna().abs()
-    inside = rows["ms"].between(predicted["low_ms"], predicted["high_ms"])[logs.index]
-    lines = []
-    for index, row in rows.iterrows():
-        line = {
-            "id": row["id"],
-            "ms": row["ms"],
-            "predicted_ms": predicted["ms"][index],
-        }
-        line |= {name: predicted[name][index] for name in ("low_ms", "high_ms")}
-        lines.append(line | {"extrapolates": predicted["extrapolates"][index]})
-    empty = logs.empty
-    return {
-        "rows": lines,
-        "median_error": None if empty else float((ratio - 1).abs().median()),
-        "factor_90": None if empty else float(np.exp(logs.quantile(0.9))),
-        "covered": None if empty else float(inside.mean()),
-    }
+        predictions.append(roofline.predict_with_intervals(group, calibration))
+    return pd.concat(predictions).loc[rows.index]
 
 
 def route_calibration(route: str) -> roofline.Calibration:
@@ -539,14 +605,15 @@ def public_rows(folder: Path) -> pd.DataFrame:
 def public_row(id: str, source: str, runs: pd.DataFrame) -> dict:
     """The point of the runs of one setting on one machine."""
     run = runs.iloc[0]
-    chip = run["machine"].split(",")[0].removeprefix("Apple ")
+    published_chip = run["machine"].split(",")[0]
+    chip = published_chip.removeprefix("Apple ")
     row = {
         "id": id,
         "source": source,
         "author": source,
         "model": run["checkpoint"],
         "precision": run["compress"],
-        "chip_as_published": run["machine"].split(",")[0],
+        "chip_as_published": published_chip,
         "chip": chip,
         "route": ROUTE,
         "unit": "ANE, Core ML CPU_AND_NE",
@@ -578,30 +645,36 @@ def page() -> str:
     """The page of every measurement beside its prediction, as Markdown."""
     rows = roofline.points()
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
-    scores = pd.DataFrame(score_points(rows)["rows"])
-    fitted_rows = roofline.calibration().rows.set_index("id")
+    predictions = score_points(rows)["rows"]
+    left_out_ms = roofline.calibration().rows.set_index("id")["author_ms"]
     published_ids = set(published("ane_points.csv")["id"])
     others, macs = [], []
-    for row, prediction in zip(rows.to_dict("records"), scores.to_dict("records")):
-        predicted_ms = f"{prediction['predicted_ms']:.3g}"
-        interval = f"{prediction['low_ms']:.3g} to {prediction['high_ms']:.3g}"
-        left_out_ms = fitted_rows["author_ms"].get(row["id"])
-        cells = [row["id"], row["model"], row["format"], row["chip"], f"{row['T']:.0f}"]
-        cells += [f"{row['ms']:.3g}", predicted_ms, interval]
-        cells.append(
-            "" if left_out_ms is None or pd.isna(left_out_ms) else f"{left_out_ms:.3g}"
-        )
+    for row, prediction in zip(rows.to_dict("records"), predictions):
+        first_cells = [row["id"], row["model"], row["format"], row["chip"]]
+        last_cells = [
+            f"{row['T']:.0f}",
+            f"{row['ms']:.3g}",
+            f"{prediction['predicted_ms']:.3g}",
+            f"{prediction['low_ms']:.3g} to {prediction['high_ms']:.3g}",
+            format_ms(left_out_ms.get(row["id"])),
+        ]
         if row["id"] in published_ids:
-            others.append([*cells[:4], row["route"], *cells[4:]])
+            others.append([*first_cells, row["route"], *last_cells])
         else:
-            macs.append(cells)
-    shared = ["T", "measured ms", "predicted ms", "90% interval", "without its author"]
-    names = ["id", "model", "weights", "chip"]
-    empty = [[""] * (len(names) + len(shared))]
+            macs.append([*first_cells, *last_cells])
+    first_names = ["id", "model", "weights", "chip"]
+    last_names = ["T", "measured ms", "predicted ms"]
+    last_names += ["90% interval", "without its author"]
+    empty = [[""] * (len(first_names) + len(last_names))]
     return PAGE.format(
-        macs=markdown([*names, *shared], macs or empty),
-        others=markdown([*names, "route", *shared], others),
+        macs=markdown([*first_names, *last_names], macs or empty),
+        others=markdown([*first_names, "route", *last_names], others),
     )
+
+
+def format_ms(ms: float | None) -> str:
+    """Three digits; nothing for a missing time."""
+    return "" if ms is None or pd.isna(ms) else f"{ms:.3g}"
 
 
 def markdown(names: list[str], rows: list[list[str]]) -> str:

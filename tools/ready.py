@@ -19,8 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = "pyproject.toml", "requirements.lock"
-FIRST, LAST = (3, 11), (3, 13)
+FIRST, LAST = (3, 11), (3, 13)  # versions of Python for which the packages exist
 ELSEWHERE = {"user", "prefix", "target", "root"}
+"""Settings of pip that install outside of .venv."""
 # runs in .venv, and prints every package that is missing or lies outside of it
 CHECK = """
 import re, sys
@@ -45,6 +46,11 @@ print(*[name for name in names if not is_inside(name)])
 
 
 def main():
+    """Makes .venv unless its record says that it is ready.
+
+    Raises:
+        SystemExit: no packages exist for this Python, or the installation failed.
+    """
     venv = ROOT / ".venv"
     record_file = venv / "ready"
     required = describe()
@@ -91,6 +97,7 @@ def describe():
 
 
 def read_record(path):
+    """The fields of .venv/ready; None where it is missing or has other fields."""
     try:
         record = json.loads(path.read_text())
         return record if set(record) == set(describe()) else None
@@ -102,8 +109,11 @@ def clean_environment():
     """The caller's environment without settings of Python, and without settings of pip that name
     another place."""
     dropped = {"PIP_" + name.upper() for name in ELSEWHERE}
-    items = os.environ.items()
-    return {k: v for k, v in items if not k.startswith("PYTHON") and k not in dropped}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON") and name not in dropped
+    }
 
 
 def pip_settings(listed):
@@ -120,12 +130,22 @@ def pip_settings(listed):
 
 
 def ask(venv, *arguments):
+    """What .venv's Python prints, called with these arguments.
+
+    Raises:
+        CalledProcessError: it fails.
+    """
     command = [str(venv / "bin/python"), "-I"] + list(arguments)
-    said = subprocess.check_output(command, env=clean_environment())
-    return said.decode().strip()
+    output = subprocess.check_output(command, env=clean_environment())
+    return output.decode().strip()
 
 
 def install(venv):
+    """Makes .venv and installs the project with its packages into it.
+
+    Raises:
+        SystemExit: pip fails.
+    """
     text = "Installing the packages of requirements.lock into .venv"
     print(f"{text}: one to two minutes, once", flush=True)
     environment = clean_environment()
@@ -133,6 +153,7 @@ def install(venv):
         [sys.executable, "-m", "venv", str(venv)], env=environment, check=True
     )
     settings = pip_settings(ask(venv, "-m", "pip", "config", "list"))
+    # the caller's variables before the settings of files, which are not read again
     environment = {**settings, **environment, "PIP_CONFIG_FILE": os.devnull}
     pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "--no-compile"]
     pip += ["--constraint", "requirements.lock", "--editable", ".[test]"]

@@ -24,6 +24,7 @@ from workbench.log.runs import scalars
 from workbench.log.schema import VERSION
 from workbench.sweep import identity
 
+# option → its default in the versions before the present one
 DEFAULTS = Options().model_dump(mode="json") | {
     "compress": "fp16",
     "states": "separate",
@@ -32,10 +33,11 @@ DEFAULTS = Options().model_dump(mode="json") | {
     "target": "coreml",
     "program_dtype": "fp16",
 }
-CALLS = {"t_max": 4, "t": "range", "functions": []}
+TOKENS_PARTS = {"t_max": 4, "t": "range", "functions": []}
 """The options that stood in place of `tokens` up to version 4, and their defaults."""
-PLACES = {"run": "", "export": "", "before": "_before"}
-"""Parts of the config of older rows whose keys became columns, and their endings."""
+CONFIG_PARTS = {"run": "", "export": "", "before": "_before"}
+"""Parts of the config of older rows whose keys became columns → what the columns' names end
+with."""
 
 
 def rewrite(root: Path) -> int:
@@ -77,52 +79,59 @@ def tables_of(root: Path, name: str) -> dict[str, pd.DataFrame]:
     return tables
 
 
-def tokens(row: dict) -> str | None:
-    """The option `tokens` of a row that has its parts."""
+def pop_tokens(row: dict) -> str | None:
+    """Removes the parts of the option `tokens` from a row, and returns the option."""
     functions = json.loads(row.pop("functions", None) or "[]")
     most, t = row.pop("t_max", None), row.pop("t", None)
     if functions:
         return ",".join(map(str, functions))
     if most is None:
         return None
-    return str(int(most)) if t == "fixed" or most == 1 else f"1-{int(most)}"
+    has_one_size = t == "fixed" or most == 1
+    return str(int(most)) if has_one_size else f"1-{int(most)}"
 
 
 def from_version_4(row: dict) -> dict:
     """A row of version 4 with `tokens` in place of its parts, and its hashes."""
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
-    old = options_hashed(row, DEFAULTS | CALLS)
-    row["tokens"] = tokens(row)
+    old = options_hashed(row, DEFAULTS | TOKENS_PARTS)
+    row["tokens"] = pop_tokens(row)
     new = options_hashed(row)
-    counts = {name: row.get(name) for name in identity.COUNTS}
     if row["setting"]:
-        for contents in (row["checkpoint_hash"], row["bundle_hash"]):
-            if identity.setting_hash(contents, old, row, counts) == row["setting"]:
-                row["setting"] = identity.setting_hash(contents, new, row, counts)
-                break
-        else:
-            raise ValueError(f"run {row['run_id']}: a setting of no known options")
+        row["setting"] = setting_of_version_4(row, old, new)
     if row["values"]:
         row["values"] = identity.values_hash(row["checkpoint_hash"], new, row)
     return row
+
+
+def setting_of_version_4(row: dict, old: dict, new: dict) -> str:
+    """The hash `setting` of a row of version 4 for its new options.
+
+    Args:
+        old, new: the options that enter the hash, with the parts of `tokens` and with
+            `tokens`.
+
+    Raises:
+        ValueError: the row's hash is not that of its old options.
+    """
+    counts = {name: row.get(name) for name in identity.COUNTS}
+    # the hash began with that of the checkpoint or of a finished bundle
+    for contents in (row["checkpoint_hash"], row["bundle_hash"]):
+        if identity.setting_hash(contents, old, row, counts) == row["setting"]:
+            return identity.setting_hash(contents, new, row, counts)
+    raise ValueError(f"run {row['run_id']}: a setting of no known options")
 
 
 def from_version_1_to_3(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     """A row of `runs` of version 1, 2 or 3 in the columns of today."""
     config = json.loads(row.get("config") or "{}")
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
-    for part, ending in PLACES.items():
+    for part, ending in CONFIG_PARTS.items():
         for key, value in (config.get(part) or {}).items():
             if row.get(key + ending) is None and not isinstance(value, list | dict):
                 row[key + ending] = value
-    row["tokens"] = tokens(row)
-    if row["runtime"] == "coreml" and row.get("hints") is None:
-        hints = (config.get("run") or {}).get("hints") or {}
-        row["hints"] = json.dumps(hints, sort_keys=True)
-    if row["runtime"] == "portable":
-        row |= {"hints": None, "compute_units": None}
-    elif row["runtime"]:
-        row |= {"precision": None, "fast": None}
+    row["tokens"] = pop_tokens(row)
+    row |= runtime_columns(row, config)
     versions = json.loads(row["versions"] or "{}")
     memory, cores = row.get("memory_bytes"), row.get("cores")
     row["machine"] = machine_name(row.get("chip"), row.get("model"), memory, cores)
@@ -132,17 +141,35 @@ def from_version_1_to_3(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
         row["values"] = identity.values_hash(
             row["checkpoint_hash"], options_hashed(row), row
         )
-        row["setting"] = row.get("setting") and setting(row, config)
+        if row.get("setting"):
+            row["setting"] = setting_of_version_1_to_3(row, config)
     if prompt := (config.get("cell") or "").split("-")[2:]:
         row["prompt"] = prompt[0]
     return row
 
 
+def runtime_columns(row: dict, config: dict) -> dict:
+    """The columns of a runtime's settings, which are null where they are another runtime's."""
+    if row["runtime"] == "portable":
+        return {"hints": None, "compute_units": None}
+    columns = {}
+    if row["runtime"] == "coreml" and row.get("hints") is None:
+        hints = (config.get("run") or {}).get("hints") or {}
+        columns["hints"] = json.dumps(hints, sort_keys=True)
+    if row["runtime"]:
+        columns |= {"precision": None, "fast": None}
+    return columns
+
+
 def to_present_columns(row: dict) -> dict:
     """A row without the columns that are no more, whose values go to its config."""
-    config, names = json.loads(row["config"] or "{}"), SCHEMAS["runs"].names
-    older = {k: v for k, v in row.items() if v is not None and k not in names}
-    older = {k: v for k, v in older.items() if k not in (config.get("run") or {})}
+    config = json.loads(row["config"] or "{}")
+    names = SCHEMAS["runs"].names
+    in_config = config.get("run") or {}
+    older = {}
+    for name, value in row.items():
+        if value is not None and name not in names and name not in in_config:
+            older[name] = value
     if older:
         older = config.get("older", {}) | older
         row["config"] = json.dumps(config | {"older": older}, sort_keys=True)
@@ -161,11 +188,12 @@ def options_hashed(row: dict, defaults: dict = DEFAULTS) -> dict:
     return options
 
 
-def setting(row: dict, config: dict) -> str:
+def setting_of_version_1_to_3(row: dict, config: dict) -> str:
+    """The hash `setting` of a row of version 1, 2 or 3 as it is computed today."""
     contents = row["checkpoint_hash"]
     key = [contents, config.get("export"), config.get("run")]
     text = json.dumps(key, sort_keys=True)
-    # the old hash began with the identity of a finished bundle in place of this
+    # a setting of a finished bundle began with the bundle's identity in place of this
     if hashlib.sha256(text.encode()).hexdigest()[:16] != row["setting"]:
         contents = row["bundle_hash"]
     counts = {name: row.get(name) for name in identity.COUNTS}

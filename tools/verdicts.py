@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from bits import ROOT, rounded
 from children import cpu_seconds_of_children
@@ -60,6 +60,7 @@ class Inputs:
 
     @classmethod
     def of(cls, source: Checkpoint, preset: str) -> "Inputs":
+        """The files from which a preset of a checkpoint is measured."""
         text = None
         if find_preset(preset).needs_calibration:
             text = sha256(ROOT / CALIBRATION_TEXT)
@@ -67,6 +68,7 @@ class Inputs:
 
 
 def row_path(source: Checkpoint, preset: str) -> Path:
+    """The file of a row."""
     return ROWS / source.name / f"{preset}.json"
 
 
@@ -75,11 +77,17 @@ def is_current(path: Path, inputs: Inputs) -> bool:
     return path.is_file() and json.loads(path.read_text())["inputs"] == vars(inputs)
 
 
-class CommandRun(NamedTuple):
-    """A command of the workbench that has ended."""
+@dataclass(frozen=True)
+class CommandRun:
+    """A command of the workbench that has ended.
+
+    Attributes:
+        result: the JSON that it printed.
+        cpu_seconds: of all its processors.
+        seconds: by the clock.
+    """
 
     result: dict
-    """The JSON that it printed."""
     cpu_seconds: float
     seconds: float
 
@@ -133,7 +141,7 @@ def measure(source: Checkpoint, preset: str) -> None:
         "machine": environment["machine"],
         "commit": environment["commit"],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **figures(validation.result),
+        **select_figures(validation.result),
     }
     path = row_path(source, preset)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,35 +151,39 @@ def measure(source: Checkpoint, preset: str) -> None:
     shutil.rmtree(bundle.root.parent)
 
 
-def figures(result: dict) -> dict:
+def select_figures(result: dict) -> dict:
     """The part of the JSON of `workbench validate --transcript` that a row has: verdicts,
     gates and figures, without the texts and without commands, which name folders."""
-    names = "name", "verdict", "value", "threshold"
+    gates = []
+    for gate in result["gates"]:
+        names = ("name", "verdict", "value", "threshold")
+        gates.append({name: gate[name] for name in names})
     prompts = result["transcript"]["prompts"]
-    without_texts = {k: v for k, v in result["transcript"].items() if k != "prompts"}
-    causes = [prompt["cause"] for prompt in prompts if prompt["cause"]]
-    tried, chosen = result["tried"], result["recommendation"]
+    # cause of the first different token → number of prompts; None where all tokens agree
+    causes = Counter(prompt["cause"] for prompt in prompts if prompt["cause"])
+    tried, recommendation = result["tried"], result["recommendation"]
     if tried:
-        presets = [without_command(trial) for trial in tried["presets"]]
+        presets = [without_field(trial, "command") for trial in tried["presets"]]
         tried = tried | {"presets": presets}
+    if recommendation:
+        recommendation = without_field(recommendation, "command")
     return {
         "verdict": result["verdict"],
         "quality": result["quality"],
-        "gates": [{name: gate[name] for name in names} for gate in result["gates"]],
+        "gates": gates,
         "cost": result["cost"],
-        "transcript": without_texts,
+        "transcript": without_field(result["transcript"], "prompts"),
         "prompts": len(prompts),
-        "first_differences": {
-            cause: causes.count(cause) for cause in sorted({*causes})
-        },
+        "first_differences": dict(sorted(causes.items())),
         "stop": result["stop"],
-        "recommendation": chosen and without_command(chosen),
+        "recommendation": recommendation,
         "tried": tried,
     }
 
 
-def without_command(fields: dict) -> dict:
-    return {name: value for name, value in fields.items() if name != "command"}
+def without_field(fields: dict, removed: str) -> dict:
+    """The fields but one."""
+    return {name: value for name, value in fields.items() if name != removed}
 
 
 def table(folder: Path = ROWS) -> list[str]:
@@ -190,12 +202,8 @@ def table(folder: Path = ROWS) -> list[str]:
 
 def cells(row: dict) -> list[str]:
     """A row of a table, by `COLUMNS`."""
-    transcript, stop = row["transcript"], row["stop"]
+    transcript = row["transcript"]
     low, high = transcript["interval"]
-    verdicts = {gate["name"]: gate["verdict"] for gate in row["gates"]}
-    ends = f"{stop['bundle_ends']} of {stop['ends']}" if stop["ends"] else "no end"
-    if verdicts["stop"] == "not_run":
-        ends += ", not run"
     return [
         f"`{row['preset']}`",
         f"{row['bytes'] / 2**20:,.1f}",
@@ -204,12 +212,20 @@ def cells(row: dict) -> list[str]:
         f"{row['cost']['kl']['mean']:.3g}",
         f"{transcript['agreed']:.3f} [{low:.3f}, {high:.3f}]",
         str(transcript["ties"]),
-        ends,
+        describe_ends(row),
         f"{transcript['error']:.3g}",
         describe_recommendation(row),
         f"{row['tried']['cpu_seconds']:.0f} CPU s" if row["tried"] else "–",
         f"{row['cpu_seconds']:.0f} CPU s",
     ]
+
+
+def describe_ends(row: dict) -> str:
+    """How many of the texts that Hugging Face's model ends the bundle ends, too."""
+    stop = row["stop"]
+    ends = f"{stop['bundle_ends']} of {stop['ends']}" if stop["ends"] else "no end"
+    verdicts = {gate["name"]: gate["verdict"] for gate in row["gates"]}
+    return f"{ends}, not run" if verdicts["stop"] == "not_run" else ends
 
 
 def describe_export(row: dict) -> str:

@@ -21,7 +21,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 
-from size import files
+from size import read_files
 
 VAGUE = frozenset(
     "own found made each how about known held kept apart moved asked handed shown looks wanted "
@@ -31,6 +31,7 @@ FOLDERS = ("miltorch", "workbench", "tests", "tools", "plugins", "data")
 
 
 def is_fixture(node: ast.FunctionDef) -> bool:
+    """Whether a decorator of a function names pytest's `fixture`."""
     return any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
@@ -54,6 +55,7 @@ def bindings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def is_vague(name: str) -> bool:
+    """Whether a name, without underscores around it, is in `VAGUE`."""
     return name.strip("_") in VAGUE
 
 
@@ -76,9 +78,38 @@ def count(source: str) -> Counter:
 
 def sources(commit: str, folder: str) -> Iterator[tuple[str, str]]:
     """The path and the text of every Python file of a folder."""
-    for path, text in files(commit, [folder]):
+    for path, text in read_files(commit, [folder]):
         if path.suffix == ".py":
             yield str(path), text
+
+
+def print_vague_bindings(commit: str, folders: list[str]) -> None:
+    """Prints FILE:LINE:NAME of every vague binding."""
+    for folder in folders:
+        for path, text in sources(commit, folder):
+            for line, name in sorted(bindings(text)):
+                if is_vague(name):
+                    print(f"{path}:{line}:{name}")
+
+
+def count_folders(commit: str, folders: list[str]) -> dict[str, Counter]:
+    """The figures of each folder, see `count`."""
+    figures = {}
+    for folder in folders:
+        figures[folder] = Counter(bindings=0, vague=0, lines=0, comments=0)
+        for _, text in sources(commit, folder):
+            figures[folder].update(count(text))
+    return figures
+
+
+def print_table(figures: dict[str, Counter]) -> None:
+    """Prints a line for each folder."""
+    print(f"{'folder':28}{'bindings':>10}{'vague':>7}{'share':>8}{'comments':>10}")
+    for folder, counts in figures.items():
+        vague = counts["vague"] / max(counts["bindings"], 1)
+        comments = counts["comments"] / max(counts["lines"], 1)
+        numbers = f"{counts['bindings']:10,}{counts['vague']:7,}{vague:8.2%}"
+        print(f"{folder:28}{numbers}{comments:10.2%}")
 
 
 def main() -> None:
@@ -90,27 +121,13 @@ def main() -> None:
     arguments = parser.parse_args()
 
     if arguments.list:
-        for folder in arguments.folders:
-            for path, text in sources(arguments.at, folder):
-                places = sorted(place for place in bindings(text) if is_vague(place[1]))
-                for line, name in places:
-                    print(f"{path}:{line}:{name}")
+        print_vague_bindings(arguments.at, arguments.folders)
         return
-
-    figures = {}
-    for folder in arguments.folders:
-        figures[folder] = Counter(bindings=0, vague=0, lines=0, comments=0)
-        for _, text in sources(arguments.at, folder):
-            figures[folder].update(count(text))
+    figures = count_folders(arguments.at, arguments.folders)
     if arguments.json:
         print(json.dumps(figures, indent=2))
-        return
-    print(f"{'folder':28}{'bindings':>10}{'vague':>7}{'share':>8}{'comments':>10}")
-    for folder, counts in figures.items():
-        vague = counts["vague"] / max(counts["bindings"], 1)
-        comments = counts["comments"] / max(counts["lines"], 1)
-        numbers = f"{counts['bindings']:10,}{counts['vague']:7,}{vague:8.2%}"
-        print(f"{folder:28}{numbers}{comments:10.2%}")
+    else:
+        print_table(figures)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The audit lists numbers in the prose that nothing accounts for."""
 
 import pytest
-from audit_prose import check_prose, numbers
+from audit_prose import check_prose, find_numbers
 from tiny import ROOT
 
 PAGE = """# 3 ways
@@ -63,7 +63,7 @@ def test_a_number_without_its_account_is_named(project, file, old, new, named):
 
 def test_numbers_are_those_that_belong_to_no_name():
     line = "SmolLM2-135M has int8-channel at 94% of 1,024 tokens, 2.1e-6 and −14 in layer 3"
-    assert numbers(line) == ["94", "1,024", "2.1e-6", "−14"]
+    assert find_numbers(line) == ["94", "1,024", "2.1e-6", "−14"]
 
 
 def test_every_number_of_the_pages_is_accounted_for():

@@ -16,10 +16,10 @@ LONG = "x = 1; " * 40
     ],
 )
 def test_comments_docstrings_and_layout_do_not_count(source, tokens, lines):
-    assert size.python(source) == (tokens, lines)
+    assert size.measure_python(source) == (tokens, lines)
 
 
 def test_a_notebook_counts_its_code_cells_alone():
     text = """{"cells": [{"cell_type": "markdown", "source": ["# words"]},
     {"cell_type": "code", "source": ["%matplotlib inline\\n", "x = 1"]}]}"""
-    assert size.notebook(text) == (4, 2)
+    assert size.measure_notebook(text) == (4, 2)

@@ -30,6 +30,7 @@ from workbench.bundle import (
     Manifest,
     Options,
     Shard,
+    StateEntry,
     file_entries,
     new_bundle,
 )
@@ -40,7 +41,7 @@ from workbench.check.program import state_rows
 from workbench.check.weights import HOST_TENSORS
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.exporter.shards import layers_spec
+from workbench.exporter.shards import Spec, layers_spec
 from workbench.exporter.writing import versions, write_embedding
 from workbench.files import link
 from workbench.models import family_of, layerwise
@@ -97,21 +98,26 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Package:
-    """A package of another exporter."""
+    """A package of another exporter.
+
+    Args:
+        name: of the folder that was given, which may be a link to `path`.
+        programs: function → its program; a single function has the name None.
+        program: that of the default function.
+        input_roles: input → its role, a value of `INPUTS` or `carried` (see `connect`).
+        output_roles: output → its role, a value of `OUTPUTS` or `carried`.
+    """
 
     name: str
-    """Of the folder that was given, which may be a link to `path`."""
     path: Path
     programs: dict[str | None, miltorch.Program]
-    """By the names of its functions; None: it has one function alone."""
     program: miltorch.Program
-    """Of the default function."""
     input_roles: dict[str, str]
     output_roles: dict[str, str]
 
     @property
     def roles(self) -> dict[str, str]:
-        """Of its inputs and outputs, by their names."""
+        """Input or output → its role."""
         return self.input_roles | self.output_roles
 
     @property
@@ -146,26 +152,30 @@ def open_package(path: Path) -> Package:
 def connect(packages: list[Package]) -> list[Package]:
     """Packages in the order in which they run, with the role `carried` of inputs that
     have no other role and of the outputs of earlier packages that they are."""
-    outputs: set[str] = set()
-    inputs: set[str] = set()
+    earlier_outputs: set[str] = set()
+    carried: set[str] = set()  # names of inputs; an output may add _out
     for package in packages:
         for name, role in package.input_roles.items():
-            if role == "zeros" and {name, f"{name}_out"} & outputs:
-                inputs.add(name)
-        outputs |= package.output_roles.keys()
-    connected = []
-    for package in packages:
-        input_roles, output_roles = (
-            {
-                name: "carried" if name.removesuffix("_out") in inputs else role
-                for name, role in roles.items()
-            }
-            for roles in (package.input_roles, package.output_roles)
+            if role == "zeros" and {name, f"{name}_out"} & earlier_outputs:
+                carried.add(name)
+        earlier_outputs |= package.output_roles.keys()
+    return [
+        replace(
+            package,
+            input_roles=with_carried(package.input_roles, carried),
+            output_roles=with_carried(package.output_roles, carried),
         )
-        connected.append(
-            replace(package, input_roles=input_roles, output_roles=output_roles)
-        )
-    return connected
+        for package in packages
+    ]
+
+
+def with_carried(roles: dict[str, str], carried: set[str]) -> dict[str, str]:
+    """Roles by name, with the role `carried` of the inputs in `carried` and the outputs that
+    they are."""
+    return {
+        name: "carried" if name.removesuffix("_out") in carried else role
+        for name, role in roles.items()
+    }
 
 
 def propose(
@@ -179,18 +189,7 @@ def propose(
             checkpoint's model; a model family that bundles do not have; something is at
             `out`.
     """
-    opened_packages = []
-    for source in packages:
-        paths_of_source = [source]
-        if not paths.is_package(source):
-            paths_of_source = source.glob("[!.]*.mlpackage")
-        opened_packages += map(open_package, paths_of_source)
-    opened_packages.sort(key=lambda package: package.running_order)
-    opened_packages = connect(opened_packages)
-    names = [package.path.name for package in opened_packages]
-    if len({*names}) < len(names):
-        step = "rename one of them, or leave it out"
-        raise InputError("packages", str(names), "a name for each", step)
+    opened_packages = open_packages(packages)
     # a vision model's text has the configuration of the text model alone
     config = layerwise.empty_model(checkpoint.config).config
     plan = family_of(config).plan(config)
@@ -200,6 +199,26 @@ def propose(
         manifest.save(root)
     assumptions = list_assumptions(manifest, checkpoint, error)
     return Bundle.open(out), [row.json() for row in assumptions]
+
+
+def open_packages(sources: Sequence[Path]) -> list[Package]:
+    """The packages at `sources`, or in folders there, in the order in which they run.
+
+    Raises:
+        InputError: two packages have one name.
+    """
+    packages = []
+    for source in sources:
+        package_paths = [source]
+        if not paths.is_package(source):
+            package_paths = source.glob("[!.]*.mlpackage")
+        packages += map(open_package, package_paths)
+    packages.sort(key=lambda package: package.running_order)
+    names = [package.path.name for package in packages]
+    if len({*names}) < len(names):
+        step = "rename one of them, or leave it out"
+        raise InputError("packages", str(names), "a name for each", step)
+    return connect(packages)
 
 
 def describe(
@@ -216,25 +235,7 @@ def describe(
     entries = file_entries(root, root / "layers")
     compress = nearest_preset(entries, checkpoint)
     options = describe_options(calls.functions, cache_shapes, plan, compress)
-    spec = layers_spec(plan, options, 0, plan.dims.L)
-    # packages keep no copies of caches, and compute from x what layers add to the stream
-    for name in list(spec.states):
-        if source_layer(plan, name) is not None:
-            del spec.states[name]
-    spec.inputs.pop(X0, None)
-    # Caches of as many heads and rows are in any order here; `match_caches` puts them
-    # right. It permutes names and planes, so that each plane needs a name of its own
-    # heads and rows now.
-    tensors = sorted(cache_shapes, key=cache_shapes.get)
-    states = sorted(spec.states.items(), key=lambda state: state[1].shape)
-    spec.states = {
-        name: entry.model_copy(update={"tensor": tensor})
-        for (name, entry), tensor in zip(states, tensors)
-    }
-    spec.inputs = {n: shape for n, shape in spec.inputs.items() if "mask" not in n}
-    spec.inputs[IDS] = [1, "T"]
-    spec.outputs = {LOGITS: [1, plan.dims.V, "T", 1]}
-    spec.rows = 0, plan.dims.V
+    spec = describe_shard(plan, options, cache_shapes)
     shard = Shard(
         **vars(spec),
         path="layers",
@@ -257,6 +258,38 @@ def describe(
         checkpoint=checkpoint.facts,
         packages=versions(options),
     )
+
+
+def describe_shard(
+    plan: Plan, options: Options, cache_shapes: dict[str, tuple[int, ...]]
+) -> Spec:
+    """The one shard that all packages are: from token ids to logits, with all layers.
+
+    Args:
+        cache_shapes: of the planes, by their names.
+    """
+    spec = layers_spec(plan, options, 0, plan.dims.L)
+    # packages keep no copies of caches, and compute from x what layers add to the stream
+    states = {
+        name: entry
+        for name, entry in spec.states.items()
+        if source_layer(plan, name) is None
+    }
+    # Caches of as many heads and rows are in any order here; `match_caches` puts them
+    # right. It permutes names and planes, so that each plane needs a name of its own
+    # heads and rows now.
+    planes = sorted(cache_shapes, key=cache_shapes.get)
+    names = sorted(states, key=lambda name: states[name].shape)
+    spec.states = {
+        name: states[name].model_copy(update={"tensor": plane})
+        for name, plane in zip(names, planes)
+    }
+    spec.inputs.pop(X0, None)
+    spec.inputs = {n: shape for n, shape in spec.inputs.items() if "mask" not in n}
+    spec.inputs[IDS] = [1, "T"]
+    spec.outputs = {LOGITS: [1, plan.dims.V, "T", 1]}
+    spec.rows = 0, plan.dims.V  # of the head: all of them
+    return spec
 
 
 def link_packages(
@@ -346,11 +379,14 @@ def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
 
 
 class Calls(NamedTuple):
-    """The functions of packages with states, and the moves of their caches' rows."""
+    """The functions of packages with states, and the moves of their caches' rows.
+
+    Attributes:
+        moves: rows of a cache → `shift` or `right` (see `Foreign`).
+    """
 
     functions: list[Function]
     moves: dict[int, str]
-    """Rows of a cache → `shift` or `right` (see `Foreign`)."""
 
 
 def describe_calls(
@@ -428,8 +464,12 @@ def count_tokens(program: miltorch.Program) -> tuple[int, int]:
 def match_caches(
     manifest: Manifest, checkpoint: Checkpoint, root: Path
 ) -> tuple[Manifest, float]:
-    """The manifest with every cache assigned to the plane whose row of one token is
-    nearest to the checkpoint's, and the largest relative RMS of these rows."""
+    """Assigns every cache to the plane whose row of one token is nearest to the
+    checkpoint's.
+
+    Returns:
+        The manifest, and the largest relative RMS of these rows.
+    """
     from scipy.optimize import linear_sum_assignment
 
     # an ordinary token: the first ids are special ones
@@ -439,20 +479,12 @@ def match_caches(
     decoder.decode_one_token(token)
     (state,), (shard,) = decoder.seqs.states, manifest.shards
     names, entries = zip(*shard.states.items())
-    sizes, first_rows = [], []  # heads and rows of each plane; its row 0 [heads, width]
-    for entry in entries:
-        plane = state.read_plane(entry.tensor)
-        sizes.append([*plane.shape[1:3]])
-        first_rows.append(plane[0, :, 0].copy())
-    errors = np.full((len(names), len(first_rows)), UNMATCHED)
-    for i, name in enumerate(names):
+    planes = [read_first_row(state.read_plane(entry.tensor)) for entry in entries]
+    errors = np.full((len(names), len(planes)), UNMATCHED)
+    for i, (name, entry) in enumerate(zip(names, entries)):
         expected = state_rows(trace, name)
-        _, *needed, width = entries[i].shape
-        for j, row in enumerate(first_rows):
-            # a plane holds a cache of as many heads and rows, and may be wider
-            if sizes[j] == needed and row.shape[-1] >= width:
-                errors[i, j] = compare.relative_rms(expected, row[:, :width])
-    errors = np.nan_to_num(errors, nan=UNMATCHED, posinf=UNMATCHED)
+        for j, plane in enumerate(planes):
+            errors[i, j] = row_error(expected, entry, plane)
     nearest = linear_sum_assignment(errors)
     states = {
         names[i]: entries[i].model_copy(update={"tensor": entries[j].tensor})
@@ -461,6 +493,41 @@ def match_caches(
     shards = [shard.model_copy(update={"states": states})]
     manifest = manifest.model_copy(update={"shards": shards})
     return manifest, errors[nearest].max()
+
+
+@dataclass(frozen=True)
+class FirstRow:
+    """The first row of a plane, copied: the plane itself may be a large state.
+
+    Args:
+        values: [heads, width].
+        rows: of the whole plane.
+    """
+
+    values: np.ndarray
+    rows: int
+
+
+def read_first_row(plane: np.ndarray) -> FirstRow:
+    """The first row of a plane [1, heads, rows, width]."""
+    return FirstRow(plane[0, :, 0].copy(), plane.shape[2])
+
+
+def row_error(expected: np.ndarray, cache: StateEntry, plane: FirstRow) -> float:
+    """The relative RMS of a plane's first row, against the row that a cache should have.
+    `UNMATCHED` where it is not finite, or where the plane cannot hold the cache.
+
+    Args:
+        expected: the checkpoint's keys or values of the token at position 0.
+        cache: of shape [1, heads, rows, width].
+    """
+    _, heads, rows, width = cache.shape
+    plane_heads, plane_width = plane.values.shape
+    # a plane holds a cache of as many heads and rows, and may be wider
+    if (plane_heads, plane.rows) != (heads, rows) or plane_width < width:
+        return UNMATCHED
+    error = compare.relative_rms(expected, plane.values[:, :width])
+    return error if np.isfinite(error) else UNMATCHED
 
 
 def list_assumptions(

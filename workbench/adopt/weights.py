@@ -41,13 +41,14 @@ def find_weights(
 def find_pieces(matrix: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[str]:
     """The names of constants whose rows are those of a matrix, in order; none if rows
     are missing."""
-    pieces = {}  # by the first row of the matrix that they contain
+    pieces: dict[int, str] = {}  # first row of the matrix that it contains → constant
     for name, constant in constants.items():
         if constant.shape[1] != matrix.shape[1]:
             continue
-        # the row that the constant's first row has the largest cosine with
-        likeness = matrix @ constant[0] / matrix.norm(dim=1).clamp_min(1e-30)
-        first = int(likeness.argmax())
+        # The row that the constant's first row has the largest cosine with. The norm of
+        # the constant's row scales all cosines alike, so that it is left out.
+        cosines = matrix @ constant[0] / matrix.norm(dim=1).clamp_min(1e-30)
+        first = int(cosines.argmax())
         rows = matrix[first : first + len(constant)]
         if len(rows) < len(constant):
             continue

@@ -30,7 +30,14 @@ SAME_TIME_RATIO = 1.05
 
 @dataclass(frozen=True)
 class Advice:
-    """An export with another value of one option, and both predicted times."""
+    """An export with another value of one option, and both predicted times.
+
+    Args:
+        option: its name, such as max_seq_len, and `value`, the other value.
+        reason: of the saving, in words.
+        ms: of a call of the other export, with the ends of its interval.
+        ms_now: of a call of the export as it is, with the ends of its interval.
+    """
 
     option: str
     value: str | int
@@ -58,31 +65,37 @@ def advise(work: Work, options: Options, chip: str) -> list[Advice]:
 
     An uncertainty that both predictions share, such as an unmeasured chip, does not enter
     the comparison."""
-    current = _times(work, chip)
-    advice: list[Advice] = []
-    factor = calibration().factor
+    current = _predict(work, chip)
+    advice: dict[str, Advice] = {}  # by option
     for alternative in _alternatives(work, options):
         option, value = alternative.option, alternative.value
+        if option in advice:
+            continue
         reason = alternative.reason
-        proposed = _times(alternative.work, chip)
-        speedup = min(
-            current.stored_ms / proposed.stored_ms,
-            current.repeated_ms / proposed.repeated_ms,
-        )
+        least_speedup = calibration().factor
         if option == "compress" and _is_finer(value, options.compress):
-            is_better = speedup > 1 / SAME_TIME_RATIO
+            least_speedup = 1 / SAME_TIME_RATIO
             reason = "the same time within 5% with finer weights"
-        else:
-            is_better = speedup > factor
-        if is_better and not any(one.option == option for one in advice):
-            before, after = current.prediction, proposed.prediction
-            advice.append(Advice(option, value, reason, **after, **_as_now(before)))
-    return advice
+        proposed = _predict(alternative.work, chip)
+        if _speedup(current, proposed) > least_speedup:
+            advice[option] = Advice(
+                option,
+                value,
+                reason,
+                ms=proposed.ms,
+                low_ms=proposed.low_ms,
+                high_ms=proposed.high_ms,
+                ms_now=current.ms,
+                low_ms_now=current.low_ms,
+                high_ms_now=current.high_ms,
+            )
+    return list(advice.values())
 
 
-def _as_now(prediction: dict) -> dict:
-    """The names of a prediction's fields for the export as it is."""
-    return {f"{name}_now": value for name, value in prediction.items()}
+def _speedup(current: "_Prediction", proposed: "_Prediction") -> float:
+    """How many times as fast the proposed export is: the smaller of the ratios with K and V
+    as stored and with K and V repeated."""
+    return min(current.ms / proposed.ms, current.repeated_ms / proposed.repeated_ms)
 
 
 def _is_finer(value: str, compress: str) -> bool:
@@ -92,25 +105,31 @@ def _is_finer(value: str, compress: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Times:
-    """The predicted ms of one call."""
+class _Prediction:
+    """The predicted ms of one call, with the ends of its interval.
 
-    stored_ms: float
-    """The time if attention reads K and V as they are stored."""
+    Attributes:
+        ms: if attention reads K and V as they are stored.
+        repeated_ms: if attention reads K and V repeated for each query head.
+    """
+
+    ms: float
+    low_ms: float
+    high_ms: float
     repeated_ms: float
-    """The time if attention reads K and V repeated for each query head."""
-    prediction: dict[str, float]
-    """ms, low_ms, high_ms: the prediction with its interval."""
 
 
-def _times(work: Work, chip: str) -> _Times:
+def _predict(work: Work, chip: str) -> _Prediction:
     row = pd.DataFrame([on_chip(work, chip)])
-    prediction = (
-        predict_with_intervals(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
-    )
+    predicted = predict_with_intervals(row).iloc[0]
     repeated_row = with_rates(row.assign(repeats=True)).iloc[0]
     repeated_ms = float(predict_ms(repeated_row, calibration().constants))
-    return _Times(prediction["ms"], repeated_ms, prediction)
+    return _Prediction(
+        float(predicted["ms"]),
+        float(predicted["low_ms"]),
+        float(predicted["high_ms"]),
+        repeated_ms,
+    )
 
 
 @dataclass(frozen=True)
@@ -139,15 +158,16 @@ def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
 
 def _fewer_shards(work: Work, options: Options) -> Iterator[_Alternative]:
     """Yields the export with as many layers in a shard as may be, if it has fewer shards."""
+    heads = [shard for shard in work.shards if shard.name.startswith("head")]
     layers = [shard for shard in work.shards if not shard.name.startswith("head")]
-    if options.moe == "dense" and len(layers) > 1:
-        stacked = _stacked(layers, options)
-        if len(stacked) < len(layers):
-            count = math.ceil(len(layers) * options.layers_per_shard / len(stacked))
-            heads = tuple(shard for shard in work.shards if shard not in layers)
-            fewer = replace(work, shards=(*stacked, *heads))
-            reason = f"{work.calls} calls to {fewer.calls}"
-            yield _Alternative("layers_per_shard", count, reason, fewer)
+    if options.moe != "dense" or len(layers) < 2:
+        return
+    stacked = _stacked(layers)
+    if len(stacked) < len(layers):
+        per_shard = math.ceil(len(layers) * options.layers_per_shard / len(stacked))
+        fewer = replace(work, shards=(*stacked, *heads))
+        reason = f"{work.calls} calls to {fewer.calls}"
+        yield _Alternative("layers_per_shard", per_shard, reason, fewer)
 
 
 def _shorter_caches(work: Work, options: Options) -> Iterator[_Alternative]:
@@ -161,18 +181,22 @@ def _shorter_caches(work: Work, options: Options) -> Iterator[_Alternative]:
         rows //= 2
 
 
-def _stacked(layers: list[ShardWork], options: Options) -> list[ShardWork]:
+def _stacked(layers: list[ShardWork]) -> list[ShardWork]:
     """The layers in as few shards of equal numbers of them as `MAX_SHARD_BYTES` allows."""
-    sizes = [
-        sum(n * stored_bits(f) / 8 for f, n in layer.weights.items())
-        for layer in layers
-    ]
-    per_shard = max(1, int(MAX_SHARD_BYTES // max(sizes)))
+    largest = max(map(_weight_bytes, layers))
+    per_shard = max(1, int(MAX_SHARD_BYTES // largest))
     stacked = []
     for start in range(0, len(layers), per_shard):
         group = layers[start : start + per_shard]
         stacked.append(join_shards(group[0].name, group))
     return stacked
+
+
+def _weight_bytes(shard: ShardWork) -> float:
+    """The bytes of a shard's weights as they are stored."""
+    return sum(
+        count * stored_bits(format) / 8 for format, count in shard.weights.items()
+    )
 
 
 def _shortened(shard: ShardWork, options: Options, rows: int) -> ShardWork:

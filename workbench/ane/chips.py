@@ -9,6 +9,7 @@ import pandas as pd
 from workbench.errors import InputError, check_choice
 
 FIGURE_SOURCES = Path(__file__).parents[2] / "data" / "sources"
+# quantity in `chips.csv` → its column in `chips`
 QUANTITIES = {
     "weight stream through Core ML": "weights_gb_s",
     "fp16 convolution": "tflops",
@@ -38,23 +39,41 @@ def chips() -> pd.DataFrame:
         chip, weights_gb_s (GB/s), tflops (of fp16 convolutions), assumed (names of the
         figures that nobody measured on this chip).
     """
+    rows = _read_rates()
+    rates = rows.pivot_table("rate", "chip", "quantity").sort_index()
+    assumed = _assumed_figures(rows, rates)
+    # alphabetical order is that of generations, the base chip first
+    of_generation = rates.groupby(rates.index.str[:2]).transform("first").ffill()
+    has_rate = rates["weights_gb_s"].notna()
+    rates = rates.fillna(of_generation).assign(assumed=assumed)
+    return rates[has_rate].reset_index()
+
+
+def _read_rates() -> pd.DataFrame:
+    """The published rates: a row for each measurement and chip, with quantity (a column of
+    `chips`, null: another quantity), rate (the middle of its range) and is_assumed."""
     rows = published("chips.csv")
     rows = rows.assign(
         chip=rows["chip"].str.split(" and "),  # a row may be of several chips
-        quantity=rows["quantity"].map(QUANTITIES),  # null: another quantity
-        mean=rows[["low", "high"]].mean(axis="columns"),
-        assumed=rows["condition"].str.startswith(ASSUMED),
+        quantity=rows["quantity"].map(QUANTITIES),
+        rate=rows[["low", "high"]].mean(axis="columns"),
+        is_assumed=rows["condition"].str.startswith(ASSUMED),
     ).explode("chip")
     rows["chip"] = rows["chip"].replace("Ultra", "M1 Ultra")
-    rates = rows.pivot_table("mean", "chip", "quantity").sort_index()
-    guesses = rows[rows["assumed"]].pivot_table("mean", "chip", "quantity")
-    unmeasured = rates.isna() | guesses.reindex_like(rates).notna()
-    assumed = unmeasured.apply(lambda row: ", ".join(row.index[row]), axis="columns")
-    # alphabetical order is that of generations, the base chip first
-    same_generation = rates.groupby(rates.index.str[:2]).transform("first").ffill()
-    has_rate = rates["weights_gb_s"].notna()
-    rates = rates.fillna(same_generation).assign(assumed=assumed)
-    return rates[has_rate].reset_index()
+    return rows
+
+
+def _assumed_figures(rows: pd.DataFrame, rates: pd.DataFrame) -> pd.Series:
+    """Chip → the names of the figures that nobody measured on it, separated by commas: a
+    figure that is missing, or one of whose rows is assumed.
+
+    Args:
+        rows: of `_read_rates`.
+        rates: chips × figures.
+    """
+    guesses = rows[rows["is_assumed"]].pivot_table("rate", "chip", "quantity")
+    is_assumed = rates.isna() | guesses.reindex_like(rates).notna()
+    return is_assumed.apply(lambda row: ", ".join(row.index[row]), axis="columns")
 
 
 def generation(chip: str) -> int:

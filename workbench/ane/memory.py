@@ -4,15 +4,17 @@ bundle from its files, of a checkpoint from the shards that an export would writ
 import re
 import resource
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.ane.work import VALUE_BYTES, source_plan, state_bytes
-from workbench.bundle import Bundle, Options
+from workbench.bundle import Bundle, Options, Shard
 from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
 if TYPE_CHECKING:
+    from workbench.exporter.shards import Spec
     from workbench.models.checkpoint import Checkpoint
 
 MAC_SHARE = 0.7
@@ -27,29 +29,48 @@ def budget(
     side_states, embedding, buffers (of a call on the host, which all shards share,
     estimated), total."""
     if isinstance(source, Bundle):
-        manifest = source.manifest
-        dims, options, shards = manifest.dims, manifest.options, manifest.shards
-        embedding = manifest.embedding.file.bytes
-        weights = sum(shard.bytes for shard in shards)
+        dims, options = source.manifest.dims, source.manifest.options
+        sizes = _bundle_sizes(source)
     else:
-        from workbench.exporter.shards import specs
-        from workbench.exporter.weights import all_weights
-
-        plan = source_plan(source)
-        dims, shards = plan.dims, list(specs(plan, options))
-        # the second table has a row of P numbers for every layer
-        embedding = 2 * dims.V * (dims.C + dims.L * dims.P)
-        weights = sum(weight.bytes for weight in all_weights(source, plan, options))
-    sizes = {"weights": weights, "kv": 0, "side_states": 0, "embedding": embedding}
-    for shard in shards:
-        for name, state in shard.states.items():
-            kind = "kv" if is_cache(name) else "side_states"
-            sizes[kind] += state_bytes(state, options)
+        dims = source_plan(source).dims
+        sizes = _export_sizes(source, options)
     T, S = options.t_max, options.max_seq_len
     # hidden in and out, two masks, logits
     values = options.batch * (2 * dims.C * T + 2 * T * S + T * dims.V)
     sizes["buffers"] = VALUE_BYTES[options.program_dtype] * values
     return sizes | {"total": sum(sizes.values())}
+
+
+def _bundle_sizes(bundle: Bundle) -> dict[str, int]:
+    """The bytes of a bundle's weights, kv, side_states and embedding."""
+    manifest = bundle.manifest
+    weights = sum(shard.bytes for shard in manifest.shards)
+    states = _state_sizes(manifest.shards, manifest.options)
+    return {"weights": weights, **states, "embedding": manifest.embedding.file.bytes}
+
+
+def _export_sizes(source: "Checkpoint", options: Options) -> dict[str, int]:
+    """The bytes of the weights, kv, side_states and embedding that an export would have."""
+    from workbench.exporter.shards import specs
+    from workbench.exporter.weights import all_weights
+
+    plan = source_plan(source)
+    dims = plan.dims
+    weights = sum(weight.bytes for weight in all_weights(source, plan, options))
+    states = _state_sizes(specs(plan, options), options)
+    # fp16; the second table has a row of P numbers for every layer
+    embedding = 2 * dims.V * (dims.C + dims.L * dims.P)
+    return {"weights": weights, **states, "embedding": embedding}
+
+
+def _state_sizes(shards: "Iterable[Shard | Spec]", options: Options) -> dict[str, int]:
+    """The bytes of caches, `kv`, and of all other states, `side_states`."""
+    sizes = {"kv": 0, "side_states": 0}
+    for shard in shards:
+        for name, state in shard.states.items():
+            kind = "kv" if is_cache(name) else "side_states"
+            sizes[kind] += state_bytes(state, options)
+    return sizes
 
 
 def fits(total: int, machine: int) -> dict[str, bool]:

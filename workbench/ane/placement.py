@@ -21,23 +21,33 @@ from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
 from workbench.runtime.coreml import Placed, compiled_path, compute_plan
 
+LISTED_NAMES = 5
+"""The most operations that a placement names for each rule."""
+
 
 @dataclass(frozen=True)
 class Placement:
     """The numbers of a shard's compute operations by unit.
 
-    `convolutions` counts convolutions alone (on the ANE, all), as experiment 30
-    did."""
+    Args:
+        source: measured, predicted, or simulated: the plan of a stand-in.
+        ops: all operations.
+        eligible: those that could run on the Neural Engine.
+        ane, cpu, gpu: those that are expected to run there.
+        convolutions: on the Neural Engine, and all, as experiment 30 counted them.
+        rules: those that were applied, as `lint` gives them, with the `count` of the
+            names of which the first few are listed.
+    """
 
     shard: str
-    source: str  # measured, predicted, or simulated: the plan of a stand-in
+    source: str
     ops: int
     eligible: int
     ane: int
     cpu: int
     gpu: int
     convolutions: tuple[int, int]
-    rules: list[dict]  # with `sources` in words
+    rules: list[dict]
 
     json = asdict
 
@@ -85,19 +95,22 @@ def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[LoadedPro
 def place_operations(shard: str, graph: LintGraph) -> Placement:
     """The placement predicted from the rules that a graph breaks; disputed rules are
     only listed."""
-    rules = lint(graph)
+    # effect (see `rules`) → names of the operations that a rule of this effect excludes
     excluded = {"cpu": set(), "stays": set(), "fails": set()}
-    for rule in rules:
+    listed = []
+    for rule in lint(graph):
+        names = rule["names"]
         if rule["effect"] in excluded and not rule["disputed"]:
-            excluded[rule["effect"]].update(rule["names"])
-        rule |= {"count": len(rule["names"]), "names": rule["names"][:5]}
+            excluded[rule["effect"]].update(names)
+        listed.append(rule | {"count": len(names), "names": names[:LISTED_NAMES]})
     plan = []
     for op in graph.ops:
         supported = ("cpu",) if op.name in excluded["cpu"] else ("ane", "cpu")
-        stays = excluded["fails"] or op.name in excluded["stays"]
-        unit = "cpu" if stays else supported[0]
+        # a rule that fails takes the whole program off the Neural Engine
+        stays_on_cpu = excluded["fails"] or op.name in excluded["stays"]
+        unit = "cpu" if stays_on_cpu else supported[0]
         plan.append(Placed(op.kind, op.name, unit, supported))
-    return count_units(shard, plan, "predicted", rules)
+    return count_units(shard, plan, "predicted", listed)
 
 
 def read_compute_plan(

@@ -56,8 +56,14 @@ formats. Public rows with an fp16 head beside lookup tables count as tables."""
 
 @dataclass(frozen=True)
 class Constants:
-    """call: ms of a call. unpack: 10⁹ weights a second from lookup tables. attend, recur:
-    GB/s of caches and recurrent states. Each default leaves its term out."""
+    """The fitted constants of the formula. Each default leaves its term out.
+
+    Args:
+        call: ms of a call.
+        unpack: 10⁹ weights a second from lookup tables.
+        attend: GB/s of K and V.
+        recur: GB/s of recurrent states.
+    """
 
     call: float = 0.0
     unpack: float = np.inf
@@ -101,8 +107,10 @@ def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
     rates = rated.loc[names, ["weights_gb_s", "tflops", "measured_rate"]]
     rates = rates.set_axis(rows.index)
     rates["measured_rate"] &= names == rows["chip"]
-    numbers = [c for c in FEATURES + ["ms"] if c in rows and c not in TEXT_FEATURES]
-    rows = rows.assign(**{c: pd.to_numeric(rows[c]) for c in numbers})
+    rows = rows.copy()
+    for name in (*FEATURES, "ms"):
+        if name in rows and name not in TEXT_FEATURES:
+            rows[name] = pd.to_numeric(rows[name])
     rows["table"] = rows["table"].map(_table_share)
     repeats = rows["repeats"] if "repeats" in rows else pd.Series(True, rows.index)
     read_mb = rows["spread_mb"].where(repeats, rows["cache_mb"])
@@ -122,21 +130,24 @@ def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
     """The ms of every term of the formula, for columns of `FEATURES` and rates, and
     `read_mb`, the MB of K and V that the attention products read. `table` is the share of
     the weights that are in lookup tables."""
-    tables = rows["table"] * rows["weights_g"] / constants.unpack
+    unpack_s = rows["table"] * rows["weights_g"] / constants.unpack
     body_g = rows["weights_g"] - rows["head_g"]
     products_g = body_g * rows["T"] + rows["head_g"]  # the head of one token
     return {
         "call": constants.call * rows["calls"],
         "stream": 1e3 * rows["streamed_gb"] / rows["weights_gb_s"],
-        "unpack": 1e3 * tables,
+        "unpack": 1e3 * unpack_s,
+        # two operations a multiply-add; 10⁹ operations over 10¹² a second are ms
         "products": 2 * products_g / (REACHED_SHARE * rows["tflops"]),
+        # MB over GB/s are ms
         "cache": rows["read_mb"] / constants.attend,
         "state": rows["recurrent_mb"] / constants.recur,
     }
 
 
-def predict_ms(rows: Mapping, constants: Constants):
-    """The predicted ms of one call for each row of `with_rates` (see `terms`)."""
+def predict_ms(rows: Mapping, constants: Constants) -> np.ndarray | pd.Series | float:
+    """The predicted ms of one call for each row of `with_rates` (see `terms`), or for one
+    row."""
     ms = terms(rows, constants)
     weights = np.maximum(np.maximum(ms["stream"], ms["unpack"]), ms["products"])
     return ms["call"] + weights + ms["cache"] + ms["state"]
@@ -148,7 +159,12 @@ def fit(
     base: Constants = Constants(),
 ) -> Constants:
     """The constants `names` by robust least squares of log(predicted ÷ published); the
-    others are those of `base`."""
+    others are those of `base`. The logarithm of a constant has the prior `PRIORS` with
+    the width `PRIOR_WIDTH`.
+
+    Args:
+        rows: of `with_rates`, with their author and ms.
+    """
     from scipy.optimize import least_squares
 
     medians = np.log([getattr(PRIORS, name) for name in names])
@@ -159,10 +175,12 @@ def fit(
     # squared residuals count n^-1/2, so that the n rows of an author count as √n rows
     weight = rows.groupby("author")["ms"].transform("size").to_numpy() ** -0.25
 
-    def residuals(logs):
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        """The residuals of the rows, then those of the priors."""
         constants = replace(base, **dict(zip(names, np.exp(logs))))
         misfit = (np.log(predict_ms(arrays, constants)) - published_log) / MISFIT_SCALE
-        # pseudo-Huber: a square near 0, a line far from it
+        # Half of its square is the pseudo-Huber loss √(1 + m²) − 1: a square near 0, a
+        # line far from it (Charbonnier et al., 1997).
         robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
         return np.concatenate([weight * robust, (logs - medians) / PRIOR_WIDTH])
 
@@ -240,24 +258,32 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
     rows that check chips without a fitted row."""
     fitted = fitted_rows(everything)
     constants = fit(fitted)
-    logs = {}
+    misfits = {}  # column → log(predicted ÷ published) without the rows of the same value
     for by in ("source", "author", "format", "rows", "model"):
         fitted[f"{by}_ms"] = cross_validated_ms(fitted, by)
-        logs[by] = np.log(fitted[f"{by}_ms"] / fitted["ms"])
+        misfits[by] = np.log(fitted[f"{by}_ms"] / fitted["ms"])
     cache_rows = fitted["rows"]
     is_end = cache_rows.isin([cache_rows.min(), cache_rows.max()])
+    widths = {
+        "chip": _chip_width(everything, fitted, constants),
+        "format": np.log(factor_of(misfits["format"])),
+        "context": np.log(factor_of(misfits["rows"][is_end])),
+        "program": np.log(factor_of(misfits["model"])),
+    }
+    factor = max(factor_of(misfits["source"]), factor_of(misfits["author"]))
+    return Calibration(constants, fitted, factor, widths)
+
+
+def _chip_width(
+    everything: pd.DataFrame, fitted: pd.DataFrame, constants: Constants
+) -> float:
+    """The largest log error of the rows that check whole models, at one token a call, on
+    chips without a fitted row."""
     is_check = (everything["use"] == "check") & (everything["T"] == 1)
     checks = everything[is_check & ~everything["chip"].isin(fitted["chip"])]
     checks = checks[pd.to_numeric(checks["layers"]) > 0]
-    chip_width = np.log(predict_ms(checks, constants) / checks["ms"]).abs().max()
-    widths = {
-        "chip": float(chip_width),
-        "format": np.log(factor_of(logs["format"])),
-        "context": np.log(factor_of(logs["rows"][is_end])),
-        "program": np.log(factor_of(logs["model"])),
-    }
-    factor = max(factor_of(logs["source"]), factor_of(logs["author"]))
-    return Calibration(constants, fitted, factor, widths)
+    misfits = np.log(predict_ms(checks, constants) / checks["ms"])
+    return float(misfits.abs().max())
 
 
 def extrapolations(row: Mapping, model: Calibration) -> dict[str, str]:
@@ -323,24 +349,38 @@ def predict_with_intervals(
         fitted row is like this one, by kind.
     """
     model = model or calibration()
-    out = []
-    for _, row in with_rates(rows).iterrows():
-        row = row.to_dict()
-        if pd.isna([row[name] for name in FEATURES]).any():
-            out.append({"ms": np.nan, "low_ms": np.nan, "high_ms": np.nan})
-            out[-1]["extrapolates"] = {"program": "features are missing"}
-            continue
-        reasons = extrapolations(row, model)
-        squares = [np.log(model.factor) ** 2]
-        squares += [model.widths.get(kind, 0.0) ** 2 for kind in reasons]
-        factor = np.exp(np.sqrt(sum(squares)))
-        ms = repeated_ms = float(predict_ms(row, model.constants))
-        if "attention" in reasons:
-            repeated = row | {"read_mb": row["spread_mb"]}
-            repeated_ms = float(predict_ms(repeated, model.constants))
-        interval = {"low_ms": ms / factor, "high_ms": repeated_ms * factor}
-        out.append({"ms": ms} | interval | {"extrapolates": reasons})
-    return pd.DataFrame(out, rows.index)
+    predictions = [
+        _predict_with_interval(row.to_dict(), model)
+        for _, row in with_rates(rows).iterrows()
+    ]
+    return pd.DataFrame(predictions, rows.index)
+
+
+def _predict_with_interval(row: dict, model: Calibration) -> dict:
+    """The line of `predict_with_intervals` for one row of `with_rates`."""
+    if pd.isna([row[name] for name in FEATURES]).any():
+        missing = {"program": "features are missing"}
+        return {
+            "ms": np.nan,
+            "low_ms": np.nan,
+            "high_ms": np.nan,
+            "extrapolates": missing,
+        }
+    reasons = extrapolations(row, model)
+    # log errors of independent causes: their squares add up
+    squares = [np.log(model.factor) ** 2]
+    squares += [model.widths.get(kind, 0.0) ** 2 for kind in reasons]
+    factor = np.exp(np.sqrt(sum(squares)))
+    ms = repeated_ms = float(predict_ms(row, model.constants))
+    if "attention" in reasons:
+        repeated = row | {"read_mb": row["spread_mb"]}
+        repeated_ms = float(predict_ms(repeated, model.constants))
+    return {
+        "ms": ms,
+        "low_ms": ms / factor,
+        "high_ms": repeated_ms * factor,
+        "extrapolates": reasons,
+    }
 
 
 def published_predictions() -> pd.DataFrame:
@@ -387,20 +427,15 @@ def on_chip(work: Work, chip: str) -> dict:
     format of most weights, or the several formats, as stored and as streamed.
 
     The head computes every token of the call, as a verification of drafts needs it."""
-    streams_from = published("weight_streams.csv").set_index("format")
-    streams_from = streams_from["from_generation"].to_dict()
-    chip_generation, streamed_bytes, streams = generation(chip), 0.0, {}
-    for format, count in work.weights.items():
-        as_stored = chip_generation >= streams_from.get(format, np.inf)
-        streams[format] = format if as_stored else "fp16"
-        streamed_bytes += count * stored_bits(streams[format]) / 8
     total = sum(work.weights.values())
-    in_tables = sum(n for f, n in work.weights.items() if streams[f].startswith("lut"))
-    by_count = sorted(work.weights, key=work.weights.get, reverse=True)
-    least = LEAST_SHARE * total
-    names = [f for f in by_count if f != "fp16" and work.weights[f] >= least]
-    if len(names) < 2:
-        names = by_count[:1]
+    streamed_bytes, in_tables = 0.0, 0
+    for format, count in work.weights.items():
+        streamed = _streamed_format(format, chip)
+        streamed_bytes += count * stored_bits(streamed) / 8
+        if streamed.startswith("lut"):
+            in_tables += count
+    names = _main_formats(work.weights)
+    streams = [f"{name} streamed as {_streamed_format(name, chip)}" for name in names]
     return {
         "chip": chip,
         "T": work.T * work.batch,
@@ -415,8 +450,29 @@ def on_chip(work: Work, chip: str) -> dict:
         "spread_mb": work.spread_bytes / 1e6,
         "recurrent_mb": work.recurrent_bytes / 1e6,
         "repeats": False,
-        "weights": ", ".join(f"{f} streamed as {streams[f]}" for f in names),
+        "weights": ", ".join(streams),
     }
+
+
+def _streamed_format(format: str, chip: str) -> str:
+    """The format in which a chip streams weights that are stored in `format`: the same, or
+    fp16 where the chip unpacks them when it loads them."""
+    formats = published("weight_streams.csv").set_index("format")
+    first_generation = formats["from_generation"].get(format, np.inf)
+    return format if generation(chip) >= first_generation else "fp16"
+
+
+def _main_formats(weights: dict[str, int]) -> list[str]:
+    """The compressed formats that have at least `LEAST_SHARE` of the weights, most weights
+    first, if there are several; otherwise the format of most weights.
+
+    Args:
+        weights: format → their number.
+    """
+    by_count = sorted(weights, key=weights.get, reverse=True)
+    least = LEAST_SHARE * sum(weights.values())
+    names = [name for name in by_count if name != "fp16" and weights[name] >= least]
+    return names if len(names) > 1 else by_count[:1]
 
 
 def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
@@ -447,7 +503,7 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
 def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
     """The reasons why predictions extrapolate, a line for each, with the chips that it
     holds for (see `by_chip`)."""
-    chips_of = {}
+    chips_of: dict[str, list[str]] = {}  # reason → chips
     for row in speeds.itertuples():
         for kind, reason in row.extrapolates.items():
             # one line for all chips without a row

@@ -114,40 +114,54 @@ def lint(graph: LintGraph) -> list[dict]:
     subjects = _subjects(graph)
     findings = []
     for rule in rules():
-        patterns = rule["of"].split()
-        operations = [
-            (op.name, op)
-            for op in graph.program.block.walk()
-            if any(fnmatchcase(op.kind, pattern) for pattern in patterns)
-        ]
+        candidates = subjects.get(rule["of"])
+        if candidates is None:
+            candidates = _matching_operations(graph, rule["of"].split())
         test = TESTS.get(rule["id"])
-        candidates = subjects.get(rule["of"], operations)
-        names = [
-            name for name, subject in candidates if test is None or test(graph, subject)
-        ]
+        names = {}  # in order, each once
+        for name, subject in candidates:
+            if test is None or test(graph, subject):
+                names[name] = None
         if names:
+            # a source such as CT#2757 names an issue
             words = rule["source"].split()
             sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
-            names = list(dict.fromkeys(names))
-            findings.append(rule | {"names": names, "sources": sources})
+            findings.append(rule | {"names": list(names), "sources": sources})
     return findings
+
+
+def _matching_operations(
+    graph: LintGraph, patterns: list[str]
+) -> list[tuple[str, Op | Type]]:
+    """The (name, operation) pairs whose kind fits a pattern such as `scatter*`."""
+    return [
+        (op.name, op)
+        for op in graph.program.block.walk()
+        if any(fnmatchcase(op.kind, pattern) for pattern in patterns)
+    ]
 
 
 def _subjects(graph: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
     """For each word of the column `of`: the (name, object) pairs that it stands for. A
     weight has the name of the operation that reads it."""
-    inputs, states = graph.program.inputs.items(), graph.program.states.items()
-    outputs = [(n, graph.types[n]) for n in graph.program.outputs if n in graph.types]
-    results = [(op.name, type) for op in graph.ops for _, type in op.outputs]
-    reads = [
-        (op.name, graph.producer(v)) for op in graph.ops for v in op.inputs.values()
-    ]
+    program = graph.program
+    inputs = program.inputs.items()
+    outputs = [(n, graph.types[n]) for n in program.outputs if n in graph.types]
+    results, weights = [], []
+    for op in graph.ops:
+        for _, type in op.outputs:
+            if type.kind == "tensor":
+                results.append((op.name, type))
+        for source in op.inputs.values():
+            producer = graph.producer(source)
+            if producer and producer.kind in SCALED:
+                weights.append((op.name, producer))
     return {
         "inputs": inputs,
-        "states": states,
+        "states": program.states.items(),
         "interface": [*inputs, *outputs],
-        "results": [(name, type) for name, type in results if type.kind == "tensor"],
-        "weights": [(name, op) for name, op in reads if op and op.kind in SCALED],
+        "results": results,
+        "weights": weights,
         "*": [(op.name, op) for op in graph.ops],
     }
 
@@ -176,15 +190,20 @@ def _has_uneven_rows(graph: LintGraph, state: Type) -> bool:
 def _has_long_axis(graph: LintGraph, value: Type) -> bool:
     """Whether an axis is longer than the chip takes; channels have a limit of their
     own."""
-    cap = 16384 if graph.generation <= 3 else 65536
-    return any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(value.shape))
+    longest = 16384 if graph.generation <= 3 else 65536
+    for axis, size in enumerate(value.shape):
+        limit = 65536 if axis == 1 else longest
+        if size and size > limit:
+            return True
+    return False
 
 
 def _spills(graph: LintGraph, value: Type) -> bool:
     """Whether an fp16 result is larger than the chip's working set, 2 MB on an M1 and
     4.7 MB on an M5."""
-    limit = 2e6 if graph.generation < 5 else 4.7e6
-    return value.dtype == "FLOAT16" and 2 * prod(n or 1 for n in value.shape) > limit
+    limit = 2e6 if graph.generation < 5 else 4.7e6  # bytes
+    size = 2 * prod(n or 1 for n in value.shape)
+    return value.dtype == "FLOAT16" and size > limit
 
 
 def _is_state(graph: LintGraph, source: Ref | None) -> bool:
@@ -225,7 +244,9 @@ def _columns(graph: LintGraph, op: Op) -> int:
     """The number of columns, such as tokens, of a product by a weight; a size that
     varies counts as 2."""
     shape = graph.shape(op, "x")
-    return prod(n or 2 for n in (shape[-2:-1] if op.kind == "linear" else shape[2:]))
+    # linear [.., columns, C]; a convolution [B, C, H, W] has H · W columns
+    sizes = shape[-2:-1] if op.kind == "linear" else shape[2:]
+    return prod(size or 2 for size in sizes)
 
 
 def _is_spatial(graph: LintGraph, op: Op) -> bool:

@@ -257,6 +257,7 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
         elif name.endswith(f".{MATRIX_STATE}"):
             states["matrix"].add(tensor)
     width = options.tiling.width(T)
+    # function → its columns; none where a package has one function alone
     function = next((f for f, n in shard.functions.items() if n == width), None)
     packages = bundle.packages(shard).values()
     works = [
@@ -325,7 +326,8 @@ def _attended_bytes(graph: Graph, cache: set[str]) -> int:
     states = graph.program.states
     # a call may read the cache only up to its own end; the longest read is counted
     longest = max((states[n].shape[-2] for n in cache & states.keys()), default=1)
-    values_of_cache, total = set(cache), 0
+    total = 0
+    values_of_cache = set(cache)  # names of values that consist of rows of the cache
     for op in graph.ops:
         operands = values_of_cache.intersection(op.reads())
         if op.kind in MOVES_CACHE_ROWS and operands:
@@ -346,8 +348,9 @@ def _constant_operands(graph: Graph, op: Op) -> list[Ref]:
 
 
 def _bytes(type: miltorch.Type, varying: int = 1) -> int:
-    """The bytes of a value; a size that varies counts as `varying`."""
-    return prod(n or varying for n in type.shape) * (4 if "32" in type.dtype else 2)
+    """The bytes of a value in fp16, fp32 or int32; a size that varies counts as `varying`."""
+    value_bytes = 4 if "32" in type.dtype else 2
+    return value_bytes * prod(n or varying for n in type.shape)
 
 
 def is_product_matrix(shape: tuple) -> bool:
@@ -366,8 +369,10 @@ def weight_format(graph: Graph, weight: Op) -> str:
     scale = graph.shape_of(weight.inputs.get("scale"))
     if not is_blocked(scale):
         return "int8" if bits == 8 else "int4-channel"
-    inputs = graph.shape_of(weight.inputs["data"])
-    return f"int{bits}-block{max(n // m for n, m in zip(inputs, scale))}"
+    sizes = graph.shape_of(weight.inputs["data"])
+    # along the output channels a block has one, along the inputs as many as share a scale
+    block = max(size // scales for size, scales in zip(sizes, scale))
+    return f"int{bits}-block{block}"
 
 
 def palette_entries(graph: Graph, weight: Op) -> int:

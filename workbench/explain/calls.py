@@ -6,6 +6,7 @@ from workbench.check import compare
 from workbench.check.golden import Golden
 from workbench.check.run import trace_bundle
 from workbench.check.states import default_ts
+from workbench.check.trace import Trace
 from workbench.decode import Decoder
 
 # Largest relative RMS of a difference that rounding explains: another function of a
@@ -30,18 +31,31 @@ def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
         if wrong.empty:
             continue
         first = wrong.loc[wrong["position"].idxmin()]
+        position = int(first["position"])
         fault = (
-            "calls of T = {} differ from calls of one token, first at position "
-            "{position}: {tensor}.{layer} by {error:.2g} (relative RMS)"
-        ).format(T, **first)
-        # rows up to the first wrong one must not depend on the tokens after it
-        end = int(first["position"]) + 1
-        ids = golden.ids.copy()
-        ids[end:] = (ids[end:] + 1) % decoder.manifest.dims.V
-        changed = replace(golden, ids=ids)
-        (other,) = trace_bundle(decoder, changed, (T, "chained"))
-        rows = compare.errors(multi, other, ("k", "v"))
-        if rows[rows["position"] < end]["error"].any():
+            f"calls of T = {T} differ from calls of one token, first at position "
+            f"{position}: {first['tensor']}.{first['layer']} by {first['error']:.2g} "
+            "(relative RMS)"
+        )
+        if later_tokens_matter(decoder, golden, multi, T, position):
             fault += "; they are not causal: later tokens change earlier rows"
         faults.append(fault)
     return faults
+
+
+def later_tokens_matter(
+    decoder: Decoder, golden: Golden, trace: Trace, T: int, position: int
+) -> bool:
+    """Whether other tokens after a position change the keys or values up to it, in calls
+    of T tokens.
+
+    Args:
+        trace: of the golden's tokens in such calls.
+    """
+    end = position + 1
+    ids = golden.ids.copy()
+    ids[end:] = (ids[end:] + 1) % decoder.manifest.dims.V
+    changed = replace(golden, ids=ids)
+    (other,) = trace_bundle(decoder, changed, (T, "chained"))
+    rows = compare.errors(trace, other, ("k", "v"))
+    return bool(rows[rows["position"] < end]["error"].any())

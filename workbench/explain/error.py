@@ -66,11 +66,12 @@ class Split:
 
     def _relative(self, shape: tuple) -> pd.DataFrame:
         """Relative RMS over the last axis of vectors in this shape."""
-        scale = compare.rms(self.reference.reshape(shape))
-        columns = dict(zip(("layer", "position"), np.indices(scale.shape)))
+        scale = compare.rms(self.reference.reshape(shape))  # [L, n], or [L, 1]
+        layer, position = np.indices(scale.shape)
+        columns = {"layer": layer.ravel(), "position": position.ravel()}
         for name, part in (self.parts | {"total": self.total}).items():
-            columns[name] = compare.safe_ratio(compare.rms(part.reshape(shape)), scale)
-        columns = {name: column.ravel() for name, column in columns.items()}
+            ratio = compare.safe_ratio(compare.rms(part.reshape(shape)), scale)
+            columns[name] = ratio.ravel()
         return pd.DataFrame(columns)
 
     def shares(self) -> pd.DataFrame:
@@ -92,7 +93,7 @@ def split_error(
     compute_units: str = "CPU_AND_NE",
 ) -> dict[str, Split]:
     """Splits the error of `bundle` over `ids`, isolated (every layer reads the golden's
-    input) and chained, in calls of t_max tokens.
+    input) and chained, in calls of t_max tokens. Returns a split for each of `MODES`.
 
     Args:
         reference: the checkpoint's golden of `ids` (default: computed now).
@@ -110,10 +111,12 @@ def split_error(
         "storage": fp16_weights(checkpoint, bundle),
         "quantization": golden.stored_weights(checkpoint, bundle),
     }
-    parts = [*weights, *runs]
-    # mode → updates before the first part, and after the change of each part
-    stages = {mode: [updates(source.trace)] for mode in MODES}
-    for part in bar(parts, "error", unit="stage"):
+    expected = updates(source.trace)
+    splits = {mode: Split(expected, {}) for mode in MODES}
+    before = dict.fromkeys(
+        MODES, expected
+    )  # mode → updates before the change of a part
+    for part in bar([*weights, *runs], "error", unit="stage"):
         if part in weights:
             model = Reference(checkpoint, weights[part])
             measure = partial(reference_updates, model, source)
@@ -124,11 +127,9 @@ def split_error(
             )
             measure = partial(bundle_updates, decoder, source)
         for mode in MODES:
-            stages[mode].append(measure(mode))
-    splits = {}
-    for mode, values in stages.items():
-        differences = np.diff(values, axis=0)
-        splits[mode] = Split(values[0], dict(zip(parts, differences)))
+            after = measure(mode)
+            splits[mode].parts[part] = after - before[mode]
+            before[mode] = after
     return splits
 
 

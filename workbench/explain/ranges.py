@@ -129,7 +129,14 @@ class Ranges:
         self, kind: str, is_tainted: bool, key, operands: set, place: OperationPlace
     ) -> None:
         """Notes whether a result has an inf, or a NaN, and where the first one came
-        from."""
+        from.
+
+        Args:
+            kind: inf or nan.
+            key: the shard and the name of the result.
+            operands: the shard and the name of each value that the operation reads.
+            place: of the operation.
+        """
         tainted = self.tainted[kind]
         tainted.discard(key)
         if not is_tainted:

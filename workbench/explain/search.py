@@ -169,6 +169,12 @@ class Search:
             return Finding("none", "it runs as the program says, within fp16 rounding")
         model, _ = self._open_portable(self.package, self.function)
         self.values = evaluate_every_value(model, call.arrays) | call.arrays
+        end, proof = self._locate()
+        return self._conclude(call, end, proof)
+
+    def _locate(self) -> tuple[int | None, Proof | None]:
+        """The index of the operation from which on packages of the first operations are
+        wrong (None: none is), and the proof that it is wrong alone or with few others."""
         count = len(self.flow.ops)
 
         def is_wrong(end: int) -> bool:
@@ -177,8 +183,7 @@ class Search:
 
         end = bisect_left(range(count), True, key=is_wrong)
         if end == count:
-            reason = "packages of its operations are right"
-            return Finding("uncertain", reason, where=call.place)
+            return None, None
         proof = self._find_smallest({end})
         while not proof:
             # Bisection needs prefixes that stay wrong as they grow. They need not: a
@@ -192,21 +197,35 @@ class Search:
                 break
             end = bisect_left(range(wrong), True, key=is_wrong)
             proof = self._find_smallest({end})
-        failure = proof.failure if proof else ""
-        if failure and not self.has_run and self.test([count - 1]):
-            reason = f"no package runs: {failure}"
+        return end, proof
+
+    def _conclude(
+        self, call: PackageCall, end: int | None, proof: Proof | None
+    ) -> Finding:
+        """The finding of a wrong call.
+
+        Args:
+            end, proof: of `_locate`.
+        """
+        if end is None:
+            reason = "packages of its operations are right"
             return Finding("uncertain", reason, where=call.place)
         if not proof:
             reason = "wrong from this operation on; correct in isolation"
             ops = self._describe([end])
             return Finding("uncertain", reason, ops, None, call.place)
+        # where nothing has run so far, the last operation alone shows whether anything can
+        if proof.failure and not self.has_run and self.test([len(self.flow.ops) - 1]):
+            reason = f"no package runs: {proof.failure}"
+            return Finding("uncertain", reason, where=call.place)
         self.proof = proof
         ops = self._describe(proof.indices)
-        if failure:
-            reason = f"alone, it fails: {failure}"
-            return Finding("breaks", reason, ops, proof.rounding_ratio, call.place)
-        reason = f"alone, its error is {proof.rounding_ratio:.3g} times what rounding explains"
-        verdict = "together" if len(ops) > 1 else "operation"
+        if proof.failure:
+            verdict, reason = "breaks", f"alone, it fails: {proof.failure}"
+        else:
+            verdict = "together" if len(ops) > 1 else "operation"
+            error = f"{proof.rounding_ratio:.3g} times what rounding explains"
+            reason = f"alone, its error is {error}"
         return Finding(verdict, reason, ops, proof.rounding_ratio, call.place)
 
     def first_wrong_call(self, calls: Sequence[PackageCall]) -> PackageCall | None:
@@ -286,6 +305,7 @@ class Search:
         ]
 
     def _describe(self, indices: Sequence[int]) -> list[WrongOperation]:
+        """The operations of these indices in words."""
         places = []
         for index in indices:
             op, value = self.flow.ops[index], self.flow.results(index)[0]
@@ -322,30 +342,37 @@ def beyond_rounding(portable: PortableValues, actual: Arrays) -> dict[str, float
     only one side is finite, or where the shapes differ."""
     wrong = {}
     for name, value in actual.items():
-        expected = portable.expected[name]
+        expected, narrow = portable.expected[name], portable.narrow[name]
         if value.shape != expected.shape:
             wrong[name] = np.inf
-            continue
-        is_integer = expected.dtype.kind != "f"
-        expected, value = expected.ravel(), value.ravel()
-        narrow = portable.narrow[name].ravel()
-        narrow = np.where(np.isfinite(narrow), narrow, expected)
-        finite = np.isfinite(expected)
-        masked = finite & (expected < MASKED / 2)
-        rounding_ratio = 0.0
-        if not np.array_equal(expected[~finite], value[~finite], equal_nan=True):
-            rounding_ratio = np.inf
-        for part in (masked, finite & ~masked):
-            if not part.any():
-                continue
-            # integers are not rounded
-            size = 0.0 if is_integer else compare.rms(expected[part])
-            rounding = compare.rms(expected[part], narrow[part])
-            tolerance = device_tolerance(rounding, size)
-            distance = compare.rms(expected[part], value[part])
-            ratio = compare.safe_ratio(distance, tolerance)
-            ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
-            rounding_ratio = max(rounding_ratio, ratio)
-        if value.size and rounding_ratio > DEVICE_FACTOR:
-            wrong[name] = float(rounding_ratio)
+        elif value.size:
+            ratio = _rounding_ratio(expected.ravel(), narrow.ravel(), value.ravel())
+            if ratio > DEVICE_FACTOR:
+                wrong[name] = ratio
     return wrong
+
+
+def _rounding_ratio(
+    expected: np.ndarray, narrow: np.ndarray, actual: np.ndarray
+) -> float:
+    """The distance of a value [n] from the expected one over what rounding explains, see
+    `beyond_rounding`."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):
+        return np.inf
+    # an overflow of `narrow` alone explains nothing
+    narrow = np.where(np.isfinite(narrow), narrow, expected)
+    masked = finite & (expected < MASKED / 2)
+    largest = 0.0
+    for part in (masked, finite & ~masked):
+        if not part.any():
+            continue
+        # integers are not rounded
+        is_integer = expected.dtype.kind != "f"
+        size = 0.0 if is_integer else compare.rms(expected[part])
+        rounding = compare.rms(expected[part], narrow[part])
+        distance = compare.rms(expected[part], actual[part])
+        ratio = compare.safe_ratio(distance, device_tolerance(rounding, size))
+        ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
+        largest = max(largest, float(ratio))
+    return largest

@@ -101,37 +101,63 @@ def explain_bundle(
     trial = run_trial(bundle, checkpoint)
     # the constants of another exporter's programs may be further from the weights
     fit_limit = max(FITS, bundle.manifest.constants_error)
-    L = bundle.manifest.dims.L
-
-    configured = trial.layer_errors(L)
+    configured = trial.layer_errors(bundle.manifest.dims.L)
     worst = float(configured.max())
-    relative_rms = {CONFIGURED: worst}  # of every variant
+    relative_rms = {CONFIGURED: worst}  # by the names of variants
     if order := trial.layer_order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
+        # the model on the stored weights is one of another order of layers, which thus
+        # has this error in place of the model as configured
         relative_rms = {f"layer order: {', '.join(pairs)}": worst}
     elif worst > fit_limit:
-        wrong = np.flatnonzero(configured > fit_limit).tolist()
-        # the first layers: at least one of every kind, and all that are wrong unless
-        # every layer is
-        kinds = getattr(checkpoint.config, "layer_types", None) or [""] * L
-        required_counts = [1, *map(kinds.index, kinds)]
-        if len(wrong) < L:
-            required_counts += wrong
-        count = min(L, max(required_counts) + 1)
-        variants = list_variants(trial)
-        for name in bar(variants, "explain", unit="variant"):
-            relative_rms[name] = trial.worst_error(count, variants[name])
-        for name, variant in variants.items():
-            if relative_rms[name] <= fit_limit:
-                relative_rms[name] = trial.worst_error(L, variant)
-        if min(relative_rms[name] for name in variants) > fit_limit:
-            tables = partial(_set_tables, bundle.manifest, checkpoint.config)
-            name = "rope frequencies of the bundle's manifest"
-            relative_rms[name] = trial.worst_error(L, Variant(change=tables))
+        relative_rms |= _try_variants(trial, configured, fit_limit)
     frame = pd.DataFrame(relative_rms.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     best_name, least = frame.iloc[0]
     return frame, best_name if least <= fit_limit else None
+
+
+def _try_variants(
+    trial: "Trial", configured: np.ndarray, fit_limit: float
+) -> dict[str, float]:
+    """Variant → its worst error: on all layers if it fits the first ones, and on these if
+    it does not.
+
+    Args:
+        configured: the errors [L] of the model as configured.
+        fit_limit: the largest relative RMS of a variant that fits.
+    """
+    config = trial.checkpoint.config
+    count = _count_first_layers(config, configured, fit_limit)
+    variants = list_variants(trial)
+    errors = {}
+    for name in bar(variants, "explain", unit="variant"):
+        errors[name] = trial.worst_error(count, variants[name])
+    for name, variant in variants.items():
+        if errors[name] <= fit_limit:
+            errors[name] = trial.worst_error(len(configured), variant)
+    if min(errors.values()) > fit_limit:
+        tables = Variant(change=partial(_set_tables, trial.manifest, config))
+        name = "rope frequencies of the bundle's manifest"
+        errors[name] = trial.worst_error(len(configured), tables)
+    return errors
+
+
+def _count_first_layers(config, configured: np.ndarray, fit_limit: float) -> int:
+    """How many of the first layers show every fault: at least one layer of every kind, and
+    all that are wrong unless every layer is.
+
+    Args:
+        configured, fit_limit: as in `_try_variants`.
+    """
+    L = len(configured)
+    kinds = getattr(config, "layer_types", None) or [""] * L
+    last_needed = max(map(kinds.index, kinds))  # the first layer of the last kind
+    wrong = np.flatnonzero(configured > fit_limit)
+    if len(wrong) < L:
+        last_needed = max(last_needed, int(wrong.max()))
+    # two layers at least
+    return min(L, max(last_needed, 1) + 1)
 
 
 def conclusion(variant: str | None) -> str:
@@ -180,17 +206,8 @@ class Trial:
     def layer_errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
         worst of update, K and V; inf where a value is not finite."""
-        feed = self.source.trace if self.isolated else None
-        config = copy.deepcopy(self.checkpoint.config)
-        for name, value in variant.config.items():
-            setattr(config, name, copy.deepcopy(value))
-        model = layerwise.empty_model(config)
-        model.model.layers = model.model.layers[:count]
-        context = variant.change(model.model) if variant.change else None
-        with context or nullcontext():
-            weights = variant.read or self.read
-            reference = hf.Reference(self.checkpoint, weights, model=model)
-            trace = reference.run(self.source.ids, feed=feed, head=False)
+        trace = self._run_variant(count, variant)
+        # the RMS that updates count at least
         sizes = [STREAM_SHARE * compare.rms(layer.x) for layer in trace.layers]
         tensors = "update", "k", "v"
         rows = compare.errors(trace, self.outputs, tensors, update_sizes=sizes)
@@ -198,6 +215,20 @@ class Trial:
         means = squares.groupby([rows["layer"], rows["tensor"]]).mean()
         layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
         return layers.to_numpy() ** 0.5
+
+    def _run_variant(self, count: int, variant: Variant) -> Trace:
+        """Runs the first layers of a variant over the trial's tokens."""
+        config = copy.deepcopy(self.checkpoint.config)
+        for name, value in variant.config.items():
+            setattr(config, name, copy.deepcopy(value))
+        model = layerwise.empty_model(config)
+        model.model.layers = model.model.layers[:count]
+        context = variant.change(model.model) if variant.change else None
+        feed = self.source.trace if self.isolated else None
+        with context or nullcontext():
+            weights = variant.read or self.read
+            reference = hf.Reference(self.checkpoint, weights, model=model)
+            return reference.run(self.source.ids, feed=feed, head=False)
 
     def worst_error(self, count: int, variant: Variant) -> float:
         """The largest of `layer_errors`."""
@@ -301,6 +332,7 @@ def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> ConfigChan
     for table in tables:
         n = len(table)
         if n > 1 and min(table[0], table[-1]) > 0:
+            # entry i is theta^(-i/n) / factor
             theta = (table[0] / table[-1]) ** (n / (n - 1))
             thetas.add(float(f"{theta:.6g}"))
             factors.add(float(f"{1 / table[0]:.6g}"))
@@ -443,7 +475,8 @@ def _interleaved(rotate: Callable) -> Callable:
     def rotation(*arrays, **keywords):
         *heads, cos, sin = arrays
         order = torch.arange(heads[0].shape[-1])
-        width = cos.shape[-1]
+        width = cos.shape[-1]  # dims that rope turns
+        # 0 2 4 … 1 3 5 …: transformers' rotation pairs the halves
         order[:width] = order[:width].reshape(-1, 2).T.flatten()
         rotated = rotate(*(x[..., order] for x in heads), cos, sin, **keywords)
         if len(heads) == 1:
@@ -454,6 +487,7 @@ def _interleaved(rotate: Callable) -> Callable:
 
 
 def _set_scale(scale: float, base: nn.Module) -> None:
+    """Sets what q kᵀ is multiplied by."""
     for layer in filter(hf.has_attention, base.layers):
         layer.self_attn.scaling = scale
 

@@ -47,7 +47,9 @@ class MixedWeights:
     compressed: set[LayerTensor]
 
     @classmethod
-    def of(cls, bundle: Bundle, checkpoint: Checkpoint, golden: Golden):
+    def of(
+        cls, bundle: Bundle, checkpoint: Checkpoint, golden: Golden
+    ) -> "MixedWeights":
         """The weights of a bundle.
 
         Raises:
@@ -55,8 +57,11 @@ class MixedWeights:
         """
         stored = stored_weights(checkpoint, bundle)
         fp16 = fp16_weights(checkpoint, bundle)
+        names = set()
+        for shard in bundle.manifest.shards:
+            names.update(shard.weights)
         compressed = set()
-        for name in set().union(*(shard.weights for shard in bundle.manifest.shards)):
+        for name in names:
             layer, tensor = split_layer(name)
             if layer is not None and not torch.equal(stored(name), fp16(name)):
                 compressed.add((layer, tensor))
@@ -67,7 +72,8 @@ class MixedWeights:
         return cls(Reference(checkpoint), golden, stored, fp16, compressed)
 
     def run_updates(self, in_fp16: Collection[LayerTensor]) -> np.ndarray:
-        """Updates of each layer [L, n · C] with these tensors at fp16."""
+        """The updates of each layer, [L, n · C] float64, with these tensors at fp16 and the
+        others as stored."""
 
         def read(name: str) -> torch.Tensor:
             is_fp16 = split_layer(name) in in_fp16
@@ -120,6 +126,7 @@ def measure_costs(
     costs["share"] = share.where(costs["error"] > 0, 0.0)
     order = ["layer", "share"]
     costs = costs.sort_values(order, ascending=[True, False], ignore_index=True)
+    # the worst few tensors of all layers at once: layers are independent
     costliest = costs.groupby("layer").head(worst)
     by_layer = costliest.groupby("layer", as_index=False)
     remedies = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
