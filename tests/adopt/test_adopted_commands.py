@@ -152,3 +152,11 @@ def test_a_device_that_ends_in_other_logits_is_red(adoptions):
     decoder.run_calls = run_calls
     gate = device_gate(decoder, prompt_golden, reference)
     assert gate.verdict == "RED" and gate.reason.endswith("worst: logits")
+
+
+def test_packages_are_adopted_into_a_relative_folder(adoptions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    packages = sorted(adoptions.packages("recipe").glob("*.mlpackage"))
+    source = "--checkpoint", adoptions.checkpoint("recipe")
+    invoke("adopt", *packages, *source, "--out", "build/adopted")
+    assert Bundle.open(tmp_path / "build" / "adopted").root.is_dir()

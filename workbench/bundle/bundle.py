@@ -62,7 +62,8 @@ class Bundle:
     have changed, and the embedding table."""
 
     def __init__(self, root: Path, manifest: Manifest):
-        self.root = root
+        # links within the bundle are compared with it resolved, see `_check_size`
+        self.root = root.resolve()
         self.manifest = manifest
 
     @classmethod
