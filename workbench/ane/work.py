@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from workbench.models.family import Plan
 
 VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
-FORMATS = {name: "int8" for name in PRESETS if name.startswith("int8")}
+FORMATS = {
+    name: "int8"
+    for name, preset in PRESETS.items()
+    if preset.is_integer and preset.bits == 8 and not preset.block
+}
 """Preset → format, where presets differ only in how many scales they have."""
 WEIGHT_OF = {"conv": "weight", "conv_transpose": "weight", "linear": "weight"}
 # operations that pass rows of a cache on: they move values, or write new rows by a mask
