@@ -509,3 +509,8 @@ def test_lines_of_a_long_text_are_small(tmp_path):
     )
     paths = plots.save(plots.lines(data, x="x", y="y", hue="h"), tmp_path / "lines")
     assert max(path.stat().st_size for path in paths) < 1e6
+
+
+def test_an_unknown_metric_of_a_heatmap_is_refused_by_its_name():
+    with pytest.raises(ValueError, match="'ratio'; needs one of cosine, error"):
+        plots.heatmap(fidelity([3]), metric="ratio")

@@ -117,8 +117,10 @@ def heatmap(
         tokens: the text of the token at each position.
 
     Raises:
-        ValueError: there are no rows of this tensor and mode.
+        ValueError: there are no rows of this tensor and mode, or no such metric.
     """
+    if metric not in LABELS:
+        raise ValueError(f"metric {metric!r}; needs one of {', '.join(LABELS)}")
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
