@@ -62,7 +62,8 @@ class Bundle:
     have changed, and the embedding table."""
 
     def __init__(self, root: Path, manifest: Manifest):
-        # links within the bundle are compared with it resolved, see `_check_size`
+        # Files beside the bundle are named after its folder, and `.` has no name; links
+        # within the bundle are compared with the resolved folder (see `_check_size`).
         self.root = root.resolve()
         self.manifest = manifest
 
@@ -74,12 +75,11 @@ class Bundle:
             InputError: no bundle there, another version, a file missing, of another
                 size, or outside the folder.
         """
-        # files beside the bundle are named after its folder, and `.` has no name
-        root = paths.check_bundle(path).resolve()
+        root = paths.check_bundle(path)
         try:
             bundle = cls(root, read_manifest(root / paths.BUNDLE))
             for entry in bundle.files:
-                _check_size(root, entry)
+                _check_size(bundle.root, entry)
         except OSError as problem:
             reason = f"{problem.strerror or problem} ({problem.filename})"
             step = "correct this, or copy the bundle again"
