@@ -126,7 +126,8 @@ class Cost:
         alone causes."""
         reason = "mean KL from Hugging Face's logits in nats; the limit is the user's"
         if self.budget_kl is not None:
-            reason += f"; rounding alone causes {np.mean(self.budget_kl):.2g}"
+            kl = np.mean(self.budget_kl)
+            reason += f"; Hugging Face's model on the stored weights has {kl:.2g}"
         limit = gates.within(gates.MAX_KL_GATE, float(np.mean(self.kl)), max_kl, reason)
         if self.logits is None:
             reason = "the packages contain the argmax and output no logits"

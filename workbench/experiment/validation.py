@@ -284,6 +284,11 @@ def _cost(record: Record) -> list[Block]:
         f"KL from Hugging Face's logits over {len(record.tokens)} tokens, layers in a "
         f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions."
     )
+    if cost.budget:
+        caption += (
+            " Rounding alone is Hugging Face's model on the stored weights with its stream "
+            "in fp16: what compression costs is part of it."
+        )
     if None not in (record.results.min_cosine, record.results.mean_cosine):
         caption += (
             f" The smallest cosine of a layer's update is "
