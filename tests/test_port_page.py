@@ -131,7 +131,8 @@ def test_the_table_of_models_is_what_a_run_gives(validated, model, preset):
 
 def check_gates(by_name: dict, cost) -> None:
     """The table of one verdict: the value and limit of every gate, and the other figures."""
-    figures = {"mean KL that": cost.budget_kl.mean(), "same most": cost.same_top}
+    figures = {"mean KL of Hugging": cost.budget_kl.mean()}
+    figures |= {"mean KL of fp16": cost.rounding_kl.mean(), "same most": cost.same_top}
     updates = cost.rows[cost.rows["tensor"].eq("update")]
     figures["worst cosine"] = updates["cosine"].min()
     section = TEXT[TEXT.index("| gate or figure") :].split("\n\n")[0].splitlines()[2:]

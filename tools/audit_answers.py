@@ -332,6 +332,13 @@ NUMBER = r"(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?%?)"
 COST = [
     Claim("mean KL", rf"It costs a mean KL of {NUMBER} nats", cost("mean", "bundle")),
     Claim(
+        "mean KL by part",
+        rf"The bundle has a mean KL of {NUMBER} nats, Hugging Face's model {NUMBER} with "
+        rf"the stored weights and {NUMBER} with its own",
+        cost("mean", "bundle", "stored weights", "fp16 rounding alone"),
+    ),
+    # of a report with two columns, the second of which is `stored weights` in later ones
+    Claim(
         "mean KL of rounding alone",
         rf"Rounding alone causes a mean KL of {NUMBER} nats, beside {NUMBER} of",
         cost("mean", "rounding alone", "bundle"),

@@ -173,16 +173,23 @@ def test_a_budget_is_shared_by_the_bundle_the_golden_and_the_layers_that_are_see
 ):
     """The budget of a stored key, a golden and `shows_inner_layers` is measured once, and
     that of another one is not taken over."""
-    measured = []
+    measured, rounded = [], []
 
     def measure_budget(bundle, source, golden, inner, weights):
         measured.append((bundle.manifest.family, golden.ids.tolist(), inner))
         return measured[-1]
 
-    def measure(decoder, golden, Ts, budget):
-        return SimpleNamespace(judge=lambda max_kl: [], budget=budget)
+    def measure_rounding(checkpoint, golden, stream_scale):
+        rounded.append(golden.ids.tolist())
+        return rounded[-1]
+
+    def measure(decoder, golden, Ts, budget, rounding_kl):
+        return SimpleNamespace(
+            judge=lambda max_kl: [], budget=budget, rounding_kl=rounding_kl
+        )
 
     monkeypatch.setattr(validate, "measure_budget", measure_budget)
+    monkeypatch.setattr(validate, "measure_rounding", measure_rounding)
     monkeypatch.setattr(validate, "measure", measure)
     monkeypatch.setattr(validate, "load_or_run_gates", lambda *_: [])
     monkeypatch.setattr(validate, "stored_weights", lambda *_, **__: None)
@@ -200,7 +207,10 @@ def test_a_budget_is_shared_by_the_bundle_the_golden_and_the_layers_that_are_see
         result = validate.validate(decoder, golden, shared=shared)
         expected = bundle.manifest.family, golden.ids.tolist(), inner
         assert result.cost.budget == expected
+        assert result.cost.rounding_kl == golden.ids.tolist()
     assert len(measured) == 8
+    # no weights of a bundle take part in it
+    assert len(rounded) == 2
 
 
 def test_no_shared_result_reads_the_frequencies_of_the_host(

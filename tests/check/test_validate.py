@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from faults import FAULTS
 from faults.decoders import wrap_calls
-from in_process import invoke
+from in_process import cli, invoke
 from refusal import refused
 from tiny import as_device, edited_weights, prompt
 
@@ -19,6 +19,7 @@ from workbench import Decoder
 from workbench.check import gates, golden, states
 from workbench.check import validate as validation
 from workbench.check.compare import compared, furthest
+from workbench.check.cost import cost_table
 from workbench.check.run import trace_bundle
 from workbench.check.validate import (
     BUG_GATES,
@@ -95,8 +96,11 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     assert (limit["verdict"], limit["threshold"]) == ("OVER", 1e-9)
     assert (again["verdict"], again["quality"]) == ("GREEN", "OVER")
     assert "the limit is the user's" in limit["reason"]
-    assert again["cost"].keys() == {"kl", "same_top", "budget"}
+    assert again["cost"].keys() == {"kl", "same_top", "budget", "rounding"}
+    assert again["cost"]["budget"] is again["cost"]["rounding"] is None
     assert again["cost"]["kl"]["mean"] == limit["value"]
+    kl = validation["cost"]
+    assert kl["rounding"]["kl"]["mean"] < kl["budget"]["kl"]["mean"]
 
 
 def test_a_golden_s_checkpoint_gives_every_verdict_that_is_not_stored(
@@ -176,6 +180,23 @@ def test_the_budget_of_compression_is_what_compression_costs(
     mean = kl["mean"]
     assert verdicts(compressed, 1.01 * mean) == {"max_kl": "WITHIN", "budget": "GREEN"}
     assert verdicts(compressed, 0.99 * mean) == {"max_kl": "OVER", "budget": "GREEN"}
+
+
+def test_a_cost_has_a_column_for_compression_and_one_for_fp16_without_it(
+    exports, tiny_llama, llama_golden
+):
+    """A reader of two columns took the stored weights for fp16, and int8 for free."""
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
+    source = replace(llama_golden, source=tiny_llama)
+    table = cost_table(validate(Decoder(bundle, "portable"), source, (1,)).cost.json())
+    mean = table.set_index("KL (nats)").loc["mean"]
+    assert [*mean.index] == ["bundle", "stored weights", "fp16 rounding alone"]
+    assert mean["stored weights"] > 0.8 * mean["bundle"]
+    assert mean["fp16 rounding alone"] < 1e-3 * mean["stored weights"]
+    path = llama_golden.save(bundle.root.parent / "g.safetensors")
+    lines = cli("validate", bundle.root, "--golden", path).stdout.splitlines()
+    (line,) = (line for line in lines if line.split()[:1] == ["mean"])
+    assert line.count("not measured") == 2
 
 
 def test_an_error_that_rounding_does_not_explain_is_red(

@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 from tiny import ROOT
 
+from workbench.check.cost import describe_cost
+
 sys.path.insert(0, str(ROOT / "tools"))
 import audit_answers  # beside the scripts
 
@@ -51,6 +53,23 @@ def test_published_answers_hold_and_every_changed_number_is_named(number):
             check = audit_answers.check_sentences(number, changed, tables)
             labels = {finding.label for finding in check.findings}
             assert claim.label in labels, match[0]
+
+
+def test_a_cost_is_audited_with_three_columns_and_with_two():
+    """A report of before the third column has the stored weights as `rounding alone`."""
+    cost = pd.DataFrame({"KL (nats)": ["mean"], "bundle": [0.00456]})
+    three = cost.assign(**{"stored weights": 0.00446, "fp16 rounding alone": 4.56e-6})
+    two = cost.assign(**{"rounding alone": 0.00446})
+    old = "Rounding alone causes a mean KL of 0.00446 nats, beside 0.00456 of the bundle."
+    new = describe_cost(three)
+    for words, table, count in ((new, three, 3), (old, two, 2)):
+        for changed, found in (
+            (words, []),
+            (words.replace("0.00446", "0.00546"), ["0.00546"]),
+        ):
+            check = audit_answers.check_sentences("31", changed, {"tables/cost": table})
+            assert check.count == count
+            assert [finding.published for finding in check.findings] == found
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,26 @@ class Kl:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The rounding budget: what rounding alone causes."""
+class ReferenceFigures:
+    """Hugging Face's model with its stream rounded to fp16, beside the same model without
+    rounding."""
 
     kl: Kl
 
 
 @dataclass(frozen=True)
 class CostFigures:
-    """`Cost.json`, as far as a page needs it."""
+    """`Cost.json`, as far as a page needs it.
+
+    Attributes:
+        budget: with the weights that the bundle stores.
+        rounding: with the checkpoint's own weights.
+    """
 
     kl: Kl
     same_top: float
-    budget: Budget | None = None
+    budget: ReferenceFigures | None = None
+    rounding: ReferenceFigures | None = None
 
 
 @dataclass(frozen=True)

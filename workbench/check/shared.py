@@ -64,6 +64,21 @@ class BudgetKey:
 
 
 @dataclass(frozen=True)
+class RoundingKey:
+    """The facts on which the KL of fp16 rounding alone depends.
+
+    Attributes:
+        checkpoint: SHA-256.
+        golden: see `BudgetKey`.
+        stream_scale: a bundle stores the stream divided by this number.
+    """
+
+    checkpoint: str
+    golden: str
+    stream_scale: float
+
+
+@dataclass(frozen=True)
 class StretchesKey:
     """The facts on which the stretches of gate `program` depend; `chained_end`: see
     `reference_stretches`."""
@@ -79,6 +94,7 @@ class SharedResults:
     weights_gates: dict[StoredKey, Gate] = field(default_factory=dict)
     stretches: dict[StretchesKey, Stretches] = field(default_factory=dict)
     budgets: dict[BudgetKey, Trace] = field(default_factory=dict)
+    rounding_kls: dict[RoundingKey, np.ndarray] = field(default_factory=dict)
 
 
 def find_or_compute(

@@ -47,6 +47,7 @@ from workbench.check.hf import Reference, SequenceRun, round_stream
 from workbench.check.run import trace_bundle
 from workbench.check.shared import (
     BudgetKey,
+    RoundingKey,
     SharedResults,
     StoredKey,
     StretchesKey,
@@ -90,6 +91,7 @@ class Cost:
             chained rows.
         budget_kl: [n], nats from the golden's logits to the budget's; None if no budget
             was measured.
+        rounding_kl: [n], see `measure_rounding`; None if it was not measured.
     """
 
     rows: pd.DataFrame
@@ -98,6 +100,7 @@ class Cost:
     same_top: float
     over_rounding: pd.Series
     budget_kl: np.ndarray | None = None
+    rounding_kl: np.ndarray | None = None
 
     def summary(self) -> dict[str, float] | None:
         """The figures of the logits for JSON; None if the bundle outputs none."""
@@ -117,8 +120,15 @@ class Cost:
         if self.budget_kl is not None:
             worst = furthest(compared(self.rows))
             budget = {"kl": summarize_kl(self.budget_kl), "worst": worst}
-        kl = summarize_kl(self.kl)
-        return {"kl": kl, "same_top": self.same_top, "budget": budget}
+        rounding = None
+        if self.rounding_kl is not None:
+            rounding = {"kl": summarize_kl(self.rounding_kl)}
+        return {
+            "kl": summarize_kl(self.kl),
+            "same_top": self.same_top,
+            "budget": budget,
+            "rounding": rounding,
+        }
 
     def judge(self, max_kl: float = gates.MAX_KL) -> list[Gate]:
         """The check of quality `max_kl`, the user's limit on the mean KL in nats, and the
@@ -241,18 +251,24 @@ def validate(
         ignore_stored,
         shared,
     )
-    budget = None
+    budget = rounding_kl = None
     if source is not None:
         stage("validate: rounding of Hugging Face's model")
-        inner = decoder.shows_inner_layers
-        key = BudgetKey(StoredKey.of(bundle, source), golden_digest(golden), inner)
+        shared = shared or SharedResults()
+        inner, digest = decoder.shows_inner_layers, golden_digest(golden)
         budget = find_or_compute(
-            {} if shared is None else shared.budgets,
-            key,
+            shared.budgets,
+            BudgetKey(StoredKey.of(bundle, source), digest, inner),
             lambda: measure_budget(bundle, source, golden, inner, read_weights()),
         )
+        scale = bundle.manifest.stream_scale
+        rounding_kl = find_or_compute(
+            shared.rounding_kls,
+            RoundingKey(source.sha256, digest, scale),
+            lambda: measure_rounding(source, golden, scale),
+        )
     read_weights.cache_clear()
-    cost = measure(decoder, golden, Ts, budget)
+    cost = measure(decoder, golden, Ts, budget, rounding_kl)
     device = _run_device_gate(decoder, golden, single_copy)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)
 
@@ -527,6 +543,17 @@ def measure_budget(
     return replace(stored, logits=chained.logits)
 
 
+def measure_rounding(
+    checkpoint: Checkpoint, golden: Golden, stream_scale: float
+) -> np.ndarray:
+    """The part of a cost that no compression causes: nats [n] from the golden's logits
+    to those of Hugging Face's model with the checkpoint's own weights and its stream
+    rounded to fp16."""
+    rounded = round_stream(stream_scale)
+    trace = Reference(checkpoint).run(golden.ids, perturb=rounded)
+    return kl(golden["logits"], trace.logits)
+
+
 def stored_stream(trace: Trace, inputs: Trace, stream_scale: float) -> Trace:
     """A trace with its values rounded as a bundle stores them: the outputs of its layers,
     the inputs of the layers in `inputs`, and the rows of its caches. No layer computes
@@ -548,10 +575,12 @@ def measure(
     golden: Golden,
     Ts: Sequence[int] | None = None,
     budget: Trace | None = None,
+    rounding_kl: np.ndarray | None = None,
 ) -> Cost:
     """Runs every T isolated and all of them chained, and compares with the golden and,
     isolated, with the `budget` of `measure_budget`. Without a budget the cells are ranked
-    by the error that rounding of the stream alone causes.
+    by the error that rounding of the stream alone causes. The cost keeps the
+    `rounding_kl` of `measure_rounding`.
 
     The rows of the cost are those of the log's table `fidelity`: `errors` with
     similarity and routing ties, `HEAD_LAYER` as the layer of logits, and mode, runtime,
@@ -593,7 +622,9 @@ def measure(
         kl_nats = kl(expected, logits)
         top1_agreement = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
     budget_kl = None if budget is None else kl(expected, budget.logits)
-    return Cost(rows, logits, kl_nats, top1_agreement, over_rounding, budget_kl)
+    return Cost(
+        rows, logits, kl_nats, top1_agreement, over_rounding, budget_kl, rounding_kl
+    )
 
 
 def _fidelity(

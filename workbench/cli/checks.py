@@ -206,9 +206,11 @@ def _recommend(source, bundle, results, transcript):
 
 
 def _shorten(result: dict) -> dict:
-    """A result whose prompts fit lines of text, without the presets that were tried,
-    which sentences describe."""
+    """A result whose prompts fit lines of text and whose cost is a table, without the
+    presets that were tried, which sentences describe."""
     result = result | NO_RECOMMENDATION
+    if cost := result.get("cost"):
+        result |= _cost_lines(cost)
     if not result.get("transcript"):
         return result
     names = ("agreed", "ties", "first_difference", "cause")
@@ -217,6 +219,20 @@ def _shorten(result: dict) -> dict:
         for row in result["transcript"]["prompts"]
     ]
     return result | {"transcript": result["transcript"] | {"prompts": rows}}
+
+
+def _cost_lines(cost: dict) -> dict:
+    """The cost as a table, what its columns are, and its other figures."""
+    from workbench.check.cost import COLUMNS, cost_table
+
+    lines = {
+        "cost": cost_table(cost).to_dict("records"),
+        "columns": [COLUMNS],
+        "same_top": cost["same_top"],
+    }
+    if cost["budget"]:
+        lines["budget"] = cost["budget"]["worst"]
+    return lines
 
 
 def _load_transcript_prompts(

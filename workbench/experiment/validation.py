@@ -4,7 +4,7 @@ nothing else."""
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from os.path import commonprefix
 
 import pandas as pd
@@ -14,6 +14,7 @@ from workbench.bundle import Bundle
 from workbench.bundle.manifest import COREML, Calibration, Selection
 from workbench.check import gates
 from workbench.check.compare import compared
+from workbench.check.cost import COLUMNS, cost_table
 from workbench.check.gates import Gate
 from workbench.check.record import PromptFigures, Record, Setup, StopFigures
 from workbench.check.transcript import LEAST_ENDS
@@ -275,26 +276,17 @@ def _cost(record: Record) -> list[Block]:
     cost = record.results.cost
     if cost is None:
         return []
-    names = {"mean": "mean", "median": "median", "p99": "99th percentile", "max": "max"}
-    table = pd.DataFrame({"KL (nats)": names.values()})
-    table["bundle"] = [getattr(cost.kl, name) for name in names]
-    if cost.budget:
-        table["rounding alone"] = [getattr(cost.budget.kl, name) for name in names]
     caption = (
         f"KL from Hugging Face's logits over {len(record.tokens)} tokens, layers in a "
-        f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions."
+        f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions. "
     )
-    if cost.budget:
-        caption += (
-            " Rounding alone is Hugging Face's model on the stored weights with its stream "
-            "in fp16: what compression costs is part of it."
-        )
+    caption += COLUMNS
     if None not in (record.results.min_cosine, record.results.mean_cosine):
         caption += (
             f" The smallest cosine of a layer's update is "
             f"{record.results.min_cosine:.5f}, the mean {record.results.mean_cosine:.5f}."
         )
-    return [Heading("Cost"), Table(table, caption)]
+    return [Heading("Cost"), Table(cost_table(asdict(cost)), caption)]
 
 
 def _transcript(record: Record) -> list[Block]:
