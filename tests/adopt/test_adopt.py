@@ -64,6 +64,21 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     assert (gates["max_kl"]["verdict"] == "not_run") == (style in ARGMAX_INSIDE)
 
 
+@pytest.mark.parametrize(
+    "style", ["rotating", *map(wide, sorted(SOUND.keys() - {"rotating"}))]
+)
+def test_explain_finds_no_fault_in_a_sound_style(adoptions, style):
+    result = ask("explain", adoptions.folder(style), adoptions, style)
+    gates = gates_of(result)
+    assert result["verdict"] == "GREEN"
+    assert gates["one_token_calls"]["verdict"] == "GREEN"
+    several = gates["multi_token_calls"]
+    if several["verdict"] == "not_run":
+        assert several["reason"] == "no function takes several tokens"
+    else:
+        assert several["value"] < 0.01 * several["threshold"]
+
+
 @pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("style", sorted(FAULTS))
 def test_a_fault_is_red_and_its_cause_named(adoptions, style):
@@ -71,15 +86,50 @@ def test_a_fault_is_red_and_its_cause_named(adoptions, style):
     assert gates["program"]["verdict"] == "RED"
     folder, checkpoint = adoptions.folder(style), adoptions.checkpoint(style)
     cause = invoke("explain", "variant", folder, "--checkpoint", checkpoint)
+    assert cause["verdict"] == "RED"
     assert cause["fits"] == CAUSES[style]
+    (red,) = (gate for gate in cause["gates"] if gate["verdict"] == "RED")
     if style == "future":
         assert "layer 1" in gates["program"]["reason"]
-        (fault,) = cause["faults"]
-        assert "calls of T = 5" in fault and "not causal" in fault
+        assert red["name"] == "multi_token_calls"
     else:
-        assert cause["faults"] == []
+        assert red["name"] == "one_token_calls" and CAUSES[style] in red["reason"]
         errors = [row["relative_rms"] for row in cause["variants"]]
         assert errors[1] > 10 * errors[0]
+
+
+def test_explain_exits_1_for_a_function_that_is_wrong_in_calls_of_several_tokens(
+    adoptions, tmp_path
+):
+    """Its line names the function, the calls, the first wrong row, the error and the limit. Without
+    the function the bundle is GREEN, as the line says."""
+    options = "--checkpoint", adoptions.checkpoint("future")
+    ended = cli("explain", adoptions.folder("future"), *options)
+    word, line, *_ = ended.stdout.splitlines()
+    assert (ended.exit_code, word) == (1, "RED")
+    assert line.split()[:2] == ["RED", "multi_token_calls"]
+    for words in (
+        "function prefill_rotate is wrong in calls of T = 5: first K of layer 1 at "
+        "position 10, relative RMS 0.",
+        "limit 0.001",
+        "not causal",
+        "remove it from functions in bundle.json",
+    ):
+        assert words in line
+    remaining = (
+        FUNCTIONS,
+        lambda functions: [f for f in functions if f["name"] != "prefill_rotate"],
+    )
+    folder = changed(adoptions, "future", tmp_path, remaining)
+    for command in (("validate",), ("explain", "variant")):
+        assert invoke(*command, folder, *options)["verdict"] == "GREEN"
+
+
+def test_a_prompt_that_is_too_short_for_a_function_leaves_its_calls_unjudged(adoptions):
+    result = ask("explain", adoptions.folder("future"), adoptions, "future", *IDS)
+    gate = gates_of(result)["multi_token_calls"]
+    assert gate["verdict"] == "not_run"
+    assert "function prefill_rotate did not run on 9 tokens" in gate["reason"]
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,8 @@ def test_functions_of_several_tokens_run_in_every_package(
     assert token == expected.logits[-1].argmax()
     gates = gates_of(tmp_path / "b", checkpoint)
     assert "RED" not in {gate["verdict"] for gate in gates.values()}, gates
+    result = invoke("explain", "variant", tmp_path / "b", "--checkpoint", checkpoint)
+    assert {gate["verdict"] for gate in result["gates"]} == {"GREEN"}, result["gates"]
 
 
 def test_full_layers_that_turn_all_pairs_are_red(checkpoint, tmp_path):

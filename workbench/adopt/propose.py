@@ -545,9 +545,8 @@ def list_assumptions(
         rows.append(Assumption(name, role, "its name and shape"))
     for function in foreign.functions:
         limits = function.model_dump_json(exclude_defaults=True)
-        rows.append(
-            Assumption(f"function {function.name}", limits, "its inputs and name")
-        )
+        reason = "its inputs and name" if function.name else "its inputs"
+        rows.append(Assumption(function.label, limits, reason))
     for count, move in foreign.moves.items():
         reason = "names of functions and inputs"
         rows.append(Assumption(f"caches of {count} rows", move, reason))

@@ -75,6 +75,11 @@ class Function(ManifestModel):
     until: NonNegative | None = None
     logits: bool = True
 
+    @property
+    def label(self) -> str:
+        """The function in words; some packages have one function without a name."""
+        return f"function {self.name}" if self.name else "the packages' only function"
+
     def tokens_of_call(self, left: int, start: int, limit: int | None = None) -> int:
         """How many of the remaining `left` tokens one call from position `start` on can
         take, at most `limit`; 0 if it can take none. The last token needs logits."""

@@ -58,7 +58,9 @@ def explain(
         parts, part_gates = _error_parts(bundle, source, ids, device)
         result |= parts
         results += part_gates
-    result |= _variant(bundle, source, ids)
+    variant, variant_gates = _variant(bundle, source, ids)
+    result |= variant
+    results += variant_gates
     if not bundle.manifest.options.plugin:
         ranges, range_gates = _bundle_ranges(bundle, ids)
         result |= ranges
@@ -98,8 +100,8 @@ def explain_variant(
     """Names the variant of Hugging Face's model (with one thing changed) that the
     bundle computes.
 
-    The prompt is used only for adopted packages, to find faults in calls of several
-    tokens.
+    Adopted packages are also judged: calls of one token, and calls of several tokens,
+    which run the prompt.
 
     Example: workbench explain variant build/llama --checkpoint data/tiny-llama
 
@@ -110,7 +112,9 @@ def explain_variant(
     exported = workbench.Bundle.open(bundle)
     stage("explain: reading the checkpoint")
     source, ids = load_checkpoint(checkpoint), prompt.token_ids(exported)
-    show(_variant(exported, source, ids), json)
+    variant, results = _variant(exported, source, ids)
+    judged = gates_json(results) if results else {}
+    show(judged | variant, json)
 
 
 def explain_ranges(
@@ -192,22 +196,26 @@ def _error_parts(
     return parts, error.error_gates(splits)
 
 
-def _variant(bundle, checkpoint, ids: list[int]) -> dict:
+def _variant(bundle, checkpoint, ids: list[int]) -> tuple[dict, list[gates.Gate]]:
     """The variants of the model by their distance from the bundle, and the one that
-    fits."""
+    fits; for adopted packages, the gates on their calls too."""
     from workbench.explain import calls, variants
 
     stage("explain: the variant of the model")
     frame, fits = variants.explain_bundle(bundle, checkpoint)
     result = {"fits": fits, "conclusion": variants.conclusion(fits)}
+    results = []
     if not bundle.manifest.shows_hidden:
+        stage("explain: calls of several tokens")
         # variants are compared on calls of one token: those of several are run here
         decoder = workbench.Decoder(bundle, "portable", "exact")
         S = bundle.manifest.options.max_seq_len
         reference = workbench.golden.make_golden(checkpoint, ids[:S], head=False)
-        result["faults"] = calls.find_call_faults(decoder, reference)
+        result["conclusion"] = f"In calls of one token: {result['conclusion']}"
+        results.append(variants.one_token_gate(bundle, frame, fits))
+        results.append(calls.calls_gate(decoder, reference))
     result["variants"] = gates.records(frame)
-    return result
+    return result, results
 
 
 def _bundle_ranges(bundle, ids: list[int]) -> tuple[dict, list[gates.Gate]]:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from workbench.bundle import Bundle, Manifest
-from workbench.check import compare, golden, hf, run
+from workbench.check import compare, gates, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.check.trace import Trace
 from workbench.decode import Decoder
@@ -99,8 +99,7 @@ def explain_bundle(
         InputError: a bundle of another checkpoint.
     """
     trial = run_trial(bundle, checkpoint)
-    # the constants of another exporter's programs may be further from the weights
-    fit_limit = max(FITS, bundle.manifest.constants_error)
+    fit_limit = largest_fit(bundle)
     configured = trial.layer_errors(bundle.manifest.dims.L)
     worst = float(configured.max())
     relative_rms = {CONFIGURED: worst}  # by the names of variants
@@ -115,6 +114,29 @@ def explain_bundle(
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     best_name, least = frame.iloc[0]
     return frame, best_name if least <= fit_limit else None
+
+
+def largest_fit(bundle: Bundle) -> float:
+    """The largest relative RMS of a variant that fits a bundle."""
+    # the constants of another exporter's programs may be further from the weights
+    return max(FITS, bundle.manifest.constants_error)
+
+
+def one_token_gate(bundle: Bundle, frame: pd.DataFrame, fits: str | None) -> gates.Gate:
+    """Gate `one_token_calls`: calls of one token compute what the checkpoint's
+    configuration says.
+
+    Args:
+        bundle: of other exporters' packages, which are compared in such calls.
+        frame, fits: of `explain_bundle`.
+    """
+    errors = frame.set_index("name")["relative_rms"]
+    # layers in another order are compared with a model of that order alone
+    error = float(errors.get(CONFIGURED, np.inf))
+    reason = "K and V of calls of one token against Hugging Face on the stored weights"
+    if fits != CONFIGURED:
+        reason += f", relative RMS. {conclusion(fits)}"
+    return gates.at_most("one_token_calls", error, largest_fit(bundle), reason)
 
 
 def _try_variants(
