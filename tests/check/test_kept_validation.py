@@ -138,6 +138,36 @@ def test_a_record_of_a_stranger_is_stated_and_never_a_pass(validated, tmp_path):
         assert cli("report", root).exit_code == 2
 
 
+@pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
+def test_a_figure_is_drawn_from_what_a_validation_kept(validated, tmp_path, kind):
+    _, root, _ = validated
+    path = tmp_path / f"errors.{kind}"
+    written = invoke("report", root, "--figure", path)
+    assert written["figure"] == str(path) and "markdown" not in written
+    first = path.read_bytes()
+    assert first.startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[kind])
+    invoke("report", root, "--figure", path)
+    assert path.read_bytes() == first
+
+
+def test_a_figure_of_a_stranger_says_so_and_a_stale_one_is_refused(validated, tmp_path):
+    _, root, _ = validated
+    path = tmp_path / "errors.svg"
+    with refused("a file errors.jpg"):
+        cli("report", root, "--figure", tmp_path / "errors.jpg", raises=True)
+    with refused("a bundle"):
+        cli("report", "05", "--figure", path, raises=True)
+    rewrite(root, tokens=[*"abcd"])
+    invoke("report", root, "--figure", path)
+    assert "stated by the bundle, not checked here" in path.read_text()
+    rewrite(root, version="0")
+    with refused("gates of another version"):
+        cli("report", root, "--figure", path, raises=True)
+    invoke("validate", root, "--fresh")
+    with refused("no errors"):
+        cli("report", root, "--figure", path, raises=True)
+
+
 def test_a_note_beside_the_bundle_does_not_make_a_record_count(
     validated, monkeypatch, tmp_path
 ):

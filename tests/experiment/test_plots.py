@@ -514,3 +514,51 @@ def test_lines_of_a_long_text_are_small(tmp_path):
 def test_an_unknown_metric_of_a_heatmap_is_refused_by_its_name():
     with pytest.raises(ValueError, match="'ratio'; needs one of cosine, error"):
         plots.heatmap(fidelity([3]), metric="ratio")
+
+
+def labels_overlap(axis) -> bool:
+    boxes = [text.get_window_extent() for text in axis.get_ticklabels()]
+    return any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
+
+
+@pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
+def test_positions_do_not_overlap_and_the_last_layer_is_named(width):
+    rows = long_text(30, 48)
+    for metric in ("cosine", "error"):
+        figure = plots.heatmap(rows, metric=metric, by=None, width=width)
+        figure.draw_without_rendering()
+        ax = figure.axes[0]
+        assert not labels_overlap(ax.xaxis) and not labels_overlap(ax.yaxis)
+        assert [text.get_text() for text in ax.get_yticklabels()][-2:] == ["25", "29"]
+        assert len(ax.get_xticklabels()) >= 4
+
+
+def test_several_metrics_share_layers_and_tokens_and_the_bar_names_its_marks():
+    rows = fidelity(names=["sound"])
+    figure = plots.heatmap(rows, metric=["error", "cosine"], by=None, tokens=TOKENS)
+    upper, lower, *bars = figure.axes
+    assert upper.get_shared_x_axes().joined(upper, lower)
+    assert upper.get_shared_y_axes().joined(upper, lower)
+    error, cosine = bars
+    labels = [text.get_text() for text in error.get_yticklabels()]
+    assert labels == ["1 rounding", f"{plots.TOLERANCE_FACTOR:g} tolerance"]
+    assert (error.get_ylabel(), cosine.get_ylabel()) == ("error ÷ rounding", "1 − cosine")
+    ratios = rows["error"] / np.hypot(rows["budget"], plots.HALF_ULP)
+    drawn_errors, distances = (mesh.get_array() for mesh in drawn(figure, QuadMesh)[:2])
+    assert drawn_errors.max() == ratios.max()
+    assert distances.max() == 1 - rows["cosine"].min()
+
+
+@pytest.mark.parametrize("plot", ["heatmap", "lines", "bars"])
+def test_a_plot_is_drawn_into_a_subfigure_whose_size_it_keeps(plot):
+    data, options = fidelity(names=["sound"]), {}
+    if plot == "lines":
+        options = {"x": "position", "y": "error"}
+    if plot == "bars":
+        data = pd.DataFrame({"ms": [2.0, 1.0]}, index=["a", "b"])
+    whole = plots.StyledFigure(figsize=(7, 4), layout="constrained")
+    left, right = whole.subfigures(1, 2)
+    assert getattr(plots, plot)(data, figure=left, title="left", **options) is left
+    assert left.axes and not right.axes
+    assert tuple(whole.get_size_inches()) == (7, 4)
+    whole.draw_without_rendering()

@@ -12,9 +12,12 @@ from markdown_it import MarkdownIt
 
 from workbench.check.gates import Gate, not_run, within
 from workbench.check.record import (
+    CostFigures,
     Environment,
+    Kl,
     PromptFigures,
     Record,
+    ReferenceFigures,
     Results,
     Setup,
     TranscriptFigures,
@@ -96,6 +99,93 @@ def test_texts_that_utf_8_cannot_hold_are_written_as_escapes(record):
     assert html.count("a\\ud800") >= 5
     page.markdown(written).encode("utf-8", "surrogatepass")
     assert "\ud800" not in html
+
+
+TOKENS = ["<bos>", "the", "owl"]
+
+
+@pytest.fixture(scope="module")
+def measured(record) -> Record:
+    """A validation with the rows of two layers, whose first token is an attention sink:
+    the smallest cosine lies there, and the largest error over rounding does not."""
+    cells = pd.MultiIndex.from_product([(1, 2, 3), range(2), range(3)])
+    rows = cells.to_frame(index=False, name=["T", "layer", "position"])
+    rows = rows.assign(tensor="update", mode="isolated", error=0.01, budget=0.01)
+    rows = rows.assign(cosine=1 - 1.23456e-5, ratio=1.0, finite=True, routing_tie=False)
+    sink = rows["layer"].eq(1) & rows["position"].eq(0)
+    rows.loc[sink, ["cosine", "error", "budget"]] = [0.9, 0.4, 0.4]
+    rows.loc[rows["position"].eq(2) & rows["T"].eq(3), ["error", "ratio"]] = [0.02, 2.0]
+    rows = rows.assign(over_rounding=rows["ratio"], max_abs=0.1, digest=1)
+    cost = CostFigures(
+        Kl(0.2, 0.1, 0.4, 0.5),
+        0.9,
+        ReferenceFigures(Kl(0.19, 0.1, 0.4, 0.5)),
+        ReferenceFigures(Kl(2e-5, 1e-5, 4e-5, 5e-5)),
+    )
+    budget = Gate("budget", "GREEN", 1.25, 6.0, "error")
+    results = replace(
+        record.results,
+        gates=[*record.results.gates, budget],
+        cost=cost,
+        min_cosine=0.9,
+        mean_cosine=0.99,
+    )
+    return replace(record, results=results, tokens=TOKENS, rows=rows)
+
+
+def test_the_page_begins_with_its_answer_the_heatmap_and_the_cost(measured):
+    soup = read(measured)
+    headings = [heading.text for heading in soup("h2")]
+    assert headings[:3] == ["Where the error lies", "Cost", "What was run"]
+    sentence = soup.p.text
+    assert sentence == (
+        "No gate found a fault in the export (GREEN), whose worst layer errs by 1.25 times "
+        "what rounding causes (limit 6), and its cost is above your limits (OVER): mean KL "
+        "0.2 (limit 0.05)."
+    )
+    assert sentence in page.markdown(validation_page(measured)).replace("\\", "")
+    red = replace(measured.results, verdict="RED")
+    red.gates[0] = replace(red.gates[0], verdict="RED")
+    faulty = read(replace(measured, results=red)).p.text
+    assert "faulty (RED: interface), and its cost is not judged" in faulty
+    stated = read(replace(measured, is_noted=False))
+    assert "The bundle states: " in stated.text
+
+
+def test_the_caption_says_which_panel_judges_and_where_the_cosine_is_smallest(measured):
+    soup = read(measured)
+    caption = soup.figcaption.text
+    assert "worst of T = 1 to 3 tokens in a call" in caption
+    assert "Upper panel: the error over what rounding causes. This panel judges" in caption
+    assert "Lower panel: 1 − cosine, which judges nothing" in caption
+    place = "0.90000 (1 − cosine 0.1): layer 1, token 0 “<bos>”, T = 1"
+    assert f"The smallest cosine is {place}" in caption
+    # Markdown has no drawing, and names the place too
+    assert "token 0" in page.markdown(validation_page(measured))
+    without = measured.rows.assign(budget=float("nan"), ratio=float("nan"))
+    caption = read(replace(measured, rows=without)).figcaption.text
+    assert "panel" not in caption and "1 − cosine. It judges nothing" in caption
+
+
+def test_the_worst_cells_have_the_digits_of_a_cosine_near_1(measured):
+    worst, *_ = read(measured)("table")
+    names = [cell.text for cell in worst("th")]
+    first = [cell.text for cell in worst("tr")[1]("td")]
+    row = dict(zip(names, first))
+    assert (row["1 − cosine"], row["error over rounding"]) == ("1.2e-05", "2")
+    assert "cosine" not in row and row["token"] == "owl"
+
+
+def test_a_cost_that_was_not_measured_says_so(measured):
+    def cells(record) -> list[str]:
+        table = read(record)("table")[1]
+        return [cell.text for cell in table("tr")[1]("td")]
+
+    assert cells(measured) == ["mean", "0.2", "0.19", "2e-05"]
+    alone = replace(measured.results.cost, budget=None, rounding=None)
+    results = replace(measured.results, cost=alone)
+    shown = cells(replace(measured, results=results))
+    assert shown == ["mean", "0.2", "not measured", "not measured"]
 
 
 def squeezed(text: str) -> str:

@@ -132,15 +132,17 @@ def report(
     *,
     html: OptionalFile = None,
     markdown: Path | None = None,
+    figure: Path | None = None,
     publish: bool = False,
     json: Json = False,
 ) -> None:
     """Writes what was measured for a bundle, or in an experiment, as a page.
 
-    For a bundle: both verdicts, what was run, heatmap, gates, cost, transcript and the
+    For a bundle: both verdicts, heatmap, cost, what was run, gates, transcript and the
     commands that repeat it, from the file that `workbench validate` wrote into its
-    folder. The page is printed as Markdown, or written as files. Results that this
-    checkout did not produce are marked as stated by the bundle.
+    folder. The page is printed as Markdown, or written as files; --figure writes the
+    heatmap alone. Results that this checkout did not produce are marked as stated by the
+    bundle.
 
     For an experiment: redraws the figures of its newest run from their data and
     rewrites its report. If you have no run, the shipped one is used.
@@ -152,13 +154,15 @@ def report(
         html: One self-contained HTML file, which prints on A4. For an experiment, FILE
             may be left out.
         markdown: For a bundle: the page as Markdown, for an issue or a pull request.
+        figure: For a bundle: the heatmap, as .svg, .pdf or .png.
         publish: For an experiment: make this the shipped write-up.
     """
-    for option, path in (("--markdown", markdown), ("--html", html and html[0])):
+    outputs = {"--markdown": markdown, "--html": html and html[0], "--figure": figure}
+    for option, path in outputs.items():
         if path:
             paths.prepare_output(option, path)
     if re.fullmatch(r"\d{1,2}", subject):
-        reject_unused("a bundle", markdown=markdown)
+        reject_unused("a bundle", markdown=markdown, figure=figure)
         result = _report_experiment(subject, html, publish)
         show(result, json, list(result.values()))
         return
@@ -166,7 +170,7 @@ def report(
     if html == []:
         needed, step = "a file for the page of a bundle", "write --html page.html"
         raise InputError("--html", "no file", needed, step)
-    _report_bundle(Path(subject), html and html[0], markdown, json)
+    _report_bundle(Path(subject), html and html[0], markdown, figure, json)
 
 
 def _report_experiment(
@@ -187,9 +191,15 @@ def _report_experiment(
 
 
 def _report_bundle(
-    folder: Path, html: Path | None, markdown: Path | None, json: bool
+    folder: Path,
+    html: Path | None,
+    markdown: Path | None,
+    figure: Path | None,
+    json: bool,
 ) -> None:
-    """Writes the page of a bundle, or prints it."""
+    """Writes the page of a bundle, or its figure, or prints the page."""
+    if figure:
+        _check_figure(figure)
     bundle = workbench.Bundle.open(folder)
     from workbench.check.record import load_record
     from workbench.experiment import page
@@ -204,14 +214,48 @@ def _report_bundle(
     if html:
         write_whole(html, page.html(written).encode())
         result["html"] = str(html)
-    if markdown or not html:
+    if figure:
+        write_whole(figure, _encode_figure(record, figure))
+        result["figure"] = str(figure)
+    files = [path for path in (html, markdown, figure) if path]
+    if markdown or not files:
         text = page.markdown(written)
     if markdown:
         write_whole(markdown, text.encode())
         result["markdown"] = str(markdown)
-    lines = [str(path) for path in (html, markdown) if path]
+    lines = [*map(str, files)]
     # the page says what the verdicts are; writing it went well
     show(result, json, lines or [text.rstrip("\n")], code=0)
+
+
+def _check_figure(path: Path) -> None:
+    """Refuses a path whose end names no kind of drawing, before anything is read."""
+    kinds = "svg", "pdf", "png"
+    if path.suffix.removeprefix(".") not in kinds:
+        needed = " or ".join(f".{kind}" for kind in kinds)
+        step = f"write --figure {path.stem}.pdf"
+        raise InputError("--figure", f"a file {path.name}", needed, step)
+
+
+def _encode_figure(record, path: Path) -> bytes:
+    """The heatmap of a validation as the bytes of a file of the path's kind.
+
+    Raises:
+        InputError: no layer was measured.
+    """
+    from workbench import plots
+    from workbench.experiment.validation import draw_errors, page_title
+
+    title = page_title(record)
+    if not record.is_noted:
+        title += " · stated by the bundle, not checked here"
+    figure = draw_errors(record, title)
+    if figure is None:
+        name = record.bundle.root.name
+        step = f"run: workbench validate {name} --checkpoint CHECKPOINT"
+        needed = "a validation that measured layers"
+        raise InputError(f"validation of bundle {name}", "no errors", needed, step)
+    return plots.encode(figure, path.suffix.removeprefix("."), title)
 
 
 def sweep(

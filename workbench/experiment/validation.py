@@ -1,7 +1,6 @@
 """The page of a bundle's validation, from the record that `validate` wrote and from
 nothing else."""
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,7 +15,13 @@ from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.cost import COLUMNS, cost_table
 from workbench.check.gates import Gate
-from workbench.check.record import PromptFigures, Record, Setup, StopFigures
+from workbench.check.record import (
+    PromptFigures,
+    Record,
+    Results,
+    Setup,
+    StopFigures,
+)
 from workbench.check.transcript import LEAST_ENDS
 from workbench.errors import InputError
 from workbench.experiment.page import (
@@ -52,8 +57,7 @@ QUALITY_CHECKS = {
 def validation_page(record: Record) -> Page:
     """The page of a bundle's validation. Where this checkout did not write the record,
     the page says that the bundle states it."""
-    results, manifest = record.results, record.bundle.manifest
-    title = f"{manifest.checkpoint.get('name', 'model')} · {manifest.options.compress}"
+    results = record.results
     blocks: list[Block] = [_verdicts(record)]
     if not record.is_noted:
         blocks.append(
@@ -63,15 +67,22 @@ def validation_page(record: Record) -> Page:
                 "under Reproduce checks it."
             )
         )
+    blocks.append(Paragraph(_answer(record)))
     blocks += _recommendation(record)
-    blocks += [Heading("What was run"), _setup_table(record)]
     blocks += _heatmap(record)
+    blocks += _cost(record)
+    blocks += [Heading("What was run"), _setup_table(record)]
     checked = [_without_places(gate) for gate in results.gates]
     blocks += [Heading("Gates"), Table(_gates(checked, record.is_noted))]
-    blocks += _cost(record)
     blocks += _transcript(record)
     blocks += [Heading("Reproduce"), *_reproduce(record.setup, record.bundle)]
-    return Page(title, tuple(blocks))
+    return Page(page_title(record), tuple(blocks))
+
+
+def page_title(record: Record) -> str:
+    """The names of the checkpoint and of the preset."""
+    manifest = record.bundle.manifest
+    return f"{manifest.checkpoint.get('name', 'model')} · {manifest.options.compress}"
 
 
 def _without_places(gate: Gate) -> Gate:
@@ -116,15 +127,55 @@ def _export_reason(checked: list[Gate]) -> str:
     return f"{count} gates ran and found no fault.{rest}"
 
 
-def _quality_reason(checked: list[Gate]) -> str:
+def _quality_figures(checked: list[Gate]) -> str:
     """The figures of the checks of quality beside their limits."""
-    parts = [
+    return "; ".join(
         f"{QUALITY_CHECKS[gate.name]} {words_of(gate.value)} "
         f"(limit {words_of(gate.threshold)})"
         for gate in checked
         if gate.name in QUALITY_CHECKS and gate.value is not None
-    ]
-    return _sentence("; ".join(parts)) if parts else ""
+    )
+
+
+def _quality_reason(checked: list[Gate]) -> str:
+    figures = _quality_figures(checked)
+    return _sentence(figures) if figures else ""
+
+
+def _answer(record: Record) -> str:
+    """A sentence with both verdicts in words and their figures."""
+    results = record.results
+    words = f"{_export_answer(results)}, and {_quality_answer(results)}."
+    return words if record.is_noted else f"The bundle states: {words}"
+
+
+def _export_answer(results: Results) -> str:
+    if faults := gates.faults(results.gates):
+        names = ", ".join(f"`{gate.name}`" for gate in faults)
+        return f"The export is faulty (RED: {names})"
+    if results.verdict != gates.GREEN:
+        return "The export was not tested for every fault (not run)"
+    words = "No gate found a fault in the export (GREEN)"
+    by_name = {gate.name: gate for gate in results.gates}
+    budget = by_name.get("budget")
+    if budget is not None and budget.value is not None:
+        words += (
+            f", whose worst layer errs by {budget.value:.3g} times what rounding causes "
+            f"(limit {words_of(budget.threshold)})"
+        )
+    return words
+
+
+def _quality_answer(results: Results) -> str:
+    if results.verdict == gates.RED:
+        return "its cost is not judged while it is"
+    answers = {
+        gates.WITHIN: "its cost is within your limits (WITHIN)",
+        gates.OVER: "its cost is above your limits (OVER)",
+    }
+    words = answers.get(results.quality, "its cost was not measured (not run)")
+    figures = _quality_figures(results.gates)
+    return f"{words}: {figures}" if figures and results.quality in answers else words
 
 
 def _sentence(text: str) -> str:
@@ -182,59 +233,103 @@ def _setup_table(record: Record) -> Table:
 
 def _heatmap(record: Record) -> list[Block]:
     """The error of every layer and position, and the largest ones as a table."""
-    rows = record.rows
-    if rows.empty:
-        return []
-    isolated = rows[rows["mode"] == "isolated"]
-    present = set(isolated["tensor"])
-    # where no layer shows its update, as in other exporters' packages, its rows of K
-    tensor = next((name for name in TENSORS if name in present), None)
-    if tensor is None:
+    figure = draw_errors(record)
+    if figure is None:
         return []
     return [
         Heading("Where the error lies"),
-        _error_picture(isolated, tensor, record.tokens),
-        _worst_cells(rows, _has_budget(isolated), record.tokens),
+        Picture(plots.encode(figure, "svg"), _caption(record)),
+        _worst_cells(record.rows, _has_budget(record), record.tokens),
     ]
 
 
-def _has_budget(isolated: pd.DataFrame) -> bool:
-    """Whether errors are compared with what rounding alone causes."""
-    return bool(isolated["ratio"].notna().any())
+def _isolated(record: Record) -> pd.DataFrame:
+    """The rows of layers that were fed Hugging Face's inputs."""
+    rows = record.rows
+    return rows if rows.empty else rows[rows["mode"] == "isolated"]
 
 
-def _error_picture(isolated: pd.DataFrame, tensor: str, tokens: list[str]) -> Picture:
-    """A heatmap of a tensor's errors by layer and token, with a panel for calls of one
-    token and one for longer calls.
+def _drawn_tensor(record: Record) -> str | None:
+    """The tensor of the figure: where no layer shows its update, as in other exporters'
+    packages, its rows of K; None where nothing was measured."""
+    rows = _isolated(record)
+    present = set() if rows.empty else set(rows["tensor"])
+    return next((name for name in TENSORS if name in present), None)
 
-    Args:
-        isolated: rows of `record.COLUMNS`, of layers that were fed Hugging Face's
-            inputs.
-    """
-    T = isolated["T"].astype(int)
-    longer_calls = "T = 2"
-    if T.max() > 2:
-        longer_calls = f"T = 2 to {T.max()}, the worst"
-    calls = T.map(lambda count: "T = 1" if count == 1 else longer_calls)
-    has_budget = _has_budget(isolated)
-    figure = plots.heatmap(
-        isolated.assign(calls=calls),
-        metric="error" if has_budget else "cosine",
-        by="calls",
+
+def _has_budget(record: Record) -> bool:
+    """Whether errors are compared with the rounding budget."""
+    return bool(_isolated(record)["ratio"].notna().any())
+
+
+def draw_errors(record: Record, title: str = "") -> plots.StyledFigure | None:
+    """The figure of a validation: a tensor's error over what rounding causes, and below
+    it 1 − cosine, by layer and token, each cell the worst T. Without a budget it has
+    1 − cosine alone; None where no layer was measured."""
+    tensor = _drawn_tensor(record)
+    if tensor is None:
+        return None
+    return plots.heatmap(
+        _isolated(record),
+        metric=["error", "cosine"] if _has_budget(record) else "cosine",
+        by=None,
         tensor=tensor,
-        tokens=tokens,
+        tokens=record.tokens,
+        title=title,
     )
-    picture = io.BytesIO()
-    # a date would change the bytes of equal pages
-    figure.savefig(picture, format="svg", metadata={"Date": None})
-    measure, divisor = "1 − cosine", ""
-    if has_budget:
-        measure, divisor = "Error", " over its tolerance"
-    alt = (
-        f"{measure} of each layer's {TENSORS[tensor]}{divisor}, by layer and token, each "
-        "layer fed Hugging Face's input; T is the number of tokens of a call."
+
+
+def _caption(record: Record) -> str:
+    """What the panels of the figure show, which of them judges, and the cell with the
+    smallest cosine."""
+    rows, tensor = _isolated(record), _drawn_tensor(record)
+    words = (
+        f"Each layer's {TENSORS[tensor]} by layer and token, each layer fed Hugging "
+        f"Face's input; a cell is the worst of {_describe_calls(rows['T'])}. "
     )
-    return Picture(picture.getvalue(), alt)
+    panel = "The colour is 1 − cosine. It"
+    if _has_budget(record):
+        words += (
+            "Upper panel: the error over what rounding causes. This panel judges: gate "
+            f"budget lets a layer's RMS over tokens reach {plots.TOLERANCE_FACTOR:g}. "
+        )
+        panel = "Lower panel: 1 − cosine, which"
+    words += (
+        f"{panel} judges nothing: where a token's stream is large, as at an attention "
+        "sink, rounding alone turns a small update far."
+    )
+    if smallest := _smallest_cosine(record):
+        words += f" The smallest cosine is {smallest}."
+    return words
+
+
+def _describe_calls(counts: pd.Series) -> str:
+    """The numbers of tokens in a call in words: T = 1 to 4 tokens in a call."""
+    values = sorted({int(count) for count in counts})
+    is_range = len(values) > 2 and values == [*range(values[0], values[-1] + 1)]
+    if is_range:
+        named = f"{values[0]} to {values[-1]}"
+    else:
+        named = " and ".join(map(str, values))
+    return f"T = {named} tokens in a call"
+
+
+def _smallest_cosine(record: Record) -> str:
+    """The smallest cosine among the cells that gates read, its distance from 1, and its
+    layer and token, in words; empty without such cells."""
+    rows = _isolated(record)
+    if rows.empty:
+        return ""
+    rows = compared(rows[rows["tensor"] == _drawn_tensor(record)])
+    rows = rows[rows["cosine"].notna()]
+    if rows.empty:
+        return ""
+    row = rows.loc[rows["cosine"].idxmin()]
+    position = int(row["position"])
+    return (
+        f"{row['cosine']:.5f} (1 − cosine {1 - row['cosine']:.2g}): layer "
+        f"{row['layer']}, token {position} “{record.tokens[position]}”, T = {row['T']}"
+    )
 
 
 def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Table:
@@ -243,6 +338,8 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
     ranked = compared(rows).sort_values(order, ascending=False, na_position="first")
     ranked = ranked.drop_duplicates(["tensor", "layer", "position"]).head(WORST_CELLS)
     labels = [tokens[position] for position in ranked["position"]]
+    # a cosine near 1 has its digits in the distance from 1; two of them say enough
+    distances = (1 - ranked["cosine"]).clip(lower=0)
     worst = pd.DataFrame(
         {
             "tensor": ranked["tensor"],
@@ -251,14 +348,15 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
             "token": pd.Series(labels, ranked.index, dtype=object),
             "T": ranked["T"].astype(int),
             "error": ranked["error"],
-            "rounding alone": ranked["budget"],
+            "rounding budget": ranked["budget"],
             "error over rounding": ranked[order],
-            "cosine": ranked["cosine"],
+            "1 − cosine": distances.map(lambda value: float(f"{value:.2g}")),
         }
     )
     caption = (
-        "The cells whose error is the largest multiple of what rounding alone causes, "
-        "each at its worst T. Error and rounding alone are relative RMS."
+        "The cells whose error is the largest multiple of what rounding causes, each at "
+        "its worst T. Error and rounding budget are relative RMS; the budget is the error "
+        "of Hugging Face's model with the stored weights and its stream in fp16."
     )
     return Table(worst.dropna(axis="columns", how="all"), caption)
 
@@ -281,10 +379,11 @@ def _cost(record: Record) -> list[Block]:
         f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions. "
     )
     caption += COLUMNS
-    if None not in (record.results.min_cosine, record.results.mean_cosine):
+    smallest = _smallest_cosine(record)
+    if smallest and record.results.mean_cosine is not None:
         caption += (
-            f" The smallest cosine of a layer's update is "
-            f"{record.results.min_cosine:.5f}, the mean {record.results.mean_cosine:.5f}."
+            f" The mean cosine of a layer's update is {record.results.mean_cosine:.5f}, "
+            f"the smallest {smallest}."
         )
     return [Heading("Cost"), Table(cost_table(asdict(cost)), caption)]
 

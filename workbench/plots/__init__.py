@@ -2,7 +2,8 @@
 
 The data come first; everything else is a keyword. All eight functions have the keywords
 `title`, `width` in inches (`COLUMN` or `PAGE`), and `figure`, a figure to draw into,
-such as a widget's canvas, in place of a new one. pyplot neither keeps nor shows the
+such as a widget's canvas, in place of a new one. It may be a subfigure of a figure with
+constrained layout, whose width and height it keeps. pyplot neither keeps nor shows the
 figure that they return.
 
 A null is a group of its own, ``not set``. The legend counts the rows that a figure
@@ -23,7 +24,9 @@ from workbench.plots.styled import BEYOND_COLOUR as BEYOND_COLOUR
 from workbench.plots.styled import COLUMN as COLUMN
 from workbench.plots.styled import MARKERS as MARKERS
 from workbench.plots.styled import PAGE as PAGE
+from workbench.plots.styled import UNDATED as UNDATED
 from workbench.plots.styled import StyledFigure as StyledFigure
+from workbench.plots.styled import encode as encode
 from workbench.plots.styled import save
 from workbench.plots.tradeoff import tradeoff
 

@@ -2,18 +2,18 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 
-from workbench.plots.styled import add_legend, returns_figure
-from workbench.plots.text import labels_of, wrap
+from workbench.plots.styled import add_legend, returns_figure, set_height
+from workbench.plots.text import labels_of, width_of, wrap
 
 
 @returns_figure
-def bars(table: pd.DataFrame, figure: Figure, *, xlabel: str = "") -> None:
+def bars(table: pd.DataFrame, figure: FigureBase, *, xlabel: str = "") -> None:
     """Horizontal bars: a group for each row, and a bar with its value for each
     column."""
     count = len(table.columns)
-    figure.set_figheight(1 + (0.1 + 0.2 * count) * len(table))
+    set_height(figure, 1 + (0.1 + 0.2 * count) * len(table))
     ax = figure.subplots()
     places = np.arange(len(table))
     table = table.astype(float).set_axis(labels_of(table.columns), axis=1)
@@ -25,7 +25,7 @@ def bars(table: pd.DataFrame, figure: Figure, *, xlabel: str = "") -> None:
     ax.axvline(0, color="black")
     ax.set_yticks(places, labels=[wrap(figure, n) for n in labels_of(table.index)])
     ax.invert_yaxis()
-    ax.margins(x=0.9 / figure.get_figwidth())
+    ax.margins(x=0.9 / width_of(figure))
     ax.set_xlabel(xlabel)
     if count > 1:
         add_legend(figure, ax.get_legend_handles_labels()[0])

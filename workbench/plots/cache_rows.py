@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pandas as pd
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 
 from workbench.plots.styled import PALETTE, add_legend, panels_in, returns_figure
@@ -34,7 +34,7 @@ class Writes:
 
 
 @returns_figure
-def cache_rows(calls: pd.DataFrame, figure: Figure, *, by: str | None = None) -> None:
+def cache_rows(calls: pd.DataFrame, figure: FigureBase, *, by: str | None = None) -> None:
     """Call × cache row, of the first `CACHE_ROWS`: a filled mark for a row written as
     addressed, a hollow mark for a missed row, a cross for a stray one.
 

@@ -105,11 +105,28 @@ def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
     )
 
 
-def label_cells(axis, labels: Sequence, most: int) -> None:
+def label_cells(
+    axis, labels: Sequence, most: int, *, round_step: bool = False, last: bool = False
+) -> None:
     """Labels the cells along an axis: all of them, or every 2nd, 3rd … where there are
-    more than `most`."""
-    step = math.ceil(len(labels) / most)
-    places = np.arange(0, len(labels), step) + 0.5
-    axis.set_ticks(places, labels=[str(label) for label in labels[::step]])
+    more than `most`.
+
+    Args:
+        round_step: of cells that have numbers, every 2nd, 5th, 10th, 20th … alone.
+        last: the last cell has a label in any case, if need be in place of the one
+            before.
+    """
+    count, most = len(labels), max(most, 1)  # a subfigure may have room for none
+    step = math.ceil(count / most)
+    if round_step:
+        power = 10 ** math.floor(math.log10(step))
+        step = next(power * k for k in (1, 2, 5, 10) if power * k >= step)
+    places = [*range(0, count, step)]
+    if last and places[-1] != count - 1:
+        if len(places) > 1 and count - 1 - places[-1] < count / most / 2:
+            del places[-1]
+        places.append(count - 1)
+    ticks = np.array(places) + 0.5
+    axis.set_ticks(ticks, labels=[str(labels[place]) for place in places])
     for text in axis.get_ticklabels():
         text.set_parse_math(False)

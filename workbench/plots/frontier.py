@@ -4,7 +4,7 @@ from itertools import cycle
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 
 from workbench.plots.styled import (
@@ -30,7 +30,7 @@ OTHERS = [colour for colour in PALETTE if colour not in (PALETTE[0], PALETTE[5])
 @returns_figure
 def frontier(
     choices: pd.DataFrame,
-    figure: Figure,
+    figure: FigureBase,
     *,
     x: str,
     xlabel: str,

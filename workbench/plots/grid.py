@@ -5,11 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 
 from workbench.plots.cells import contrasting, draw_cells, label_cells
-from workbench.plots.styled import add_legend, returns_figure, unmeasured_key
-from workbench.plots.text import labels_of, wrap
+from workbench.plots.styled import (
+    add_legend,
+    returns_figure,
+    set_height,
+    unmeasured_key,
+)
+from workbench.plots.text import labels_of, width_of, wrap
 
 MAX_LABELS = 40
 
@@ -17,7 +22,7 @@ MAX_LABELS = 40
 @returns_figure
 def grid(
     table: pd.DataFrame,
-    figure: Figure,
+    figure: FigureBase,
     *,
     texts: Sequence[Sequence[str]] | None = None,
     label: str = "",
@@ -31,7 +36,7 @@ def grid(
     """
     values = table.to_numpy(dtype=float)
     norm = Normalize(*np.nanquantile(values, (0, 1)))
-    figure.set_figheight(1.1 + 0.25 * len(table))
+    set_height(figure, 1.1 + 0.25 * len(table))
     ax = figure.subplots()
     mesh = draw_cells(ax, table, norm)
     mesh.set(edgecolor="white", linewidth=1)
@@ -43,7 +48,7 @@ def grid(
     share = 0.6 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
     # two digits need a fifth of an inch
-    label_cells(ax.xaxis, columns, int(5 * figure.get_figwidth()))
+    label_cells(ax.xaxis, columns, int(5 * width_of(figure)))
     label_cells(ax.yaxis, labels_of(table.index), MAX_LABELS)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
     if label:

@@ -1,15 +1,17 @@
 """Errors by layer and token position."""
 
 import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from matplotlib.patches import Patch
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullFormatter
 
 from workbench.plots.cells import (
     HATCH,
@@ -21,11 +23,13 @@ from workbench.plots.cells import (
 )
 from workbench.plots.styled import (
     BEYOND_COLOUR,
+    add_height,
     add_legend,
     returns_figure,
+    set_height,
     unmeasured_key,
 )
-from workbench.plots.text import group_by, in_code_points, label_log, wrap
+from workbench.plots.text import group_by, in_code_points, label_log, width_of, wrap
 
 HALF_ULP = 2.0**-11  # of an fp16 number, relative to it
 BUDGET = "√(rounding² + 2⁻²²)"
@@ -33,24 +37,51 @@ BUDGET = "√(rounding² + 2⁻²²)"
 alone causes in Hugging Face's model, together with `HALF_ULP`."""
 TOLERANCE_FACTOR = 6.0
 """The tolerance of an error over its rounding budget, as in the gate `budget`."""
-LEAST_VALUE = 1e-8
-"""Smaller values are drawn as this one: 1 − cosine of equal float32 vectors may
-differ from 0 by as much."""
-LABELS = {"cosine": "1 − cosine", "error": "error ÷ its tolerance"}
 BIT_FOR_BIT = "equal bit for bit"
 NOT_EQUAL = "alike in this picture, not equal"
 
 CHARACTER_WIDTH = 0.06  # inches, of a token's label
+TOKEN_DISTANCE = 0.105  # inches between the labels of two tokens
+MARGIN = 1.1  # inches beside the panels: layers, the colour bar and its labels
+MARKED_MARGIN = 1.5  # inches, where the bar names its marks
 TOKEN_CHARACTERS = 12  # characters of a token's label for which the figure has room
 MAX_VECTOR_CELLS = 2500  # more cells are an image: a vector cell takes up to 1.5 kB
 CELLS_PER_INCH = 70  # of a figure's width: each has a pixel of its own on a screen
 MAX_DRAWN_LAYERS = 250  # where there are more, several share a cell
 MIN_HATCHED_CELL = 0.05  # inches: a smaller cell cannot show the lines of a hatch
 
+LABEL_HEIGHT = 0.15  # inches between labels of a colour bar that do not overlap
+DIGIT = 0.07  # inches: the width of a digit of a label
+
 INDEX = ["layer", "position"]
 LOGITS = -1
 """The layer of the logits, above all others in a figure: `log.schema.LOGITS`, written out
 because figures import nothing of the log."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a cell that a heatmap shows.
+
+    Attributes:
+        label: of the colour bar.
+        least: the smallest value with a colour of its own; smaller ones are drawn as
+            this one.
+        marks: values that the colour bar marks and names.
+    """
+
+    label: str
+    least: float
+    marks: dict[float, str] = field(default_factory=dict)
+
+
+METRICS = {
+    # 1 − cosine of equal float32 vectors may differ from 0 by as much
+    "cosine": Metric("1 − cosine", 1e-8),
+    "error": Metric(
+        "error ÷ rounding", 0.01, {1.0: "rounding", TOLERANCE_FACTOR: "tolerance"}
+    ),
+}
 
 
 @dataclass
@@ -90,9 +121,9 @@ class Scale:
 @returns_figure
 def heatmap(
     rows: pd.DataFrame,
-    figure: Figure,
+    figure: FigureBase,
     *,
-    metric: str = "cosine",
+    metric: str | Sequence[str] = "cosine",
     by: str | None = "T",
     tensor: str = "update",
     mode: str = "isolated",
@@ -112,56 +143,108 @@ def heatmap(
         rows: the log's table `fidelity`: layer (null or −1: the logits), position, T,
             tensor, mode, cosine, finite; for the tolerances error and budget; and
             digest, which names the values of a tensor.
-        metric: ``cosine`` (1 − cosine) or ``error`` (relative RMS error ÷ its
-            tolerance).
+        metric: ``cosine`` (1 − cosine) or ``error`` (the relative RMS error over the
+            root of budget² + `HALF_ULP`², of which gates judge the RMS over positions);
+            or several, whose panels lie one above the other with common axes.
         tokens: the text of the token at each position.
 
     Raises:
         ValueError: there are no rows of this tensor and mode, or no such metric.
     """
-    if metric not in LABELS:
-        raise ValueError(f"metric {metric!r}; needs one of {', '.join(LABELS)}")
+    metrics = [metric] if isinstance(metric, str) else [*metric]
+    for name in metrics:
+        if name not in METRICS:
+            raise ValueError(f"metric {name!r}; needs one of {', '.join(METRICS)}")
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
-    cells = _with_values(rows, metric)
-    panels = _panels(cells, by)
-    layers, positions = next(iter(panels.values())).index.levels
+    cells = {name: _with_values(rows, name) for name in metrics}
+    panels = {name: _panels(part, by) for name, part in cells.items()}
+    count = sum(map(len, panels.values()))
+    layers, positions = next(iter(panels[metrics[0]].values())).index.levels
     panel_height = min(max(0.16 * len(layers), 0.3), 2.5)
-    figure.set_figheight(1.2 + len(panels) * (0.3 + panel_height))
-    axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
-    scale = _scale(cells, panels, figure.get_figwidth(), panel_height)
-    for ax, (title, panel) in zip(axes, panels.items()):
-        mesh = _draw_panel(ax, panel, scale)
-        names = ["logits" if layer == LOGITS else layer for layer in layers]
-        label_cells(ax.yaxis, names, 8)
-        ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
-    _label_positions(figure, ax, positions, tokens)
-    bar = figure.colorbar(mesh, ax=axes, label=LABELS[metric])
+    set_height(figure, 1.2 + count * (0.3 + panel_height))
+    axes = figure.subplots(count, squeeze=False, sharex=True, sharey=True)[:, 0]
+    free_axes = iter(axes)
+    bars, notes = [], []
+    for name in metrics:
+        size = width_of(figure), panel_height
+        scale = _scale(cells[name], panels[name], METRICS[name], size, count)
+        own_axes = []
+        for title, panel in panels[name].items():
+            ax = next(free_axes)
+            mesh = _draw_panel(ax, panel, scale)
+            names = ["logits" if layer == LOGITS else layer for layer in layers]
+            label_cells(ax.yaxis, names, 8, round_step=True, last=True)
+            ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
+            own_axes.append(ax)
+        bars.append((mesh, own_axes, METRICS[name]))
+        notes += _notes(cells[name], scale, name)
+    has_marks = any(METRICS[name].marks for name in metrics)
+    room = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
+    _label_positions(figure, axes[-1], positions, tokens, room)
+    for mesh, own_axes, shown in bars:
+        height = len(own_axes) * (0.3 + panel_height) - 0.3
+        _draw_bar(figure, mesh, own_axes, shown, height)
+    every_panel = [panel for part in panels.values() for panel in part.values()]
+    has_gaps = pd.concat(every_panel)["value"].isna().any()
+    keys = _keys(cells[metrics[0]], scale, has_gaps)
+    add_legend(figure, keys, [*dict.fromkeys(notes)])
+
+
+def _draw_bar(
+    figure: FigureBase, mesh, axes: Sequence[Axes], metric: Metric, height: float
+) -> None:
+    """The colour bar beside the panels of a metric, with a line at each of its marks.
+
+    Args:
+        height: of the bar, in inches.
+    """
+    # about as many characters of a label are as long as the bar
+    label = textwrap.fill(metric.label, max(8, int(16 * height)))
+    bar = figure.colorbar(mesh, ax=axes, label=label)
     label_log(bar.ax.yaxis)
-    if metric == "error":
-        bar.ax.axhline(1, color="black")
-    has_gaps = pd.concat(panels)["value"].isna().any()
-    keys = _keys(cells, scale, has_gaps)
-    add_legend(figure, keys, _notes(cells, scale, metric))
+    if not metric.marks:
+        return
+    low, high = np.log10([mesh.norm.vmin, mesh.norm.vmax])
+    distance = LABEL_HEIGHT / height * (high - low)
+    labels = {mark: f"{mark:g} {name}" for mark, name in metric.marks.items()}
+    for exponent in range(math.ceil(low), math.floor(high) + 1):
+        if all(abs(exponent - np.log10(mark)) > distance for mark in metric.marks):
+            labels[10.0**exponent] = f"{10.0**exponent:g}"
+    bar.ax.yaxis.set_major_locator(FixedLocator([*labels]))
+    bar.ax.yaxis.set_major_formatter(FixedFormatter([*labels.values()]))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    for mark in metric.marks:
+        bar.ax.axhline(mark, color="white", linewidth=2.5)
+        bar.ax.axhline(mark, color="black", linewidth=1)
 
 
 def _label_positions(
-    figure: Figure, ax: Axes, positions: pd.Index, tokens: Sequence[str] | None
+    figure: FigureBase,
+    ax: Axes,
+    positions: pd.Index,
+    tokens: Sequence[str] | None,
+    room: float,
 ) -> None:
     """Labels the x axis with positions, or with tokens, for which the figure becomes
-    higher."""
+    higher.
+
+    Args:
+        room: the width of a panel, in inches.
+    """
     if tokens is None:
-        labels = positions
         ax.set_xlabel("token position")
-    else:
-        labels = [tokens[position] for position in positions]
-        ax.set_xlabel("token")
-        ax.tick_params(axis="x", rotation=90, labelsize=7)
-        longest = max(len(in_code_points(label)) for label in labels)
-        extra_height = CHARACTER_WIDTH * max(0, longest - TOKEN_CHARACTERS)
-        figure.set_figheight(figure.get_figheight() + extra_height)
-    label_cells(ax.xaxis, labels, int(7.5 * figure.get_figwidth()))
+        # a space between two numbers is as wide as two digits
+        label_width = DIGIT * (len(str(positions.max())) + 2)
+        label_cells(ax.xaxis, positions, int(room / label_width), round_step=True)
+        return
+    labels = [tokens[position] for position in positions]
+    ax.set_xlabel("token")
+    ax.tick_params(axis="x", rotation=90, labelsize=7)
+    longest = max(len(in_code_points(label)) for label in labels)
+    add_height(figure, CHARACTER_WIDTH * max(0, longest - TOKEN_CHARACTERS))
+    label_cells(ax.xaxis, labels, int(room / TOKEN_DISTANCE))
 
 
 def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -169,14 +252,14 @@ def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     and with `beyond`, whether the error lies beyond its tolerance."""
     # older rows of the log have no error and no budget
     measured = rows.reindex(columns=["error", "budget"]).astype(float)
-    budget = np.hypot(measured["budget"], HALF_ULP)
-    ratio = measured["error"] / (TOLERANCE_FACTOR * budget)
+    ratio = measured["error"] / np.hypot(measured["budget"], HALF_ULP)
     value = ratio if metric == "error" else 1 - rows["cosine"].astype(float)
     is_broken = ~rows["finite"].fillna(True).astype(bool)
-    value = value.clip(lower=LEAST_VALUE).mask(is_broken, np.inf)
+    value = value.clip(lower=METRICS[metric].least).mask(is_broken, np.inf)
     # rows of a validation, which were not read from the log, have null for the logits
     layer = rows["layer"].fillna(LOGITS).astype(int)
-    return rows.assign(value=value, beyond=(ratio > 1) | is_broken, layer=layer)
+    beyond = (ratio > TOLERANCE_FACTOR) | is_broken
+    return rows.assign(value=value, beyond=beyond, layer=layer)
 
 
 def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
@@ -224,28 +307,33 @@ def _are_equal(parts: Sequence[pd.DataFrame], columns: Sequence[str]) -> bool:
 def _scale(
     cells: pd.DataFrame,
     panels: dict[str, pd.DataFrame],
-    width: float,
-    panel_height: float,
+    metric: Metric,
+    size: tuple[float, float],
+    count: int,
 ) -> Scale:
-    """The look of the cells of panels.
+    """The look of the cells of a metric.
 
     Args:
-        width: of the figure, in inches.
-        panel_height: of a panel, in inches.
+        size: width of the figure and height of a panel, in inches.
+        count: of the panels of all metrics.
     """
+    width, panel_height = size
     layers, positions = map(len, next(iter(panels.values())).index.levels)
-    finite = cells["value"].replace(np.inf, np.nan)
-    low, high = finite.agg(["min", "max"]).fillna(1)
+    finite = cells["value"].replace(np.inf, np.nan).dropna()
+    shown = [*finite, *metric.marks] or [1.0]
+    low, high = min(shown), max(shown)
+    if not metric.marks:
+        # a decade at least, so that cells of about the same value look alike
+        high = max(high, 10 * low)
     cell_height, cell_width = panel_height / layers, 0.8 * width / positions
     return Scale(
-        # a decade at least, so that cells of about the same value look alike
-        norm=LogNorm(low, max(high, 10 * low)),
+        norm=LogNorm(low, high),
         block=(
             math.ceil(layers / MAX_DRAWN_LAYERS),
             math.ceil(positions / int(CELLS_PER_INCH * width)),
         ),
         is_hatched=min(cell_width, cell_height) >= MIN_HATCHED_CELL,
-        is_raster=len(panels) * layers * positions > MAX_VECTOR_CELLS,
+        is_raster=count * layers * positions > MAX_VECTOR_CELLS,
     )
 
 
@@ -281,12 +369,12 @@ def _keys(cells: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
 def _notes(cells: pd.DataFrame, scale: Scale, metric: str) -> list[str]:
     """The legend's notes on how cells are drawn."""
     notes = []
-    if metric == "error" and not cells["beyond"].any():
-        notes.append(f"tolerance: {TOLERANCE_FACTOR:g} × {BUDGET}")
     for count, things in zip(scale.block, ("layers", "positions")):
         if count > 1:
             notes.append(f"a drawn cell is the worst of {count} {things}")
-    if (cells["value"] == LEAST_VALUE).any():
-        least = f"{LEAST_VALUE:g}"
-        notes.append(f"{LABELS[metric]} below {least} has the colour of {least}")
+    if metric == "error":
+        notes.append(f"the divisor of an error is {BUDGET}")
+    label, least = METRICS[metric].label, METRICS[metric].least
+    if (cells["value"] == least).any():
+        notes.append(f"{label} below {least:g} has the colour of {least:g}")
     return notes

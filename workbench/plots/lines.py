@@ -6,7 +6,7 @@ from itertools import cycle
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 
 from workbench.plots.styled import (
@@ -32,7 +32,7 @@ MAX_VECTOR_POINTS = 2000
 @returns_figure
 def lines(
     data: pd.DataFrame,
-    figure: Figure,
+    figure: FigureBase,
     *,
     x: str,
     y: str,

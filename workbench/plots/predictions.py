@@ -4,16 +4,23 @@ from itertools import cycle, product
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 
-from workbench.plots.styled import DASHED, MARKERS, PALETTE, add_legend, returns_figure
+from workbench.plots.styled import (
+    DASHED,
+    MARKERS,
+    PALETTE,
+    add_legend,
+    returns_figure,
+    set_height,
+)
 from workbench.plots.text import describe_unplaced, group_by, label_log
 
 
 @returns_figure
 def predictions(
     rows: pd.DataFrame,
-    figure: Figure,
+    figure: FigureBase,
     *,
     hue: str | None = None,
     factor: float | None = None,
@@ -27,7 +34,7 @@ def predictions(
         factor: of an interval, whose ends are drawn as dashed lines.
     """
     placed = rows.dropna(subset=["ms", "predicted_ms"])
-    figure.set_figheight(4.5)
+    set_height(figure, 4.5)
     ax = figure.subplots()
     styles = cycle(product(MARKERS, PALETTE))
     for (name, group), (marker, colour) in zip(group_by(placed, hue), styles):

@@ -13,7 +13,7 @@ import matplotlib.style
 import pandas as pd
 from matplotlib import cycler
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
 from matplotlib.patches import Patch
 
@@ -27,6 +27,8 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 MARKERS = "os^DvPX<>"
 BEYOND_COLOUR = PALETTE[5]
 DASHED = {"color": "black", "linestyle": "--", "linewidth": 0.8}
+# kinds of files → metadata without a date, which would change the bytes of equal figures
+UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.7", "hatch": "...."}
 STYLE = {
     "font.size": 8,
@@ -82,8 +84,8 @@ class StyledFigure(Figure):
 
 def returns_figure(draw: Callable) -> Callable:
     """Turns `draw(data, figure, …)` into a function that returns the figure: a new one,
-    or the argument `figure`, cleared first. The figure gets the common style and the
-    title."""
+    or the argument `figure`, cleared first, which may be a subfigure of a larger one. The
+    figure gets the common style and the title."""
 
     @wraps(draw)
     def drawn(
@@ -91,9 +93,9 @@ def returns_figure(draw: Callable) -> Callable:
         *,
         title: str = "",
         width: float = PAGE,
-        figure: Figure | None = None,
+        figure: FigureBase | None = None,
         **options,
-    ) -> Figure:
+    ) -> FigureBase:
         with style():
             if figure is None:
                 figure = StyledFigure(figsize=(width, 3))
@@ -109,23 +111,35 @@ def returns_figure(draw: Callable) -> Callable:
     return drawn
 
 
-def set_title(figure: Figure, *paragraphs: str) -> None:
+def set_title(figure: FigureBase, *paragraphs: str) -> None:
     """Writes each paragraph above all axes, wrapped at the width of the figure."""
     lines = [text.wrap(figure, words, 1) for words in paragraphs if words]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9)
 
 
+def set_height(figure: FigureBase, inches: float) -> None:
+    """Makes a figure as high as its content needs. A subfigure keeps the height that its
+    figure gives it."""
+    if isinstance(figure, Figure):
+        figure.set_figheight(inches)
+
+
+def add_height(figure: FigureBase, inches: float) -> None:
+    """Makes room for more content; see `set_height`."""
+    set_height(figure, figure.bbox.height / figure.dpi + inches)
+
+
 def panels_in(
-    figure: Figure, count: int, height: float, sharey: bool = True
+    figure: FigureBase, count: int, height: float, sharey: bool = True
 ) -> Sequence[Axes]:
     """Axes of `count` panels, each `height` inches high: side by side on a page, one
     above the other in a column."""
-    shape = (1, count) if figure.get_figwidth() > COLUMN else (count, 1)
-    figure.set_figheight(1.2 + height * shape[0])
+    shape = (1, count) if text.width_of(figure) > COLUMN else (count, 1)
+    set_height(figure, 1.2 + height * shape[0])
     return figure.subplots(*shape, squeeze=False, sharex=True, sharey=sharey).flat
 
 
-def add_legend(figure: Figure, keys: Sequence, notes: Sequence[str] = ()) -> None:
+def add_legend(figure: FigureBase, keys: Sequence, notes: Sequence[str] = ()) -> None:
     """A legend below all axes, in as many columns as fit into the width, under the
     notes."""
     if not keys and not notes:
@@ -135,10 +149,10 @@ def add_legend(figure: Figure, keys: Sequence, notes: Sequence[str] = ()) -> Non
         (len(line) for label in labels for line in label.split("\n")), default=0
     )
     # about 16 characters take an inch, and the mark before a label as much as 7
-    columns = max(1, int(16 * figure.get_figwidth() / (longest + 7)))
+    columns = max(1, int(16 * text.width_of(figure) / (longest + 7)))
     title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
     lines = math.ceil(len(keys) / columns) + len(title.splitlines())
-    figure.set_figheight(figure.get_figheight() + lines * LINE)
+    add_height(figure, lines * LINE)
     legend_options = {"title": title, "alignment": "left"} if title else {}
     figure.legend(
         handles=keys, loc="outside lower left", ncols=columns, **legend_options
@@ -158,14 +172,26 @@ def save(figure: Figure, stem: Path, *, about: str = "") -> list[Path]:
         about: checkpoint, options and machine of the data, which end the title.
     """
     title = figure.get_suptitle().replace("\n", " ")
-    # a date would change the bytes of equal figures
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     with style():
         set_title(figure, title, about)
         text.write_code_points(figure)
-        for suffix, metadata in undated.items():
-            paths.append(stem.with_name(f"{stem.name}.{suffix}"))
-            figure.savefig(paths[-1], metadata={"Title": title} | metadata)
+    for suffix in UNDATED:
+        paths.append(stem.with_name(f"{stem.name}.{suffix}"))
+        paths[-1].write_bytes(encode(figure, suffix, title))
     return paths
+
+
+def encode(figure: Figure, suffix: str, title: str = "") -> bytes:
+    """A figure as the bytes of a file; equal figures give equal bytes.
+
+    Args:
+        suffix: of `UNDATED`.
+        title: in the file's metadata.
+    """
+    contents = io.BytesIO()
+    metadata = {"Title": title} if title else {}
+    with style():
+        figure.savefig(contents, format=suffix, metadata=metadata | UNDATED[suffix])
+    return contents.getvalue()

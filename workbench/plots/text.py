@@ -10,7 +10,7 @@ from functools import cache
 import pandas as pd
 from matplotlib import style
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.text import Text
 from matplotlib.ticker import (
@@ -25,10 +25,15 @@ MAX_CODE_POINTS = 3
 """Code points that are written for adjacent characters that the font lacks."""
 
 
-def wrap(figure: Figure, text: str, share: float = 0.5) -> str:
+def wrap(figure: FigureBase, text: str, share: float = 0.5) -> str:
     """A text in lines of a share of the figure's width."""
     # about 14 characters of a text take an inch
-    return textwrap.fill(text, max(8, int(14 * share * figure.get_figwidth())))
+    return textwrap.fill(text, max(8, int(14 * share * width_of(figure))))
+
+
+def width_of(figure: FigureBase) -> float:
+    """The width of a figure, or of a part of one, in inches."""
+    return figure.bbox.width / figure.dpi
 
 
 def label_of(column: str | None, value) -> str:
@@ -117,7 +122,7 @@ def in_code_points(text: str) -> str:
     return re.sub(f"[{re.escape(''.join(all_missing))}]+", _code_points, text)
 
 
-def write_code_points(figure: Figure) -> None:
+def write_code_points(figure: FigureBase) -> None:
     """Changes all texts of a figure as `in_code_points` does, with one warning for the
     whole figure."""
     all_missing = set()

@@ -5,9 +5,16 @@ from math import inf
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import FigureBase
 
-from workbench.plots.styled import DASHED, MARKERS, PALETTE, add_legend, returns_figure
+from workbench.plots.styled import (
+    DASHED,
+    MARKERS,
+    PALETTE,
+    add_legend,
+    returns_figure,
+    set_height,
+)
 from workbench.plots.text import describe_unplaced, group_by, label_log, label_of, wrap
 
 LEAST_KL = 1e-8
@@ -20,7 +27,7 @@ differences are noise."""
 @returns_figure
 def tradeoff(
     configurations: pd.DataFrame,
-    figure: Figure,
+    figure: FigureBase,
     *,
     hue: str | None = None,
     max_kl: float | None = None,
@@ -41,7 +48,7 @@ def tradeoff(
     measured = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
     clipped_count = (measured["kl_mean"] < LEAST_KL).sum()
     measured = measured.assign(kl_mean=measured["kl_mean"].clip(lower=LEAST_KL))
-    figure.set_figheight(3.2)
+    set_height(figure, 3.2)
     ax = figure.subplots()
     styles = cycle(product(MARKERS, PALETTE))
     for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
@@ -92,7 +99,7 @@ def _draw_points(
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
 
 
-def _number(ax: Axes, figure: Figure, best: pd.DataFrame) -> None:
+def _number(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
     """Numbers the best settings, and names them in the legend."""
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
