@@ -156,7 +156,9 @@ def test_the_caption_says_which_panel_judges_and_where_the_cosine_is_smallest(me
     soup = read(measured)
     caption = soup.figcaption.text
     assert "worst of T = 1 to 3 tokens in a call" in caption
-    assert "Upper panel: the error over what rounding causes. This panel judges" in caption
+    assert (
+        "Upper panel: the error over what rounding causes. This panel judges" in caption
+    )
     assert "Lower panel: 1 − cosine, which judges nothing" in caption
     place = "0.90000 (1 − cosine 0.1): layer 1, token 0 “<bos>”, T = 1"
     assert f"The smallest cosine is {place}" in caption

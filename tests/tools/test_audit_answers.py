@@ -60,7 +60,9 @@ def test_a_cost_is_audited_with_three_columns_and_with_two():
     cost = pd.DataFrame({"KL (nats)": ["mean"], "bundle": [0.00456]})
     three = cost.assign(**{"stored weights": 0.00446, "fp16 rounding alone": 4.56e-6})
     two = cost.assign(**{"rounding alone": 0.00446})
-    old = "Rounding alone causes a mean KL of 0.00446 nats, beside 0.00456 of the bundle."
+    old = (
+        "Rounding alone causes a mean KL of 0.00446 nats, beside 0.00456 of the bundle."
+    )
     new = describe_cost(three)
     for words, table, count in ((new, three, 3), (old, two, 2)):
         for changed, found in (

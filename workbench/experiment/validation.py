@@ -15,13 +15,7 @@ from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.cost import COLUMNS, cost_table
 from workbench.check.gates import Gate
-from workbench.check.record import (
-    PromptFigures,
-    Record,
-    Results,
-    Setup,
-    StopFigures,
-)
+from workbench.check.record import PromptFigures, Record, Results, Setup, StopFigures
 from workbench.check.transcript import LEAST_ENDS
 from workbench.errors import InputError
 from workbench.experiment.page import (

@@ -34,7 +34,9 @@ class Writes:
 
 
 @returns_figure
-def cache_rows(calls: pd.DataFrame, figure: FigureBase, *, by: str | None = None) -> None:
+def cache_rows(
+    calls: pd.DataFrame, figure: FigureBase, *, by: str | None = None
+) -> None:
     """Call × cache row, of the first `CACHE_ROWS`: a filled mark for a row written as
     addressed, a hollow mark for a missed row, a cross for a stray one.
 
