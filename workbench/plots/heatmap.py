@@ -170,22 +170,22 @@ def heatmap(
     for name in metrics:
         size = width_of(figure), panel_height
         scale = _scale(cells[name], panels[name], METRICS[name], size, count)
-        own_axes = []
+        metric_axes = []
         for title, panel in panels[name].items():
             ax = next(free_axes)
             mesh = _draw_panel(ax, panel, scale)
             names = ["logits" if layer == LOGITS else layer for layer in layers]
             label_cells(ax.yaxis, names, 8, round_step=True, last=True)
             ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
-            own_axes.append(ax)
-        bars.append((mesh, own_axes, METRICS[name]))
+            metric_axes.append(ax)
+        bars.append((mesh, metric_axes, METRICS[name]))
         notes += _notes(cells[name], scale, name)
     has_marks = any(METRICS[name].marks for name in metrics)
     room = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
     _label_positions(figure, axes[-1], positions, tokens, room)
-    for mesh, own_axes, shown in bars:
-        height = len(own_axes) * (0.3 + panel_height) - 0.3
-        _draw_bar(figure, mesh, own_axes, shown, height)
+    for mesh, metric_axes, metric in bars:
+        height = len(metric_axes) * (0.3 + panel_height) - 0.3
+        _draw_bar(figure, mesh, metric_axes, metric, height)
     every_panel = [panel for part in panels.values() for panel in part.values()]
     has_gaps = pd.concat(every_panel)["value"].isna().any()
     keys = _keys(cells[metrics[0]], scale, has_gaps)
@@ -320,8 +320,8 @@ def _scale(
     width, panel_height = size
     layers, positions = map(len, next(iter(panels.values())).index.levels)
     finite = cells["value"].replace(np.inf, np.nan).dropna()
-    shown = [*finite, *metric.marks] or [1.0]
-    low, high = min(shown), max(shown)
+    values = [*finite, *metric.marks] or [1.0]
+    low, high = min(values), max(values)
     if not metric.marks:
         # a decade at least, so that cells of about the same value look alike
         high = max(high, 10 * low)
