@@ -178,14 +178,14 @@ def heatmap(
             label_cells(ax.yaxis, names, 8, round_step=True, last=True)
             ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
             metric_axes.append(ax)
-        bars.append((mesh, metric_axes, METRICS[name]))
+        bars.append((mesh, metric_axes, name))
         notes += _notes(cells[name], scale, name)
     has_marks = any(METRICS[name].marks for name in metrics)
     room = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
     _label_positions(figure, axes[-1], positions, tokens, room)
-    for mesh, metric_axes, metric in bars:
+    for mesh, metric_axes, name in bars:
         height = len(metric_axes) * (0.3 + panel_height) - 0.3
-        _draw_bar(figure, mesh, metric_axes, metric, height)
+        _draw_bar(figure, mesh, metric_axes, METRICS[name], height)
     every_panel = [panel for part in panels.values() for panel in part.values()]
     has_gaps = pd.concat(every_panel)["value"].isna().any()
     keys = _keys(cells[metrics[0]], scale, has_gaps)
