@@ -1,12 +1,14 @@
 """Bars show in notebooks and on terminals."""
 
 import io
+import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from workbench.progress import bar, end_stage, stage
+from workbench.progress import bar, end_stage, print_plain_lines, stage
 
 
 @pytest.mark.parametrize("in_kernel", [True, False])
@@ -35,9 +37,35 @@ def test_a_stage_is_one_line_on_a_terminal_until_the_next_one(monkeypatch):
     assert terminal.getvalue().rsplit("…", 1)[1].strip() == ""
 
 
-def test_a_stage_says_nothing_in_a_file(monkeypatch):
-    file = io.StringIO()
+class File(io.StringIO):
+    """Notes what had been written when it was last flushed."""
+
+    flushed = ""
+
+    def flush(self) -> None:
+        self.flushed = self.getvalue()
+
+
+def test_a_stage_of_a_command_is_a_plain_line_in_a_file(monkeypatch):
+    file = File()
     monkeypatch.setattr(sys, "stderr", file)
-    stage("reading")
-    end_stage()
-    assert file.getvalue() == ""
+    stage("a notebook's")
+    print_plain_lines()
+    try:
+        stage("reading")
+        assert file.flushed == "reading\n"
+        assert bar([1]).disable
+        stage("comparing")
+        end_stage()
+    finally:
+        print_plain_lines(False)
+    assert file.flushed == file.getvalue() == "reading\ncomparing\n"
+
+
+def test_a_command_names_its_stages_on_stderr_beside_the_json(llama_bundle):
+    command = [sys.executable, "-m", "workbench.cli"]
+    command += ["validate", str(llama_bundle.root), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(ended.stdout)["gates"], ended.stderr
+    assert ended.stderr.splitlines()[0] == "validate: opening the bundle"
+    assert "\r" not in ended.stderr and "\x1b" not in ended.stderr

@@ -4,6 +4,7 @@ named there are there."""
 import ast
 import re
 import shlex
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -117,6 +118,29 @@ def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
     assert result.exit_code == 1
     red = re.findall(r"^RED +(\w+)", result.output, re.MULTILINE)
     assert red == ["host", "program", "budget"]
+
+
+@pytest.mark.slow("exports and validates as the page does")
+@pytest.mark.wide
+def test_a_weight_fault_planted_by_hand_is_red_as_written(tmp_path, monkeypatch):
+    for name in ("data", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    page = ROOT / "docs" / "extend.md"
+    snippets = blocks("python", page)
+    (snippet,) = (block for block in snippets if "faults.copies" in block)
+    (export,) = (
+        line
+        for line in commands(page)
+        if "workbench export data/tiny-llama build/sound" in line
+    )
+    assert cli(*shlex.split(export)[1:]).exit_code == 0
+    exec(snippet, {})
+    result = cli("validate", "build/one-weight", "--checkpoint", "data/tiny-llama")
+    assert result.exit_code == 1
+    (red,) = re.findall(r"^RED +(\w+) .*$", result.stdout, re.MULTILINE)
+    assert red == "weights" and "layers.2.mlp.up_proj.weight" in result.stdout
 
 
 def test_links_and_files_named_in_the_documents_lead_somewhere():

@@ -4,6 +4,8 @@ import sys
 
 # tqdm's line for the running stage, while one is shown
 _stage_line = None
+# whether a stage is a plain line where stderr is no terminal
+_prints_plain_lines = False
 
 
 def bar(*args, **options):
@@ -20,13 +22,26 @@ def bar(*args, **options):
     return tqdm(*args, disable=disable, **options)
 
 
+def print_plain_lines(enabled: bool = True) -> None:
+    """Whether `stage` prints a line where stderr is no terminal: a command does, whose
+    output a file or a CI job keeps; notebooks and scripts that import the workbench do
+    not."""
+    global _prints_plain_lines
+    _prints_plain_lines = enabled
+
+
 def stage(name: str) -> None:
-    """Shows on a terminal which stage begins, for work that cannot be counted. The line is
-    removed when the next stage or bar begins, or when a command prints its result."""
+    """Shows which stage begins, for work that cannot be counted. On a terminal the line is
+    removed when the next stage or bar begins, or when a command prints its result;
+    elsewhere it stays (see `print_plain_lines`)."""
     global _stage_line
     from tqdm import tqdm
 
     end_stage()
+    if not sys.stderr.isatty():
+        if _prints_plain_lines:
+            print(name, file=sys.stderr, flush=True)
+        return
     _stage_line = tqdm(desc=name, bar_format="{desc} …", leave=False, disable=None)
 
 

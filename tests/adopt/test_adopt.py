@@ -20,9 +20,10 @@ import miltorch
 from miltorch.shim import Proxy
 from workbench import Bundle, Decoder
 from workbench.adopt import weights
-from workbench.adopt.propose import INPUTS
+from workbench.adopt.propose import INPUTS, list_assumptions
 from workbench.check import compare
 from workbench.explain import operation
+from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.standin import StandInModel
 
 pytestmark = pytest.mark.slow("converts the packages of a style, up to eight programs")
@@ -59,6 +60,9 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     gates = gates_of(result)
     assert result["verdict"] == "GREEN"
     assert gates["program"]["value"] ** 2 / 2 < ONE_MINUS_COSINE
+    count = len(Bundle.open(adoptions.folder(style)).manifest.foreign.parts)
+    packages = "1 package;" if count == 1 else f"{count} packages;"
+    assert f"agree in {packages}" in gates["interface"]["reason"]
     assert "were recognised by their values" in gates["weights"]["reason"]
     assert (result["logits"] is None) == (style in ARGMAX_INSIDE)
     assert (gates["max_kl"]["verdict"] == "not_run") == (style in ARGMAX_INSIDE)
@@ -336,8 +340,9 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
     assumed = proposed(adoptions, "host", tmp_path / "b")
     assert assumed["layers.1.k_state"]["assumed"] == "0/kv_cache_0/2"
     assert "0.01" in assumed["layers.1.k_state"]["why"]
-    moves = proposed(adoptions, "newest", tmp_path / "c")["caches of 32 rows"]
-    assert moves["assumed"] == "right"
+    assert "the packages' only function" in assumed and "function None" not in assumed
+    newest = proposed(adoptions, "newest", tmp_path / "c")
+    assert newest["caches of 32 rows"]["assumed"] == "right"
     monkeypatch.setattr(weights, "ALIKE", -1.0)
     assumed = proposed(adoptions, "shards", tmp_path / "d")
     lost = [name for name, row in assumed.items() if "not among" in row["why"]]
@@ -345,7 +350,10 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
     source = "--checkpoint", adoptions.checkpoint("host"), "--out"
     packages = adoptions.packages("host")
     cached = hub_cached(packages, tmp_path)
-    assert "0/kv_cache_0/2" in cli("adopt", cached, *source, tmp_path / "e").output
+    printed = cli("adopt", cached, *source, tmp_path / "e").output
+    assert "0/kv_cache_0/2" in printed
+    step = f"workbench validate {tmp_path / 'e'} --checkpoint {source[1]}"
+    assert printed.splitlines()[-1].split(maxsplit=1) == ["next", step]
     out = tmp_path / "b"
     with refused(str(out)):
         invoke("adopt", packages, *source, out)
@@ -366,6 +374,12 @@ def test_a_mask_of_minus_infinity_is_no_fault(adoptions):
     folder = adoptions.folder("chunks")
     roles = json.loads((folder / "bundle.json").read_text())["shards"][0]["foreign"]
     assert roles["roles"]["causal_mask"] == "mask_inf"
+    bundle, source = Bundle.open(folder), Checkpoint(adoptions.checkpoint("chunks"))
+    reasons = {
+        a.subject: a.reason for a in list_assumptions(bundle.manifest, source, 0)
+    }
+    assert "meta.yaml" in reasons["causal_mask"]
+    assert reasons["input_ids"] == "its name and shape"
     result = invoke("explain", "ranges", folder)
     assert result["verdict"] == "GREEN" and result["ranges"]["first_inf"] is None
 

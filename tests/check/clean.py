@@ -71,7 +71,7 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         queries, pairs = heads[rng.integers(3)]
         changes |= {"num_attention_heads": queries, "num_key_value_heads": pairs}
     compress = preset or PRESETS[seed // len(FAMILIES) % len(PRESETS)]
-    is_odd = changes["hidden_size"] == 64 or compress == "int4-block32"
+    is_odd = changes["hidden_size"] == 64 or ALL_PRESETS[compress].block
     if changes.get("num_attention_heads") == 3 and is_odd:
         # three heads of another width have an odd one, or give no whole blocks
         changes["hidden_size"] = 96

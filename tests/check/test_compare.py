@@ -36,6 +36,16 @@ def test_kl_is_scipy_s(a, b):
     p, q = softmax(np.float64(a)), softmax(np.float64(b))
     (nats,) = compare.kl(a[None], b[None])
     assert np.isclose(nats, rel_entr(p, q).sum(), rtol=1e-6, atol=1e-9)
+    assert nats >= 0
+
+
+def test_the_kl_of_almost_equal_distributions_is_not_below_0():
+    rng = np.random.default_rng(0)
+    logits = 10 * np.float32(rng.standard_normal((256, 9)))
+    nudged = logits + np.float32(1e-7)
+    nats = compare.kl(logits, nudged)
+    assert (nats >= 0).all() and nats.max() < 1e-12
+    assert np.isnan(compare.kl(np.float32([[1, np.nan]]), np.float32([[1, 2]]))).all()
 
 
 def test_updates_of_other_experts_are_not_compared():

@@ -128,9 +128,39 @@ def test_red_exits_1_with_its_gates_first_and_withholds_the_quality(
     assert result.exit_code == 1 and export.split() == ["export", "RED"]
     assert quality.split() == ["quality", "not", "judged"]
     assert gate.split()[0] == "RED"
+    *_, step = result.stdout.splitlines()
+    assert step.split(maxsplit=1) == [
+        "next",
+        f"workbench explain {folder} --checkpoint {TINY}",
+    ]
+    (limit,) = [line for line in result.stdout.splitlines() if " max_kl " in line]
+    assert limit.startswith("not judged ") and "(limit 0.05)" in limit
     document = json.loads(cli(*command, "--json").stdout)
     assert (document["verdict"], document["quality"]) == ("RED", "not_run")
     assert document["cost"]["kl"]["mean"] > 0
+    assert verdicts(document)["max_kl"] in ("WITHIN", "OVER")
+
+
+def test_a_line_of_a_gate_has_the_limit_wherever_it_has_a_value(llama_bundle, golden):
+    limit = "--golden", golden, "--max-kl", "0.5"
+    lines = cli("validate", llama_bundle.root, *limit).stdout.splitlines()
+    document = invoke("validate", llama_bundle.root, *limit)
+    values = {gate["name"]: gate["value"] for gate in document["gates"]}
+    assert values["undo"] == 1 and values["max_kl"] > 0 and values["host"] is None
+    for name, value in values.items():
+        (line,) = (line for line in lines if line[12:].startswith(f"{name} "))
+        assert (" (limit " in line) == (value is not None), line
+    assert "(limit 0.5)" in next(line for line in lines if " max_kl " in line)
+
+
+def test_what_makes_a_bundle_ends_with_the_command_that_validates_it(tmp_path, exports):
+    checkpoint = exports.checkpoint("llama", num_hidden_layers=1)
+    out = tmp_path / "a bundle"
+    *_, step = cli("export", checkpoint, out, "--max-seq-len", 16).stdout.splitlines()
+    assert step.split(maxsplit=1) == [
+        "next",
+        f"workbench validate '{out}' --checkpoint {checkpoint}",
+    ]
 
 
 @pytest.mark.shim

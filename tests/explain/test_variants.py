@@ -294,6 +294,22 @@ def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, f
     assert fitting_variant(bundle, source) == variants.CONFIGURED
 
 
+def test_no_variant_is_the_model_as_configured(checkpoint_of, exports):
+    def names(family: str) -> set[str]:
+        source = checkpoint_of(family)
+        manifest = exports.bundle(source).manifest
+        trial = variants.Trial(manifest, Checkpoint(source), None, None, None, False)
+        return {*variants.list_variants(trial)}
+
+    tiled = "key/value heads tiled over the query heads"
+    llama = names("llama")
+    configured = {"rope theta 10000", "rope scaling none", "activation SiLU"}
+    assert not {*configured, "biases left out"} & llama
+    assert {"rope theta 500000", "activation exact GELU", tiled} <= llama
+    qwen2 = names("qwen2")  # one key head, and biases
+    assert "biases left out" in qwen2 and tiled not in qwen2
+
+
 def test_the_variant_without_biases_reads_the_embedding_of_the_bundle(
     checkpoint_of, exports
 ):

@@ -542,7 +542,10 @@ def list_assumptions(
     foreign = shard.foreign
     rows = []
     for name, role in foreign.roles.items():
-        rows.append(Assumption(name, role, "its name and shape"))
+        reason = "its name and shape"
+        if role == "mask_inf" and find_role(INPUTS, name) != role:
+            reason = f"{ANEMLL_FILE} beside the packages, whose exporter has such masks"
+        rows.append(Assumption(name, role, reason))
     for function in foreign.functions:
         limits = function.model_dump_json(exclude_defaults=True)
         reason = "its inputs and name" if function.name else "its inputs"

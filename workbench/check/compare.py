@@ -74,11 +74,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """KL(reference ‖ actual) [n] in nats between the softmax distributions of two arrays
-    of logits [n, V]."""
+    of logits [n, V], never below 0; nan where a logit is not finite."""
     nats = np.empty(len(reference))
     for rows in blocks(reference):
         log_p, log_q = log_softmax(reference[rows]), log_softmax(actual[rows])
-        nats[rows] = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+        sums = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+        # the rounding of a sum may leave a KL near 0 just below it
+        nats[rows] = np.maximum(sums, 0.0)
     return nats
 
 

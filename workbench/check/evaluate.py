@@ -29,7 +29,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import check_regular, write_whole
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar
+from workbench.progress import bar, stage
 
 EVALUATION_FORMAT = 4  # of the stored scores: raised when their figures may change
 # the columns of scores [n, 4] of n tokens: nats by the bundle and by Hugging Face's
@@ -129,6 +129,7 @@ def evaluate(
     model = None if reference is None else open_reference(reference)
     stored = resumed
     try:
+        stage("evaluate: scoring windows")
         with bar(total=len(spans), initial=resumed, unit="window") as progress:
             for group in _groups(spans[resumed:]):
                 of_windows = _score_group(decoder, model, ids, group)
@@ -352,7 +353,9 @@ def _score(
         if has_logits:
             # KL = Σ p (log p − log q)
             mean_difference = weights @ (golden_shifted - shifted) / total
-            scores[i, KL] = mean_difference - np.log(total) + log_sum
+            nats = mean_difference - np.log(total) + log_sum
+            # as in `compare.kl`: rounding may leave a KL near 0 just below it
+            scores[i, KL] = np.maximum(nats, 0.0)
     return scores
 
 

@@ -27,6 +27,7 @@ from workbench.files import note_verified, read_bytes, was_verified, write_whole
 GREEN = "GREEN"
 RED = "RED"
 NOT_RUN = "not_run"
+NOT_JUDGED = "not judged"  # in words: the quality of a RED export
 WITHIN = "WITHIN"
 OVER = "OVER"
 EXPORT_WORDS = {GREEN, RED, NOT_RUN}
@@ -178,7 +179,18 @@ def describe_quality(gates: Sequence[Gate]) -> str:
     word = quality(gates)
     if word != NOT_RUN:
         return word
-    return "not judged" if verdict(gates) == RED else "not run"
+    return NOT_JUDGED if verdict(gates) == RED else "not run"
+
+
+def describe_verdict(word: str, export: str) -> str:
+    """The verdict of one gate as it is printed: a check of quality is `not judged` where a
+    RED export withholds the quality.
+
+    Args:
+        word: the verdict of the gate.
+        export: the verdict on the export.
+    """
+    return NOT_JUDGED if export == RED and word in (WITHIN, OVER) else word
 
 
 def faults(gates: Iterable[Gate]) -> list[Gate]:

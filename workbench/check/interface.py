@@ -70,8 +70,9 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
         faults += differences(
             *checkpoint_facts(manifest, checkpoint), "manifest", "checkpoint"
         )
-    reason = "manifest, description and program agree in "
-    reason += f"{len(manifest.shards)} packages; {origins}"
+    count = sum(len(s.foreign.parts) if s.foreign else 1 for s in manifest.shards)
+    packages = "1 package" if count == 1 else f"{count} packages"
+    reason = f"manifest, description and program agree in {packages}; {origins}"
     if faults:
         reason = "; ".join(faults[:MAX_LISTED])
     if len(faults) > MAX_LISTED:

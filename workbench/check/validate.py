@@ -268,6 +268,7 @@ def validate(
             lambda: measure_rounding(source, golden, scale),
         )
     read_weights.cache_clear()
+    stage("validate: every layer and position")
     cost = measure(decoder, golden, Ts, budget, rounding_kl)
     device = _run_device_gate(decoder, golden, single_copy)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)

@@ -22,6 +22,7 @@ from workbench.cli import (
 from workbench.cli.common import libraries_on_stderr
 from workbench.cli.spellings import check_spelling, refuse_words
 from workbench.errors import InputError, visible
+from workbench.progress import print_plain_lines
 
 COMMANDS = {
     "Make": [bundles.export, bundles.golden, bundles.adopt],
@@ -100,6 +101,7 @@ def run() -> None:
     """Runs the command that `sys.argv` names; a warning is one line."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {visible(message)}\n"
     _check_settings()
+    print_plain_lines()
     arguments = sys.argv[1:]
     if sys.flags.optimize == 2 and (not arguments or {"-h", "--help"} & {*arguments}):
         # the texts are docstrings, which Python has removed: once more, with them

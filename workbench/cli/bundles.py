@@ -14,6 +14,8 @@ from workbench.cli.common import (
     ExportOptions,
     Json,
     Prompt,
+    command_line,
+    explain_command,
     format_result,
     gates_json,
     load_checkpoint,
@@ -80,7 +82,8 @@ def export(
         lines.append(
             "The checkpoint has no tokenizer, so that prompts are token ids: --prompt-ids."
         )
-    show(result, json, lines)
+    step = command_line("validate", bundle, "--checkpoint", checkpoint)
+    show(result, json, lines, next_command=step)
 
 
 def _describe_bundle(exported, path: Path) -> dict:
@@ -127,7 +130,7 @@ def golden(
     if not transcript:
         reject_unused("--transcript", prompts=prompts)
     target = workbench.Bundle.open(for_) if for_ else None
-    source = load_checkpoint(checkpoint)
+    source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss
     from workbench.check import gates, validate
     from workbench.check.golden import VERDICT_HASH
@@ -139,6 +142,7 @@ def golden(
     if target:
         # before the golden, since another checkpoint than the bundle's is refused here
         results = validate.bug_gates(target, source)
+    stage("golden: Hugging Face's values")
     reference = workbench.golden.make_golden(source, ids)
     result = {"golden": str(out), "tokens": len(ids), "layers": reference.layer_count}
     result |= reference.meta
@@ -159,7 +163,8 @@ def golden(
         result["reference"] = str(validate.reference_path(target, reference))
         result |= gates_json(results)  # bug gates alone, so that there is no quality
     result["peak_rss_bytes"] = peak_rss()
-    show(result, json)
+    step = explain_command(result, for_, checkpoint) if target else None
+    show(result, json, next_command=step)
 
 
 def _greedy_texts(source, openings: list[str]):
@@ -185,11 +190,14 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
         checkpoint: The checkpoint that was exported.
         out: Folder of the new bundle; the packages are linked into it.
     """
-    source = load_checkpoint(checkpoint)
+    source = load_checkpoint(checkpoint, "adopt")
     from workbench.adopt import propose
 
+    stage("adopt: reading the packages and running one token")
     bundle, assumed = propose(packages, source, out)
-    show({"bundle": str(bundle.root), "assumed": assumed}, json)
+    result = {"bundle": str(bundle.root), "assumed": assumed}
+    step = command_line("validate", out, "--checkpoint", checkpoint)
+    show(result, json, next_command=step)
 
 
 def doctor(*, json: Json = False) -> None:

@@ -15,6 +15,7 @@ from workbench.cli.common import (
     Execution,
     Json,
     Prompt,
+    explain_command,
     format_result,
     load_checkpoint,
     reject_unused,
@@ -90,8 +91,7 @@ def validate(
     start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
-    stage("validate: reading the checkpoint")
-    source = load_checkpoint(checkpoint)
+    source = load_checkpoint(checkpoint, "validate")
     from workbench.ane.memory import peak_rss
     from workbench.check import validate as checks
     from workbench.check.tasks import answers_gate, load_tasks
@@ -127,7 +127,8 @@ def validate(
             stored = _stored_result(decoder, fresh)
             if measures:
                 keep_validation(exported, stored, command, start, decoder)
-            return show(stored, json)
+            step = explain_command(stored, bundle, checkpoint, execution.runtime)
+            return show(stored, json, next_command=step)
         result = workbench.validate(
             decoder,
             reference,
@@ -140,6 +141,7 @@ def validate(
         unopened = _unopened_result(exported, source, problem)
         if measures:
             keep_validation(exported, unopened, command, start)
+        # no command runs it; the reason of gate interface says what to correct
         return show(unopened, json)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
@@ -156,7 +158,9 @@ def validate(
     lines = None if json else format_result(_shorten(output))
     if lines and recommendation:
         lines += ["", *(f"- {line}" for line in recommendation.sentences())]
-    show(output | {"peak_rss_bytes": peak_rss()}, json, lines)
+    output |= {"peak_rss_bytes": peak_rss()}
+    step = explain_command(output, bundle, checkpoint, execution.runtime)
+    show(output, json, lines, next_command=step)
 
 
 def _describe_validation(result, decoder, transcript, recommendation) -> dict:
@@ -308,8 +312,7 @@ def validate_units(
     """
     exported = workbench.Bundle.open(bundle)
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
-    stage("validate: reading the checkpoint")
-    source = load_checkpoint(checkpoint)
+    source = load_checkpoint(checkpoint, "validate")
     from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units
 
@@ -325,7 +328,8 @@ def validate_units(
         "device_measured": bool((units["runtime"] == "coreml").any()),
         "units": gates.records(workbench.log.plain(units)),
     }
-    show(result, json)
+    step = explain_command(result, bundle, checkpoint, runtime)
+    show(result, json, next_command=step)
 
 
 def _check_reference_options(

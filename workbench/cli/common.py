@@ -1,5 +1,6 @@
 """Groups of options that commands share, and the printing of a result."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -13,10 +14,18 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 
 import workbench
 from workbench import paths
-from workbench.check.gates import REQUIRED, Gate, jsonable, quality, verdict
+from workbench.check.gates import (
+    NOT_JUDGED,
+    REQUIRED,
+    Gate,
+    describe_verdict,
+    jsonable,
+    quality,
+    verdict,
+)
 from workbench.cli import ending
 from workbench.errors import InputError, visible
-from workbench.progress import end_stage
+from workbench.progress import end_stage, stage
 
 # The stream for results while `libraries_on_stderr` is active; None: stdout.
 document_stream: TextIO | None = None
@@ -277,12 +286,18 @@ def reject_unused(needed: str, *groups, **options) -> None:
             raise InputError(option, actual, needed, step)
 
 
-def load_checkpoint(path: Path | None):
+def load_checkpoint(path: Path | None, command: str | None = None):
     """The `Checkpoint` at a path; None without a path. A wrong path is refused before
-    torch is imported."""
+    torch is imported.
+
+    Args:
+        command: shows the reading as a stage of this command, once the path is right.
+    """
     if path is None:
         return None
     paths.locate_checkpoint(path)
+    if command:
+        stage(f"{command}: reading the checkpoint")
     return workbench.Checkpoint(path)
 
 
@@ -298,7 +313,11 @@ def validation_json(gates: list[Gate]) -> dict:
 
 
 def show(
-    result: dict, json: bool, lines: list[str] | None = None, code: int | None = None
+    result: dict,
+    json: bool,
+    lines: list[str] | None = None,
+    code: int | None = None,
+    next_command: str | None = None,
 ) -> None:
     """Prints a command's result and exits with the code of its verdicts (see `ending`).
 
@@ -307,14 +326,45 @@ def show(
         json: whether it is; else `lines` are printed.
         lines: default: those of `format_result`.
         code: default: the exit code of the result's verdicts.
+        next_command: what the user runs next, the last line of text.
     """
     if json:
         lines = [dumps(jsonable(result), default=str, allow_nan=False)]
-    print_document("\n".join(lines or format_result(result)))
+    else:
+        lines = lines or format_result(result)
+        if next_command:
+            lines = [*lines, f"{'next':20}{next_command}"]
+    print_document("\n".join(lines))
     if code is None:
         code = ending.verdict_code(result.get("verdict"), result.get("quality"))
     if code:
         sys.exit(code)
+
+
+def command_line(*words: str | Path) -> str:
+    """A command of `workbench` as a shell takes it."""
+    return shlex.join(["workbench", *map(str, words)])
+
+
+def explain_command(
+    result: dict, bundle: Path, checkpoint: Path | None, runtime: str = "auto"
+) -> str | None:
+    """The command that finds the cause of a RED result; None where it is not RED.
+
+    Args:
+        bundle, checkpoint: as the user gave them; without a checkpoint its place is
+            named.
+        runtime: that of the result.
+    """
+    if result["verdict"] != "RED":
+        return None
+    red = {gate["name"] for gate in result.get("gates", []) if gate["verdict"] == "RED"}
+    if red == {"device"}:  # the program is right, and the runtime computes another
+        words = "explain", "op", bundle
+    else:
+        words = "explain", bundle, "--checkpoint", checkpoint or "CHECKPOINT"
+    device = () if runtime == "auto" else ("--runtime", runtime)
+    return command_line(*words, *device)
 
 
 @contextmanager
@@ -368,8 +418,12 @@ def format_result(result: dict) -> list[str]:
             case str() if name == "quality":
                 pass  # behind the verdict
             case list() if name == "gates":
-                worst_first = sorted(value, key=lambda gate: _RANKS[gate["verdict"]])
-                lines += map(format_gate, worst_first)
+                export = result.get("verdict")
+                words = [describe_verdict(gate["verdict"], export) for gate in value]
+                worst_first = sorted(
+                    zip(words, value), key=lambda pair: _RANKS[pair[0]]
+                )
+                lines += [format_gate(gate, word) for word, gate in worst_first]
             case [dict(), *_]:
                 lines += ["", title, *format_table(value)]
             case [str(), *_]:
@@ -381,7 +435,9 @@ def format_result(result: dict) -> list[str]:
     return lines
 
 
-_RANKS = {"RED": 0, "OVER": 1, "GREEN": 2, "WITHIN": 2, "not_run": 2}
+_RANKS = {"RED": 0, "OVER": 1} | dict.fromkeys(
+    ("GREEN", "WITHIN", "not_run", NOT_JUDGED), 2
+)
 
 
 def format_verdicts(result: dict) -> list[str]:
@@ -398,14 +454,17 @@ def format_verdicts(result: dict) -> list[str]:
     if export == "not_run":
         export = "not run" + (f": {', '.join(idle)}" if idle else "")
     if quality == "not_run":
-        quality = "not judged" if export == "RED" else "not run"
+        quality = NOT_JUDGED if export == "RED" else "not run"
     return [f"{'export':20}{export}", f"{'quality':20}{quality}"]
 
 
-def format_gate(gate: dict) -> str:
-    """One line: verdict, name, value and reason of a gate."""
+def format_gate(gate: dict, word: str) -> str:
+    """One line: the verdict as `word`, name, value with its limit, and reason of a
+    gate."""
     value = format_value(gate["value"])
-    return f"{gate['verdict']:8}{gate['name']:20}{value:14}{gate['reason']}"
+    if gate["value"] is not None and gate["threshold"] is not None:
+        value += f" (limit {format_value(gate['threshold'])})"
+    return f"{word:12}{gate['name']:20}{value:28}{gate['reason']}"
 
 
 def format_value(value, name: str = "") -> str:

@@ -79,10 +79,10 @@ def run(
     if extracts := [n for n in numbers if settings[n].get("EXTRACT")]:
         step = f"workbench run {' '.join(extracts)}  (all cells and rounds)"
     words = {"verdict": verdict, "quality": quality}
-    lines = [*format_verdicts(words), f"{'go on':20}{step}"]
+    lines = format_verdicts(words)
     judged = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
     code = ending.verdict_code(verdict, _common_quality(judged))
-    show(words | {"experiments": results}, json, lines, code)
+    show(words | {"experiments": results}, json, lines, code, next_command=step)
 
 
 def _common_quality(results: list[dict]) -> str:

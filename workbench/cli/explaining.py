@@ -51,8 +51,7 @@ def explain(
         needed = "what was exported"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
-    stage("explain: reading the checkpoint")
-    source, ids = load_checkpoint(checkpoint), prompt.token_ids(bundle)
+    source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(bundle)
     result, results = {}, []
     if bundle.manifest.shows_hidden:
         parts, part_gates = _error_parts(bundle, source, ids, device)
@@ -88,8 +87,7 @@ def explain_parts(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
-    stage("explain: reading the checkpoint")
-    source, ids = load_checkpoint(checkpoint), prompt.token_ids(exported)
+    source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
     parts, results = _error_parts(exported, source, ids, device)
     show(gates_json(results) | parts, json)
 
@@ -110,8 +108,7 @@ def explain_variant(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
-    stage("explain: reading the checkpoint")
-    source, ids = load_checkpoint(checkpoint), prompt.token_ids(exported)
+    source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
     variant, results = _variant(exported, source, ids)
     judged = gates_json(results) if results else {}
     show(judged | variant, json)

@@ -136,7 +136,7 @@ def evaluate(
     """
     exported = workbench.Bundle.open(bundle)
     prompt.check(required=True)
-    source = load_checkpoint(checkpoint)
+    source = load_checkpoint(checkpoint, "evaluate")
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out
     from workbench.decode.tokenizer import unknown_share

@@ -49,8 +49,7 @@ class CallFault:
         text = (
             f"{self.function.label} is wrong in calls of T = {sizes}: first "
             f"{self.tensor.upper()} of layer {self.layer} at position {self.position}, "
-            f"relative RMS {self.error:.2g} from calls of one token, limit "
-            f"{SUMMATION_ORDER:g}"
+            f"relative RMS {self.error:.2g} from calls of one token"
         )
         if not self.is_causal:
             text += "; not causal: later tokens change earlier rows"

@@ -288,19 +288,26 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
 
 
 def list_variants(trial: Trial) -> dict[str, Variant]:
-    """All variants of a checkpoint's model by name. Some bases and factors of rope are
-    fitted to the bundle's tables."""
+    """All variants of a checkpoint's model by name, without those that are the model as
+    configured. Some bases and factors of rope are fitted to the bundle's tables."""
     config = trial.checkpoint.config
     read = trial.read
     tables = [rope.inv_freq for rope in trial.manifest.rope]
     variants = {}
     ropes = _ropes(config.rope_parameters, tables)
     for name, attributes in chain(ropes, _config_changes(config)):
-        variants[name] = Variant(config=attributes)
+        if any(getattr(config, key) != value for key, value in attributes.items()):
+            variants[name] = Variant(config=attributes)
     for name, change in _module_changes(config):
         variants[name] = Variant(change=change)
-
-    variants["biases left out"] = Variant(read=WithoutBiases(read))
+    manifest = trial.manifest
+    if any(
+        1 < layer.heads(manifest.dims)[0] < manifest.dims.H for layer in manifest.layers
+    ):
+        tiled = _patched("repeat_kv", _tiled)
+        variants["key/value heads tiled over the query heads"] = Variant(change=tiled)
+    if any(name.endswith(".bias") for name in trial.checkpoint.header):
+        variants["biases left out"] = Variant(read=WithoutBiases(read))
     return variants
 
 
@@ -412,13 +419,10 @@ def _config_changes(config) -> ConfigChanges:
 
 
 def _module_changes(config) -> Iterator[tuple[str, Change]]:
-    """Changes of the modules: rotation, norms, scale of scores, order of query heads on
-    key heads."""
+    """Changes of the modules: rotation, norms, scale of scores."""
     yield "rope pairs interleaved", _patched(ROTATE, _interleaved)
     yield "rope turned the other way", _patched(ROTATE, _reversed)
     yield "rope left out", _patched(ROTATE, _unrotated)
-    tiled = _patched("repeat_kv", _tiled)
-    yield "key/value heads tiled over the query heads", tiled
     layer = next(filter(hf.has_attention, layerwise.empty_model(config).model.layers))
     attention = layer.self_attn
     for names in QK_NORMS:

@@ -33,7 +33,7 @@ from workbench.exporter.weights import WeightSource, load_values
 from workbench.files import locked, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
-from workbench.progress import bar
+from workbench.progress import bar, stage
 
 # Short windows, since most heads attend to the first token of each: its keys and values
 # are in all outputs, and with 64 of them they weigh more and vary more.
@@ -360,6 +360,7 @@ def calibrate(
         if isinstance(module, nn.Linear) and module.bias is None and slices:
             outer[name] = slices
     total = len(base.layers) + len(head) + sum(map(len, outer.values()))
+    stage("export: calibrating weights")
     with bar(total=total, desc="calibrate", unit="layer", leave=False) as progress:
         run = CalibrationRun(source, whole, results, progress)
         for name, slices in outer.items():

@@ -21,7 +21,7 @@ from workbench.exporter.compress import InputStatistics, compress_matrix, decomp
 from workbench.exporter.replaceable import HEAD
 from workbench.exporter.shards import HEAD_ROWS
 from workbench.files import write_whole
-from workbench.progress import bar
+from workbench.progress import bar, stage
 
 MAX_THREADS = 2
 """Formats in which one matrix is compressed at a time."""
@@ -70,6 +70,7 @@ def store_candidates(
     """
     last_input: torch.Tensor | None = None
     statistics: InputStatistics | None = None
+    stage("export: compressing every matrix in every format")
     progress = bar(total=len(modules), desc="formats", unit="matrix", leave=False)
 
     def store_matrix(tensor: str, module: nn.Linear, arguments: tuple) -> None:

@@ -11,7 +11,7 @@ import torch
 from workbench.bundle.presets import FP16, Preset
 from workbench.exporter.candidates import CandidateValues
 from workbench.exporter.replaceable import HEAD, SCORED_TOKENS, ReplaceableModel
-from workbench.progress import bar
+from workbench.progress import bar, stage
 
 ESTIMATED_WINDOWS = 4
 """Windows on which losses are estimated: a backward pass takes as long as five
@@ -68,6 +68,7 @@ def estimate_losses(
                 variance = part.variance(part.x @ change.T / replaceable.divisor)
                 losses[tensor, preset.name] += 0.5 * float(variance.sum())
 
+    stage("export: estimating the cost of every format")
     progress = bar(total=len(windows), desc="losses", unit="window", leave=False)
     with ExitStack() as stack:
         stack.callback(progress.close)

@@ -55,7 +55,7 @@ from workbench.exporter.weights import (
 from workbench.files import check_room
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
-from workbench.progress import bar
+from workbench.progress import bar, stage
 
 # the formats that a matrix may have
 CANDIDATES = ("lut4-g8", "lut6-g16", "int8-channel", "fp16")
@@ -233,6 +233,7 @@ def search_formats(
     losses = estimate_losses(model, _presets_of_tensors(presets), candidates, seed)
     costs = _matrix_costs(shapes, presets, losses, setup)
     current: dict[str, str] = {}  # tensor → the preset that the model has
+    stage("export: measuring choices of formats")
     progress = bar(desc="measuring", unit="choice", leave=False)
 
     def measure(choice: Choice) -> Choice:

@@ -41,7 +41,7 @@ from workbench.exporter.weights import (
 from workbench.files import check_room
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
-from workbench.progress import bar
+from workbench.progress import bar, stage
 
 if TYPE_CHECKING:
     from workbench.exporter.calibrate import CompressedMatrices
@@ -91,6 +91,7 @@ def write_bundle(
         shard_entries = []
         program_keys = [_program_key(spec, plan, weights) for spec, weights in shards]
         total = len(set(program_keys)) + len(shards)
+        stage("export: converting programs and writing shards")
         progress = bar(total=total, desc="export", unit="program", leave=False)
         for (spec, weights), program_key in zip(shards, program_keys):
             if program_key not in templates:
