@@ -39,7 +39,7 @@ from workbench.decode.snapshot import Snapshot
 from workbench.decode.times import Times, clock
 from workbench.errors import InputError
 from workbench.runtime import Model, Settings, State
-from workbench.runtime.base import OnCall, interrupted
+from workbench.runtime.base import OnCall, interrupted_error
 
 GREEDY = Sampling()
 # Output of a layer shard → input of the next shard. Packages of another exporter contain
@@ -119,7 +119,7 @@ class Sequences:
         advanced in part."""
         for seq, was_interrupted in enumerate(self.interrupted):
             if was_interrupted:
-                raise interrupted(f"sequence {seq}")
+                raise interrupted_error(f"sequence {seq}")
 
     def advance(
         self,
