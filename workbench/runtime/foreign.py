@@ -1,7 +1,10 @@
 """Packages of another exporter as one shard: a model with the interface of the workbench's
-own shards. `ForeignModel` cuts a call of the shard into the calls that the packages take;
-`foreign_call.py` translates the arrays of each of them, and `foreign_state.py` shows the
-packages' states as those of a bundle."""
+own shards.
+
+A call of the shard (`ShardCall`) becomes one or more calls of the packages (`ForeignCall`),
+because their functions take other numbers of tokens. Each of these runs every package
+once, in the order of the parts. `foreign_call.py` translates its arrays; `foreign_state.py`
+shows the packages' states as those of a bundle."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -159,62 +162,67 @@ class ForeignModel(Model):
     ) -> dict[str, np.ndarray]:
         return self._predict(ShardCall(inputs, state, hook, on_call))
 
-    def _predict(self, call: ShardCall) -> dict[str, np.ndarray]:
+    def _predict(self, shard_call: ShardCall) -> dict[str, np.ndarray]:
         self.last_native_ms = 0.0
-        logits = np.full((1, self.V, call.T, 1), np.nan, np.float32)
-        planned = list(self.foreign.calls(call.start, call.T, ring_rows=self.ring_rows))
+        logits = np.full((1, self.V, shard_call.T, 1), np.nan, np.float32)
+        planned = list(
+            self.foreign.calls(shard_call.start, shard_call.T, ring_rows=self.ring_rows)
+        )
         if not self.fast and not all(function.logits for function, _ in planned):
             # A function that only fills the cache gives no logits: first functions that
             # give some run, then, from the same states, those that an app would call.
             with_logits = self.foreign.calls(
-                call.start, call.T, allow_without_logits=False, ring_rows=self.ring_rows
+                shard_call.start,
+                shard_call.T,
+                allow_without_logits=False,
+                ring_rows=self.ring_rows,
             )
-            with call.state.restored():
-                self._run(with_logits, call, logits)
-        self._run(planned, call, logits)
+            with shard_call.state.restored():
+                self._run(with_logits, shard_call, logits)
+        self._run(planned, shard_call, logits)
         return {LOGITS: logits}
 
     def _run(
         self,
         planned: Iterable[tuple[Function, np.ndarray]],
-        call: ShardCall,
+        shard_call: ShardCall,
         logits: np.ndarray,
     ) -> None:
-        """Calls the packages for the tokens of `call`, and writes the logits of functions
-        that give any into their columns of `logits` [1, V, T, 1].
+        """Calls the packages for the tokens of `shard_call`, and writes the logits of
+        functions that give any into their columns of `logits` [1, V, T, 1].
 
         Args:
             planned: the function of each call of the packages, and the indices of its
                 tokens, as `Foreign.calls` gives them.
         """
         for function, tokens in planned:
-            positions = call.start + tokens
+            positions = shard_call.start + tokens
             foreign_call = ForeignCall(
                 self.foreign,
                 positions,
-                call.inputs_of(tokens),
+                shard_call.inputs_of(tokens),
                 self.ring_rows,
                 # a hook may search the operations for an inf: the masks must have none
-                has_finite_masks=call.hook is not None,
+                has_finite_masks=shard_call.hook is not None,
             )
-            call.state.arrange_rows(positions[0])
-            with call.state.changing_order(positions[-1] + 1):
-                self._call_parts(function, foreign_call, call)
+            shard_call.state.arrange_rows(positions[0])
+            with shard_call.state.changing_order(positions[-1] + 1):
+                self._call_parts(function, foreign_call, shard_call)
             if function.logits:
                 logits[0, :, tokens, 0] = foreign_call.logits(self.V).T
 
     def _call_parts(
-        self, function: Function, foreign_call: ForeignCall, call: ShardCall
+        self, function: Function, foreign_call: ForeignCall, shard_call: ShardCall
     ) -> None:
         """Calls every part once."""
         for part in self._parts_of(function):
             name = self.foreign.function_of(part.description, function)
             model = part.models[name]
             inputs = foreign_call.package_inputs(model.program)
-            state = call.state.states.get(part.description.state)
-            if call.on_call:
-                call.on_call(model, inputs, state)
-            foreign_call.add_results(model.predict(inputs, state, call.hook))
+            state = shard_call.state.states.get(part.description.state)
+            if shard_call.on_call:
+                shard_call.on_call(model, inputs, state)
+            foreign_call.add_results(model.predict(inputs, state, shard_call.hook))
             self.last_native_ms = total_ms([self.last_native_ms, model.last_native_ms])
 
     def _parts_of(self, function: Function) -> Sequence[LoadedPart]:
