@@ -102,18 +102,26 @@ class RoutedExperts:
                 EXPERT_WEIGHT: weights * is_chosen[:, None],
                 ACC: hidden,
             }
-            for name, value in inputs.items():
-                inputs[name] = self.plane(value[:, :, columns])
+            inputs = {
+                name: self.plane(value[:, :, columns]) for name, value in inputs.items()
+            }
             model = self.model(layer, expert)
-            shard_hook = None if hook is None else partial(hook, model.shard)
-            if on_call:
-                outputs = model.predict_observed(inputs, None, shard_hook, on_call)
-            else:
-                outputs = model.predict(inputs, None, shard_hook)
+            outputs = self._predict(model, inputs, hook, on_call)
             self.native_ms.append(model.last_native_ms)
-            expert_output = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
-            hidden[:, :, columns] = expert_output
+            hidden[:, :, columns] = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
+
+    def _predict(
+        self,
+        model: Model,
+        inputs: dict[str, np.ndarray],
+        hook: Callable | None,
+        on_call: OnCall | None,
+    ) -> dict[str, np.ndarray]:
+        shard_hook = None if hook is None else partial(hook, model.shard)
+        if on_call:
+            return model.predict_observed(inputs, None, shard_hook, on_call)
+        return model.predict(inputs, None, shard_hook)
 
     @contextmanager
     def taking_all_columns(self) -> Iterator[None]:
