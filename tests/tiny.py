@@ -285,7 +285,7 @@ def chained(
     while ids:
         size = next(sizes)
         chunk, ids = ids[:size], ids[size:]
-        hidden, _ = seqs.advance([chunk], T=width)
+        hidden, _ = seqs.advance([chunk], min_columns=width)
         chunks.append(hidden[:, :, : len(chunk)])
     return decoder.logits(np.concatenate(chunks, axis=2))[0]
 

@@ -174,7 +174,7 @@ def test_rows_that_a_call_has_moved_in_part_are_refused(adoptions, monkeypatch):
     (layers,) = decoder.layer_shards
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop = mock.Mock(side_effect=KeyboardInterrupt)
-        patch.setattr(layers.models[-1][None], "predict", stop)
+        patch.setattr(layers.parts[-1].models[None], "predict", stop)
         decoder.decode_one_token(5)
     with refused("interrupted call"):
         decoder.decode_one_token(5)
@@ -217,7 +217,7 @@ def test_a_wrong_operation_is_found_and_none_in_a_sound_one(
 
     bundle = Bundle.open(adoptions.folder("shards"))
     assert operation.find(bundle, PROMPT, runtime="stand-in").verdict == "none"
-    monkeypatch.setattr(StandInModel, "layer", Rolled)
+    monkeypatch.setattr(StandInModel, "proxy_class", Rolled)
     finding = operation.find(bundle, PROMPT, runtime="stand-in")
     assert [op.kind for op in finding.ops] == ["softmax"]
     assert finding.verdict == "operation"

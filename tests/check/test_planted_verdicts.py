@@ -19,7 +19,7 @@ from tiny import DATA, edited_weights
 from workbench import Decoder, Experiment, export, log
 from workbench.check import text, transcript
 from workbench.check.gates import Gate
-from workbench.decode.inputs import Host
+from workbench.decode.inputs import HostInputs
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import recommend
 
@@ -140,7 +140,7 @@ def sound(exports, tiny_llama, tmp_path):
 
 def write_late(monkeypatch) -> None:
     """Plants: every token after the first of a call is written one row late."""
-    sound_inputs = Host.inputs
+    sound_inputs = HostInputs.inputs
 
     def late_inputs(self, *call) -> dict[str, np.ndarray]:
         inputs = sound_inputs(self, *call)
@@ -148,7 +148,7 @@ def write_late(monkeypatch) -> None:
         columns[..., 1:] = np.roll(columns[..., 1:], 1, axis=2)
         return inputs
 
-    monkeypatch.setattr(Host, "inputs", late_inputs)
+    monkeypatch.setattr(HostInputs, "inputs", late_inputs)
 
 
 def change_logits(monkeypatch, change: Callable[[np.ndarray], np.ndarray]) -> None:

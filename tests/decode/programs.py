@@ -172,7 +172,7 @@ class Program:
                 if tokens:
                     move(seqs, before, place)
                     chunk = [tokens if s == place else [] for s in range(B)]
-                    alone, _ = seqs.advance(chunk, T=T)
+                    alone, _ = seqs.advance(chunk, min_columns=T)
                     before = place
             if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
                 yield f"the hidden state of sequence {seq}"

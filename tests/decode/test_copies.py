@@ -23,7 +23,7 @@ def bundle(exports):
 
 def run(seqs: Sequences, chunk: list[list[int]], T: int) -> np.ndarray:
     """One call of T columns; returns the logits [2, T, V]."""
-    hidden, _ = seqs.advance(chunk, T=T)
+    hidden, _ = seqs.advance(chunk, min_columns=T)
     return seqs.decoder.logits(hidden)
 
 

@@ -87,7 +87,7 @@ def foreign(decoder) -> Snapshot:
         (lambda d: d.begin(foreign(d)), "identity"),
         (lambda d: d.begin([None] * 2), "a value for each sequence"),
         (lambda d: d.seqs.advance([[1] * 5]), "5 tokens.*t_max = 4"),
-        (lambda d: d.seqs.advance([[1]], T=5), "5 tokens.*t_max = 4"),
+        (lambda d: d.seqs.advance([[1]], min_columns=5), "5 tokens.*t_max = 4"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, message):

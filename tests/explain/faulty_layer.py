@@ -2,7 +2,7 @@
 that contains the operation.
 
 `layer_with(fault)` returns a class that a test puts in the place of
-`workbench.runtime.standin.StandInModel.layer`, or of the native layer by
+`workbench.runtime.standin.StandInModel.proxy_class`, or of the native layer by
 `miltorch.shim.replaced`."""
 
 from collections.abc import Callable

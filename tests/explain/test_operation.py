@@ -316,7 +316,7 @@ def search(exports, monkeypatch, calls_here):
         bundle = bundle or exports.bundle(planted.family)
         shard = bundle.manifest.shards[planted.shard]
         fault = planted.fault(Flow(miltorch.read(bundle.package(shard))))
-        monkeypatch.setattr(StandInModel, "layer", layer_with(fault))
+        monkeypatch.setattr(StandInModel, "proxy_class", layer_with(fault))
         if shard.kind == "layers":
             options["layer"] = planted.shard
         finding = operation.find(bundle, IDS, runtime="stand-in", **options)

@@ -122,14 +122,14 @@ class ShardOfTwoPackages(Model):
         self.parts = [load_package(path, settings) for path in paths]
 
     @property
-    def packages(self):
+    def package_models(self):
         return self.parts
 
     def make_state(self):
-        return [package.make_state() for package in self.packages]
+        return [package.make_state() for package in self.package_models]
 
     def predict(self, inputs, state, hook):
-        for package, cells in zip(self.packages, state):
+        for package, cells in zip(self.package_models, state):
             inputs = inputs | package.predict(inputs, cells, hook)
             inputs["x"] = inputs["hidden"]
         return inputs

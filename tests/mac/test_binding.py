@@ -50,7 +50,7 @@ def loaded(request, llama_bundle):
     )
     entry = next(iter(shard.states.values()))
     mlstate, inputs = model.make_state().mlstate, tiny.filled(shard, 1, 1.0)
-    loaded = model._load_function(min(model.models))
+    loaded = model._load_function(min(model.loaded_functions))
     return loaded, mlstate, entry.tensor, entry.shape, inputs
 
 

@@ -57,8 +57,8 @@ def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, r
     token_counts = (1, 64, 4, 64, 3, 1) if options is LONG else (1, 4, 3, 1)
     for T in token_counts:
         ids = np.random.default_rng(T).integers(0, V, (batch, T)).tolist()
-        hidden, _ = fast.seqs.advance(ids, T=T)
-        expected_hidden, _ = plain.seqs.advance(ids, T=T)
+        hidden, _ = fast.seqs.advance(ids, min_columns=T)
+        expected_hidden, _ = plain.seqs.advance(ids, min_columns=T)
         logits, expected = fast.logits(hidden), plain.logits(expected_hidden)
         assert tiny.relative(logits, expected) < LIMIT
     states = zip(fast.seqs.named_states, plain.seqs.named_states, strict=True)

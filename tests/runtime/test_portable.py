@@ -8,7 +8,7 @@ from refusal import refused
 
 import miltorch
 from workbench import Decoder
-from workbench.runtime import base
+from workbench.runtime import interface
 
 ROWS = 32  # of the cache of every bundle here
 
@@ -50,7 +50,7 @@ def test_an_input_of_another_dtype_is_refused(exports):
     program = miltorch.read(bundle.package(shard))
     program.inputs["pos"] = miltorch.Type("FLOAT16", (1,))
     with refused("INT32"):
-        base.check_interface(shard, program, 4)
+        interface.check_interface(shard, program, 4)
 
 
 @pytest.mark.matrix(4, wide=12)

@@ -49,7 +49,10 @@ def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, sourc
     assert states.keys() == rows.keys()
     for name in rows:
         assert rows[name].any() and np.array_equal(states[name], rows[name]), name
-    loaded = [sorted(model.models) for model in (*several.layer_shards, *several.heads)]
+    loaded = [
+        sorted(model.loaded_functions)
+        for model in (*several.layer_shards, *several.heads)
+    ]
     assert loaded == [[1, 4]] * len(several.layer_shards) + [[1]]
 
 
@@ -63,13 +66,13 @@ def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, moe
     experts = (
         decoder.experts.models.values() if moe == "routed" else decoder.layer_shards
     )
-    assert {T for model in experts for T in model.functions} == {1, 4}
+    assert {T for model in experts for T in model.function_names} == {1, 4}
 
 
 def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatch):
     def move_without_values(self, T):
         if self.T != T:
-            self.mlstate, self.T = self.model.models[T].make_state(), T
+            self.mlstate, self.T = self.model.loaded_functions[T].make_state(), T
 
     monkeypatch.setattr(CoreMLState, "move_to", move_without_values)
     gates = states.state_gates(Decoder(bundle, "coreml"))

@@ -19,7 +19,7 @@ class Faulty(Proxy):
     """A layer whose `runtime` runs models over it."""
 
     def __init_subclass__(cls):
-        cls.runtime = type(cls.__name__, (StandInModel,), {"layer": cls})
+        cls.runtime = type(cls.__name__, (StandInModel,), {"proxy_class": cls})
 
 
 class RejectedUnit(Faulty):

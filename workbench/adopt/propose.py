@@ -6,8 +6,8 @@ state holds is recognised by values: the keys and values of one token are compar
 the checkpoint's. At position 0 neither rope nor masks matter, so that a fault of the
 export rarely prevents this.
 
-The manifest only names roles; `workbench/runtime/foreign.py` computes what an input with
-a role is fed. For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch
+The manifest only names roles; `workbench/runtime/foreign_call.py` computes what an input
+with a role is fed. For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch
 where `describe_functions`, `describe_calls` or `count_tokens` decide by names."""
 
 import math

@@ -449,7 +449,7 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
     for a, b in pairwise(ends):
         chunk = [row[a : min(b, n)] for row, n in zip(tokens, remaining_counts)]
         if any(chunk):
-            reference.advance(chunk, T=b - a)
+            reference.advance(chunk, min_columns=b - a)
     if start + total + t_max <= S:
         chunk = [row[-t_max:] for row in tokens]
         hidden = [seqs.advance(chunk)[0] for seqs in (undone, reference)]

@@ -20,6 +20,8 @@ from workbench.bundle.names import (
 from workbench.runtime import Model
 from workbench.runtime.base import OnCall
 
+NO_EXPERT = -1  # the choice of a column without a token
+
 
 class RoutedExperts:
     """The expert shards of a bundle, each loaded when it is first picked.
@@ -32,7 +34,9 @@ class RoutedExperts:
     Attributes:
         takes_all_columns: whether expert shards take every column of a call, because
             they take fixed numbers of columns alone.
-        shards: by (layer, expert).
+        shards: by (layer, expert). `Shard.rows` of an expert's shard begins with its
+            number.
+        models: those that are loaded, likewise.
         native_ms: Core ML's times of the predictions of the last run.
     """
 
@@ -45,7 +49,9 @@ class RoutedExperts:
         self.load = load
         self.plane = plane
         self.takes_all_columns = bool(bundle.manifest.options.fixed_sizes)
-        self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
+        self.shards = {
+            (shard.layers[0], shard.rows[0]): shard for shard in bundle.shards("expert")
+        }
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []
 
@@ -64,9 +70,10 @@ class RoutedExperts:
         T takes all columns, those of other experts with weight zero.
 
         Args:
-            routed: the router shard's outputs by name.
+            routed: the router shard's outputs by name; see `bundle.names` for shapes.
             counts: [B] valid columns.
             hook: see `Sequences.advance`.
+            on_call: see `LoadedShards.run_calls`.
 
         Returns:
             The hidden states as a plane.
@@ -76,14 +83,15 @@ class RoutedExperts:
         }
         hidden = flat[BASE].copy()
         self.native_ms = []
-        choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
+        scores = flat[ROUTER_SCORES]
+        skip_class = scores.shape[1] - 1
+        choice = scores.argmax(1)  # [B, T]
         # [B, 1, T]
         weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)
         # dummies pick no expert, so that none is loaded for garbage
-        choice[np.arange(hidden.shape[2]) >= counts[:, None]] = -1
+        choice[np.arange(hidden.shape[2]) >= counts[:, None]] = NO_EXPERT
         for expert in np.unique(choice):
-            # the skip class, and -1
-            if (layer, expert) not in self.shards:
+            if expert in (NO_EXPERT, skip_class):
                 continue
             is_chosen = choice == expert  # [B, T]
             columns = is_chosen.any(0)
@@ -94,18 +102,26 @@ class RoutedExperts:
                 EXPERT_WEIGHT: weights * is_chosen[:, None],
                 ACC: hidden,
             }
-            for name, value in inputs.items():
-                inputs[name] = self.plane(value[:, :, columns])
+            inputs = {
+                name: self.plane(value[:, :, columns]) for name, value in inputs.items()
+            }
             model = self.model(layer, expert)
-            shard_hook = None if hook is None else partial(hook, model.shard)
-            if on_call:
-                outputs = model.predict_observed(inputs, None, shard_hook, on_call)
-            else:
-                outputs = model.predict(inputs, None, shard_hook)
+            outputs = self._predict(model, inputs, hook, on_call)
             self.native_ms.append(model.last_native_ms)
-            expert_output = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
-            hidden[:, :, columns] = expert_output
+            hidden[:, :, columns] = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
+
+    def _predict(
+        self,
+        model: Model,
+        inputs: dict[str, np.ndarray],
+        hook: Callable | None,
+        on_call: OnCall | None,
+    ) -> dict[str, np.ndarray]:
+        shard_hook = None if hook is None else partial(hook, model.shard)
+        if on_call:
+            return model.predict_observed(inputs, None, shard_hook, on_call)
+        return model.predict(inputs, None, shard_hook)
 
     @contextmanager
     def taking_all_columns(self) -> Iterator[None]:

@@ -2,10 +2,11 @@
 addresses) from the manifest alone."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from workbench.bundle import Manifest
+from workbench.bundle import Manifest, Rope
 from workbench.bundle.names import (
     ATTN_MASK,
     KV_WRITE_MASK,
@@ -22,9 +23,23 @@ from workbench.bundle.rings import ring_positions
 from workbench.errors import InputError
 
 
-class Host:
-    """Computes the inputs of calls of a bundle, for B sequences at positions of their
-    own.
+class AttentionTables(NamedTuple):
+    """What the inputs of one kind of attending layers depend on.
+
+    Attributes:
+        suffix: of the inputs' names.
+        rope: its rope table.
+        window: its attention window in tokens; None: all tokens.
+    """
+
+    suffix: str
+    rope: Rope
+    window: int | None
+
+
+class HostInputs:
+    """Computes the inputs of calls of a bundle from positions alone, for B sequences at
+    positions of their own.
 
     Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A
     cache of max_seq_len rows never wraps.
@@ -32,8 +47,7 @@ class Host:
     Attributes:
         names: the inputs of all shards.
         tail_rows: rows of a tail state, n of `tail_select`; 0: there is none.
-        tables: (suffix of the inputs' names, rope table, attention window) of every
-            kind of attending layer.
+        tables: one for every kind of attending layers.
     """
 
     def __init__(self, manifest: Manifest):
@@ -48,7 +62,7 @@ class Host:
         layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
         self.tables = [
-            (suffix, ropes[layer.rope], layer.window)
+            AttentionTables(suffix, ropes[layer.rope], layer.window)
             for suffix, layer in layers.items()
         ]
 
@@ -108,44 +122,79 @@ class Host:
         if ORDER in self.names:
             inputs[ORDER] = (np.arange(1, T + 1) * valid)[:, None, :, None]
         if TAIL_SELECT in self.names:
-            # The old rows 0 … n − 1 and then the valid columns stand in one line, and the
-            # new state takes the last n places. With n = 3 and two tokens these are the
-            # places 2, 3, 4: old row 2, then columns 0 and 1.
-            n = self.tail_rows
-            places = counts[:, None, None] + np.arange(n)[:, None]  # [B, n, 1]
-            inputs[TAIL_SELECT] = np.arange(T) == places - n
-            inputs[TAIL_KEEP] = np.arange(n) == places
+            inputs |= self._tail_inputs(counts, T)
         if self.router_state:
             shape = [T if n == "T" else n for n in self.router_state]
             inputs[ROUTER_STATE] = np.zeros(shape)
-        for suffix, rope, window in self.tables:
-            # in float32, as transformers computes its tables
-            angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
-            inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
-            inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
-            rows = self.options.cache_rows(window)
-            is_ring = self.options.ring_rows(window) is not None
-            seen = _visible(positions, offsets + counts, rows, window)
-            inputs[ATTN_MASK + suffix] = np.where(seen, 0, MASKED)[:, None]
-            # one-hot columns: the row of each valid token; a dummy writes no row
-            is_row = np.arange(rows)[:, None] == (positions % rows)[:, None]
-            write_mask = KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
-            inputs[write_mask] = (is_row & valid[:, None])[:, None]
-        # one address serves the whole batch, and every column is written
+        for tables in self.tables:
+            inputs |= self._attention_inputs(tables, positions, offsets + counts, valid)
         if self.options.kv_write == "slice":
-            if len(set(offsets.tolist())) > 1 or not valid.all():
-                raise InputError(
-                    "kv_write=slice",
-                    f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
-                    "equal positions and no dummy tokens",
-                    "export with --kv-write mask",
-                )
-            inputs[POS] = offsets[:1]
+            inputs[POS] = self._first_row(offsets, counts, T)
         return {
             name: value.astype(np.int32 if name == POS else np.float32)
             for name, value in inputs.items()
             if name in self.names
         }
+
+    def _tail_inputs(self, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
+        """Which columns and old rows the n rows of a tail's new state take.
+
+        The old rows 0 … n − 1 and then the valid columns stand in one line, and the new
+        state takes the last n places. With n = 3 and two tokens these are the places 2,
+        3, 4: old row 2, then columns 0 and 1."""
+        n = self.tail_rows
+        places = counts[:, None, None] + np.arange(n)[:, None]  # [B, n, 1]
+        return {
+            TAIL_SELECT: np.arange(T) == places - n,
+            TAIL_KEEP: np.arange(n) == places,
+        }
+
+    def _attention_inputs(
+        self,
+        tables: AttentionTables,
+        positions: np.ndarray,
+        ends: np.ndarray,
+        valid: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """The inputs of one kind of attending layers.
+
+        Args:
+            positions: [B, T] of the columns.
+            ends: [B] tokens of each sequence after the call.
+            valid: [B, T], whether a column has a token.
+        """
+        suffix, rope, window = tables
+        # in float32, as transformers computes its tables
+        angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
+        rows = self.options.cache_rows(window)
+        is_ring = self.options.ring_rows(window) is not None
+        seen = _visible(positions, ends, rows, window)
+        # one-hot columns: the row of each valid token; a dummy writes no row
+        is_row = np.arange(rows)[:, None] == (positions % rows)[:, None]
+        # caches of max_seq_len rows share one mask
+        write_mask = KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
+        return {
+            ROPE_COS + suffix: np.cos(angles) * np.float32(rope.scale),
+            ROPE_SIN + suffix: np.sin(angles) * np.float32(rope.scale),
+            ATTN_MASK + suffix: np.where(seen, 0, MASKED)[:, None],
+            write_mask: (is_row & valid[:, None])[:, None],
+        }
+
+    def _first_row(self, offsets: np.ndarray, counts: np.ndarray, T: int) -> np.ndarray:
+        """The row [1] that a slice write begins at. One address serves the whole batch,
+        and every column is written.
+
+        Raises:
+            InputError: unequal positions, or dummies.
+        """
+        if len(set(offsets.tolist())) > 1 or not (counts >= T).all():
+            raise InputError(
+                "kv_write=slice",
+                f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
+                "equal positions and no dummy tokens",
+                "export with --kv-write mask",
+            )
+        return offsets[:1]
 
 
 def _visible(

@@ -88,6 +88,11 @@ class Sampling:
             best = int(np.argmax(logits))
         if self.temperature == 0:
             return best
+        return self._draw(logits, position)
+
+    def _draw(self, logits: np.ndarray, position: int) -> int:
+        """A token from finite or −inf logits [V], by the probabilities of `temperature`,
+        `top_k` and `top_p`."""
         # stable: among equal logits the lowest id comes first, as in greedy decoding
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
         differences = logits[order].astype(np.float64) - logits[order[0]]

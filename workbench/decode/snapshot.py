@@ -60,7 +60,7 @@ class Snapshot:
         Raises:
             InputError: fewer tokens than `min_length` would be left; a negative count.
         """
-        count = trimmed(count, self.offset, self.min_length)
+        count = trimmed_count(count, self.offset, self.min_length)
         states = dict(self.states)
         for name in filter(is_cache, states):
             states[name] = states[name][:, : states[name].shape[1] - count]
@@ -89,7 +89,7 @@ def fill(target: np.ndarray, rows: np.ndarray, offset: int) -> None:
     target[:, places] = rows
 
 
-def trimmed(count: int, offset: int, min_length: int) -> int:
+def trimmed_count(count: int, offset: int, min_length: int) -> int:
     """How many of `offset` tokens a trim by `count` takes back: `count`, at most all.
 
     Raises:
@@ -106,7 +106,7 @@ def trimmed(count: int, offset: int, min_length: int) -> int:
     return count
 
 
-def min_length(manifest: Manifest, offset: int) -> int:
+def shortest_length(manifest: Manifest, offset: int) -> int:
     """The shortest length that a sequence of `offset` tokens can be trimmed to without a
     snapshot: a ring must still hold the next token's window, and a recurrent state
     cannot be trimmed at all."""
@@ -118,7 +118,7 @@ def min_length(manifest: Manifest, offset: int) -> int:
             if state.ring and offset > state.ring:
                 # The ring holds the positions from offset − ring on, and the next token,
                 # at position `length`, attends back to length − window + 1.
-                of_ring = offset - state.ring + window(manifest, name) - 1
+                of_ring = offset - state.ring + attention_window(manifest, name) - 1
                 length = max(length, of_ring)
     return length
 
@@ -136,20 +136,21 @@ def source_name(manifest: Manifest, name: str) -> str:
     return name if source is None else f"layers.{source}.{leaf}"
 
 
-def window(manifest: Manifest, name: str) -> int:
+def attention_window(manifest: Manifest, name: str) -> int:
     """The attention window, in tokens, of the layer that a state belongs to."""
     layer, _ = split_layer(name)
     return manifest.layers[layer].window
 
 
-def identity(manifest: Manifest, arithmetic: str) -> str:
+def snapshot_identity(manifest: Manifest, rounded_by: str) -> str:
     """SHA-256 over everything that decides the values and places of cache rows:
     family, every export option but the batch, weights, embedding, tokenizer, the
-    description of another exporter's packages, and the arithmetic. Bundles that differ
-    only in their batch share snapshots."""
+    description of another exporter's packages, and what rounds the values: a precision,
+    or the name of a device's runtime. Bundles that differ only in their batch share
+    snapshots."""
     parts = manifest.model_dump(include=IDENTITY_FIELDS)
     parts["options"] = manifest.options.model_dump(exclude={"batch"})
-    parts["precision"] = arithmetic
+    parts["precision"] = rounded_by
     if manifest.foreign:
         parts["foreign"] = manifest.shards[0].model_dump(include={"foreign", "states"})
     parts["weights"] = [

@@ -29,9 +29,13 @@ from workbench.files import save_arrays
 FORMATS = ("fp16", "q4")
 VERSION = "3"
 GROUP = 64  # values along head_dim, at most, that share one scale
-OUTLIER = 0.25  # the largest RMS error of q4, over that of the deviations from the mean
+# the largest RMS of the errors of q4, over that of the values' deviations from the mean
+MAX_Q4_ERROR_RATIO = 0.25
 IDS = "ids"
+# suffixes of the arrays of a cache in q4
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
+# the field of a file's header that has `Snapshot.min_length`
+MIN_LENGTH = "floor"
 
 
 def save(
@@ -50,12 +54,15 @@ def save(
         tensors[state] = value
         if format == "q4" and is_cache(state) and value.size:
             parts = quantize(value)
-            if is_near(value, dequantize(*parts)):
+            if is_close_enough_for_q4(value, dequantize(*parts)):
                 for suffix, part in zip(PARTS, parts):
                     tensors[state + suffix] = part
                 del tensors[state]
-    header = {"version": VERSION, "identity": snapshot.identity}
-    header["floor"] = str(snapshot.min_length)
+    header = {
+        "version": VERSION,
+        "identity": snapshot.identity,
+        MIN_LENGTH: str(snapshot.min_length),
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_arrays(path, tensors, header)
@@ -75,8 +82,8 @@ def load(folder: str | Path, name: str) -> Snapshot:
     with _open(_path(folder, name)) as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         ids = tuple(tensors.pop(IDS).tolist())
-        min_length = int(header["floor"])
-        return Snapshot(ids, header["identity"], decode(tensors), min_length)
+        states = states_from_tensors(tensors)
+        return Snapshot(ids, header["identity"], states, int(header[MIN_LENGTH]))
 
 
 def find(
@@ -97,7 +104,7 @@ def find(
     for path in sorted(Path(folder).glob("[!.]*.safetensors")):
         with _open(path) as (header, file):
             stored = file.get_tensor(IDS)
-            min_length = int(header["floor"])
+            min_length = int(header[MIN_LENGTH])
             fits = header["identity"] == identity
         shorter = min(len(stored), len(prompt))
         equal = np.logical_and.accumulate(stored[:shorter] == prompt[:shorter])
@@ -135,7 +142,7 @@ def _open(path: Path) -> Iterator[tuple[dict, safe_open]]:
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
 
 
-def decode(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def states_from_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """States from the tensors of a file; quantized caches in float16."""
     states = dict(tensors)
     for codes in [name for name in tensors if name.endswith(CODES)]:
@@ -177,10 +184,10 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndar
     return rows.reshape(*codes.shape[:-1], -1)
 
 
-def is_near(value: np.ndarray, approximation: np.ndarray) -> bool:
-    """Whether the RMS of the error of rows [H, rows, D] is at most `OUTLIER` times that
-    of their deviations from each channel's mean over tokens."""
+def is_close_enough_for_q4(value: np.ndarray, approximation: np.ndarray) -> bool:
+    """Whether the RMS of the errors of rows [H, rows, D] is at most `MAX_Q4_ERROR_RATIO`
+    times that of their deviations from each channel's mean over tokens."""
     value = value.astype(np.float32)
-    wrong = np.square(value - approximation).sum()
-    deviation = np.square(value - value.mean(1, keepdims=True)).sum()
-    return bool(wrong <= OUTLIER**2 * deviation)
+    squared_errors = np.square(value - approximation).sum()
+    squared_deviations = np.square(value - value.mean(1, keepdims=True)).sum()
+    return bool(squared_errors <= MAX_Q4_ERROR_RATIO**2 * squared_deviations)

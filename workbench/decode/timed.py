@@ -3,6 +3,7 @@ them."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -51,44 +52,99 @@ def timed_generation(
     _check_options(decoder, logits, sampling)
     tokenizer = None
     if (decoder.bundle.tokenizer / "tokenizer.json").exists():
-        from tokenizers.decoders import DecodeStream
-
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
-        pieces = DecodeStream(skip_special_tokens=False)
-    eos = decoder.manifest.tokens.eos
-    stream_limit, stop = max_new, eos
-    if logits:
-        # one step more, for the logits after the last token, which may be an eos
-        stream_limit, stop = max_new + 1, ()
-    _check_length(decoder, ids, stream_limit)
+    on_token = None
+    if tokenizer and on_text:
+        on_token = _text_writer(tokenizer, on_text)
+    # for logits one step more, for those after the last token
+    _check_length(decoder, ids, max_new + 1 if logits else max_new)
     first_calls_ms = _warm_up(decoder, ids)
-    tokens, times, rows = [], [], []
-    prefill_ms = None
-    start = time.perf_counter()
-    for record in decoder.stream(ids, stream_limit, stop=stop, sampling=sampling):
-        if prefill_ms is None:  # the first record comes after the prefill
-            prefill_ms = (time.perf_counter() - start) * 1e3
-        if logits:
-            rows.append(record.logits)
-        has_ended = bool(tokens) and tokens[-1] in eos
-        if has_ended or len(tokens) == max_new:
-            break
-        tokens.append(record.token)
-        times.append(record.times)
-        if tokenizer and on_text:
-            text = pieces.step(tokenizer.backend_tokenizer, record.token)
-            if text:  # none while a character is incomplete
-                on_text(text)
-    if logits:
-        write_whole(logits, partial(np.save, arr=np.stack(rows).astype(np.float32)))
+    keeps_logits = logits is not None
+    decoded = _decode(decoder, ids, max_new, sampling, keeps_logits, on_token)
+    if keeps_logits:
+        rows = np.stack(decoded.logits).astype(np.float32)
+        write_whole(logits, partial(np.save, arr=rows))
+    tokens = decoded.tokens
     return {
         "tokens": tokens,
         "text": tokenizer.decode(tokens) if tokenizer else None,
-        "prefill": _prefill_times(decoder, len(ids), prefill_ms, first_calls_ms),
-        "decode": {"tokens": len(tokens)} | _step_times(times[1:]),
+        "prefill": _prefill_times(
+            decoder, len(ids), decoded.prefill_ms, first_calls_ms
+        ),
+        "decode": {"tokens": len(tokens)} | _step_times(decoded.step_times),
         "runtime": decoder.runtime,
         "precision": None if decoder.is_device else decoder.precision,
     }
+
+
+@dataclass
+class Decoded:
+    """What one prompt gave.
+
+    Attributes:
+        tokens: the new tokens.
+        step_times: of the steps that gave the logits of every new token but the first,
+            whose logits are the prefill's.
+        logits: [V] after the prompt and after each new token, if they are kept.
+        prefill_ms: None where no token was decoded.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    step_times: list[Times] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+    prefill_ms: float | None = None
+
+
+def _decode(
+    decoder: Decoder,
+    ids: list[int],
+    max_new: int,
+    sampling: Sampling,
+    keeps_logits: bool,
+    on_token: Callable[[int], None] | None,
+) -> Decoded:
+    """Decodes up to `max_new` tokens, or to an end-of-sequence token.
+
+    Args:
+        keeps_logits: also those after the last token. They take one step more, whose
+            token is not a new one.
+        on_token: called with each token.
+    """
+    eos = decoder.manifest.tokens.eos
+    limit, stop = max_new, eos
+    if keeps_logits:
+        limit, stop = max_new + 1, ()
+    decoded = Decoded()
+    tokens = decoded.tokens
+    start = time.perf_counter()
+    for record in decoder.stream(ids, limit, stop=stop, sampling=sampling):
+        if decoded.prefill_ms is None:  # the first record comes after the prefill
+            decoded.prefill_ms = (time.perf_counter() - start) * 1e3
+        if keeps_logits:
+            decoded.logits.append(record.logits)
+        has_ended = bool(tokens) and tokens[-1] in eos
+        if has_ended or len(tokens) == max_new:
+            break
+        if tokens:
+            decoded.step_times.append(record.times)
+        tokens.append(record.token)
+        if on_token:
+            on_token(record.token)
+    return decoded
+
+
+def _text_writer(tokenizer, on_text: Callable[[str], None]) -> Callable[[int], None]:
+    """A function of each token in turn that calls `on_text` with its text."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+
+    def write(token: int) -> None:
+        text = stream.step(tokenizer.backend_tokenizer, token)
+        if text:  # none while a character is incomplete
+            on_text(text)
+
+    return write
 
 
 def _check_length(decoder: Decoder, ids: list[int], new: int) -> None:

@@ -122,7 +122,7 @@ def record_call(
     state: State | None,
 ) -> None:
     """Adds a call of a package to `recorded`: the `on_call` of `Decoder.run_calls`."""
-    key = model.path, model.functions[model.T_of(inputs)]
+    key = model.path, model.function_name(inputs)
     if key not in recorded:
         # the packages of another exporter are parts of one shard
         modules = (model.shard or shard).modules

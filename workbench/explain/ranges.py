@@ -209,7 +209,7 @@ def measure_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     ranges = Ranges()
     if not decoder.is_device:  # `advance` refuses one
         for model in (*decoder.layer_shards, *decoder.heads):
-            for package in model.packages:
+            for package in model.package_models:
                 ranges.register(package)
     prompts = [list(ids)] * decoder.options.batch
     calls = decoder.new_sequences().advance_calls(prompts, hook=ranges.add)

@@ -1,8 +1,20 @@
 """The runtimes that execute shards: `portable` anywhere, `coreml` on macOS 15 or later,
 and elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding.
 
-An argument selects the runtime; `auto` reads the variable WORKBENCH_RUNTIME where it is
-set. Programs of a plug-in's target run on its runtime and on no other."""
+This file chooses a runtime (`resolve`) and loads shards with it (`load_shard`). An
+argument selects the runtime; `auto` reads the variable WORKBENCH_RUNTIME where it is
+set. Programs of a plug-in's target run on its runtime and on no other.
+
+    base.py           what every runtime implements: `Model`, `State`; how a package is
+                      loaded: `Package`, `Settings`, `PackageModel`
+    interface.py      compares a package's interface with the manifest
+    portable.py       `portable`: a package on PyTorch
+    coreml.py         `coreml`: a package on Core ML; also Core ML's compute plans
+    standin.py        `stand-in`: the same over `miltorch.shim`
+    foreign.py        the packages of another exporter as one model, each of which one of
+                      the three above runs
+    foreign_call.py   the arrays of one of its calls, and the logits of its results
+    foreign_state.py  its states, in the row order of a bundle"""
 
 import os
 import platform
@@ -22,6 +34,7 @@ from workbench.runtime.base import (
     COMPUTE_UNITS,
     Model,
     Package,
+    PackageModel,
     Settings,
     State,
     check_compute_units,
@@ -31,6 +44,7 @@ __all__ = [
     "COMPUTE_UNITS",
     "Model",
     "Package",
+    "PackageModel",
     "Settings",
     "State",
     "check_compute_units",
@@ -70,8 +84,9 @@ def check_runtime(name: str) -> str:
 
 
 def model_class(name: str) -> type[Model]:
-    """The class of a runtime's models. It is called as Model(package, settings), with a
-    `Package`; the runtime of a plug-in's target is called as Model(bundle, shard)."""
+    """The class of a runtime's models. It is called as `PackageModel` is, with a `Package`
+    and `Settings`; that of a plug-in's target as Model(bundle, shard), because only the
+    plug-in can read its packages."""
     if name not in MODELS:
         return plugins.load("runtimes", name)
     module, model = MODELS[name]
@@ -94,31 +109,38 @@ def resolve(runtime: str = "auto", target: Target | None = None) -> str:
         InputError: no such runtime; `coreml` where there is none, `stand-in` where
             there is; a runtime for programs of another target.
     """
-    name = check_runtime(runtime)
-    # programs of a plug-in's target run on its runtime alone
+    check_runtime(runtime)
     if target:
-        if name in ("auto", target.runtime):
-            return target.runtime
-        raise _wrong_target(runtime, target.runtime)
-    # a plug-in's device runs Core ML's programs; its other runtimes run their own targets'
-    if name in plugins.find_plugins("runtimes") and not is_device(name):
-        raise _wrong_target(runtime, "Core ML and portable")
-    # auto: what the environment says, else Core ML where there is one, else portable
-    if name == "auto":
-        chosen = check_runtime(os.environ.get("WORKBENCH_RUNTIME", "auto"))
-        if chosen != "auto":
-            return resolve(chosen)
+        return _resolve_for_target(runtime, target)
+    if runtime == "auto":
+        runtime = check_runtime(os.environ.get("WORKBENCH_RUNTIME", "auto"))
+    if runtime == "auto":
         return "coreml" if coreml_available() else "portable"
-    # a runtime by name: does this machine have it?
+    _check_runs_here(runtime)
+    return runtime
+
+
+def _resolve_for_target(runtime: str, target: Target) -> str:
+    """The runtime for programs of a plug-in's target, which run on its runtime alone."""
+    if runtime not in ("auto", target.runtime):
+        raise _wrong_target(runtime, target.runtime)
+    return target.runtime
+
+
+def _check_runs_here(runtime: str) -> None:
+    """Raises an InputError for a runtime that does not run Core ML's programs, or that
+    this machine does not have."""
+    # a plug-in's device runs Core ML's programs; its other runtimes run their own targets'
+    if runtime in plugins.find_plugins("runtimes") and not is_device(runtime):
+        raise _wrong_target(runtime, "Core ML and portable")
     is_mac = platform.system() == "Darwin"
     # off a Mac only the shim provides this module
     is_shimmed = not is_mac and "coremltools.libcoremlpython" in sys.modules
-    if name == "coreml" and not (coreml_available() or is_shimmed):
+    if runtime == "coreml" and not (coreml_available() or is_shimmed):
         raise _unavailable(runtime, platform.platform(), "macOS 15 or later")
-    if name == "stand-in" and is_mac:
+    if runtime == "stand-in" and is_mac:
         actual = "macOS, which has Core ML itself"
         raise _unavailable(runtime, actual, "a machine without Core ML")
-    return runtime
 
 
 def _wrong_target(runtime: str, right: str) -> InputError:
@@ -137,7 +159,7 @@ def _unavailable(runtime: str, actual: str, needed: str) -> InputError:
 
 def load_package(
     path: Path, settings: Settings = DEFAULTS, function: str | None = None
-) -> Model:
+) -> PackageModel:
     """Loads a package by itself, whose states have the names of its tensors.
 
     Args:
@@ -159,35 +181,45 @@ def load_shard(bundle: Bundle, shard: Shard, settings: Settings = DEFAULTS) -> M
     """
     options = bundle.manifest.options
     settings = replace(settings, runtime=resolve(settings.runtime, options.plugin))
-    # a plug-in's packages have no MIL program that the checks of `Model` could read
+    # a plug-in's packages have no MIL program that the checks of `PackageModel` could read
     if options.plugin:
         return model_class(settings.runtime)(bundle, shard)
-
-    def compiled(path: Path) -> Path | None:
-        if not is_device(settings.runtime):
-            return None
-        from workbench.runtime.coreml import compiled_path
-
-        return compiled_path(bundle, shard, path)
-
+    if shard.foreign:
+        return _load_foreign(bundle, shard, settings)
     path = bundle.package(shard)
-    if not shard.foreign:
-        package = Package(path, shard, options.t_max, compiled=compiled(path))
-        return _load(package, settings)
-    from workbench.runtime.foreign import ForeignModel
+    compiled = _compiled_path(bundle, shard, path, settings.runtime)
+    return _load(Package(path, shard, options.t_max, compiled=compiled), settings)
 
-    models = []
+
+def _load_foreign(bundle: Bundle, shard: Shard, settings: Settings) -> Model:
+    """Loads every function of the packages that another exporter made for a shard."""
+    from workbench.runtime.foreign import ForeignModel, LoadedPart
+
+    parts = []
     for part in shard.foreign.parts:
-        of_part = path / part.package
-        packages = {
-            name: Package(of_part, function=name, compiled=compiled(of_part))
+        path = bundle.package(shard) / part.package
+        compiled = _compiled_path(bundle, shard, path, settings.runtime)
+        models = {
+            name: _load(Package(path, function=name, compiled=compiled), settings)
             for name in shard.foreign.functions_of(part)
         }
-        models.append({name: _load(one, settings) for name, one in packages.items()})
-    return ForeignModel(bundle, shard, models, settings.fast)
+        parts.append(LoadedPart(part, models))
+    return ForeignModel(bundle, shard, parts, settings.fast)
 
 
-def _load(package: Package, settings: Settings) -> Model:
+def _compiled_path(
+    bundle: Bundle, shard: Shard, package: Path, runtime: str
+) -> Path | None:
+    """Where a device keeps the compiled package; None for a runtime that compiles
+    none."""
+    if not is_device(runtime):
+        return None
+    from workbench.runtime.coreml import compiled_path
+
+    return compiled_path(bundle, shard, package)
+
+
+def _load(package: Package, settings: Settings) -> PackageModel:
     return model_class(resolve(settings.runtime))(package, settings)
 
 

@@ -1,11 +1,12 @@
-"""The interface between a shard and the runtime that executes it, and the checks that
-all runtimes share.
+"""The interface between a shard and the runtime that executes it.
+
+`Settings` and `Package` say what to load and how. `State` and `Model` are what callers
+use: a `Model` runs one shard, a `State` holds what the shard keeps between calls.
+`PackageModel` is the base of the models that consist of one Core ML package.
 
 NumPy arrays at the boundary, float32 in and out; states under their logical names
-(`layers.3.k_state`).
-"""
+(`layers.3.k_state`)."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +16,21 @@ import numpy as np
 
 import miltorch
 from workbench.bundle import Shard
-from workbench.bundle.names import POS
 from workbench.errors import InputError, check_choice
+from workbench.runtime.interface import check_interface
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
-UNKNOWN = miltorch.Type("")  # of an output that no operation computes
-# the key of a function that takes every T
+# What `Model.loading_ms` times: compiling the package; loading it for the first time with
+# these settings, and any later time; the first call of the first function that is called,
+# and of every function that a call has loaded.
+LOADING_STAGES = ("compile", "cold_load", "load", "first_predict")
+# stands for the T of a function that takes every T; below all others
 ANY_T = 0
+# Called as hook(op, outputs) after each operation; may return outputs that replace them.
+Hook = Callable[[object, list], list | None]
 # Called as on_call(model, inputs, state) before a package is called: the model of that
 # package, its inputs by name, and its state as it is before the call.
-OnCall = Callable[["Model", dict[str, np.ndarray], "State | None"], None]
+OnCall = Callable[["PackageModel", dict[str, np.ndarray], "State | None"], None]
 
 
 @dataclass(frozen=True)
@@ -118,68 +124,32 @@ class State(ABC):
 
 
 class Model(ABC):
-    """One loaded package, with one function for every T, or one for each.
+    """One loaded shard.
+
+    A runtime implements `make_state` and `predict`. `predict_observed` and
+    `predict_calls` give the same results as `predict`; a runtime overrides them where it
+    consists of several packages, or where several calls at once cost less.
 
     Attributes:
-        path: of the package.
-        shard: see `Package`.
-        functions: names by the T of the calls that they run, or one name by `ANY_T`.
-        program: a function without its operations: the states that all functions have,
-            the inputs and outputs of one.
-        loading_ms: compile, cold_load, load, first_predict; None where it did not
-            happen or is not known.
+        shard: the shard of a bundle that it is; None: a package by itself.
+        loading_ms: milliseconds of the `LOADING_STAGES`; None where a stage did not
+            happen or its time is not known.
         is_device: whether its values depend on the hardware that runs it. Only models
             of other runtimes take hooks.
         shows_inner_layers: whether a hook sees every operation and may replace its
             value.
         last_native_ms: Core ML's own share of the last call; None where the runtime
             reports none.
-
-    Raises:
-        InputError: a function that the package lacks, or whose interface is not as the
-            manifest says.
     """
 
     is_device = False
     shows_inner_layers = False
     last_native_ms: float | None = None
     loading_ms: dict[str, float | None]
-
-    def __init__(self, package: Package, settings: Settings):
-        self.path = package.path
-        self.shard = package.shard
-        self.settings = settings
-        function_names = self.shard.functions if self.shard else {}
-        self.functions: dict[int, str | None] = {ANY_T: package.function}
-        if function_names and not package.function:
-            self.functions = {T: name for name, T in function_names.items()}
-        for T, name in self.functions.items():
-            program = miltorch.read(self.path, name)
-            if self.shard:
-                t_max = T
-                if T == ANY_T:
-                    t_max = function_names.get(name, package.t_max)
-                check_interface(self.shard, program, t_max)
-            self.bind(T, program)
-            # All functions have the same states: that of the last one stays, without its
-            # operations, so that the file of its weights is mapped no longer.
-            self.program = replace(program, block=None)
-
-    def bind(self, T: int, program: miltorch.Program) -> None:  # noqa: B027
-        """Called with the program of each function once its interface is checked: a
-        runtime that executes programs itself overrides it, so that none is read twice."""
-
-    def T_of(self, inputs: dict[str, np.ndarray]) -> int:
-        """The T of the function that runs a call, a key of `functions`."""
-        if ANY_T in self.functions:
-            return ANY_T
-        for name, shape in self.shard.inputs.items():
-            if "T" in shape:
-                return inputs[name].shape[shape.index("T")]
-        raise AssertionError(f"shard {self.shard.name} has no input with an axis T")
+    shard: Shard | None
 
     @property
-    def packages(self) -> list["Model"]:
+    def package_models(self) -> list["Model"]:
         """The models of the packages that it consists of: itself alone, except where
         several packages of another exporter are one shard."""
         return [self]
@@ -193,13 +163,13 @@ class Model(ABC):
         self,
         inputs: dict[str, np.ndarray],
         state: State | None = None,
-        hook: Callable | None = None,
+        hook: Hook | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs the package once and advances `state`.
+        """Runs the shard once and advances `state`.
 
         Args:
             inputs: arrays by name, in the shapes that the manifest states.
-            hook: called as hook(op, outputs) after each operation; a device takes none.
+            hook: see `Hook`; a device takes none.
 
         Returns:
             float32 arrays by name.
@@ -209,7 +179,7 @@ class Model(ABC):
         self,
         inputs: dict[str, np.ndarray],
         state: State | None,
-        hook: Callable | None,
+        hook: Hook | None,
         on_call: OnCall,
     ) -> dict[str, np.ndarray]:
         """`predict`, with `on_call` called before every call of a package."""
@@ -220,14 +190,82 @@ class Model(ABC):
         self,
         calls: Sequence[dict[str, np.ndarray]],
         states: Sequence[State | None],
-        hooks: Sequence[Callable | None],
+        hooks: Sequence[Hook | None],
     ) -> list[dict[str, np.ndarray]]:
-        """What `predict` returns for each of several calls, which run in this order. A
-        runtime overrides it where several calls at once cost less."""
+        """What `predict` returns for each of several calls, which run in this order."""
         return [self.predict(*call) for call in zip(calls, states, hooks, strict=True)]
 
 
-def interrupted(subject: str) -> InputError:
+class PackageModel(Model):
+    """One loaded Core ML package, with one function for every T, or one for each.
+
+    The constructor reads no file. A subclass calls it first, sets what its own loading
+    needs, and then calls `read_programs`.
+
+    Attributes:
+        path: of the package.
+        settings: see `Settings`.
+        function_names: by the T of the calls that they run, or one by `ANY_T`; None is
+            the package's default function.
+        program: a function without its operations: the states that all functions have,
+            the inputs and outputs of one. `read_programs` sets it.
+    """
+
+    program: miltorch.Program
+
+    def __init__(self, package: Package, settings: Settings):
+        self.path = package.path
+        self.shard = package.shard
+        self.settings = settings
+        self.function_names: dict[int, str | None] = {ANY_T: package.function}
+        if self.shard and self.shard.functions and not package.function:
+            self.function_names = {T: name for name, T in self.shard.functions.items()}
+        self._t_max = package.t_max
+
+    def read_programs(
+        self, use: Callable[[int, miltorch.Program], None] | None = None
+    ) -> None:
+        """Reads the program of every function, compares its interface with the manifest
+        and sets `program`.
+
+        Args:
+            use: called as use(T, program) with each program once it is checked. Its
+                operations are dropped afterwards, so that no file of weights stays
+                mapped.
+
+        Raises:
+            InputError: a function that the package lacks, or whose interface is not as
+                the manifest says.
+        """
+        for T, name in self.function_names.items():
+            program = miltorch.read(self.path, name)
+            if self.shard:
+                check_interface(self.shard, program, self._most_tokens(T))
+            if use:
+                use(T, program)
+            self.program = replace(program, block=None)
+
+    def _most_tokens(self, T: int) -> int:
+        """The most tokens that a call of the function of T takes."""
+        if T != ANY_T:
+            return T
+        return self.shard.functions.get(self.function_names[ANY_T], self._t_max)
+
+    def T_of(self, inputs: dict[str, np.ndarray]) -> int:
+        """The T of the function that runs a call, a key of `function_names`."""
+        if ANY_T in self.function_names:
+            return ANY_T
+        for name, shape in self.shard.inputs.items():
+            if "T" in shape:
+                return inputs[name].shape[shape.index("T")]
+        raise AssertionError(f"shard {self.shard.name} has no input with an axis T")
+
+    def function_name(self, inputs: dict[str, np.ndarray]) -> str | None:
+        """The name of the function that runs a call."""
+        return self.function_names[self.T_of(inputs)]
+
+
+def interrupted_error(subject: str) -> InputError:
     """The error for states with which no call can continue."""
     actual = "states that an interrupted call has advanced in part"
     step = "begin again, or from a snapshot"
@@ -265,77 +303,3 @@ def check_outputs(
             f"{declared}, as bundle.json says",
             "run it with the portable runtime, or export with --batch 1",
         )
-
-
-def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
-    """Compares the inputs, states and outputs of a shard in the manifest with those of
-    its package.
-
-    Compared are the names of inputs, outputs and states, every size, the dtypes that
-    the contract says (`pos` int32, floats for all else), and whether the axis T takes 1
-    to t_max tokens, or t_max alone where the package fixes it.
-
-    Raises:
-        InputError: names the first value that differs.
-    """
-    types = program.inputs | program.states
-    for op in program.block.ops:
-        types.update(op.outputs)
-    ranges = {
-        value.name: value.type.multiArrayType.shapeRange.sizeRanges
-        for value in getattr(program.description, "input", ())
-    }
-    states = {entry.tensor: entry.shape for entry in shard.states.values()}
-    logical_names = {entry.tensor: name for name, entry in shard.states.items()}
-    for role, declared, packaged in (
-        ("input", shard.inputs, program.inputs),
-        ("output", shard.outputs, program.outputs),
-        ("state", states, program.states),
-    ):
-        if declared.keys() != set(packaged):
-            names = ", ".join(sorted(packaged)), ", ".join(sorted(declared))
-            raise _disagreement(shard, f"{role}s", *names)
-        for name, shape in declared.items():
-            subject = f"{role} {logical_names.get(name, name)!r}"
-            packaged_type = types.get(name, UNKNOWN)
-            if role == "input":
-                dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
-                if packaged_type.dtype not in dtypes:
-                    needed = " or ".join(dtypes)
-                    raise _disagreement(shard, subject, packaged_type.dtype, needed)
-            sizes = list(packaged_type.shape)
-            if flexible := ranges.get(name):
-                # the type has None for a size that the description gives a range
-                bounds = map(_bounds, flexible)
-                sizes = [size or bound for size, bound in zip(sizes, bounds)]
-            agrees = len(sizes) == len(shape) and all(
-                _agrees(size, n, t_max, role) for size, n in zip(sizes, shape)
-            )
-            if not agrees:
-                needed = f"{shape}, T from 1 to {t_max}"
-                raise _disagreement(shard, subject, f"shape {sizes}", needed)
-
-
-def _disagreement(
-    shard: Shard, subject: str, packaged: object, declared: object
-) -> InputError:
-    return InputError(
-        f"{subject} of shard {shard.name}",
-        f"{packaged} in the package",
-        f"{declared}, as bundle.json says",
-        "export or copy the bundle again",
-    )
-
-
-def _bounds(axis) -> tuple[int, float]:
-    """Lowest and highest size of a flexible axis of an input."""
-    return axis.lowerBound, axis.upperBound if axis.upperBound >= 0 else math.inf
-
-
-def _agrees(size, declared: int | str, t_max: int, role: str) -> bool:
-    """Whether a size in a package is as declared: the same one, t_max for T, or a range
-    that holds every T. An unknown size, None, agrees where it is an output's."""
-    if isinstance(size, tuple):
-        return declared == "T" and size[0] <= 1 and size[1] >= t_max
-    expected = t_max if declared == "T" else declared
-    return size == expected or (size is None and role == "output")

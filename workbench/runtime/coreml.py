@@ -16,7 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,9 @@ from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice, one_line
 from workbench.files import check_room
 from workbench.runtime.base import (
-    Model,
+    LOADING_STAGES,
     Package,
+    PackageModel,
     Settings,
     State,
     check_outputs,
@@ -101,7 +102,7 @@ class CoreMLState(State):
         super().__init__(model.shard)
         self.model, self.T = model, T
         with model.core_ml_errors():
-            self.mlstate = model.models[T].make_state()
+            self.mlstate = model.loaded_functions[T].make_state()
 
     def read_tensor(self, tensor: str) -> np.ndarray:
         with self.model.core_ml_errors():
@@ -121,7 +122,7 @@ class CoreMLState(State):
         self.mlstate, self.T = target.mlstate, T
 
 
-class CoreMLModel(Model):
+class CoreMLModel(PackageModel):
     """A package as a `CompiledMLModel` for each function, loaded when a call first needs
     it; a call of another T than the last begins by copying every state.
 
@@ -130,6 +131,13 @@ class CoreMLModel(Model):
         hints: optimization hints by Core ML's names, values as their enumerations spell
             them.
 
+    Attributes:
+        compiled: where the compiled package is.
+        was_compiled: whether it was there before this model.
+        plan_source: what a log says of the compute plans of this runtime.
+        loaded_functions: coremltools' `CompiledMLModel` of every function that is
+            loaded, by the T of its calls.
+
     Raises:
         InputError: a package that Core ML does not compile, load or run, with Core ML's
             own message in one line; a hint that it does not know.
@@ -137,29 +145,31 @@ class CoreMLModel(Model):
 
     is_device = True
     plan_source = "measured"
-    # context manager around compiling, loading and asking for a plan
+    # context manager in which a package is compiled and loaded and a plan is asked for: a
+    # stand-in replaces coremltools' native layer in it
     native_layer = nullcontext
 
     def __init__(self, package: Package, settings: Settings):
         super().__init__(package, settings)
+        self.read_programs()
         ct = coremltools()
         self.units = ct.ComputeUnit[settings.compute_units]
         self.hints = _hints(ct, settings.hints)
-        stages = "compile", "cold_load", "load", "first_predict"
-        self.loading_ms = dict.fromkeys(stages)
-        self.models: dict[int, object] = {}  # T → the function that runs it
+        self.loading_ms = dict.fromkeys(LOADING_STAGES)
+        self.loaded_functions: dict[int, object] = {}
         self.compiled = package.compiled
         if self.compiled is None:
             folder = Path(tempfile.mkdtemp(prefix="workbench-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.compiled = folder / f"{package.path.stem}.mlmodelc"
         with self.core_ml_errors(), self.native_layer():
-            ms = compile_package(package.path, self.compiled)
-        self.loading_ms["compile"] = ms
+            compile_ms = compile_package(package.path, self.compiled)
+        self.was_compiled = compile_ms is None
+        self.loading_ms["compile"] = compile_ms
         # `make_state` needs a loaded function
-        self._load_function(min(self.functions))
+        self._load_function(min(self.function_names))
 
-    def core_ml_errors(self):
+    def core_ml_errors(self) -> AbstractContextManager[None]:
         """Context manager that turns errors of Core ML's binding into InputErrors."""
         subject = f"package {self.path.name}"
         if self.shard:
@@ -172,27 +182,28 @@ class CoreMLModel(Model):
         )
 
     def _load_function(self, T: int):
-        """Loads the function of T when it is first needed; returns it.
+        """The function of T, loaded when it is first needed.
 
         An empty file beside the compiled package records that it was loaded with these
         settings: Core ML stores the program that it then makes for the device, so that
         later loads are faster."""
-        if T in self.models:
-            return self.models[T]
-        loaded_with = self.units, self.functions[T], sorted(self.hints.items())
+        if T in self.loaded_functions:
+            return self.loaded_functions[T]
+        function_name = self.function_names[T]
+        loaded_with = self.units, function_name, sorted(self.hints.items())
         key = hashlib.sha256(repr(loaded_with).encode()).hexdigest()[:8]
         mark = self.compiled.with_suffix(f".{key}.loaded")
-        was_loaded = self.loading_ms["compile"] is None and mark.exists()
+        was_loaded = self.was_compiled and mark.exists()
         path = str(self.compiled)
         start = time.perf_counter()
         with self.core_ml_errors(), self.native_layer():
-            self.models[T] = coremltools().models.CompiledMLModel(
-                path, self.units, self.functions[T], self.hints or None
+            self.loaded_functions[T] = coremltools().models.CompiledMLModel(
+                path, self.units, function_name, self.hints or None
             )
         self._add_ms("load" if was_loaded else "cold_load", start)
         with suppress(OSError):  # a folder that cannot be written
             mark.touch()
-        return self.models[T]
+        return self.loaded_functions[T]
 
     def _add_ms(self, stage: str, start: float) -> None:
         """Adds the time since `start` to a stage of loading, of all functions."""
@@ -200,14 +211,15 @@ class CoreMLModel(Model):
         self.loading_ms[stage] = (self.loading_ms[stage] or 0.0) + ms
 
     def make_state(self) -> CoreMLState:
-        return CoreMLState(self, min(self.models))
+        return CoreMLState(self, min(self.loaded_functions))
 
     def predict(
         self, inputs: dict[str, np.ndarray], state: CoreMLState | None = None, hook=None
     ) -> dict[str, np.ndarray]:
         T = self.T_of(inputs)
         mlstate = None
-        is_first = T not in self.models or self.loading_ms["first_predict"] is None
+        loads_function = T not in self.loaded_functions
+        is_first_call = self.loading_ms["first_predict"] is None
         function = self._load_function(T)
         if state and self.program.states:
             state.move_to(T)
@@ -215,7 +227,7 @@ class CoreMLModel(Model):
         start = time.perf_counter()
         with self.core_ml_errors():
             outputs = function.predict(native_inputs(inputs), mlstate)
-        if is_first:
+        if loads_function or is_first_call:
             self._add_ms("first_predict", start)
         # coremltools keeps Core ML's own time in its native object alone
         native = function._proxy.get_last_predict_duration_in_nano_seconds()
@@ -262,17 +274,17 @@ def compute_plan(
     """
     ct, subject = coremltools(), f"plan of {package.stem}"
     needed = "Core ML's MLComputePlan, from macOS 14.4 on"
-    with core_ml_errors(
-        subject, needed, "see the message; timings alone say where it ran"
-    ):
+    next_step = "see the message; timings alone say where it ran"
+    with core_ml_errors(subject, needed, next_step):
         compile_package(package, compiled)
         load = ct.models.compute_plan.MLComputePlan.load_from_path
         try:
             plan = load(str(compiled), ct.ComputeUnit[compute_units])
         except ValueError as problem:  # coremltools' error where a system has none
-            raise RuntimeError(problem) from problem
+            actual = one_line(problem)
+            raise InputError(subject, actual, needed, next_step) from problem
         if plan is None:
-            raise RuntimeError(None)
+            raise InputError(subject, str(plan), needed, next_step)
         functions = plan.model_structure.program.functions
         return list(_placed(plan, functions[function].block))
 

@@ -12,12 +12,19 @@ import torch
 
 import miltorch
 from miltorch.checks import check_program
-from miltorch.execute import Hook
 from miltorch.joined import run_calls
 from miltorch.quiet import messages
 from workbench.bundle import Shard
 from workbench.errors import InputError
-from workbench.runtime.base import Model, Package, Settings, State, native_inputs
+from workbench.runtime.base import (
+    LOADING_STAGES,
+    Hook,
+    Package,
+    PackageModel,
+    Settings,
+    State,
+    native_inputs,
+)
 
 
 class PortableState(State):
@@ -35,7 +42,7 @@ class PortableState(State):
         cell.value = torch.tensor(value, dtype=cell.value.dtype)
 
 
-class PortableModel(Model):
+class PortableModel(PackageModel):
     """A package, executed operation by operation.
 
     Of the settings it reads:
@@ -49,6 +56,11 @@ class PortableModel(Model):
             otherwise they are read for each call of `predict_calls` and dropped, so
             that a large vocabulary is never in memory whole.
 
+    Attributes:
+        executables: what runs a call, by the T of its function and whether groups of
+            operations are fused; built when a call first needs it.
+        weight_bytes: the size of each file of weights when the package was loaded.
+
     Raises:
         InputError: a program that cannot run.
     """
@@ -58,30 +70,32 @@ class PortableModel(Model):
     def __init__(self, package: Package, settings: Settings):
         messages("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
+        super().__init__(package, settings)
         self.weight_bytes = _read_ahead(package.path)
         self.precision = settings.precision
         self.reads = settings.reads
         self.fast = settings.fast and self.precision == "declared"
-        is_head = package.shard is not None and package.shard.kind == "head"
+        is_head = self.shard is not None and self.shard.kind == "head"
         self.keeps_weights = settings.keeps_head or not is_head
         self.executables: dict[tuple[int, bool], miltorch.Executable] = {}
-        super().__init__(package, settings)
+        self.read_programs(self._prepare)
         load_ms = (time.perf_counter() - start) * 1e3
-        self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
+        self.loading_ms = dict.fromkeys(LOADING_STAGES) | {"load": load_ms}
 
-    def bind(self, T: int, program: miltorch.Program) -> None:
-        """Builds the executable of the smallest T; the others are built when they are
-        first needed. A model that keeps no weights builds none."""
+    def _prepare(self, T: int, program: miltorch.Program) -> None:
+        """Builds the executable of the smallest T from its program, so that this is not
+        read twice; the others are built when they are first needed. A model that keeps
+        no weights builds none."""
         if not self.keeps_weights:
             check_program(program)
-        elif T == min(self.functions):
+        elif T == min(self.function_names):
             self.executables[T, self.fast] = self.build(program, self.fast)
 
     def executable_for(self, T: int, fused: bool) -> miltorch.Executable:
         """The executable of the function of T, built when it is first needed."""
         key = T, fused
         if key not in self.executables:
-            program = miltorch.read(self.path, self.functions[T])
+            program = miltorch.read(self.path, self.function_names[T])
             self.executables[key] = self.build(program, fused)
         return self.executables[key]
 
@@ -97,7 +111,7 @@ class PortableModel(Model):
     @property
     def executable(self) -> miltorch.Executable:
         """The executable of the function of the smallest T, nothing fused."""
-        return self.executable_for(min(self.functions), False)
+        return self.executable_for(min(self.function_names), False)
 
     def make_state(self) -> PortableState:
         cells = miltorch.make_state(self.program, self.precision)

@@ -17,16 +17,17 @@ class StandInModel(CoreMLModel):
     `CoreMLModel`.
 
     Attributes:
-        layer: replaces coremltools' native layer.
+        proxy_class: stands in the place of `_MLModelProxy`, the one class of
+            coremltools' native layer.
     """
 
     plan_source = "simulated"
-    layer = shim.Proxy
+    proxy_class = shim.Proxy
 
     @classmethod
     @contextmanager
     def native_layer(cls) -> Iterator[None]:
-        """Context manager in which `layer` is coremltools' native layer. A model that is
-        loaded inside can predict afterwards."""
-        with _one_at_a_time, shim.replaced(cls.layer):
+        """Context manager in which coremltools loads models through `proxy_class`. A model
+        that is loaded inside can predict afterwards."""
+        with _one_at_a_time, shim.replaced(cls.proxy_class):
             yield

@@ -1,0 +1,320 @@
+"""The loaded shards of a bundle, and the calls that run them: from token ids to the inputs
+of the first shard, through one shard after another, to logits. No sequence is held here:
+callers pass the positions and states."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from workbench import runtime as runtimes
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.names import (
+    HIDDEN,
+    IDS,
+    K_ROWS,
+    LOGITS,
+    MATRIX_STATE,
+    PER_LAYER,
+    ROUTER_STATE,
+    ROUTER_STATE_OUT,
+    V_ROWS,
+    X0,
+    X,
+)
+from workbench.decode.experts import RoutedExperts
+from workbench.decode.inputs import HostInputs
+from workbench.decode.snapshot import snapshot_identity
+from workbench.decode.times import Times, clock
+from workbench.runtime import Model, Settings, State
+from workbench.runtime.base import Hook, OnCall
+
+# Called as hook(shard, op, outputs) after every operation of a program, with its results;
+# it may return other results, which replace them.
+ShardHook = Callable[[Shard, object, list], list | None]
+
+
+class LoadedShards:
+    """The loaded shards of a bundle.
+
+    Args:
+        bundle: an opened bundle or its path.
+        runtime: `auto`, `portable`, `coreml`, `stand-in` or a plug-in's.
+        precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`);
+            a plug-in's target has its own.
+        fast: whether the portable runtime runs groups of operations as one step each in
+            `declared`; by default every operation runs as the program states it.
+        reads: with `fast`, the rows of a cache that attention reads: `used`, those that
+            hold tokens, or `all`, as the program does.
+        compute_units: Core ML's compute units.
+        hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
+        keeps_head: whether the portable runtime keeps the weights of the head between
+            calls; otherwise each slice is read whenever logits are computed, which
+            suits few calls of many tokens.
+
+    Attributes:
+        host: computes the inputs that depend on positions alone.
+        layer_shards: the models of layer and router shards, in the order of the layers.
+        heads: the models of the slices of the vocabulary, in its order; none where
+            `layers_give_logits`.
+        experts: the expert shards, of which router shards pick.
+        settings: how the shards were loaded; its fields are attributes, too.
+
+    Raises:
+        InputError: no whole bundle, no such runtime here, a shard that does not load.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        runtime: str = "auto",
+        precision: str = "declared",
+        fast: bool = False,
+        reads: str = "used",
+        compute_units: str = "CPU_AND_NE",
+        hints: dict | None = None,
+        keeps_head: bool = True,
+    ):
+        bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        bundle.check_contents()
+        self.bundle = bundle
+        self.manifest = bundle.manifest
+        self.options = bundle.manifest.options
+        self.host = HostInputs(bundle.manifest)
+        self.plane = self.host.plane
+        plugin = self.options.plugin
+        self.runtime = runtimes.resolve(runtime, plugin)
+        self.is_device = runtimes.is_device(self.runtime)
+        self.precision = plugin.precision if plugin else precision
+        self.fast = fast
+        self.reads = reads
+        self.compute_units = compute_units
+        self.hints = hints or {}
+        self.settings = Settings(
+            self.runtime,
+            self.precision,
+            fast,
+            reads,
+            compute_units,
+            self.hints,
+            keeps_head,
+        )
+        # Nothing here may refer to this object itself, so that dropping a decoder frees its
+        # memory at once, without the garbage collector.
+        load = partial(runtimes.load_shard, bundle, settings=self.settings)
+        kinds = "layers", "router"
+        self.layer_shards = [load(s) for s in self.manifest.shards if s.kind in kinds]
+        self.heads = [load(s) for s in bundle.shards("head")]
+        self.experts = RoutedExperts(bundle, load, self.plane)
+        # experts load when they are picked; they are packages like the others
+        models = [*self.layer_shards, *self.heads]
+        self.shows_inner_layers = all(m.shows_inner_layers for m in models)
+
+    @property
+    def arithmetic(self) -> str:
+        """Whose tolerances apply to the results: `coreml` for every device, a plug-in's,
+        or the precision."""
+        if self.is_device:
+            return "coreml"
+        plugin = self.options.plugin
+        return plugin.arithmetic if plugin else self.precision
+
+    @cached_property
+    def identity(self) -> str:
+        """The identity that snapshots of this decoder carry; see `snapshot_identity`."""
+        # Unlike `arithmetic` it tells devices apart: a snapshot has the values that one of
+        # them rounded, however near those of the others are.
+        rounded_by = self.runtime if self.is_device else self.precision
+        return snapshot_identity(self.manifest, rounded_by)
+
+    @property
+    def layers_give_logits(self) -> bool:
+        """Whether the packages of the layers contain the head, as those of another
+        exporter do. What has the name of hidden states [B, C, T] is then logits [B, V, T]
+        already."""
+        return not self.heads
+
+    @property
+    def plain(self) -> Self:
+        """The same shards with nothing fused: itself, unless it is `fast`."""
+        return self._unfused if self.settings.fast else self
+
+    @cached_property
+    def _unfused(self) -> Self:
+        return type(self)(self.bundle, **asdict(replace(self.settings, fast=False)))
+
+    def inputs(
+        self, offsets: np.ndarray, chunk: Sequence[Sequence[int]], T: int
+    ) -> dict[str, np.ndarray]:
+        """The inputs of the first shard in a call of T columns: those that the host
+        computes, and the embeddings of the tokens as `x`."""
+        ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
+        counts = np.array([len(tokens) for tokens in chunk])
+        x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        values = self.host.inputs(offsets, counts, T) | {X: x, IDS: ids}
+        if self.manifest.dims.P:
+            rows = self.bundle.embed_per_layer(ids)
+            values[X0] = x
+            values[PER_LAYER] = self.plane(rows.transpose(0, 2, 1))
+        return values
+
+    def read_inputs(
+        self, shard: Shard, values: dict[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """What a shard reads of `values`. Of `per_layer` it reads only the channels of
+        its own layers."""
+        inputs = {name: values[name] for name in shard.inputs}
+        if PER_LAYER in inputs:
+            start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
+            inputs[PER_LAYER] = np.ascontiguousarray(values[PER_LAYER][:, start:stop])
+        return inputs
+
+    def run_calls(
+        self,
+        model: Model,
+        values: Sequence[dict[str, np.ndarray]],
+        counts: Sequence[np.ndarray],
+        states: Sequence[State],
+        hooks: Sequence[ShardHook | None],
+        on_call: OnCall | None = None,
+    ) -> list[dict[str, np.ndarray]]:
+        """Runs a layer shard, routed experts included, for one call after another.
+
+        The portable runtime reads each weight once for all calls, except where a state
+        is a matrix: a matrix accumulates the rounding of all tokens, so that every call
+        must add up in the order of decoding.
+
+        Args:
+            values: what each call has computed so far, by name; the shard reads its
+                inputs among them.
+            counts: [B] valid columns of each call.
+            states, hooks: of each call.
+            on_call: called before every call of a package, those of experts and of the
+                parts of another exporter's shard included. The calls then run one by
+                one, so that it sees the states from which every call starts.
+
+        Returns:
+            `values` for the next shard: `x` is this shard's hidden output,
+            `router_state` its router state where the family has one; cache rows that
+            later layers copy have their names; all others are passed on.
+        """
+        shard = model.shard
+        inputs = [self.read_inputs(shard, call_values) for call_values in values]
+        outputs = self._predict(model, inputs, states, hooks, on_call)
+        if shard.kind == "router":
+            layer = shard.layers[0]
+            for out, count, hook in zip(outputs, counts, hooks, strict=True):
+                out[HIDDEN] = self.experts.run(layer, out, count, hook, on_call)
+        return [
+            call_values | _values_for_next_shard(out)
+            for call_values, out in zip(values, outputs, strict=True)
+        ]
+
+    def _predict(
+        self,
+        model: Model,
+        inputs: Sequence[dict[str, np.ndarray]],
+        states: Sequence[State],
+        hooks: Sequence[ShardHook | None],
+        on_call: OnCall | None,
+    ) -> list[dict[str, np.ndarray]]:
+        """The outputs of one shard for each call; see `run_calls`."""
+        shard = model.shard
+        calls = inputs, states, [_model_hook(hook, shard) for hook in hooks]
+        if on_call:
+            return [
+                model.predict_observed(*call, on_call)
+                for call in zip(*calls, strict=True)
+            ]
+        # calls of several tokens at once would add up a matrix in another order
+        if any(name.endswith(MATRIX_STATE) for name in shard.states):
+            return [model.predict(*call) for call in zip(*calls, strict=True)]
+        return model.predict_calls(*calls)
+
+    def logits(
+        self,
+        hidden: np.ndarray,
+        times: Times | None = None,
+        hook: ShardHook | None = None,
+    ) -> np.ndarray:
+        """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
+        head's times to `times`. Where `layers_give_logits`, `hidden` has them already."""
+        start = clock()
+        if self.layers_give_logits:
+            by_token = hidden.transpose(0, 2, 1)
+            native_ms = [None]  # Core ML has no time of a head by itself
+        else:
+            slices, native_ms = zip(*self.run_heads([hidden], hook))
+            joined = np.concatenate([logits for (logits,) in slices], axis=1)
+            by_token = joined.transpose(0, 2, 1)
+        if times:
+            times.add(start, [*native_ms])
+        return np.ascontiguousarray(by_token)
+
+    def logit_slices(self, hidden: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+        """The logits [B, T, rows] of each of `hidden` [B, C, T], one slice of the
+        vocabulary after another, so that no array has all of it; see `logits`."""
+        if self.layers_give_logits:
+            yield [values.transpose(0, 2, 1) for values in hidden]
+            return
+        for logits, _ in self.run_heads(hidden):
+            yield [values.transpose(0, 2, 1) for values in logits]
+
+    def run_heads(
+        self, hidden: Sequence[np.ndarray], hook: ShardHook | None = None
+    ) -> Iterator[tuple[list[np.ndarray], float | None]]:
+        """For every slice of the vocabulary the logits [B, rows, T] of each of `hidden`
+        [B, C, T], and Core ML's own time."""
+        pieces = [self._pieces_of_calls(values) for values in hidden]
+        calls = [
+            self._head_inputs(piece) for of_values in pieces for piece in of_values
+        ]
+        for model in self.heads:
+            hooks = [_model_hook(hook, model.shard)] * len(calls)
+            outputs = iter(model.predict_calls(calls, [None] * len(calls), hooks))
+            logits = []
+            for of_values in pieces:
+                columns = []
+                for piece in of_values:
+                    output = next(outputs)[LOGITS]
+                    by_row = output.reshape(*output.shape[:2], -1)  # [B, rows, columns]
+                    columns.append(by_row[:, :, : piece.shape[2]])
+                logits.append(np.concatenate(columns, axis=2))
+            yield logits, model.last_native_ms
+
+    def _pieces_of_calls(self, hidden: np.ndarray) -> list[np.ndarray]:
+        """Hidden states [B, C, T] cut into pieces of at most t_max columns."""
+        t_max = self.options.t_max
+        return np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2)
+
+    def _head_inputs(self, hidden: np.ndarray) -> dict[str, np.ndarray]:
+        """The inputs of a head for hidden states [B, C, T]. Heads of fixed sizes take
+        whole calls, too: the columns behind these are zeros."""
+        T = hidden.shape[2]
+        dummies = self.options.tiling.width(T) - T
+        return {X: self.plane(np.pad(hidden, ((0, 0), (0, 0), (0, dummies))))}
+
+
+def _model_hook(hook: ShardHook | None, shard: Shard) -> Hook | None:
+    """The hook of a model of this shard, which is called without the shard."""
+    return None if hook is None else partial(hook, shard)
+
+
+def _values_for_next_shard(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What later shards read of a layer shard's outputs, by the names of their inputs."""
+    values = {
+        name: value
+        for name, value in outputs.items()
+        if name.startswith((K_ROWS, V_ROWS))
+    }
+    if HIDDEN in outputs:
+        values[X] = outputs[HIDDEN]
+    # packages that contain the head: see `LoadedShards.layers_give_logits`
+    if LOGITS in outputs:
+        values[X] = outputs[LOGITS]
+    if ROUTER_STATE_OUT in outputs:
+        values[ROUTER_STATE] = outputs[ROUTER_STATE_OUT]
+    return values

@@ -1,0 +1,162 @@
+"""Translates one call of another exporter's packages: from the inputs of a bundle to those
+of each package, and from the outputs of the packages to logits. What an input or output
+is, its role in `bundle.foreign` says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import miltorch
+from workbench.bundle.foreign import TOKEN_AXIS, Foreign, refuse
+from workbench.bundle.names import MASKED, PER_LAYER, X
+
+
+@dataclass
+class ForeignCall:
+    """One call of the packages for tokens at consecutive positions. The packages run one
+    after another: `package_inputs` gives the arrays that each is fed, `add_results` takes
+    what it returns.
+
+    Args:
+        foreign: the description of the packages.
+        positions: [T] of the tokens.
+        values: the bundle's inputs for these tokens, by name. An output `x` of a package
+            replaces the `x` before it.
+        ring_rows: rows of the smallest cache, where an input says which of them the call
+            writes first.
+        has_finite_masks: whether masks have −1e4 where the packages would be fed −inf.
+
+    Attributes:
+        carried: what later packages read of the results so far, by the inputs' names.
+        outputs: all other results so far by role, as [rows, T]: one array for every
+            package or slice of the vocabulary.
+    """
+
+    foreign: Foreign
+    positions: np.ndarray
+    values: dict[str, np.ndarray]
+    ring_rows: int | None
+    has_finite_masks: bool
+    carried: dict[str, np.ndarray] = field(default_factory=dict)
+    outputs: dict[str, list[np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def T(self) -> int:
+        """Tokens of the call."""
+        return len(self.positions)
+
+    def package_inputs(self, program: miltorch.Program) -> dict[str, np.ndarray]:
+        """The arrays of a package's inputs, in their shapes and dtypes."""
+        inputs = {}
+        for name, type_ in program.inputs.items():
+            value = _with_rank(self._value(name, type_.shape), len(type_.shape))
+            is_integer = type_.dtype.startswith("INT")
+            inputs[name] = value.astype(np.int32 if is_integer else np.float32)
+        return inputs
+
+    def _value(self, name: str, shape: Sequence[int | None]) -> np.ndarray:
+        """What an input of this shape is fed, perhaps with fewer or more axes of 1."""
+        role = self.foreign.roles[name]
+        match role:
+            case "positions":
+                return self.positions
+            case "start":
+                return self.positions[:1]
+            case "ring_start":
+                return self.positions[:1] % self.ring_rows
+            case "carried" if name in self.carried:
+                return self.carried[name]
+            case "write":
+                return self._distances(rows=shape[-2]).T == 0
+            case "mask":
+                return self._mask(shape[-1], MASKED)
+            case "mask_inf":
+                return self._mask(
+                    shape[-1], MASKED if self.has_finite_masks else -np.inf
+                )
+            case "zeros":
+                return np.zeros([size or self.T for size in shape])
+        if role in self.values:
+            return _in_form_of_input(role, shape, self.values[role], self.T)
+        roles = [*self.values, *TOKEN_AXIS, "start"]
+        refuse(name, f"role {role!r}", f"one of {roles}")
+
+    def _mask(self, rows: int | None, blocked: float) -> np.ndarray:
+        """The attention mask [T, rows]: 0 for rows that a token attends to, `blocked` for
+        those of later tokens and for empty ones."""
+        return np.where(self._distances(rows) < 0, blocked, 0.0)
+
+    def _distances(self, rows: int | None) -> np.ndarray:
+        """[T, rows]: from the position in each row of a cache to that of each token; 0
+        is the row that the token is written to, a negative one is not attended to.
+        Without `rows` the cache has one for every position so far."""
+        end = self.positions[-1] + 1
+        return self.positions[:, None] - self.foreign.positions(rows or end, end)
+
+    def add_results(self, results: dict[str, np.ndarray]) -> None:
+        """Adds the outputs of a package by their names."""
+        for name, role in self.foreign.roles.items():
+            if name not in results:
+                continue
+            if role == "carried":
+                self.carried[name.removesuffix("_out")] = results[name]
+                continue
+            array = _as_rows_by_tokens(role, results[name], self.T)
+            self.outputs.setdefault(role, []).append(array)
+            if role == X:
+                self.values[X] = array[None, :, :, None]
+
+    def logits(self, V: int) -> np.ndarray:
+        """Logits [V, T] from the outputs of all packages. If the packages contain the
+        argmax, only the tokens that it picked have one; the others are −inf."""
+        if "top" not in self.outputs:
+            return np.concatenate(self.outputs["logits"])
+        top = np.concatenate(self.outputs["top"])
+        # ids count from the first token of their slice of the vocabulary
+        slices = np.array_split(np.arange(V), len(top))
+        top = top.astype(int) + [ids[:1] for ids in slices]
+        values = np.zeros(top.shape)
+        if "top_value" in self.outputs:
+            values = np.concatenate(self.outputs["top_value"])
+        logits = np.full((V, top.shape[1]), -np.inf, np.float32)
+        np.put_along_axis(logits, top, values, axis=0)
+        return logits
+
+
+def _in_form_of_input(
+    role: str, shape: Sequence[int | None], value: np.ndarray, T: int
+) -> np.ndarray:
+    """A value of the bundle's interface as a package takes it, for a call of T tokens.
+
+    Args:
+        shape: of the package's input.
+    """
+    # a head may take more columns than the call has: the last one is repeated
+    size = max(T, shape[TOKEN_AXIS[role]] or T)
+    columns = np.minimum(np.arange(size), T - 1)
+    value = np.take(value, columns, axis=TOKEN_AXIS[role])
+    if role in (X, PER_LAYER) and len(shape) < 4:
+        return value[..., 0].swapaxes(1, 2)
+    if role.startswith("rope"):
+        # may be as wide as the head, with the half twice
+        return np.tile(value, shape[-1] // value.shape[-1])
+    return value
+
+
+def _with_rank(value: np.ndarray, rank: int) -> np.ndarray:
+    """A value with axes of 1 added in front or dropped there until it has `rank` axes."""
+    padded = (1,) * rank + value.shape
+    return value.reshape(padded[-rank:])
+
+
+def _as_rows_by_tokens(role: str, value: np.ndarray, T: int) -> np.ndarray:
+    """A package's output as [rows, T]."""
+    if role in ("top", "top_value") and value.size == T:
+        return value.reshape(1, T)
+    # only in rank 4 do channels come before tokens
+    if value.ndim == 4:
+        rows = value[0, :, :, 0]
+    else:
+        rows = value.reshape(-1, value.shape[-1]).T
+    return rows[:, :T]

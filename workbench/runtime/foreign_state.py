@@ -1,0 +1,131 @@
+"""The states of another exporter's packages, shown under the names and in the row order of
+a bundle. Some packages move the rows of their caches from call to call; a `ForeignState`
+moves them back when the bundle's order is read or written."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.bundle import Shard
+from workbench.runtime.base import PackageModel, State, interrupted_error
+
+
+class PlaneAddress(NamedTuple):
+    """The place of one cache in the packages. A tensor [.., H_kv, rows, D] may hold
+    several caches: its planes [H_kv, rows, D], counted over the leading axes.
+
+    Attributes:
+        state: the number of the packages' state.
+        tensor: its tensor.
+        plane: the number of the plane.
+    """
+
+    state: int
+    tensor: str
+    plane: int
+
+    @classmethod
+    def parse(cls, text: str) -> "PlaneAddress":
+        """Of `StateEntry.tensor`: `0/kv_cache/3` is plane 3 of `kv_cache` in state 0."""
+        state, _, rest = text.partition("/")
+        tensor, _, plane = rest.rpartition("/")
+        return cls(int(state), tensor, int(plane))
+
+
+class ForeignState(State):
+    """The states of all packages of a shard under the logical names of a bundle,
+    `layers.i.k_state` and `layers.i.v_state` [1, H_kv, rows, D].
+
+    Args:
+        models: for the number of every state, a model of a package that has it.
+
+    Attributes:
+        states: the packages' states, by their numbers.
+        tensors: (state, name in it) of every tensor.
+        rows_arranged_after: the number of tokens after which the packages have their
+            rows in the present order; 0: the order is the bundle's.
+        is_interrupted: whether a call or a move of rows began and did not end, so that
+            the order is not known. Packages that move no row can continue all the same.
+    """
+
+    def __init__(self, shard: Shard, models: Mapping[int, PackageModel]):
+        super().__init__(shard)
+        self.foreign = shard.foreign
+        self.states = {number: model.make_state() for number, model in models.items()}
+        self.tensors = [
+            (self.states[number], name)
+            for number, model in models.items()
+            for name in model.program.states
+        ]
+        # channels of each plane that the heads of its layer have
+        self._widths = {
+            entry.tensor: entry.shape[-1] for entry in shard.states.values()
+        }
+        self.rows_arranged_after = 0
+        self.is_interrupted = False
+
+    def read_tensor(self, tensor: str) -> np.ndarray:
+        return self.read_plane(tensor)[..., : self._widths[tensor]]
+
+    def read_plane(self, tensor: str) -> np.ndarray:
+        """A plane [1, H_kv, rows, width] with all its channels, which may be more than
+        the heads of its layer have."""
+        self.arrange_rows(0)
+        address = PlaneAddress.parse(tensor)
+        value = self.states[address.state].read(address.tensor)
+        planes = value.reshape(-1, *value.shape[-3:])
+        return planes[[address.plane]]
+
+    def write_tensor(self, tensor: str, value: np.ndarray) -> None:
+        self.arrange_rows(0)
+        address = PlaneAddress.parse(tensor)
+        state = self.states[address.state]
+        whole = state.read(address.tensor)
+        planes = whole.reshape(-1, *whole.shape[-3:])  # a view of `whole`
+        planes[address.plane][..., : self._widths[tensor]] = value[0]
+        state.write(address.tensor, whole)
+
+    def arrange_rows(self, token_count: int) -> None:
+        """Moves every row to its place in the packages after `token_count` tokens; with
+        0 to its place in a bundle.
+
+        Raises:
+            InputError: the present order is not known.
+        """
+        if not self.foreign.moves:
+            return
+        if self.is_interrupted:
+            raise interrupted_error("sequence")
+        if token_count == self.rows_arranged_after:
+            return
+        shift = self.foreign.row_shift
+        with self.changing_order(token_count):
+            for state, name in self.tensors:
+                value = state.read(name)
+                rows = value.shape[-2]
+                # what was `shift` rows up moves down again, then up for the new count
+                rows_down = shift(rows, self.rows_arranged_after)
+                rows_down -= shift(rows, token_count)
+                state.write(name, np.roll(value, rows_down, axis=-2))
+
+    @contextmanager
+    def changing_order(self, token_count: int) -> Iterator[None]:
+        """Context manager for a block after which the rows are in the order after
+        `token_count` tokens. If the block does not end, the order is not known."""
+        self.is_interrupted = True
+        yield
+        self.is_interrupted = False
+        self.rows_arranged_after = token_count
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context manager for a block after which all values and their order are those
+        from before it."""
+        before = [state.read(name) for state, name in self.tensors]
+        rows_arranged_after = self.rows_arranged_after
+        yield
+        for (state, name), value in zip(self.tensors, before):
+            state.write(name, value)
+        self.rows_arranged_after = rows_arranged_after
