@@ -240,5 +240,7 @@ def test_crosscheck_sets_three_witnesses_side_by_side(exports, tmp_path):
         *(*PROMPT, "--folder", tmp_path),
     )
     assert result["verdict"] == "GREEN", result["gates"]
+    limits = {gate["name"]: gate["threshold"] for gate in result["gates"]}
+    assert limits["portable exact: update"] == limits["Apple exact: update"] == 1e-11
     rows = {(row["name"], row["precision"]): row for row in result["runtimes"]}
     assert len(rows) == 4 and ("Apple", "declared") in rows
