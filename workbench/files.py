@@ -1,5 +1,8 @@
-"""Files that are written whole or not at all, limits of what is read, locks between
-processes, and digests. A leaf: it imports only the errors."""
+"""Files, in this order: those of the checkout and its notes of verified hashes; writing
+whole or not at all; limits of what is read; locks between processes and free disk space;
+digests and links; folders that are replaced whole.
+
+Imports only `workbench.errors` of this package."""
 
 import ctypes
 import errno
@@ -38,8 +41,16 @@ def project_root(start: Path) -> Path | None:
 
 
 def note_verified(kind: str, facts: dict[str, str]) -> None:
-    """Records in this checkout that `facts`, a combination of hashes, was verified;
-    `was_verified` then returns True for it. Does nothing where no file can be written."""
+    """Records in this checkout that `facts`, a combination of hashes, was verified, so that
+    a later process need not verify it again (see `was_verified`):
+
+        note_verified("verdicts", {"bundle": identity, "verdict": sha256_of_the_file})
+
+    Does nothing where no file can be written.
+
+    Args:
+        kind: the folder of the notes, one for each kind of facts.
+    """
     path = _note_path(kind, facts)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +69,8 @@ def was_verified(kind: str, facts: dict[str, str]) -> bool:
 def _note_path(kind: str, facts: dict[str, str]) -> Path:
     """The file of a note: in the checkout that this code lies in, else in the user's
     cache."""
-    if checkout := project_root(Path(__file__).resolve().parent):
-        folder = checkout / "build"
+    if root := project_root(Path(__file__).resolve().parent):
+        folder = root / "build"
     else:
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~/.cache"))
         folder = Path(cache) / "workbench"
@@ -229,7 +240,7 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check_room(folder: Path, needed: int, subject: str) -> None:
+def check_free_space(folder: Path, needed: int, subject: str) -> None:
     """Checks that `needed` bytes are free on the disk of `folder`, which may not exist yet.
 
     Raises:
