@@ -148,13 +148,13 @@ class CoreAIModel(Model):
         Args:
             T: what Core AI calls the size of the axis T.
         """
-        found = {
+        actual = {
             name: [*descriptor.input_descriptor(name).shape]
             for name in descriptor.input_names
         }
         for name in descriptor.state_names:
-            found[name] = [*descriptor.state_descriptor(name).shape]
-        found |= {name: None for name in descriptor.output_names}
+            actual[name] = [*descriptor.state_descriptor(name).shape]
+        actual |= {name: None for name in descriptor.output_names}
 
         declared = dict(self.shard.inputs)
         declared |= {state.tensor: state.shape for state in self.shard.states.values()}
@@ -163,9 +163,9 @@ class CoreAIModel(Model):
             for name, shape in declared.items()
         }
         needed |= {name: None for name in self.shard.outputs}
-        if found != needed:
+        if actual != needed:
             subject = f"interface of shard {self.shard.name}"
-            raise InputError(subject, found, needed, "export the bundle again")
+            raise InputError(subject, actual, needed, "export the bundle again")
 
     @contextmanager
     def _core_ai_errors(self) -> Iterator[None]:
