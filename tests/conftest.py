@@ -37,7 +37,7 @@ sys.modules["rfc3987_syntax"] = None
 gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
-# the variable with the command of `forks`, which pytest's workers inherit
+# the variable with the command of `forking_python`, which pytest's workers inherit
 FORKS = "WORKBENCH_TEST_FORKS"
 SLOW_S = 10  # a test that takes longer needs a mark `slow` that says why
 # mark → the platform that the test needs, and why it is skipped elsewhere
@@ -233,7 +233,7 @@ def shimmed():
 
 
 @pytest.fixture(scope="session")
-def forks() -> str:
+def forking_python() -> str:
     """A command that stands for Python and starts fast: it runs modules and code in forks of one
     server, which all workers share. See forks.py."""
     command = os.environ.get(FORKS, sys.executable)
@@ -244,16 +244,16 @@ def forks() -> str:
 
 
 @pytest.fixture
-def forked(forks, monkeypatch):
+def forked(forking_python, monkeypatch):
     """Starts children of this process and kernels as forks."""
     from forks import kernels
 
-    monkeypatch.setattr(sys, "executable", forks)
-    monkeypatch.setenv("JUPYTER_PATH", str(kernels(forks)))
+    monkeypatch.setattr(sys, "executable", forking_python)
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels(forking_python)))
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory) -> Path:
+def shared_folder(tmp_path_factory) -> Path:
     """A folder that all processes of this run of pytest have in common."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
@@ -262,12 +262,12 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exports(shared):
+def exports(shared_folder):
     """Checkpoints and bundles, each made once per run, and Hugging Face models, each loaded once
     per process."""
     from tiny import Exports
 
-    return Exports(shared / "exports")
+    return Exports(shared_folder / "exports")
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ class Swept(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def swept(shared, grid) -> Swept:
+def swept(shared_folder, grid) -> Swept:
     """The sweep of `grid`, which runs once for all workers."""
     import pickle
 
@@ -318,7 +318,7 @@ def swept(shared, grid) -> Swept:
             )
         (folder / "counts").write_bytes(pickle.dumps(counts))
 
-    folder = once(shared / "swept", make)
+    folder = once(shared_folder / "swept", make)
     return Swept(folder, pickle.loads((folder / "counts").read_bytes()))
 
 

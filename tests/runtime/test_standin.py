@@ -34,9 +34,9 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def in_forks(forks):
+def in_forks(forking_python):
     """Cells and plans run in children of this process: in forks, which start at once."""
-    with mock.patch.object(sys, "executable", forks):
+    with mock.patch.object(sys, "executable", forking_python):
         yield
 
 
