@@ -23,7 +23,7 @@ from workbench.errors import InputError
 # the first bytes of the file that Git LFS puts in the place of a large one
 LFS_POINTER = b"version https://git-lfs"
 TEXT_SUFFIXES = ".json", ".jinja", ".txt", ".model"
-OUT = "WORKBENCH_OUT"
+OUT_VARIABLE = "WORKBENCH_OUT"
 # largest size of a file that is read into memory whole: JSON, YAML, a prompt
 MAX_TEXT_BYTES = 1 << 26
 
@@ -88,7 +88,7 @@ def output_root() -> Path:
     """The folder that runs write to, with the folders of a checkout below it. It is the
     folder in the variable ``WORKBENCH_OUT``, for a checkout that cannot be written, else
     the checkout."""
-    folder = os.environ.get(OUT)
+    folder = os.environ.get(OUT_VARIABLE)
     return Path(folder).absolute() if folder else checkout()
 
 

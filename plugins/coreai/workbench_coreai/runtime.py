@@ -33,7 +33,7 @@ def wait(coroutine):
 @contextmanager
 def no_stderr() -> Iterator[None]:
     """Context manager that drops what native code writes to the standard error of the
-    process, as the compiler does while a model loads. Calls write nothing."""
+    process: a line for each function that it loads. Calls write nothing."""
     with STDERR_LOCK, open(os.devnull, "w") as null:
         stderr = os.dup(2)
         os.dup2(null.fileno(), 2)
