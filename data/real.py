@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.errors import InputError
-from workbench.files import check_room, locked, sha256
+from workbench.files import check_free_space, locked, sha256
 
 HERE = Path(__file__).parent
 BLOCK = 1 << 20  # bytes that are copied at once
@@ -94,7 +94,7 @@ def make(name: str, data: Path = HERE, work: Path = HERE.parent / "build/real") 
         return target
     work.mkdir(parents=True, exist_ok=True)
     # the fp16 weights take under four times the bytes of the GGUF file
-    check_room(work, 7 * model.bytes, model.title)
+    check_free_space(work, 7 * model.bytes, model.title)
     with locked(work / f".{name}.lock"):
         if (target / "config.json").is_file():  # another process has just made it
             return target

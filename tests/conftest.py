@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import shutil
 import subprocess
 
@@ -16,6 +17,7 @@ import sys
 from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 # an installed package, as it were: its entry points are stand-ins for Core ML that go wrong.
 # Processes that tests start need it, too
@@ -35,7 +37,7 @@ sys.modules["rfc3987_syntax"] = None
 gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
-# the variable with the command of `forks`, which pytest's workers inherit
+# the variable with the command of `forking_python`, which pytest's workers inherit
 FORKS = "WORKBENCH_TEST_FORKS"
 SLOW_S = 10  # a test that takes longer needs a mark `slow` that says why
 # mark → the platform that the test needs, and why it is skipped elsewhere
@@ -60,11 +62,28 @@ def pytest_configure(config):
 
 
 # --- which tests run -------------------------------------------------------------------------------
+#
+# In this order: with `-k`, tests that do not fit are left out; cases of matrices are put into circles
+# (`draw_from_matrices`); tests of circles that the command does not want are left out
+# (`is_selected`); then pytest selects by `-m`.
 
 # A test with a mark of this name runs with `-m` of this name alone; the outermost circle first.
 CIRCLES = "exhaustive", "wide"
 LEFT_OUT = pytest.StashKey[Counter]()
 """Circle → how many tests of it a selection left out."""
+
+
+def wanted_circles(config: pytest.Config) -> list[str]:
+    """The circles that `-m` names, the outermost first. `-m "not wide"` names wide, too; pytest
+    itself selects by `-m` after `is_selected`, and is exact."""
+    words = re.findall(r"\w+", config.getoption("markexpr"))
+    return [circle for circle in CIRCLES if circle in words]
+
+
+def is_selected(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether a test always runs, is in a circle that `-m` names, or is named itself."""
+    circle = find_circle(item)
+    return circle in ("", *wanted_circles(config)) or is_named(item, config)
 
 
 def is_named(item: pytest.Item, config: pytest.Config) -> bool:
@@ -130,27 +149,19 @@ def skip_on_other_platforms(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    expression = config.getoption("markexpr")
-    circle_of_option = ""
+    circle_of_first_cases = ""
     if config.getoption("keyword"):
         # before cases are drawn, so that some of those that fit `-k` are among them
         deselect_by_keyword(items, config)
-        named_circles = (circle for circle in CIRCLES if circle in expression)
-        circle_of_option = next(named_circles, "")
-    draw_from_matrices(items, circle_of_option)
+        # the first cases of a matrix are in no circle, and pytest's `-m` would leave them out
+        circle_of_first_cases = next(iter(wanted_circles(config)), "")
+    draw_from_matrices(items, circle_of_first_cases)
     if seed := config.getoption("shuffle"):
         shuffle(items, seed)
     selected, left_out = [], []
     for item in items:
         skip_on_other_platforms(item)
-        circle = find_circle(item)
-        # `circle in expression` looks for text, and also holds for `-m "not wide"`: pytest's
-        # own selection by `-m`, which comes afterwards, is exact
-        runs = circle == "" or circle in expression
-        if runs or is_named(item, config):
-            selected.append(item)
-        else:
-            left_out.append(item)
+        (selected if is_selected(item, config) else left_out).append(item)
     items[:] = selected
     config.stash[LEFT_OUT] = Counter(find_circle(item) for item in left_out)
     config.hook.pytest_deselected(items=left_out)
@@ -222,26 +233,27 @@ def shimmed():
 
 
 @pytest.fixture(scope="session")
-def forks() -> str:
-    """A command that stands for Python and runs modules in forks of one process, which all
-    workers share."""
+def forking_python() -> str:
+    """A command that stands for Python and starts fast: it runs modules and code in forks of one
+    server, which all workers share. See forks.py."""
     command = os.environ.get(FORKS, sys.executable)
-    # waits until that process has imported: a kernel, which has a minute to start, does not
+    # Waits until the server has imported. Otherwise the first kernel, which must start within a
+    # minute, would wait for that.
     subprocess.run([command, "-c", ""], check=True)
     return command
 
 
 @pytest.fixture
-def forked(forks, monkeypatch):
+def forked(forking_python, monkeypatch):
     """Starts children of this process and kernels as forks."""
     from forks import kernels
 
-    monkeypatch.setattr(sys, "executable", forks)
-    monkeypatch.setenv("JUPYTER_PATH", str(kernels(forks)))
+    monkeypatch.setattr(sys, "executable", forking_python)
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels(forking_python)))
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory) -> Path:
+def shared_folder(tmp_path_factory) -> Path:
     """A folder that all processes of this run of pytest have in common."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
@@ -250,12 +262,12 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exports(shared):
+def exports(shared_folder):
     """Checkpoints and bundles, each made once per run, and Hugging Face models, each loaded once
     per process."""
     from tiny import Exports
 
-    return Exports(shared / "exports")
+    return Exports(shared_folder / "exports")
 
 
 @pytest.fixture
@@ -276,10 +288,18 @@ def grid() -> dict:
     }
 
 
+class Swept(NamedTuple):
+    """A sweep that has run."""
+
+    folder: Path
+    """With log/ and bundles/."""
+    counts: dict
+    """What `sweep.sweep` returned."""
+
+
 @pytest.fixture(scope="session")
-def swept(shared, grid):
-    """The sweep of `grid`, which runs once for all workers: (the folder with log/ and bundles/,
-    its counts)."""
+def swept(shared_folder, grid) -> Swept:
+    """The sweep of `grid`, which runs once for all workers."""
     import pickle
 
     import in_process
@@ -298,8 +318,8 @@ def swept(shared, grid):
             )
         (folder / "counts").write_bytes(pickle.dumps(counts))
 
-    folder = once(shared / "swept", make)
-    return folder, pickle.loads((folder / "counts").read_bytes())
+    folder = once(shared_folder / "swept", make)
+    return Swept(folder, pickle.loads((folder / "counts").read_bytes()))
 
 
 @pytest.fixture(scope="session")

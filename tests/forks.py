@@ -1,10 +1,18 @@
-"""Pythons that are forks of one process, which has imported what children of tests import.
+"""Child processes that start fast: forks of one server, which has imported what children of
+tests import.
 
-`python forks.py SOCKET` is that process. `python forks.py SOCKET -m MODULE ARGUMENTS`
-is `python -m MODULE ARGUMENTS` in a fork; `-c CODE` works in the same way. It lends the
-fork its standard streams, passes interrupts on, and ends as the fork ends. A test whose
-subject is the result of a child gives the command of `start` to `sys.executable`.
-"""
+    python forks.py serve DESCRIPTOR COMMAND PID    # the server, which `start` starts
+    python forks.py ask SOCKET -m MODULE ARGUMENTS  # python -m MODULE ARGUMENTS, in a fork
+    python forks.py ask SOCKET -c CODE ARGUMENTS    # python -c CODE ARGUMENTS, in a fork
+
+`start` yields the path of a shell script that calls `ask` with the words that Python would get. A
+test of what children compute, not of how they start, sets `sys.executable` to that script (the
+fixture `forked`).
+
+`ask` sends its standard streams, folder, environment and words to the server. The server forks; the
+fork takes these over (`take_over`) and runs the module or the code. Between the two is a process
+that tells `ask` the fork's id and its exit code (`fork_and_report`). `ask` passes interrupts on to
+the fork and ends as it ends; the fork ends when `ask` does."""
 
 import ctypes
 import gc
@@ -22,6 +30,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MODULES = (
@@ -35,7 +44,7 @@ MODULES = (
 PARENT_S = 0.5  # between two looks whether a parent lives
 COMMAND = """#!/bin/sh
 [ "$1" != -m ] && [ "$1" != -c ] && exec "{python}" "$@"
-exec "{python}" -S -E "{file}" "{socket}" "$@"
+exec "{python}" -S -E "{file}" ask "{socket}" "$@"
 """
 
 
@@ -54,7 +63,8 @@ def start() -> Iterator[str]:
     server.listen()
     with server:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(server.fileno()), command, str(os.getpid())],
+            [sys.executable, __file__, "serve"]
+            + [str(server.fileno()), command, str(os.getpid())],
             pass_fds=[server.fileno()],
         )
     try:
@@ -98,9 +108,29 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a fork takes over from the process that asks for it, besides its streams.
+
+    Args:
+        words: `-m` or `-c`, the module or the code, and its arguments.
+        folder: the working folder.
+    """
+
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+
+
 def serve(listener: int, command: str, starter: int) -> list[str]:
     """Imports, then forks at every request until it or its starter ends; returns in a fork alone,
-    with the arguments that Python would get."""
+    with the words that Python would get.
+
+    Args:
+        listener: descriptor of the socket.
+        command: the path of the script that stands for Python.
+        starter: id of the process that started this one.
+    """
     end_with_parent(starter)
     wait_readable(listener, starter)
     # matplotlib reads it when it is imported; a kernel sets it before
@@ -128,43 +158,67 @@ def serve(listener: int, command: str, starter: int) -> list[str]:
 
 
 def become(peer: socket.socket) -> list[str]:
-    """Takes over the streams, folder and environment of the process that asks; the fork
-    ends when that one ends. Its parent, a fork as well, reports how it ended."""
+    """In the server's fork: reads the request of the process that asks, forks once more, and
+    returns in that second fork alone, with the words of the request."""
+    request = receive_request(peer)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    fork_and_report(peer)
+    take_over(request, peer)
+    return request.words
+
+
+def receive_request(peer: socket.socket) -> Request:
+    """Reads a request, and replaces the standard streams by those that come with it."""
     _, streams, *_ = socket.recv_fds(peer, 1, 3)
     with peer.makefile() as lines:
-        request = json.loads(lines.readline())
+        request = Request(**json.loads(lines.readline()))
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if fork := os.fork():
-        os.closerange(0, 3)  # an end of file comes with the fork's end
-        peer.sendall(f"{fork}\n".encode())
-        _, status = os.waitpid(fork, 0)
-        peer.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-        os._exit(0)
+    return request
+
+
+def fork_and_report(peer: socket.socket) -> None:
+    """Forks, and returns in the fork. The parent stays here: it sends the fork's id and, when the
+    fork has ended, its exit code, and ends."""
+    fork = os.fork()
+    if not fork:
+        return
+    os.closerange(0, 3)  # an end of file comes with the fork's end
+    peer.sendall(f"{fork}\n".encode())
+    _, status = os.waitpid(fork, 0)
+    peer.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def take_over(request: Request, peer: socket.socket) -> None:
+    """Takes over the folder and the environment of the process that asks, and ends this one when
+    that one ends."""
     os.setsid()
-    os.chdir(request["folder"])
+    os.chdir(request.folder)
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(request.environment)
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in folders if path and path not in sys.path]
     threading.Thread(target=lambda: (peer.recv(1), os._exit(1)), daemon=True).start()
-    return request["arguments"]
 
 
-def ask(path: str, arguments: list[str]) -> None:
+def ask(path: str, words: list[str]) -> None:
     """Has a fork run a module or code; ends this process as the fork ends, and the fork
-    when the process that asks for it ends."""
+    when the process that asks for it ends.
+
+    Args:
+        path: of the server's socket.
+        words: see `Request`.
+    """
     parent = os.getppid()
     environment = dict(os.environ)
     environment.pop("JPY_PARENT_PID", None)  # of the one that asks, not of the fork
-    request = {"arguments": arguments, "environment": environment}
-    request["folder"] = os.getcwd()
+    request = Request(words, os.getcwd(), environment)
     with socket.socket(socket.AF_UNIX) as peer, peer.makefile() as lines:
         peer.connect(path)
         socket.send_fds(peer, [b"\0"], [0, 1, 2])
-        peer.sendall(json.dumps(request).encode() + b"\n")
+        peer.sendall(json.dumps(asdict(request)).encode() + b"\n")
         fork = int(lines.readline())
         signal.signal(signal.SIGINT, lambda *_: os.kill(fork, signal.SIGINT))
         wait_readable(peer.fileno(), parent)
@@ -174,13 +228,22 @@ def ask(path: str, arguments: list[str]) -> None:
     sys.exit(code)
 
 
-if __name__ == "__main__":
-    if not sys.argv[1].isdigit():
-        ask(sys.argv[1], sys.argv[2:])
-    kind, what, *rest = serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    if kind == "-m":
-        sys.argv = [what, *rest]
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+def run_python(words: list[str]) -> None:
+    """Runs a module or code as `python` with these words does."""
+    option, subject, *arguments = words
+    if option == "-m":
+        sys.argv = [subject, *arguments]
+        runpy.run_module(subject, run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [kind, *rest]
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        sys.argv = [option, *arguments]
+        exec(compile(subject, "<string>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    role, *arguments = sys.argv[1:]
+    if role == "ask":
+        path, *words = arguments
+        ask(path, words)
+    else:
+        listener, command, starter = arguments
+        run_python(serve(int(listener), command, int(starter)))

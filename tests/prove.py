@@ -7,7 +7,7 @@ lines; a run of some leaves them as they are. Exits 1 when a sound bundle is RED
 on a fault, or a gate broke, and 2 when no case has the words.
 
     python -m tests.prove -j 2             every case, in two processes
-    python -m tests.prove disk int4        cases whose names contain all of these words
+    python -m tests.prove disk int4        cases whose KIND/NAME@LAYER/PRESET contains all words
     python -m tests.prove clean FAMILY     the random draws of a family
     python -m tests.prove --list           what fails so far, running nothing
 """
@@ -56,10 +56,11 @@ def all_cases() -> list[Case]:
 
 
 def fits(case: Case, word: str) -> bool:
-    """Whether a word is in the name of a case, or is the family of a random draw."""
-    if case.kind == "clean" and word == cases.clean.family_of(int(case.name)):
+    """Whether a word is in the text KIND/NAME@LAYER/PRESET of a case, or is the family of a random
+    draw, whose name is its seed."""
+    if word in str(case):
         return True
-    return word in str(case)
+    return case.kind == "clean" and word == cases.clean.family_of(int(case.name))
 
 
 def read_store() -> Records:
@@ -232,15 +233,20 @@ def find_gates_of_faults(records: Records) -> dict[tuple[str, str], set[str]]:
 
 
 def ratio_to_limit(gate: dict) -> float | None:
-    """Value over limit; None for a gate without a figure, which says yes or no."""
+    """Value over limit; None for a gate without a figure, and where there is no ratio."""
     value, limit = gate["value"], gate["threshold"]
     if not isinstance(value, int | float) or not isinstance(limit, int | float):
         return None
-    if limit == 0 or not math.isfinite(value):
-        return None
-    if limit == 1 and value == (gate["verdict"] == "GREEN"):
+    if limit == 0 or not math.isfinite(value) or says_yes_or_no(gate):
         return None
     return value / limit
+
+
+def says_yes_or_no(gate: dict) -> bool:
+    """Whether a gate has no figure. Such a gate, of `workbench.check.gates.holds`, has the limit 1
+    and the value 1 where it is GREEN and 0 where it is RED."""
+    value_without_figure = 1 if gate["verdict"] == "GREEN" else 0
+    return gate["threshold"] == 1 and gate["value"] == value_without_figure
 
 
 def describe_ratio(worst: tuple[float, str] | None) -> str:

@@ -64,8 +64,8 @@ def end_soon(processes: list[psutil.Process]) -> bool:
     return True
 
 
-def test_a_fork_ends_with_the_process_that_asked_for_it(forks):
-    left = kill_after_its_line(ASKING, forks)
+def test_a_fork_ends_with_the_process_that_asked_for_it(forking_python):
+    left = kill_after_its_line(ASKING, forking_python)
     assert len(left) == 2 and end_soon(left)
 
 

@@ -50,7 +50,7 @@ def is_near(text: str, value: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def validated(shared, tmp_path_factory):
+def validated(shared_folder, tmp_path_factory):
     """A function from a model and preset to the bundle's megabytes and its validation."""
     from workbench.exporter import export
 
@@ -66,7 +66,7 @@ def validated(shared, tmp_path_factory):
         ]
         ids = default_ids(source)
         assert len(ids) == COUNT == 48
-        golden = Golden.of(source, ids, shared / "golden")
+        golden = Golden.of(source, ids, shared_folder / "golden")
         return sum(sizes) / 1e6, validate(Decoder(bundle, "portable"), golden)
 
     return run

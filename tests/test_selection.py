@@ -101,7 +101,7 @@ def test_files_that_start_processes_kernels_pools_or_sockets_are_in_the_list_of_
     starts = re.compile(
         r"subprocess\.(?:run|Popen|check_)|\bprocess\.call\(|\bsweep\.sweep\(|Popen\("
         r"|socket\.socket\(|run_notebook\(|ProcessPool|KernelManager"
-        r"|def \w+\([^)]*\b(?:forks|swept)\b"
+        r"|def \w+\([^)]*\b(?:forking_python|swept)\b"
     )
     folder = CONFTEST.parent
     listed = (folder / "waiting.txt").read_text().split()

@@ -13,7 +13,9 @@ import workbench
 
 ROOT = Path(workbench.__file__).parents[1]
 PACKAGES = ("miltorch", "workbench")
-ALONE = set("errors escape files paths plugins process progress".split())
+ALONE = set(
+    "checkpoint_checks core_ml_log errors escape files paths plugins process progress".split()
+)
 LEAVES = {"miltorch.errors", "miltorch.quiet", *(f"workbench.{name}" for name in ALONE)}
 RUN = "runtime miltorch bundle"
 # room → the rooms that it may import; None: all

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints, their exports, and the logits of Hugging Face's model for them.
+"""Tiny random checkpoints, their exports, and the logits of Hugging Face's model for them. Most
+tests get them from the fixture `exports`, an `Exports`, which makes each once.
 
 Nothing here computes a layer: goldens come from transformers alone, in float32 with eager
 attention.
@@ -24,117 +25,138 @@ from workbench.models import checkpoint
 
 ROOT = Path(__file__).parents[1]
 DATA, WEIGHTS = ROOT / "data", "model.safetensors"
-SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-# three heads, and a stream that is wider than the heads and the MLP
-THREE = dict(num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=2)
-THREE |= dict(hidden_size=96, intermediate_size=64)
-HYBRID = SMALL | dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
-GEMMA4 = dict(
-    num_attention_heads=4,
-    head_dim=16,
-    global_head_dim=32,
-    sliding_window=5,
-    final_logit_softcapping=30.0,
-)
-# the families' default ids lie beyond these vocabularies
+# for families whose default ids lie beyond these vocabularies
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
-# of names that several dicts have, the later entry counts
+
+
+def dims(
+    *,
+    vocab: int,
+    hidden: int = 64,
+    mlp: int | None = 96,
+    layers: int = 2,
+    heads: int = 4,
+    key_heads: int = 2,
+    head_dim: int | None = 32,
+    **others,
+) -> dict:
+    """The fields of a configuration, by transformers' names. Without an `mlp` or a
+    `head_dim` it has no such field, so that transformers' default counts."""
+    fields = dict(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+    )
+    return {name: size for name, size in fields.items() if size is not None} | others
+
+
 DIMS = {
-    "llama": SMALL | HEADS | dict(vocab_size=97, tie_word_embeddings=True),
-    "qwen2": THREE | dict(vocab_size=101),
-    "qwen3": SMALL
-    | dict(num_attention_heads=3, num_key_value_heads=3, head_dim=96, vocab_size=103),
-    "gemma3_text": SMALL
-    | HEADS
-    | dict(
-        num_key_value_heads=1,
-        num_hidden_layers=3,
+    "llama": dims(vocab=97, tie_word_embeddings=True),
+    # as in smollm3 and phi3: three heads, and a stream that is wider than the MLP
+    "qwen2": dims(vocab=101, hidden=96, mlp=64, heads=3, key_heads=1, head_dim=None),
+    "qwen3": dims(vocab=103, heads=3, key_heads=3, head_dim=96),
+    "gemma3_text": dims(
+        vocab=107,
+        layers=3,
+        key_heads=1,
         sliding_window=5,
         query_pre_attn_scalar=24,
-        vocab_size=107,
         layer_types=SLIDING,
     ),
     # E2B-like: the last two layers share K and V, have MLPs of twice the width, and two
     # head sizes
-    "gemma4_text": SMALL
-    | GEMMA4
-    | dict(
-        num_hidden_layers=6,
-        num_key_value_heads=1,
+    "gemma4_text": dims(
+        vocab=101,
+        layers=6,
+        key_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=5,
+        final_logit_softcapping=30.0,
         num_kv_shared_layers=2,
         use_double_wide_mlp=True,
         hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=101,
-        vocab_size=101,
         layer_types=["sliding_attention"] * 3 + ["full_attention", *SLIDING[:2]],
     ),
     # 31B-like: V is K in full layers, which have fewer key heads
-    "gemma4_unified_text": SMALL
-    | GEMMA4
-    | dict(
-        num_hidden_layers=3,
-        num_key_value_heads=4,
+    "gemma4_unified_text": dims(
+        vocab=109,
+        layers=3,
+        key_heads=4,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=5,
+        final_logit_softcapping=30.0,
         num_global_key_value_heads=1,
         attention_k_eq_v=True,
-        vocab_size=109,
         layer_types=["sliding_attention"] * 2 + ["full_attention"],
     ),
-    "zaya": HEADS
-    | dict(
-        hidden_size=64,
-        num_hidden_layers=3,
+    "zaya": dims(
+        vocab=109,
+        mlp=None,
+        layers=3,
         num_experts=4,
         moe_intermediate_size=64,
         router_hidden_size=32,
-        vocab_size=109,
     ),
-    "mistral": SMALL | HEADS | dict(sliding_window=7, vocab_size=113),
-    "ministral3": THREE
-    | dict(
-        num_attention_heads=2,
-        head_dim=32,
-        vocab_size=127,
+    "mistral": dims(vocab=113, sliding_window=7),
+    "ministral3": dims(
+        vocab=127,
+        hidden=96,
+        mlp=64,
+        heads=2,
+        key_heads=1,
         rope_parameters=YARN | {"factor": 4.0, "llama_4_scaling_beta": 0.1},
     ),
-    "smollm3": THREE
-    | NO_TOKENS
-    | dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], vocab_size=131),
-    "olmo2": SMALL
-    | NO_TOKENS
-    | dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=137),
-    "olmo3": HEADS
-    | NO_TOKENS
-    | dict(
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=3,
+    "smollm3": dims(
+        vocab=131,
+        hidden=96,
+        mlp=64,
+        layers=3,
+        heads=3,
+        key_heads=1,
+        head_dim=None,
+        no_rope_layers=[1, 0, 1],
+        **NO_TOKENS,
+    ),
+    "olmo2": dims(vocab=137, heads=2, head_dim=None, **NO_TOKENS),
+    "olmo3": dims(
+        vocab=139,
+        hidden=128,
+        mlp=64,
+        layers=3,
         sliding_window=5,
         layer_types=SLIDING,
         rope_parameters={
             "full_attention": YARN | {"factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
         },
-        vocab_size=139,
+        **NO_TOKENS,
     ),
-    "hunyuan_v1_dense": SMALL
-    | HEADS
-    | dict(
+    "hunyuan_v1_dense": dims(
+        vocab=149,
         rope_parameters={
             "rope_type": "dynamic",
             "rope_theta": 1e4,
             "factor": 1.0,
             "alpha": 50.0,
         },
-        vocab_size=149,
     ),
-    "phi3": THREE
-    | NO_TOKENS
-    | dict(
-        num_key_value_heads=3,
+    "phi3": dims(
+        vocab=151,
+        hidden=96,
+        mlp=64,
+        heads=3,
+        key_heads=3,
+        head_dim=None,
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 1e4,
@@ -144,26 +166,35 @@ DIMS = {
         },
         original_max_position_embeddings=512,
         max_position_embeddings=2048,
-        vocab_size=151,
+        **NO_TOKENS,
     ),
-    "lfm2": HYBRID
-    | dict(
+    "lfm2": dims(
+        vocab=157,
+        layers=3,
+        heads=2,
+        key_heads=1,
+        head_dim=None,
         block_multiple_of=32,
         layer_types=["conv", "full_attention", "conv"],
-        vocab_size=157,
     ),
-    "qwen3_5_text": HYBRID
-    | dict(
+    "qwen3_5_text": dims(
+        vocab=163,
+        layers=3,
+        heads=2,
+        key_heads=1,
         head_dim=64,
         layer_types=LINEAR,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
         linear_value_head_dim=32,
-        vocab_size=163,
     ),
-    "granitemoehybrid": HYBRID
-    | dict(
+    "granitemoehybrid": dims(
+        vocab=167,
+        layers=3,
+        heads=2,
+        key_heads=1,
+        head_dim=None,
         shared_intermediate_size=96,
         layer_types=LINEAR,
         num_local_experts=0,
@@ -173,12 +204,11 @@ DIMS = {
         attention_multiplier=0.2,
         residual_multiplier=0.7,
         logits_scaling=3.0,
-        vocab_size=167,
     ),
 }
 
 
-def random(path: Path, family: str, **changes) -> Path:
+def random_checkpoint(path: Path, family: str, **changes) -> Path:
     """A random float16 checkpoint of `family` with its tiny dimensions and these changes."""
     return checkpoint.random(path, family, **(DIMS[family] | changes))
 
@@ -341,9 +371,9 @@ def as_device(decoder: Decoder) -> Decoder:
 
 
 def export(path: Path, folder: Path, /, **options) -> Bundle:
-    """Exports a checkpoint. Without a text the weights are rounded to the nearest in any preset,
-    those that the public `export` refuses without one among them: the tests of how formats are
-    stored and run ask nothing of the values."""
+    """Exports a checkpoint. Unlike the public `export` it takes every preset without a calibration
+    text, and rounds the weights to the nearest: tests of how formats are stored and run ask nothing
+    of the values."""
     from workbench import exporter
 
     if "calibration" in options:
@@ -385,7 +415,7 @@ class Exports:
 
     def checkpoint(self, family: str, **changes) -> Path:
         folder = self.root / named("checkpoint", family, sorted(changes.items()))
-        return once(folder, lambda path: random(path, family, **changes))
+        return once(folder, lambda path: random_checkpoint(path, family, **changes))
 
     def bundle(self, checkpoint: Path | str, **options) -> Bundle:
         """The bundle of a checkpoint; a family's name stands for its tiny checkpoint."""

@@ -15,8 +15,7 @@ has no shipped log."""
 import json
 import re
 import sys
-from dataclasses import dataclass
-from itertools import combinations, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from audit_answers import check_sentences  # beside this script
 from audit_benchmarks import check_benchmarks
 from audit_prose import check_prose
+from audit_times import check_listed_times
 from finding import Finding
 
 TOLERANCE = 1e-3  # relative: tables print four digits
@@ -47,17 +47,6 @@ UNITS = {
 QUANTITIES = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
 # phase → the words that the label of an axis must have
 LABEL_WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
-# "128: 250.1 (248 to 252, 3 processes)": the value of an axis; the median over its processes,
-# the least and the most of several, and their number
-LISTED = re.compile(
-    r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+) to ([\d.e+]+), )?(\d+) process(?:es)?\)"
-)
-# "1024 has fewer than 128, 0.8 times (0.79 to 0.81, paired over 3 rounds)": the second value of
-# an axis, the direction, the first value, the ratio of second to first, and the rounds
-RATIO = re.compile(
-    r"([\w.]+) has (more|fewer) than ([\w.]+), ([\d.e+-]+) times "
-    r"\([\d.e+-]+ to [\d.e+-]+, paired over (\d+) rounds\)"
-)
 # the definition of rows of fidelity whose chained updates are the sum that a layer adds
 DEFINITION = 2
 Log = dict[str, pd.DataFrame]
@@ -237,13 +226,14 @@ def check_report(folder: Path, log: Log) -> list[Finding]:
             if {"run_ids", "tokens_per_s"} <= set(data):
                 findings += check_configurations(place, data, log)
         elif path.stem in QUANTITIES and {"run_id", "value"} <= set(data):
-            findings += check_times(place, part, data, log)
+            ylabel = part["options"].get("ylabel", "")
+            findings += check_times(place, QUANTITIES[path.stem], ylabel, data, log)
             processes[path.stem] = data
     place = f"{folder.name}/Answer"
     answer = run["conclusion"]
     if processes:
         named = tables.get("tables/processes")
-        findings += check_answer(place, answer, processes, named)
+        findings += check_listed_times(place, answer, processes, named)
     check = check_sentences(folder.name[:2], answer, tables, place)
     return findings + check.findings
 
@@ -324,15 +314,18 @@ def check_configurations(place: str, data: pd.DataFrame, log: Log) -> list[Findi
     return findings
 
 
-def check_times(place: str, part: dict, data: pd.DataFrame, log: Log) -> list[Finding]:
-    """Checks that a figure has one row for each process, its value, and the label of the axis."""
-    phase = QUANTITIES[place.rpartition("/")[2]]
+def check_times(
+    place: str, phase: str, ylabel: str, data: pd.DataFrame, log: Log
+) -> list[Finding]:
+    """Checks that a figure has one row for each process, its value, and the label of the axis.
+
+    Args:
+        phase: of the samples behind the figure.
+    """
     findings = []
-    label = part["options"].get("ylabel", "")
-    if LABEL_WORDS[phase] not in label:
-        findings.append(
-            Finding(place, "label of the axis", repr(label), repr(LABEL_WORDS[phase]))
-        )
+    if LABEL_WORDS[phase] not in ylabel:
+        words = repr(LABEL_WORDS[phase])
+        findings.append(Finding(place, "label of the axis", repr(ylabel), words))
     for run_id, rows in data.groupby("run_id"):
         computed = process_value(log, run_id, phase)
         if len(rows) > 1:
@@ -345,162 +338,6 @@ def check_times(place: str, part: dict, data: pd.DataFrame, log: Log) -> list[Fi
                 number_finding(place, f"run {run_id}", rows["value"].iloc[0], computed)
             )
     return findings
-
-
-@dataclass(frozen=True)
-class Stated:
-    """A setting as an Answer lists it, with the digits that are printed: the median over its
-    processes, their number, and the least and the most of several."""
-
-    key: str
-    median: str
-    count: int
-    least: str = ""
-    most: str = ""
-
-
-def check_answer(
-    place: str,
-    text: str,
-    processes: dict[str, pd.DataFrame],
-    named: pd.DataFrame | None = None,
-) -> list[Finding]:
-    """Checks every setting that an Answer lists against the median over processes, and every ratio
-    and its direction against paired rounds. Settings with a name are checked against `named`, the
-    table of their processes."""
-    findings = []
-    if named is not None:
-        findings, text = check_named(place, text, named)
-    if "median" in text and not LISTED.search(text):
-        findings.append(
-            Finding(place, "times", "no number of processes", "a median over processes")
-        )
-    findings += check_medians(place, text, processes)
-    return findings + check_ratios(place, text, processes)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The processes of one setting in a figure of times.
-
-    Args:
-        values: of the figure's axes.
-        measured: the processes' values, in the order of time.
-    """
-
-    values: tuple
-    measured: pd.Series
-
-
-def group_by_setting(data: pd.DataFrame) -> list[Setting]:
-    """The settings of a figure of times."""
-    axes = [name for name in ("max_seq_len", "T", "rows") if name in data]
-    # ids of runs begin with the time
-    groups = data.sort_values("run_id").groupby(axes, dropna=False)
-    return [Setting(values, rows["value"]) for values, rows in groups]
-
-
-def check_medians(
-    place: str, text: str, processes: dict[str, pd.DataFrame]
-) -> list[Finding]:
-    """Checks the settings that an Answer lists by the value of an axis."""
-    computed: set[Stated] = set()
-    for data in processes.values():
-        for setting in group_by_setting(data):
-            computed |= possible_statements(setting)
-    findings = []
-    for key, median, least, most, count in LISTED.findall(text):
-        stated = Stated(key, median, int(count), least, most)
-        of_key = {statement for statement in computed if statement.key == key}
-        if of_key and stated not in of_key:
-            published = f"{median} of {count}"
-            medians = "; ".join(sorted({statement.median for statement in of_key}))
-            findings.append(Finding(place, f"median at {key}", published, medians))
-    return findings
-
-
-def possible_statements(setting: Setting) -> set[Stated]:
-    """The ways in which an Answer may list a setting: by the value of any axis, with or
-    without the least and the most."""
-    median = f"{setting.measured.median():.4g}"
-    least, most = f"{setting.measured.min():.4g}", f"{setting.measured.max():.4g}"
-    count = len(setting.measured)
-    statements = set()
-    for key in map(str, setting.values):
-        statements.add(Stated(key, median, count))
-        statements.add(Stated(key, median, count, least, most))
-    return statements
-
-
-def check_ratios(
-    place: str, text: str, processes: dict[str, pd.DataFrame]
-) -> list[Finding]:
-    """Checks the ratios of an Answer, and whether it says more or fewer."""
-    ratios = paired_ratios(processes)
-    findings = []
-    for second, more, first, ratio, rounds in RATIO.findall(text):
-        right = ratios.get((first, second), set())
-        word = "more" if float(ratio) > 1 else "fewer"
-        if ratio not in right or word != more or int(rounds) < 3:
-            published = f"{more}, {ratio} times, {rounds} rounds"
-            label = f"{second} over {first}"
-            computed = "; ".join(sorted(right))
-            findings.append(Finding(place, label, published, computed))
-    return findings
-
-
-def paired_ratios(
-    processes: dict[str, pd.DataFrame],
-) -> dict[tuple[str, str], set[str]]:
-    """(first, second) value of an axis → the ratios of second to first, as they are printed, of
-    settings that differ in this axis alone."""
-    ratios: dict[tuple[str, str], set[str]] = {}
-    for data in processes.values():
-        for first, second in combinations(group_by_setting(data), 2):
-            changed = [
-                (str(value), str(other))
-                for value, other in zip(first.values, second.values)
-                if value != other
-            ]
-            if len(changed) != 1:
-                continue
-            (pair,) = changed
-            log_ratio = mean_log_ratio(first.measured, second.measured)
-            ratios.setdefault(pair, set()).add(f"{np.exp(log_ratio):.3g}")
-            ratios.setdefault(pair[::-1], set()).add(f"{np.exp(-log_ratio):.3g}")
-    return ratios
-
-
-def mean_log_ratio(first: pd.Series, second: pd.Series) -> float:
-    """The mean logarithm of second over first. The k-th process of one is paired with the k-th
-    of the other, since both ran in the same round."""
-    count = min(len(first), len(second))
-    ratios = second.to_numpy()[:count] / first.to_numpy()[:count]
-    return float(np.log(ratios).mean())
-
-
-def check_named(
-    place: str, text: str, processes: pd.DataFrame
-) -> tuple[list[Finding], str]:
-    """Checks medians and ranges of settings with a name. Returns the findings and the text without
-    these settings."""
-    findings = []
-    undisturbed = processes[processes["disturbed"].isna()]
-    for name, rows in undisturbed.groupby("name"):
-        values = rows["value"]
-        # "NAME: median (least to most, N processes)"
-        pattern = (
-            rf"{re.escape(name)}: ([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
-            r"(\d+) process(?:es)?\)"
-        )
-        figures = [values.median(), values.min(), values.max()]
-        computed = (*(f"{figure:.4g}" for figure in figures), str(len(values)))
-        for match in re.finditer(pattern, text):
-            if match.groups() != computed:
-                printed, right = " ".join(match.groups()), " ".join(computed)
-                findings.append(Finding(place, f"median of {name}", printed, right))
-        text = re.sub(pattern, "", text)
-    return findings, text
 
 
 def number_finding(

@@ -272,8 +272,9 @@ def main() -> None:
     project = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1]
     findings = check_prose(project)
     for finding in findings:
+        # unlike str(finding): few of these findings have a computed number
         place, label = finding.place, finding.label
-        print(f"{place}: {label}: {finding.published}; needs {finding.computed}")
+        print(f"{place}: {label}: {finding.actual}; needs {finding.needed}")
     sys.exit(bool(findings))
 
 

@@ -1,14 +1,14 @@
 """Measures the portable runtime, exports, validations, evaluations and the log, each beside its
-peers in the same run:
+*peers*, the other programs, in the same run:
 
     python tools/bench.py decode | prompt | export | validate | evaluate | log | cell
     python tools/bench.py all      # all of them, in a process each, for the README's table
     python tools/bench.py table    # writes the README's table from experiments/benchmarks
 
-Contestants take turns, round by round. A measurement prints its ratios and medians, and writes
-every sample, with the machine, its load, versions and commit, to COMMAND.json in --out. The models
-have real dimensions and random weights; --real takes SmolLM2-135M-Instruct. Checkpoints and bundles
-stay in --folder."""
+Contestants, the workbench and its peers, take turns, round by round. A measurement prints its
+ratios and medians, and writes every sample, with the machine, its load, versions and commit, to
+COMMAND.json in --out. The models have real dimensions and random weights; --real takes
+SmolLM2-135M-Instruct. Checkpoints and bundles stay in --folder."""
 
 import json
 import math
@@ -40,7 +40,8 @@ from workbench.check.text import default_ids
 from workbench.errors import InputError
 from workbench.exporter import make_options, shards, template, weights
 from workbench.log import machine
-from workbench.models import checkpoint as checkpoints
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.checkpoint import random as write_random_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_record import (
@@ -71,16 +72,15 @@ RUN_PRESETS = ("int8-channel", "int8-tensor", "int4-block32", "fp16")
 TEXT_TOKENS = 1024
 STEPS = 8  # timed calls of one token in a sample, which is their number over their time
 # preset → llama.cpp's type of weights of about as many bytes
-ALIKE = {
+LLAMA_CPP_TYPES = {
     "fp16": "F16",
     "int8-channel": "Q8_0",
     "int8-tensor": "Q8_0",
     "int4-block32": "Q4_0",
 }
 # preset → Hugging Face's dtype beside it: that of the checkpoint, or of the stored weights
-DTYPES = {"int8-channel": "bfloat16", "fp16": "float16"}
+HF_DTYPES = {"int8-channel": "bfloat16", "fp16": "float16"}
 IGNORED_LABEL = -100  # transformers computes no loss of such a label
-NO_LLAMA_CPP = "llama_cpp cannot be imported"
 # the measurements behind the README's table: command → its options
 PUBLISHED_RUNS = {
     "decode": ["--depths", "64", "--presets", "int8-channel", "--presets", "fp16"]
@@ -108,6 +108,12 @@ class Contestant(NamedTuple):
     """Continues the sequence by token ids, up to the logits of the last one."""
 
 
+class Missing(NamedTuple):
+    """A contestant that cannot run here."""
+
+    reason: str
+
+
 def seconds(step: Step) -> float:
     """The seconds of one call by the clock."""
     start = time.perf_counter()
@@ -131,13 +137,13 @@ def run_in_process(function: Callable, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def checkpoint(folder: Path, family: str, layers: int) -> Path:
+def random_checkpoint(folder: Path, family: str, layers: int) -> Path:
     """A random checkpoint in bf16 with the dimensions of Qwen2.5-0.5B or ZAYA1-8B, written when it
     is missing. Transformers' defaults for zaya are those of ZAYA1-8B."""
     path = folder / f"{family}-{layers}"
     config = {"num_hidden_layers": layers, "dtype": "bfloat16"} | DIMS[family]
     if not path.exists():
-        checkpoints.random(path, family, **config)
+        write_random_checkpoint(path, family, **config)
     return path
 
 
@@ -199,10 +205,10 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
     for file in source.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             values = tensor.float().numpy()
-            place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
             stored = types[kind] if values.ndim > 1 else types.F32
             data = gguf.quants.quantize(values, stored)
-            writer.add_tensor(place, data, raw_dtype=stored)
+            writer.add_tensor(gguf_name, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -211,31 +217,55 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
 
 def contestants(
     bundles: dict[str, Bundle], source: Path, calls: tuple[int | None, ...] = (None,)
-) -> dict[str, Contestant | None]:
+) -> dict[str, Contestant | Missing]:
     """The contestants by name: every bundle, once for each number of tokens a call in `calls`;
-    Hugging Face's model in three dtypes; and llama.cpp, None where it cannot be imported. The last
-    two read a prompt in one call.
+    Hugging Face's model in three dtypes; and llama.cpp, where it can be imported. The last two, the
+    peers, read a prompt in one call.
 
     Args:
         bundles: preset → bundle, all of one checkpoint.
         source: the checkpoint's folder.
         calls: None: as many tokens as a call can have.
     """
-    peers = {}
-    for name, bundle in bundles.items():
+    by_name: dict[str, Contestant | Missing] = {}
+    for preset, bundle in bundles.items():
         decoder = workbench.Decoder(bundle, "portable", fast=True)
         for T in calls:
-            title = f"{name}, T = {T}" if T else name
-            peers[title] = Contestant(decoder.begin, partial(decoder.prefill, tile=T))
+            name = in_calls_of(T, preset) if T else preset
+            extend = partial(decoder.prefill, tile=T)
+            by_name[name] = Contestant(decoder.begin, extend)
     S = bundle.manifest.options.max_seq_len
     for dtype in ("float32", "float16", "bfloat16"):
-        peers[f"HF {dtype}"] = hugging_face(source, dtype, S)
-    is_installed = find_spec("llama_cpp") and find_spec("gguf")
-    kinds = {ALIKE[name] for name in bundles if name in ALIKE}
+        by_name[f"HF {dtype}"] = hugging_face(source, dtype, S)
+    has_llama_cpp = find_spec("llama_cpp") and find_spec("gguf")
+    kinds = {LLAMA_CPP_TYPES[name] for name in bundles if name in LLAMA_CPP_TYPES}
     for kind in sorted(kinds):
-        peer = llama_cpp(source, kind, S) if is_installed else None
-        peers[f"llama.cpp {kind}"] = peer
+        peer = Missing("llama_cpp cannot be imported")
+        if has_llama_cpp:
+            peer = llama_cpp(source, kind, S)
+        by_name[f"llama.cpp {kind}"] = peer
+    return by_name
+
+
+def peers_of(preset: str) -> list[str]:
+    """The names of the contestants that a preset is compared with: llama.cpp's type of as many
+    bytes, and Hugging Face's model."""
+    peers = []
+    if preset in LLAMA_CPP_TYPES:
+        peers.append(f"llama.cpp {LLAMA_CPP_TYPES[preset]}")
+    if preset in HF_DTYPES:
+        peers.append(f"HF {HF_DTYPES[preset]}")
     return peers
+
+
+def at_depth(depth: int, contestant: str) -> str:
+    """The name of the series of a contestant with `depth` tokens in its cache."""
+    return f"{contestant} at {depth}"
+
+
+def in_calls_of(T: int, preset: str) -> str:
+    """The name of the series of a preset in calls of T tokens."""
+    return f"{preset}, T = {T}"
 
 
 def decode_rate(depth: int, contestant: Contestant) -> float:
@@ -257,68 +287,78 @@ def prompt_rate(contestant: Contestant) -> float:
 
 
 def measure_rates(
-    peers: dict[str, Contestant | None],
+    contestants: dict[str, Contestant | Missing],
     rate: Callable[[Contestant], float],
     rounds: int,
-    suffix: str = "",
 ) -> list[Series]:
-    """tok/s of every contestant, whose names get the suffix."""
+    """tok/s of every contestant, a series of its name."""
     samplers, missing = {}, []
-    for peer, contestant in peers.items():
-        name = f"{peer}{suffix}"
-        if contestant:
-            samplers[name] = partial(rate, contestant)
+    for name, contestant in contestants.items():
+        if isinstance(contestant, Missing):
+            missing.append(Series(name, "tok/s", None, contestant.reason))
         else:
-            missing.append(Series(name, "tok/s", None, NO_LLAMA_CPP))
+            samplers[name] = partial(rate, contestant)
     for sample in samplers.values():
         sample()  # compiles kernels and fills caches
     return take_turns(samplers, rounds, "tok/s") + missing
-
-
-def preset_comparisons(what: str, names: list[str], suffix: str) -> list[Comparison]:
-    """Each preset beside llama.cpp's type of as many bytes, and beside Hugging Face's model.
-
-    Args:
-        what: what was measured, with {} for the preset.
-        names: of presets.
-        suffix: follows the preset in the name of its series.
-    """
-    comparisons = []
-    for name in names:
-        peers = []
-        if name in ALIKE:
-            peers.append(f"llama.cpp {ALIKE[name]}")
-        if name in DTYPES:
-            peers.append(f"HF {DTYPES[name]}")
-        for peer in peers:
-            comparisons.append(Comparison(what.format(name), name + suffix, peer))
-    return comparisons
 
 
 def measure_decode(
     bundles: dict[str, Bundle], source: Path, rounds: int, depths: tuple = DEPTHS
 ) -> Measurement:
     """tok/s of calls of one token, beside llama.cpp and Hugging Face."""
-    peers = contestants(bundles, source)
+    by_name = contestants(bundles, source)
     series, comparisons = [], []
     for depth in depths:
-        suffix = f" at {depth}"
-        series += measure_rates(peers, partial(decode_rate, depth), rounds, suffix)
-        what = f"decode, {{}}, {depth} tokens in the cache"
-        for comparison in preset_comparisons(what, list(bundles), suffix):
-            # the peers were measured at this depth, too
-            comparisons.append(replace(comparison, peer=comparison.peer + suffix))
+        at_this_depth = {at_depth(depth, name): one for name, one in by_name.items()}
+        series += measure_rates(at_this_depth, partial(decode_rate, depth), rounds)
+        comparisons += [
+            Comparison(
+                what=f"decode, {preset}, {depth} tokens in the cache",
+                series=at_depth(depth, preset),
+                peer=at_depth(depth, peer),
+            )
+            for preset in bundles
+            for peer in peers_of(preset)
+        ]
     return Measurement(series, comparisons)
 
 
 def measure_prompt(
     bundles: dict[str, Bundle], source: Path, rounds: int, calls: tuple = CALLS
 ) -> Measurement:
-    """tok/s of a prompt. The peers read it in one call."""
+    """tok/s of a prompt. The peers read it in one call; the presets in the longest calls are
+    compared with them."""
     series = measure_rates(contestants(bundles, source, calls), prompt_rate, rounds)
     T = max(calls)
-    what = f"prompt of {PROMPT_TOKENS} tokens, {{}}, T = {T}"
-    return Measurement(series, preset_comparisons(what, list(bundles), f", T = {T}"))
+    comparisons = [
+        Comparison(
+            what=f"prompt of {PROMPT_TOKENS} tokens, {preset}, T = {T}",
+            series=in_calls_of(T, preset),
+            peer=peer,
+        )
+        for preset in bundles
+        for peer in peers_of(preset)
+    ]
+    return Measurement(series, comparisons)
+
+
+def measure_beside(
+    peer: str,
+    peer_sampler: Sampler,
+    samplers: dict[str, Sampler],
+    rounds: int,
+    unit: str,
+    conditions: str,
+) -> Measurement:
+    """Measures what the samplers of the workbench name, each beside the one peer.
+
+    Args:
+        conditions: of all of them, such as "SmolLM2 135M, 48 tokens".
+    """
+    series = take_turns(samplers | {peer: peer_sampler}, rounds, unit)
+    comparisons = [Comparison(f"{name}, {conditions}", name, peer) for name in samplers]
+    return Measurement(series, comparisons)
 
 
 def measure_export(
@@ -345,7 +385,7 @@ def plain_seconds(source: Path, compress: str) -> float:
     """Seconds that coremltools takes to convert, compress and save all shards. One shard of each
     kind is converted twice, and the second time is multiplied by the number of its kind."""
     export_options = make_options(compress=compress)
-    whole = checkpoints.Checkpoint(source)
+    whole = Checkpoint(source)
     plan = workbench.exporter.read_plan(whole, export_options)
     specs = list(shards.specs(plan, export_options))
 
@@ -408,7 +448,7 @@ def measure_validate(
     """A first validation with the checkpoint, which makes the golden and runs and stores the bug
     gates, and a validation against a golden, which reads them, beside a pass of Hugging Face's
     model over as many tokens."""
-    source = checkpoints.Checkpoint(path)
+    source = Checkpoint(path)
     golden = workbench.golden.make_golden(source, ids)
     decoder = workbench.Decoder(bundle)
 
@@ -418,16 +458,17 @@ def measure_validate(
         workbench.validate(decoder, replace(fresh, source=source), run_on_decoder=True)
 
     read_gates = partial(workbench.validate, decoder, golden)
-    peer = "HF fp32, one pass"
-    samplers = {
-        "first validation with checkpoint": partial(seconds, validate_first),
-        "validation against a golden": partial(seconds, read_gates),
-        peer: make_forward_sampler(path, ids),
-    }
-    what = f"{{}}, {label}, {len(ids)} tokens"
-    names = list(samplers)[:2]
-    compared = [Comparison(what.format(name), name, peer) for name in names]
-    return Measurement(take_turns(samplers, rounds, "s"), compared)
+    return measure_beside(
+        "HF fp32, one pass",
+        make_forward_sampler(path, ids),
+        {
+            "first validation with checkpoint": partial(seconds, validate_first),
+            "validation against a golden": partial(seconds, read_gates),
+        },
+        rounds,
+        "s",
+        f"{label}, {len(ids)} tokens",
+    )
 
 
 def documented_loop(model, ids: list[int], window: int, stride: int) -> float:
@@ -466,7 +507,7 @@ def measure_evaluate(
     window = bundle.manifest.options.max_seq_len
     loop = torch.inference_mode()(documented_loop)
 
-    def rate(reference: checkpoints.Checkpoint | None, ids: list[int] = ids) -> float:
+    def rate(reference: Checkpoint | None, ids: list[int] = ids) -> float:
         with tempfile.TemporaryDirectory() as folder:
             score = partial(
                 evaluate.evaluate,
@@ -482,18 +523,19 @@ def measure_evaluate(
     def loop_rate() -> float:
         return len(ids) / seconds(partial(loop, model, ids, window, window // 2))
 
-    peer = "HF fp32, documented loop"
-    samplers = {
-        "evaluate": partial(rate, None),
-        "evaluate with checkpoint": partial(rate, checkpoints.Checkpoint(path)),
-        peer: loop_rate,
-    }
-    rate(checkpoints.Checkpoint(path), ids[:16])  # compiles kernels
+    rate(Checkpoint(path), ids[:16])  # compiles kernels
     loop_rate()
-    what = f"{{}}, {label}, {len(ids)} tokens, T ≤ {decoder.options.t_max}"
-    names = list(samplers)[:2]
-    compared = [Comparison(what.format(name), name, peer) for name in names]
-    return Measurement(take_turns(samplers, rounds, "tok/s"), compared)
+    return measure_beside(
+        "HF fp32, documented loop",
+        loop_rate,
+        {
+            "evaluate": partial(rate, None),
+            "evaluate with checkpoint": partial(rate, Checkpoint(path)),
+        },
+        rounds,
+        "tok/s",
+        f"{label}, {len(ids)} tokens, T ≤ {decoder.options.t_max}",
+    )
 
 
 def measure_log(root: Path, rounds: int, runs: int = 10_000) -> Measurement:
@@ -513,15 +555,14 @@ def measure_log(root: Path, rounds: int, runs: int = 10_000) -> Measurement:
 
     load = partial(log.load, "runs", root)
     load()
-    peer = "pandas"
-    samplers = {
-        "first load of a copy": load_copy,
-        "later load": partial(seconds, load),
-        peer: partial(seconds, partial(pd.read_parquet, root / "runs")),
-    }
-    names = list(samplers)[:2]
-    compared = [Comparison(f"{name}, {runs} runs", name, peer) for name in names]
-    return Measurement(take_turns(samplers, rounds, "s"), compared)
+    return measure_beside(
+        "pandas",
+        partial(seconds, partial(pd.read_parquet, root / "runs")),
+        {"first load of a copy": load_copy, "later load": partial(seconds, load)},
+        rounds,
+        "s",
+        f"{runs} runs",
+    )
 
 
 def measure_cell(root: Path, rounds: int) -> Measurement:
@@ -540,7 +581,7 @@ def measure_cell(root: Path, rounds: int) -> Measurement:
     return Measurement(series, [Comparison("start of a cell", "start of a cell", peer)])
 
 
-def text_ids(source: checkpoints.Checkpoint, count: int) -> list[int]:
+def text_ids(source: Checkpoint, count: int) -> list[int]:
     """The first tokens of the prose that comes with the package, repeated as often as needed;
     random ids for a checkpoint without a tokenizer."""
     ids = default_ids(source, count)
@@ -568,81 +609,110 @@ class BenchOptions:
             return "SmolLM2 135M"
         return f"{self.family}, {self.layers} random layers"
 
-    def checkpoint(self, folder: Path) -> Path:
-        """The model's checkpoint, which is written into `folder` if it is a random one."""
+    def checkpoint_in(self, folder: Path) -> Path:
+        """The path of the model's checkpoint, which is written into `folder` if it is a random
+        one.
+
+        Raises:
+            InputError: the real model is missing.
+        """
         if not self.real:
-            return checkpoint(folder, self.family, self.layers)
+            return random_checkpoint(folder, self.family, self.layers)
         if not (REAL / "config.json").exists():
             step = f"run: {sys.executable} data/real.py smollm2"
             raise InputError(REAL, "no such folder", "the real model", step)
         return REAL
 
 
-def measure(what: str, options: BenchOptions, folder: Path) -> Measurement:
-    """Runs a measurement.
-
-    Args:
-        what: the command, see the module.
-        folder: for checkpoints, bundles and what a measurement writes.
-
-    Raises:
-        InputError: the real model is missing.
-    """
-    if what in ("log", "cell"):
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            if what == "log":
-                return measure_log(Path(name), options.rounds, options.runs)
-            return measure_cell(Path(name), options.rounds)
-    path = options.checkpoint(folder)
+def prepare(options: BenchOptions, folder: Path) -> Path:
+    """The path of the checkpoint; torch uses every core from now on."""
+    path = options.checkpoint_in(folder)
     torch.set_num_threads(os.cpu_count())
-    if what == "export":
-        return measure_export(path, folder / "export", options.compress, options.rounds)
-    if what in ("validate", "evaluate"):
-        return measure_checks(what, options, path, folder)
-    return measure_speed(what, options, path, folder)
+    return path
 
 
-def measure_checks(
-    what: str, options: BenchOptions, path: Path, folder: Path
-) -> Measurement:
-    """Runs the measurement `validate` or `evaluate` of one bundle of a checkpoint."""
-    source = checkpoints.Checkpoint(path)
-    rounds, label = options.rounds, options.label
-    max_seq_len = 128 if what == "validate" else 512
-    bundle_options = make_options(max_seq_len=max_seq_len, compress=options.compress)
-    bundle = workbench.exporter.bundle_for(source, bundle_options, folder=folder)
-    if what == "validate":
-        return measure_validate(bundle, path, default_ids(source), rounds, label)
-    return measure_evaluate(bundle, path, text_ids(source, TEXT_TOKENS), rounds, label)
+def run_decode(options: BenchOptions, folder: Path) -> Measurement:
+    path = prepare(options, folder)
+    bundles = export_presets(options, path, folder)
+    return measure_decode(bundles, path, options.rounds, options.depths)
 
 
-def measure_speed(
-    what: str, options: BenchOptions, path: Path, folder: Path
-) -> Measurement:
-    """Runs the measurement `decode` or `prompt` of a bundle in each preset."""
-    source = checkpoints.Checkpoint(path)
+def run_prompt(options: BenchOptions, folder: Path) -> Measurement:
+    path = prepare(options, folder)
+    bundles = export_presets(options, path, folder)
+    return measure_prompt(bundles, path, options.rounds, options.calls)
+
+
+def export_presets(
+    options: BenchOptions, path: Path, folder: Path
+) -> dict[str, Bundle]:
+    """Preset → a bundle of the checkpoint at `path`."""
+    source = Checkpoint(path)
     bundles = {}
     for preset in options.presets:
         bundle_options = make_options(compress=preset, max_seq_len=512, tokens="1-64")
         bundle = workbench.exporter.bundle_for(source, bundle_options, folder=folder)
         bundles[preset] = bundle
-    if what == "decode":
-        return measure_decode(bundles, path, options.rounds, options.depths)
-    return measure_prompt(bundles, path, options.rounds, options.calls)
+    return bundles
+
+
+def run_export(options: BenchOptions, folder: Path) -> Measurement:
+    path = prepare(options, folder)
+    return measure_export(path, folder / "export", options.compress, options.rounds)
+
+
+def run_validate(options: BenchOptions, folder: Path) -> Measurement:
+    path = prepare(options, folder)
+    source = Checkpoint(path)
+    bundle_options = make_options(max_seq_len=128, compress=options.compress)
+    bundle = workbench.exporter.bundle_for(source, bundle_options, folder=folder)
+    ids = default_ids(source)
+    return measure_validate(bundle, path, ids, options.rounds, options.label)
+
+
+def run_evaluate(options: BenchOptions, folder: Path) -> Measurement:
+    path = prepare(options, folder)
+    source = Checkpoint(path)
+    bundle_options = make_options(max_seq_len=512, compress=options.compress)
+    bundle = workbench.exporter.bundle_for(source, bundle_options, folder=folder)
+    ids = text_ids(source, TEXT_TOKENS)
+    return measure_evaluate(bundle, path, ids, options.rounds, options.label)
+
+
+def run_log(options: BenchOptions, folder: Path) -> Measurement:
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        return measure_log(Path(root), options.rounds, options.runs)
+
+
+def run_cell(options: BenchOptions, folder: Path) -> Measurement:
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        return measure_cell(Path(root), options.rounds)
+
+
+# command → its measurement; checkpoints, bundles and what it writes go to the folder
+MEASUREMENTS: dict[str, Callable[[BenchOptions, Path], Measurement]] = {
+    "decode": run_decode,
+    "prompt": run_prompt,
+    "export": run_export,
+    "validate": run_validate,
+    "evaluate": run_evaluate,
+    "log": run_log,
+    "cell": run_cell,
+}
 
 
 def run_all(out: Path, folder: Path) -> None:
     """Runs every measurement of the README's table, each in a process of its own, and writes the
     table. A measurement that fails leaves its earlier file as it is."""
     failed, start = [], time.monotonic()
-    for what, options in PUBLISHED_RUNS.items():
+    for name, options in PUBLISHED_RUNS.items():
         if "--real" in options and not (REAL / "config.json").exists():
             options = [option for option in options if option != "--real"]
-        print(f"{what}:", flush=True)
-        command = [sys.executable, __file__, what, *options, "--rounds", "3"]
+        print(f"{name}:", flush=True)
+        command = [sys.executable, __file__, name, *options, "--rounds", "3"]
         command += ["--out", str(out), "--folder", str(folder)]
         if subprocess.run(command).returncode:
-            failed.append(what)
+            failed.append(name)
     print(f"{time.monotonic() - start:.0f} s in all")
     if failed:
         sys.exit(f"these failed, and the table was not written: {', '.join(failed)}")
@@ -650,7 +720,7 @@ def run_all(out: Path, folder: Path) -> None:
 
 
 def main(
-    what: Literal[
+    command: Literal[
         "decode",
         "prompt",
         "export",
@@ -683,10 +753,10 @@ def main(
             experiments/benchmarks.
         json_: print the file in place of ratios and medians.
     """
-    if what == "table":
+    if command == "table":
         return write_table(ROOT / "README.md", out or PUBLISHED)
     folder.mkdir(parents=True, exist_ok=True)
-    if what == "all":
+    if command == "all":
         return run_all(out or PUBLISHED, folder)
     options = BenchOptions(
         real=real,
@@ -701,8 +771,9 @@ def main(
     )
     columns = machine.environment()
     with machine.disturbance() as disturbance:
-        measurement = measure(what, options, folder)
-    path = measurement.save(out or folder, what, asdict(options), columns | disturbance)
+        measurement = MEASUREMENTS[command](options, folder)
+    conditions = columns | disturbance
+    path = measurement.save(out or folder, command, asdict(options), conditions)
     print(path.read_text() if json_ else "\n".join(measurement.lines()))
 
 

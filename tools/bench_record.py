@@ -149,17 +149,19 @@ def table(folder: Path) -> list[str]:
                 f"`{document['command']}`",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", *map(conditions, documents)]
+    return [*lines, "", *map(machine_line, documents)]
 
 
-def conditions(document: dict) -> str:
-    """One line on the machine and the load of a benchmark."""
+def machine_line(document: dict) -> str:
+    """One line of a list in Markdown: the machine, its load, the commit and the date of the
+    measurement in a document."""
     steal = document["steal"]
+    load = f"{document['load_start']:.1f} before and {document['load_end']:.1f} after"
     parts = [
         document["machine"],
         f"commit {(document['commit'] or 'unknown')[:8]}",
         document["time"][:10],
-        f"load average {document['load_start']:.1f} before and {document['load_end']:.1f} after",
+        f"load average {load}",
         "steal not measured" if steal is None else f"steal {steal:.1%}",
     ]
     return f"- `{document['command']}`: {'; '.join(parts)}"

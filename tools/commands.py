@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from bench_record import conditions
+from bench_record import NOT_MEASURED, machine_line
 from children import cpu_seconds_of_children
 from cyclopts import run
 from page_blocks import replace_block
@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "experiments" / "commands.json"
 WORK = ROOT / "build" / "commands"
 MODEL = "data/smollm2-135m-instruct"
-NOT_MEASURED = "not measured"
 OVER = 4  # the exit code of a sound export that costs more than the limit
 SMALLEST_SHOWN = 50e3
 """Bytes: a command that writes less has a dash in the table."""
@@ -216,9 +215,9 @@ def read_rows(path: Path = ROWS) -> dict[str, dict]:
 def add_conditions(rows: list[Row], columns: dict) -> list[dict]:
     """Rows with the machine, its load and the time when the run began."""
     names = "machine commit load_start load_end steal".split()
-    conditions = {name: columns[name] for name in names}
-    conditions["time"] = columns["time"].isoformat(timespec="seconds")
-    return [asdict(row) | conditions for row in rows]
+    run_columns = {name: columns[name] for name in names}
+    run_columns["time"] = columns["time"].isoformat(timespec="seconds")
+    return [asdict(row) | run_columns for row in rows]
 
 
 def save_rows(rows: list[dict], path: Path = ROWS) -> None:
@@ -273,7 +272,7 @@ def describe_run(rows: list[dict]) -> str:
     steals = [row["steal"] for row in rows]
     steal = None if None in steals else max(steals)
     changes = {"command": name, "load_end": last["load_end"], "steal": steal}
-    return conditions(first | changes)
+    return machine_line(first | changes)
 
 
 def write_table(readme: Path, path: Path = ROWS) -> None:

@@ -7,7 +7,19 @@ Values that have no column any more go into `config` under the key `older`, so t
 measurement is lost. Files of the current version get the columns that they lack,
 as nulls, so that readers that take the schema of one file find all columns; files that
 lack none are left as they are. A rewritten file replaces the old one only when it is
-whole."""
+whole.
+
+Names that only older rows have:
+
+- Options `t_max`, `t` and `functions`, up to version 4: today's `tokens`. `t` is
+  `range` or `fixed`; 4, `range` is `1-4`; 4, `fixed` is `4`; functions [1, 64] are `1,64`.
+- Option `states`, up to version 3: `packed` held K and V in one state; today they are
+  always separate.
+- Options `undo` and `state_pair`, up to version 3, of layers with a recurrent state:
+  whether tokens could be taken back from it, and whether a second state held the
+  remainder of its rounding.
+- Option `program_dtype`, up to version 3: today the target decides it.
+- Key `price` of `config`: what compression costs, today `cost`."""
 
 import hashlib
 import json
@@ -24,7 +36,7 @@ from workbench.log.runs import scalars
 from workbench.log.schema import VERSION
 from workbench.sweep import identity
 
-# option → its default in the versions before the present one
+# option, of today or of an older version → the value that rows leave out of the hashes
 DEFAULTS = Options().model_dump(mode="json") | {
     "compress": "fp16",
     "states": "separate",
@@ -41,12 +53,13 @@ with."""
 
 
 def rewrite(root: Path) -> int:
-    """Rewrites the log at `root` and its shipped part; returns the number of files."""
-    return sum(
-        rewrite_file(root, table, path)
-        for table in SCHEMAS
-        for path in sorted(root.glob(f"{table}/*.parquet"))
-    )
+    """Rewrites the log at `root`; returns the number of files that needed it."""
+    count = 0
+    for table in SCHEMAS:
+        for path in sorted(root.glob(f"{table}/*.parquet")):
+            if rewrite_file(root, table, path):
+                count += 1
+    return count
 
 
 def rewrite_file(root: Path, table: str, path: Path) -> bool:

@@ -29,16 +29,18 @@ def examine(name: str = "coreml") -> dict:
     """
     machine = log.environment() | hardware()
     versions = machine["versions"]
-    available = name != "coreml" or runtime.coreml_available()
-    devices = results = None
-    if available:
+    can_try = name != "coreml" or runtime.coreml_available()
+    devices = None
+    # compute units → why the model did not run there
+    failures: dict[str, str | None] = {}
+    if can_try:
         if name == "coreml":
             devices = process.call(compute_devices, timeout_s=TIMEOUT_S).value
-        results = {}
         for units in UNITS:
             outcome = process.call(stateful_predict, name, units, timeout_s=TIMEOUT_S)
-            results[units] = outcome.failure or "ok"
-        available = results["CPU_ONLY"] == "ok"
+            failures[units] = outcome.failure
+    runs_on_cpu = can_try and failures["CPU_ONLY"] is None
+    results = {units: failure or "ok" for units, failure in failures.items()}
     # every Mac with Apple silicon has a Neural Engine; Core ML's own list is better
     has_engine = platform.machine() == "arm64"
     if devices is not None:
@@ -53,24 +55,30 @@ def examine(name: str = "coreml") -> dict:
         "coremltools": versions["coremltools"],
         "torch": versions["torch"],
         "plugins": {package.name: package.version for package in packages},
-        "coreml_available": available,
-        "ane_available": available and has_engine,
+        "coreml_available": runs_on_cpu,
+        "ane_available": runs_on_cpu and has_engine,
         "compute_devices": devices,
-        "stateful_predict": results,
+        "stateful_predict": results if can_try else None,
         "default_runtime": runtime.resolve(),
-        "notes": _notes(available, results or {}),
+        "notes": _notes(failures),
     }
 
 
-def _notes(available: bool, results: dict[str, str]) -> list[str]:
-    failed = {units: reason for units, reason in results.items() if reason != "ok"}
+def _notes(failures: dict[str, str | None]) -> list[str]:
+    """What the user should know, in sentences.
+
+    Args:
+        failures: compute units → why a model with a state did not run there, None where it
+            ran; empty without Core ML.
+    """
+    failed = {units: reason for units, reason in failures.items() if reason}
     if failed:
         words = "A model with a state did not run on"
         return [
             *(f"{words} {units}: {reason}" for units, reason in failed.items()),
             "Name compute units on which it ran with --compute-units, or take --runtime portable.",
         ]
-    if available:
+    if failures:
         return [
             "Core ML runs here: decode, sweep and validate use it unless told --runtime portable.",
             "Times are this Mac's. A plan is a preference; timing each T shows the actual unit.",

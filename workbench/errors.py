@@ -20,6 +20,12 @@ __all__ = [
 # libraries in Rust (safetensors, tokenizers) report an error of the system as text
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 FULL = errno.ENOSPC, errno.EDQUOT
+# the end of an error of Core ML's binding, after its lines were joined:
+# `{ NSLocalizedDescription = "no such model"; }`
+CORE_ML_DICTIONARY = re.compile(r"(^|: )\{ (.*?);? \}$")
+# a character as such a dictionary writes it, `\U2019`; not half of a surrogate pair
+# (d800 to dfff), which is no character alone
+ESCAPED_CHARACTER = re.compile(r"\\U(?!d[89a-f])([0-9a-f]{4})")
 
 
 class CellError(RuntimeError):
@@ -43,13 +49,12 @@ def is_full_disk(problem: BaseException | None) -> bool:
 def one_line(problem: object) -> str:
     """The text of a library's error in one line.
 
-    Core ML's binding words an error as a dictionary over several lines, `{`,
-    `NSLocalizedDescription = "…";`, `}`, with escapes for what is not ASCII: here
-    without the braces, and with the characters themselves."""
-    line = re.sub(r"(^|: )\{ (.*?);? \}$", r"\1\2", " ".join(str(problem).split()))
-    return re.sub(
-        r"\\U(?!d[89a-f])([0-9a-f]{4})", lambda code: chr(int(code[1], 16)), line
-    )
+    Core ML's binding words an error as a dictionary over several lines, with escapes for
+    characters that are not ASCII. The line has no braces and has the characters:
+    `{`, `Reason = "model\\U2019s";`, `}` → `Reason = "model’s"`."""
+    line = " ".join(str(problem).split())
+    line = CORE_ML_DICTIONARY.sub(r"\1\2", line)
+    return ESCAPED_CHARACTER.sub(lambda escape: chr(int(escape[1], 16)), line)
 
 
 def last_message(written: list[str]) -> str:

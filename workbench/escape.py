@@ -3,7 +3,7 @@ r"""Escapes text for formats with a syntax: a shell, HTML, Markdown, LaTeX, path
 There is one function for each format. Text from a checkpoint, a log or a user then reads
 in that format as it was written, whatever characters it contains. Captions and sentences
 of notebooks may mark code with backticks; `with_code` formats that code and escapes the
-rest. A leaf: imports nothing of the package."""
+rest. Imports no other module of this package."""
 
 import html as standard_html
 import re
@@ -171,9 +171,8 @@ def html(text: object) -> str:
 def markdown(text: object) -> str:
     """Text of a paragraph, of a link or of an image's description. Lines stay lines; spaces
     at their ends are removed, because they have a meaning in Markdown."""
-    first, *lines = LINE_END.split(str(text).strip())
-    lines = [first.rstrip(), *(line.strip() for line in lines)]
-    return "\n".join(map(_markdown_line, lines))
+    lines = LINE_END.split(str(text).strip())
+    return "\n".join(_markdown_line(line.strip()) for line in lines)
 
 
 def markdown_cell(text: object) -> str:
@@ -184,11 +183,14 @@ def markdown_cell(text: object) -> str:
 
 
 def _markdown_inline(line: str) -> str:
+    """Escapes what has a meaning anywhere in a line: `a*b <c>` → `a\\*b \\<c\\>`."""
     escaped = INLINE.sub(r"\\\g<0>", line)
     return UNDERSCORES.sub(_markdown_underscores, escaped)
 
 
 def _markdown_line(line: str) -> str:
+    """Escapes also what has a meaning at the beginning of a line: `# 1` → `\\# 1`, and
+    `1. a` → `1\\. a`."""
     escaped = _markdown_inline(line)
     if start := LINE_START.match(escaped):
         # the dot behind a number is escaped: Markdown knows no escaped digits
@@ -197,14 +199,14 @@ def _markdown_line(line: str) -> str:
     return escaped
 
 
-def _markdown_underscores(run: re.Match) -> str:
+def _markdown_underscores(match: re.Match) -> str:
     """Escapes underscores except inside a word: there they are no emphasis, and names of
-    columns stay readable."""
-    before = run.string[: run.start()][-1:]
-    after = run.string[run.end() :][:1]
+    columns stay readable. `_a_b_` → `\\_a_b\\_`."""
+    before = match.string[: match.start()][-1:]
+    after = match.string[match.end() :][:1]
     if before.isalnum() and after.isalnum():
-        return run[0]
-    return run[0].replace("_", r"\_")
+        return match[0]
+    return match[0].replace("_", r"\_")
 
 
 def latex(text: object) -> str:
@@ -255,6 +257,7 @@ def markdown_sentence(text: str) -> str:
     """A sentence or caption in Markdown, with code between backticks."""
 
     def escape(piece: str) -> str:
+        # unlike in `markdown`, spaces at the ends of a piece part it from the code beside it
         first, *lines = LINE_END.split(piece)
         lines = [first, *(line.lstrip() for line in lines)]
         return "\n".join(map(_markdown_line, lines))

@@ -1,5 +1,8 @@
-"""Files that are written whole or not at all, limits of what is read, locks between
-processes, and digests. A leaf: it imports only the errors."""
+"""Files, in this order: those of the checkout and its notes of verified hashes; writing
+whole or not at all; limits of what is read; locks between processes and free disk space;
+digests and links; folders that are replaced whole.
+
+Imports only `workbench.errors` of this package."""
 
 import ctypes
 import errno
@@ -20,7 +23,7 @@ from workbench.errors import InputError
 # the first bytes of the file that Git LFS puts in the place of a large one
 LFS_POINTER = b"version https://git-lfs"
 TEXT_SUFFIXES = ".json", ".jinja", ".txt", ".model"
-OUT = "WORKBENCH_OUT"
+OUT_VARIABLE = "WORKBENCH_OUT"
 # largest size of a file that is read into memory whole: JSON, YAML, a prompt
 MAX_TEXT_BYTES = 1 << 26
 
@@ -38,8 +41,16 @@ def project_root(start: Path) -> Path | None:
 
 
 def note_verified(kind: str, facts: dict[str, str]) -> None:
-    """Records in this checkout that `facts`, a combination of hashes, was verified;
-    `was_verified` then returns True for it. Does nothing where no file can be written."""
+    """Records in this checkout that `facts`, a combination of hashes, was verified, so that
+    a later process need not verify it again (see `was_verified`):
+
+        note_verified("verdicts", {"bundle": identity, "verdict": sha256_of_the_file})
+
+    Does nothing where no file can be written.
+
+    Args:
+        kind: the folder of the notes, one for each kind of facts.
+    """
     path = _note_path(kind, facts)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +69,8 @@ def was_verified(kind: str, facts: dict[str, str]) -> bool:
 def _note_path(kind: str, facts: dict[str, str]) -> Path:
     """The file of a note: in the checkout that this code lies in, else in the user's
     cache."""
-    if checkout := project_root(Path(__file__).resolve().parent):
-        folder = checkout / "build"
+    if root := project_root(Path(__file__).resolve().parent):
+        folder = root / "build"
     else:
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~/.cache"))
         folder = Path(cache) / "workbench"
@@ -77,7 +88,7 @@ def output_root() -> Path:
     """The folder that runs write to, with the folders of a checkout below it. It is the
     folder in the variable ``WORKBENCH_OUT``, for a checkout that cannot be written, else
     the checkout."""
-    folder = os.environ.get(OUT)
+    folder = os.environ.get(OUT_VARIABLE)
     return Path(folder).absolute() if folder else checkout()
 
 
@@ -229,7 +240,7 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check_room(folder: Path, needed: int, subject: str) -> None:
+def check_free_space(folder: Path, needed: int, subject: str) -> None:
     """Checks that `needed` bytes are free on the disk of `folder`, which may not exist yet.
 
     Raises:

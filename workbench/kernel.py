@@ -117,6 +117,7 @@ def execute(
                 config=config,
             )
     except KeyboardInterrupt as problem:
+        # most notebooks sweep, and a sweep measures no finished cell again
         text = "not finished; the same command measures only what its sweeps lack"
         problem.add_note(f"{source.stem}: {text}")
         raise

@@ -1,63 +1,26 @@
 """Checks of the paths that a user gives: whether a bundle, a checkpoint or a file is
-there, and what is there instead.
+there, and what is there instead. `checkpoint_checks.py` checks what a checkpoint is.
 
-A leaf: it reads names and small files and imports nothing heavy, so that a wrong path is
-refused before torch is loaded."""
+Reads names and small files and imports nothing heavy, so that a wrong path is refused
+before torch is loaded."""
 
-import json
 import os
 import re
 import tempfile
 from pathlib import Path
 
+from workbench.checkpoint_checks import CONFIG, DOWNLOAD_HINT, check_weights_format
 from workbench.errors import InputError
-from workbench.files import MAX_TEXT_BYTES, project_root, read_bytes
+from workbench.files import project_root, read_bytes
 
 # size of a file of text; its token ids take several times as much
 MAX_PROMPT_BYTES = 1 << 28
-BUNDLE, CONFIG = "bundle.json", "config.json"
-# largest sizes in bytes of the files that transformers reads whole, of a checkpoint and
-# its tokenizer
-LIMITS = {
-    **dict.fromkeys(
-        (
-            CONFIG,
-            "generation_config.json",
-            "model.safetensors.index.json",
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-            "added_tokens.json",
-            "chat_template.jinja",
-        ),
-        MAX_TEXT_BYTES,
-    ),
-    "tokenizer.json": 1 << 29,
-    "vocab.json": 1 << 29,
-}
-FETCH = "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
-ADAPTER = "adapter_config.json"
-# transformers' model_type of every family in `workbench.models`, which imports torch
-FAMILIES = (
-    "gemma3_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "granitemoehybrid",
-    "hunyuan_v1_dense",
-    "lfm2",
-    "llama",
-    "ministral3",
-    "mistral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_5_text",
-    "smollm3",
-    "zaya",
+BUNDLE = "bundle.json"
+# ORG/NAME, or the page of that model
+HUB_PART = r"[A-Za-z0-9][\w.-]*"
+HUB_NAME = re.compile(
+    rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({HUB_PART}/{HUB_PART})/?"
 )
-NAME = r"[A-Za-z0-9][\w.-]*"
-HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
 
 
 def check_bundle(path: str | Path) -> Path:
@@ -83,97 +46,17 @@ def locate_checkpoint(path: str | Path) -> Path:
     """
     path = _possible("checkpoint", path)
     if (path / CONFIG).is_file():
-        _check_weights(path)
+        check_weights_format(path)
         return path
     # a folder of this name is meant before a model of the Hub
     if not path.exists() and (snapshot := hub_snapshot(path)):
         return snapshot
-    _check_weights(path)
-    step = FETCH
+    check_weights_format(path)
+    step = DOWNLOAD_HINT
     if hub := hub_id(path):
         step = f"run: hf download {hub}"
     needed = "a Hugging Face folder of *.safetensors"
     raise _refusal("checkpoint", path, CONFIG, needed, step)
-
-
-def _check_weights(folder: Path) -> None:
-    """Refuses a folder whose weights have a format that is not read: an adapter, GGUF, or
-    files of torch.save."""
-    # a folder may have several formats of the same weights; safetensors are read
-    if any(folder.glob("model*.safetensors*")):
-        return
-    subject, needed = f"checkpoint {folder}", "a Hugging Face folder of *.safetensors"
-    if (folder / ADAPTER).is_file():
-        base = _json(folder / ADAPTER).get("base_model_name_or_path")
-        actual = f"an adapter of {base or 'a model that it does not name'}"
-        step = "merge it into that model (peft: merge_and_unload) and save the result"
-    elif gguf := sorted(folder.glob("*.gguf")):
-        actual = f"GGUF weights, {gguf[0].name}"
-        step = (
-            "get the model that they were made from (hf download ORG/NAME --local-dir "
-            "FOLDER), or read them with transformers' gguf_file and save the model, as "
-            "data/real.py does"
-        )
-    elif pickles := sorted(folder.glob("pytorch_model*.bin")):
-        actual = f"no safetensors, only {pickles[0].name}"
-        step = (
-            "save it as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER)"
-            ".save_pretrained(NEW_FOLDER)"
-        )
-    else:
-        return
-    raise InputError(subject, actual, needed, step)
-
-
-def check_family(checkpoint: Path) -> None:
-    """Refuses a checkpoint whose config.json names a family that cannot be exported. The
-    weights need not be there yet."""
-    config = _json(checkpoint / CONFIG)
-    part = config.get("text_config")
-    kind = (part if isinstance(part, dict) else config).get("model_type")
-    # a text part without a type has the default of its whole
-    if kind in FAMILIES or (kind is None and part):
-        return
-    actual = f"model_type {kind!r}"
-    if "auto_map" in config:
-        actual += " with auto_map, Python code in the checkpoint, which is never run"
-    needed, step = f"one of {', '.join(FAMILIES)}", "see README: supported families"
-    raise InputError(f"checkpoint {checkpoint}", actual, needed, step)
-
-
-def check_quantization(checkpoint: Path) -> None:
-    """Refuses a checkpoint whose config.json says that its weights are quantized."""
-    config = _json(checkpoint / CONFIG)
-    part = config.get("text_config")
-    settings = config.get("quantization_config")
-    if settings is None and isinstance(part, dict):
-        settings = part.get("quantization_config")
-    if settings:
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
-        actual = f"weights quantized by {method or 'some method'}"
-        raise quantized_error(checkpoint, actual)
-
-
-def quantized_error(checkpoint: Path, actual: str) -> InputError:
-    """The refusal of a checkpoint with quantized weights; `actual` describes them."""
-    return InputError(
-        f"checkpoint {checkpoint}",
-        actual,
-        "plain weights in F32, F16 or BF16; the export quantizes them itself",
-        "use the model that was quantized (its card names the base model), or "
-        "dequantize this one with the library that made it: a cast alone would lose "
-        "the scales",
-    )
-
-
-def _json(path: Path) -> dict:
-    """The object in a JSON file, or {} where the file holds no object: the checkpoint's
-    reader refuses such a file with a better message."""
-    try:
-        fields = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> InputError:
@@ -198,24 +81,29 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:
-    """Finds a path that a notebook or a grid names. Commands use `locate_checkpoint` and
-    `check_bundle`, which refuse what they cannot use.
+    """Finds a path that a notebook or a grid names; notebooks run in other folders than
+    the checkout's. Returns the first of these:
 
-    Returns the path itself if it exists, else the path within `project` (default: the
-    checkout around the working directory), because notebooks run in other folders. For
-    the name of a model on the Hub, returns its folder in the local cache."""
+    1. the path itself, if it exists;
+    2. the path within `project` (default: the checkout around the working directory), if
+       it exists there or cannot be the name of a model on the Hub. It may not exist;
+    3. the folder in the local cache of the model on the Hub of this name, or the path
+       itself if the cache lacks it.
+
+    Commands use `locate_checkpoint` and `check_bundle`, which refuse what they cannot
+    use."""
     project = project or project_root(Path.cwd()) or Path.cwd()
     if Path(path).exists():
         return Path(path)
-    if not (project / path).exists() and hub_id(path, project):
-        return hub_snapshot(path) or Path(path)
-    return project / path
+    if (project / path).exists() or not hub_id(path, project):
+        return project / path
+    return hub_snapshot(path) or Path(path)
 
 
 def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
     """ORG/NAME if `path` may be a model on the Hub: two names, and `folder` has no entry
     of the first name."""
-    hub = HUB.fullmatch(str(path))
+    hub = HUB_NAME.fullmatch(str(path))
     if hub and not (folder / hub[1].partition("/")[0]).exists():
         return hub[1]
     return None
@@ -224,7 +112,7 @@ def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
 def hub_snapshot(path: str | Path) -> Path | None:
     """The folder in the local cache with the weights of a model on the Hub, or None.
     Downloads nothing."""
-    if not (hub := HUB.fullmatch(str(path))):
+    if not (hub := HUB_NAME.fullmatch(str(path))):
         return None
     from huggingface_hub import snapshot_download
 

@@ -6,6 +6,11 @@ them once and forks for every call. It runs no call itself and no threads, and w
 the next call as long as its caller lives. macOS' frameworks do not survive a fork;
 there a server becomes the child of its only call.
 
+The file has three parts. In the caller, `call` pickles the function and its arguments
+into a folder, prints the folder to a server's stdin, and reads one line, the answer.
+Then come the servers as the caller sees them, and last the code that runs in a server
+(`serve`) and in its child (`_run`), which pickles the result into the same folder.
+
 multiprocessing's fork server is not used. It imports the caller's main module into each
 child, so that a script without a guard would run again; it has one environment for
 all children, though OpenMP reads its number of threads there; and nothing ends its
@@ -18,7 +23,6 @@ import importlib
 import math
 import os
 import pickle
-import re
 import select
 import signal
 import subprocess
@@ -30,32 +34,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, TextIO
 
 from miltorch.quiet import coremltools, uncollected
+from workbench.core_ml_log import is_invalidating, select_messages
 from workbench.errors import InputError, is_full_disk, last_message
 
 CAN_FORK = sys.platform != "darwin"
 # Most calls import these late; a server imports them before its second call. Its only
 # call may need none of them.
 LATE = "pandas", "transformers.modeling_utils"
-TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
-# Core ML writes these lines on stderr while a call goes on. All of them are logged; a
-# run in which a model was not compiled, or not run, for the named unit is invalid.
-# (whisper.cpp #3702, CT#2247, CT#2688)
-CORE_ML_MESSAGE = re.compile(
-    r"E5RT|E5 bundle|\bANE|ForANE|Espresso|MPSGraph|Error plan build|Error compiling model"
-    r"|Error Domain=com\.apple"
-)
-INVALIDATING = re.compile(
-    r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple"
-    r"|ANE inference operation failed|E5RT encountered an STL exception|Error plan build"
-    r"|MPSGraph.* failed"
-)
-MESSAGES = 100  # of Core ML in an `Outcome` and a row
-# A server answers with a child's exit code, or with this and the errno of a fork that
-# the system refused.
-NO_FORK = 1000
+STDERR_LINES = 20  # from the end of a failed child's stderr, in an `Outcome`
+CALLER_ENDED = 3  # exit code of a server or a child whose caller ended before it
 # A child imports what its caller would and nothing more. It is not started by `python
 # -m`, which puts the working folder first on sys.path: a random.py there would replace
 # Python's.
@@ -72,12 +62,28 @@ class Files(NamedTuple):
     job: Path
     """The pickled function and its arguments."""
     reply: Path
-    """The pickled outcome; absent where the child died."""
+    """The pickled `value` or `failure` of an `Outcome`, or the error of a `full_disk`, by
+    its name; absent where the child died."""
     stderr: Path
 
     @classmethod
     def of(cls, folder: Path) -> "Files":
         return cls(*(folder / name for name in cls._fields))
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A server's answer: its child ended with an exit code, which is negative where a
+    signal killed it."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class ForkRefused:
+    """A server's answer: the system refused a child."""
+
+    errno: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,16 @@ class Server:
     environment: dict[str, str]
     process: subprocess.Popen
 
+    def run(self, folder: str) -> Exited | ForkRefused:
+        """Runs the call whose files are in a folder, and waits for its end."""
+        with suppress(BrokenPipeError):  # the server has ended
+            print(folder, file=self.process.stdin, flush=True)
+        if answer := self.process.stdout.readline():
+            return _parse_answer(answer)
+        # A server that has ended gives no answer. On a Mac it was the child itself, and
+        # its own exit code counts.
+        return Exited(self.process.wait())
+
     def end(self) -> None:
         """Closes the server's stdin, at which it ends, and waits for it."""
         self.process.communicate()
@@ -97,6 +113,21 @@ class Server:
         """Kills the server and its child, which are one group of processes."""
         with suppress(ProcessLookupError, PermissionError):  # they have ended
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def _format_answer(answer: Exited | ForkRefused) -> str:
+    """The line of an answer: `exited 0` or `refused 11`."""
+    match answer:
+        case Exited(code):
+            return f"exited {code}"
+        case ForkRefused(number):
+            return f"refused {number}"
+
+
+def _parse_answer(line: str) -> Exited | ForkRefused:
+    """The reverse of `_format_answer`."""
+    word, number = line.split()
+    return {"exited": Exited, "refused": ForkRefused}[word](int(number))
 
 
 _idle: list[Server] = []
@@ -121,6 +152,12 @@ class Outcome:
     """The reason why there is no value."""
     lines: tuple[str, ...] = ()
     """Core ML's messages and, for a child that died, the end of stderr."""
+
+    @property
+    def invalid_reason(self) -> str | None:
+        """Core ML's first message which says that the named compute unit was not used;
+        None without one."""
+        return next(filter(is_invalidating, self.lines), None)
 
 
 def call(
@@ -154,48 +191,36 @@ def call(
         arguments = server, stop, deadline, has_ended
         threading.Thread(target=_kill_in_time, args=arguments, daemon=True).start()
         try:
-            with suppress(BrokenPipeError):  # the server has ended
-                print(folder, file=server.process.stdin, flush=True)
-            code = _read_code(server)
+            answer = server.run(folder)
         finally:
             has_ended.set()
         if stop.is_set():
             raise Cancelled
-        if code >= NO_FORK:
-            raise OSError(code - NO_FORK, os.strerror(code - NO_FORK))
+        if isinstance(answer, ForkRefused):
+            raise OSError(answer.errno, os.strerror(answer.errno))
         is_late = time.monotonic() >= deadline
         if is_late:
             server.kill()
             server.process.wait()
         written = files.stderr.read_bytes() if files.stderr.exists() else b""
-        lines = written.decode(errors="replace").splitlines()
-        if code == 0:
-            outcome = pickle.loads(files.reply.read_bytes())
-            if problem := outcome.get("full_disk"):
+        stderr = written.decode(errors="replace").splitlines()
+        if answer.code == 0:
+            reply = pickle.loads(files.reply.read_bytes())
+            if problem := reply.get("full_disk"):
                 raise problem
-            return Outcome(**outcome, lines=tuple(_messages(lines)))
-    if is_late:
-        failure = f"no answer in {timeout_s} s"
-    elif code < 0:
-        failure = f"killed by {signal.Signals(-code).name}"
-    else:
-        failure = f"exit code {code}: {last_message(lines)}"
-    notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
-    return Outcome(failure=failure, lines=tuple(notes))
+            return Outcome(**reply, lines=tuple(select_messages(stderr)))
+    failure = f"no answer in {timeout_s} s"
+    if not is_late:
+        failure = _failure(answer.code, stderr)
+    lines = dict.fromkeys([*select_messages(stderr), *stderr[-STDERR_LINES:]])
+    return Outcome(failure=failure, lines=tuple(lines))
 
 
-def _read_code(server: Server) -> int:
-    """The exit code of a call.
-
-    Returns:
-        The exit code of the child, which is negative where a signal killed it; from
-        `NO_FORK` on, this and the errno of a fork that the system refused. A server that
-        has ended gives no answer. On a Mac it was the child itself, and its own exit
-        code counts.
-    """
-    if answer := server.process.stdout.readline():
-        return int(answer)
-    return server.process.wait()
+def _failure(code: int, stderr: list[str]) -> str:
+    """Why a child ended with an exit code other than 0, in words."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}: {last_message(stderr)}"
 
 
 def _kill_in_time(
@@ -270,48 +295,55 @@ def awake() -> Iterator[None]:
             caffeinate.wait()
 
 
-def invalidating_message(outcome: Outcome) -> str | None:
-    """The first message of a call which says that the named compute unit was not used;
-    None without one. Core ML reports a failed compilation and goes on."""
-    return next(filter(INVALIDATING.search, outcome.lines), None)
-
-
-def _messages(lines: list[str]) -> list[str]:
-    """Core ML's lines, each once, at most `MESSAGES`; those that invalidate a run come
-    first."""
-    messages = list(dict.fromkeys(filter(CORE_ML_MESSAGE.search, lines)))
-    messages.sort(key=lambda line: INVALIDATING.search(line) is None)
-    return messages[:MESSAGES]
-
-
 # in a server
 
 
 def serve() -> None:
-    """Reads folders of calls from stdin, forks a child for each, and writes its exit
-    code to the original stdout. Everything else that is printed goes to stderr, which
-    is a file of the call."""
+    """Reads folders of calls from stdin and answers each on the original stdout.
+    Everything else that is printed goes to stderr, which is a file of the call."""
     answers = os.fdopen(os.dup(1), "w")
-    for count, line in enumerate(sys.stdin):
+    if CAN_FORK:
+        _serve_by_fork(answers)
+    else:
+        _serve_once(answers)
+
+
+def _serve_by_fork(answers: TextIO) -> None:
+    """Runs each call in a child."""
+    for count, files in enumerate(_calls()):
+        # the first call may be the only one, and need none of these modules
+        if count:
+            _import_late()
+        try:
+            child = os.fork()
+        except OSError as problem:
+            answer = ForkRefused(problem.errno)
+        else:
+            if not child:
+                answers.close()  # the caller reads until the last holder has ended
+                _run(files)
+            answer = Exited(os.waitstatus_to_exitcode(_wait(child)))
+        print(_format_answer(answer), file=answers, flush=True)
+
+
+def _serve_once(answers: TextIO) -> None:
+    """Becomes the child of the first call, whose exit code is the answer."""
+    for files in _calls():
+        answers.close()
+        _run(files)
+
+
+def _calls() -> Iterator[Files]:
+    """The files of each call that the caller names on stdin, after the modules that its
+    job names are imported. Output goes to the call's stderr from then on."""
+    for line in sys.stdin:
         files = Files.of(Path(line.rstrip("\n")))
         with files.stderr.open("a+b") as file:
             os.dup2(file.fileno(), 2)
         os.dup2(2, 1)
         with uncollected():
-            pickle.loads(files.job.read_bytes())  # imports what it names
-        # the first call may be the only one, and need none of these modules
-        if CAN_FORK and count:
-            _import_late()
-        try:
-            child = os.fork() if CAN_FORK else 0
-        except OSError as problem:
-            print(NO_FORK + problem.errno, file=answers, flush=True)
-            continue
-        if not child:
-            answers.close()  # the caller reads until the last holder has ended
-            _run(files)
-        status = _wait(child)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+            pickle.loads(files.job.read_bytes())
+        yield files
 
 
 def _wait(child: int) -> int:
@@ -326,7 +358,7 @@ def _wait(child: int) -> int:
         ready, _, _ = select.select([0, descriptor], [], [])
         if descriptor not in ready:
             os.kill(child, signal.SIGKILL)
-            os._exit(3)
+            os._exit(CALLER_ENDED)
     finally:
         os.close(descriptor)
     return os.waitpid(child, 0)[1]
@@ -340,28 +372,29 @@ def _import_late() -> None:
 
 
 @uncollected()
-def _run(files: Files) -> None:
-    """The child: writes what the call returned, why it was refused, or the error of a
-    full disk, and ends. Any other error ends it with a traceback on stderr."""
+def _run(files: Files) -> NoReturn:
+    """Runs a call and ends this process, the child: writes what the call returned, why it
+    was refused, or the error of a full disk. Any other error ends it with a traceback on
+    stderr."""
     function, args = pickle.loads(files.job.read_bytes())
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
-        outcome = {"value": function(*args)}
+        reply = {"value": function(*args)}
     except Exception as problem:
         if is_full_disk(problem):
-            outcome = {"full_disk": _sendable(problem)}
+            reply = {"full_disk": _sendable(problem)}
         elif isinstance(problem, InputError):
-            outcome = {"failure": str(problem)}
+            reply = {"failure": str(problem)}
         else:
             raise
-    files.reply.write_bytes(pickle.dumps(outcome))
+    files.reply.write_bytes(pickle.dumps(reply))
     os._exit(0)  # skips exit handlers of libraries, which could fail a finished call
 
 
 def _end_with_caller() -> None:
     """Ends this process once stdin ends, which the caller holds open."""
     os.read(0, 1)
-    os._exit(3)
+    os._exit(CALLER_ENDED)
 
 
 def _sendable(problem: Exception) -> Exception:

@@ -14,7 +14,7 @@ from workbench.adopt import propose
 from workbench.check import golden
 from workbench.models.checkpoint import Checkpoint
 
-SIZES = tiny.SMALL | tiny.HEADS | {"vocab_size": 97}
+SIZES = tiny.dims(vocab=97)
 SCALING = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 10000.0}
 SCALING |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING |= {"original_max_position_embeddings": 16}
@@ -85,7 +85,9 @@ class Adoptions:
     def checkpoint(self, style: str) -> Path:
         family = STYLES[style][0]
         dims, target = SIZES | CHECKPOINTS[family], self.root / family
-        return tiny.once(target, lambda path: tiny.random(path, family, **dims))
+        return tiny.once(
+            target, lambda path: tiny.random_checkpoint(path, family, **dims)
+        )
 
     def packages(self, style: str) -> Path:
         source, (_, make, options) = self.checkpoint(style), STYLES[style]

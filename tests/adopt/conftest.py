@@ -5,6 +5,6 @@ from adoptions import Adoptions
 
 
 @pytest.fixture(scope="session")
-def adoptions(shared) -> Adoptions:
-    (shared / "adopt").mkdir(exist_ok=True)
-    return Adoptions(shared / "adopt")
+def adoptions(shared_folder) -> Adoptions:
+    (shared_folder / "adopt").mkdir(exist_ok=True)
+    return Adoptions(shared_folder / "adopt")

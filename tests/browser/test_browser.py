@@ -20,12 +20,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def lab(small_project, forks, tmp_path_factory):
+def lab(small_project, forking_python, tmp_path_factory):
     """Opens a notebook by name: lab("05_stateful_kv_cache") → Notebook."""
     from playwright.sync_api import sync_playwright
 
     with (
-        serve(small_project, tmp_path_factory.mktemp("home"), forks) as address,
+        serve(
+            small_project, tmp_path_factory.mktemp("home"), forking_python
+        ) as address,
         sync_playwright() as driver,
     ):
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)

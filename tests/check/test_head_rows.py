@@ -59,7 +59,7 @@ def test_a_row_that_is_only_scaled_is_not_lost(broken, factor):
 
 def test_rows_that_are_equal_or_zero_in_the_checkpoint_are_no_fault(tmp_path):
     """SmolLM2 has 15 rows of unused tokens that are equal in the checkpoint itself."""
-    folder = tiny.random(tmp_path / "llama", "llama")
+    folder = tiny.random_checkpoint(tmp_path / "llama", "llama")
     tensors = load_file(folder / tiny.WEIGHTS)
     table = tensors["model.embed_tokens.weight"]
     table[11] = table[12] = table[13]

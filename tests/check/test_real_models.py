@@ -38,11 +38,11 @@ def real_model():
 
 
 @pytest.fixture(scope="session")
-def golden_of(shared):
+def golden_of(shared_folder):
     """A function from a checkpoint to its golden on English text."""
 
     def golden(source: Checkpoint) -> Golden:
-        return Golden.of(source, default_ids(source, PROMPT), shared / "golden")
+        return Golden.of(source, default_ids(source, PROMPT), shared_folder / "golden")
 
     return golden
 

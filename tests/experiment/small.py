@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import nbformat
-from tiny import ROOT, random
+from tiny import ROOT, random_checkpoint
 
 SMALL = {
     "05": {
@@ -69,7 +69,9 @@ def project(folder: Path) -> Path:
     ignored = shutil.ignore_patterns(*unused)
     shutil.copytree(ROOT / "data", folder / "data", ignore=ignored)
     for family in ("llama", "qwen2", "zaya"):
-        random(folder / "data" / f"random-{family}", family, num_hidden_layers=2)
+        random_checkpoint(
+            folder / "data" / f"random-{family}", family, num_hidden_layers=2
+        )
     write_texts(folder / "data" / "tasks")
     (folder / "notebooks").mkdir()
     for source in (ROOT / "notebooks").glob("*.ipynb"):

@@ -230,7 +230,9 @@ for number in range(1000):
 
 @pytest.mark.wide
 @pytest.mark.slow("ten processes draw figures until they are killed")
-def test_a_killed_process_leaves_a_whole_run_and_the_next_run_finishes(project, forks):
+def test_a_killed_process_leaves_a_whole_run_and_the_next_run_finishes(
+    project, forking_python
+):
     first = example()
     first.conclude("The first.")
     names = files_of(first.folder).keys()
@@ -238,7 +240,7 @@ def test_a_killed_process_leaves_a_whole_run_and_the_next_run_finishes(project, 
     missing = []
     for number in range(10):
         with subprocess.Popen(
-            [forks, "-c", RUN],
+            [forking_python, "-c", RUN],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,

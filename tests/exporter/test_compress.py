@@ -192,7 +192,7 @@ def test_other_names_of_presets_are_refused(name):
 
 def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
     """A norm or bias of 40,000 fits fp16, and int8 does not touch it."""
-    path = tiny.random(tmp_path / "c", "llama", num_hidden_layers=1)
+    path = tiny.random_checkpoint(tmp_path / "c", "llama", num_hidden_layers=1)
     with tiny.edited_weights(path) as tensors:
         tensors["model.norm.weight"][0] = 40_000
     assert small(path, tmp_path / "b", compress="int8-tensor").manifest.shards

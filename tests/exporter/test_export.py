@@ -28,7 +28,9 @@ def llama(exports):
 
 
 def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path):
-    path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", num_hidden_layers=1)
+    path = tiny.random_checkpoint(
+        tmp_path / "c", "llama", dtype="bfloat16", num_hidden_layers=1
+    )
     model = tiny.hf(path)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -106,7 +106,7 @@ def test_weights_that_a_converter_would_drop_or_merge_are_stored(
     """coremltools removes a product with ones and a bias of zeros, and keeps one of two
     equal constants. A shard has the program of its shape all the same, and every weight."""
     options = {"num_hidden_layers": len(TRICKS), "dtype": "float32"}
-    path = tiny.random(tmp_path / "c", "qwen2", **options)
+    path = tiny.random_checkpoint(tmp_path / "c", "qwen2", **options)
     with tiny.edited_weights(path) as tensors:
         for layer, trick in enumerate(TRICKS):
             trick(tensors, f"model.layers.{layer}")

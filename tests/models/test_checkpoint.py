@@ -14,7 +14,7 @@ import transformers
 from refusal import refused
 from tiny import WEIGHTS
 
-from workbench import paths
+from workbench import checkpoint_checks
 from workbench.check import hf
 from workbench.decode.tokenizer import encode_text
 from workbench.models import FAMILIES, layerwise
@@ -190,7 +190,7 @@ def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transfor
 ):
     def checkpoint(name, seed=3, **options):
         options = {"seed": seed, "dtype": "bfloat16"} | options
-        return Checkpoint(tiny.random(tmp_path / name, "llama", **options))
+        return Checkpoint(tiny.random_checkpoint(tmp_path / name, "llama", **options))
 
     a, b = checkpoint("one"), checkpoint("many", shard_bytes=20_000)
     assert len(list(b.path.glob("*.safetensors"))) > 2
@@ -314,7 +314,7 @@ def test_another_kind_of_folder_is_named_whatever_its_configuration(
 
 
 def test_the_light_list_of_families_is_that_of_the_models():
-    assert set(paths.FAMILIES) == set(FAMILIES)
+    assert set(checkpoint_checks.FAMILIES) == set(FAMILIES)
 
 
 def test_an_unknown_family_is_refused_without_weights_and_heavy_imports(copy):

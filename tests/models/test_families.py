@@ -170,7 +170,7 @@ def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
     "prefix", ["model.language_model.", wide("language_model.model.")]
 )
 def test_the_text_part_of_a_multimodal_gemma_is_found(exports, tmp_path, prefix):
-    path = tiny.random(tmp_path / "c", "gemma3_text", **ONE_LAYER)
+    path = tiny.random_checkpoint(tmp_path / "c", "gemma3_text", **ONE_LAYER)
     text = json.loads((path / "config.json").read_text())
     g = exports.golden(path, 6)
     whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
@@ -222,7 +222,9 @@ def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, ch
 
 def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
     """Qwen 2.5 has key biases of norm 600 to 900: q kᵀ overflows fp16 unless q is scaled first."""
-    path = tiny.random(tmp_path / "c", "qwen2", num_hidden_layers=1, head_dim=128)
+    path = tiny.random_checkpoint(
+        tmp_path / "c", "qwen2", num_hidden_layers=1, head_dim=128
+    )
     name = "model.layers.0.self_attn.{}_proj.bias".format
     with tiny.edited_weights(path) as weights:
         along = weights[name("k")] / weights[name("k")].norm()

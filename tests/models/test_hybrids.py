@@ -15,7 +15,7 @@ FAMILIES = "qwen3_5_text", "granitemoehybrid"
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slow_and_fast_decays_are_those_of_hugging_face(exports, tmp_path, family):
     """Half-lives from a hundredth of a token to ten thousand, side by side in one layer."""
-    path = tiny.random(tmp_path / "c", family)
+    path = tiny.random_checkpoint(tmp_path / "c", family)
     values = {"A_log": [-6.0, -2.0, 1.0, 3.0], "dt_bias": [-4.0, -1.0, 0.0, 2.0]}
     with tiny.edited_weights(path) as weights:
         for name, tensor in weights.items():

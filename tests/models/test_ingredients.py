@@ -10,7 +10,7 @@ from workbench.models.checkpoint import Checkpoint
 
 def test_the_skip_class_adds_nothing(exports, tmp_path):
     """Older forks return x · p for it; transformers' implementation returns 0."""
-    path = tiny.random(tmp_path / "c", "zaya", num_hidden_layers=2)
+    path = tiny.random_checkpoint(tmp_path / "c", "zaya", num_hidden_layers=2)
     with tiny.edited_weights(path) as weights:
         for i in range(2):
             weights[f"model.layers.{i}.mlp.gate.balancing_biases"][-1] = 0.05
@@ -21,7 +21,7 @@ def test_the_skip_class_adds_nothing(exports, tmp_path):
 
 def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
     """Peaks of 61,040 (1B) and 292,969 (4B) are reported for Gemma 3; fp16 ends at 65,504."""
-    path = tiny.random(tmp_path / "c", "gemma3_text")
+    path = tiny.random_checkpoint(tmp_path / "c", "gemma3_text")
     with tiny.edited_weights(path) as weights:
         for i in range(2):
             weights[f"model.layers.{i}.post_feedforward_layernorm.weight"][7] = 30_000

@@ -14,7 +14,7 @@ from refusal import refused
 
 from miltorch import shim
 from miltorch.quiet import coremltools
-from workbench import Decoder, log, plugins, process, runtime, sweep
+from workbench import Decoder, core_ml_log, log, plugins, process, runtime, sweep
 from workbench.ane import placement
 from workbench.check import golden, units
 from workbench.explain.running import Runner
@@ -34,9 +34,9 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def in_forks(forks):
+def in_forks(forking_python):
     """Cells and plans run in children of this process: in forks, which start at once."""
-    with mock.patch.object(sys, "executable", forks):
+    with mock.patch.object(sys, "executable", forking_python):
         yield
 
 
@@ -278,9 +278,9 @@ MESSAGES = {  # a line → whether it is logged, whether it makes the run invali
 @pytest.mark.parametrize("line", MESSAGES)
 def test_messages_of_core_ml_are_logged_and_some_invalidate(line):
     logged, invalid = MESSAGES[line]
-    messages = process._messages(["x", line, line])
+    messages = core_ml_log.select_messages(["x", line, line])
     assert messages == [line] * logged
-    refused = process.invalidating_message(process.Outcome(lines=("x", *messages)))
+    refused = process.Outcome(lines=("x", *messages)).invalid_reason
     assert refused == (line if invalid else None)
 
 

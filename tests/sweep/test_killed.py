@@ -43,9 +43,9 @@ from workbench import process
 def test_one():
     process.call(called.sleeps, pathlib.Path("one"))
 
-def test_other(forks):
+def test_other(forking_python):
     code = "import pathlib, time; pathlib.Path('forked').touch(); time.sleep(600)"
-    subprocess.Popen([forks, "-c", code])
+    subprocess.Popen([forking_python, "-c", code])
     process.call(called.hangs, pathlib.Path("other"))
 """
 

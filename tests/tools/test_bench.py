@@ -74,7 +74,7 @@ def test_a_rate_is_tokens_over_their_time(monkeypatch):
     """One step of eight is slow, which a median of the steps would hide."""
     times = iter([0.1] * 7 + [1.3])
     monkeypatch.setattr(bench, "seconds", lambda step: next(times))
-    contestant = lambda: None, lambda ids: None
+    contestant = bench.Contestant(lambda: None, lambda ids: None)
     assert bench.decode_rate(4, contestant) == pytest.approx(8 / 2.0)
 
 
@@ -112,6 +112,8 @@ def test_what_is_measured_runs_in_a_process_of_its_own():
 
 
 def test_every_published_measurement_parses():
-    for what, options in bench.PUBLISHED_RUNS.items():
+    for command, options in bench.PUBLISHED_RUNS.items():
         app = App(default_command=bench.main)
-        app.parse_args([what, *options, "--rounds", "3", "--out", "x", "--folder", "y"])
+        app.parse_args(
+            [command, *options, "--rounds", "3", "--out", "x", "--folder", "y"]
+        )

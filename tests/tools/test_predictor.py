@@ -6,6 +6,10 @@ import shutil
 import numpy as np
 import pandas as pd
 import predictor
+import predictor_errors
+import predictor_public
+import predictor_scores
+import predictor_speculation
 import pytest
 from refusal import refused
 
@@ -23,11 +27,11 @@ def rows() -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def planting(rows) -> pd.DataFrame:
-    return predictor.planted(rows)
+    return predictor_errors.planted(rows)
 
 
 def test_left_out_errors_are_those_of_the_goal_and_each_term_lowers_them(rows):
-    table = predictor.left_out_errors(rows).set_index(["predictor", "left_out"])
+    table = predictor_errors.left_out_errors(rows).set_index(["predictor", "left_out"])
     for by in ("source", "author"):
         formula = table.loc["formula", by]
         assert formula["median_error"] <= 0.10 and formula["no_answer"] == 0
@@ -45,20 +49,20 @@ def test_left_out_errors_are_those_of_the_goal_and_each_term_lowers_them(rows):
 
 
 def test_intervals_of_other_groups_contain_their_share(rows):
-    covered = predictor.coverage(rows)["covered"]
+    covered = predictor_errors.coverage(rows)["covered"]
     assert covered.between(0.82, 0.98).all()
 
 
 def test_every_constant_has_an_interval_and_rows(rows, monkeypatch):
-    monkeypatch.setattr(predictor, "RESAMPLINGS", 12)
-    table = predictor.constants_table(rows)
+    monkeypatch.setattr(predictor_errors, "RESAMPLINGS", 12)
+    table = predictor_errors.constants_table(rows)
     assert table["constant"].tolist() == list(roofline.CONSTANT_NAMES)
     assert (table["low"] <= table["high"]).all() and (table["rows"] >= 3).all()
     assert all(set(ids.split()) <= set(rows["id"]) for ids in table["ids"])
 
 
 def test_orders_of_formats_chips_and_lengths():
-    table = predictor.all_orders().set_index("orders")
+    table = predictor_errors.all_orders().set_index("orders")
     counts = table[["right", "pairs"]].dropna().astype(int)
     assert counts.loc["five formats of Qwen3-VL-2B"].tolist() == [8, 9]
     assert counts.loc["one package on five chips"].tolist() == [8, 9]
@@ -70,9 +74,9 @@ def test_orders_of_formats_chips_and_lengths():
 def test_orders_count_pairs_that_are_far_apart():
     ms = pd.Series([10.0, 10.2, 20.0])
     names = pd.Series(list("abc"))
-    result = predictor.orders(ms, pd.Series([1.0, 1.0, 2.0]), names)
+    result = predictor_errors.orders(ms, pd.Series([1.0, 1.0, 2.0]), names)
     assert (result["right"], result["pairs"]) == (2, 2)
-    result = predictor.orders(ms, pd.Series([1.0, 3.0, 2.0]), names)
+    result = predictor_errors.orders(ms, pd.Series([1.0, 3.0, 2.0]), names)
     assert (result["right"], result["wrong"]) == (1, "b and c")
 
 
@@ -86,13 +90,13 @@ def test_a_source_with_doubled_times_is_named_and_lies_beyond_the_interval(
 
 
 def test_rows_beyond_the_interval_have_a_reason_or_are_unknown():
-    table = predictor.beyond_interval(roofline.calibration())
+    table = predictor_errors.beyond_interval(roofline.calibration())
     assert (table["reason"] != "").all()
     assert len(table) <= 0.18 * len(roofline.calibration().rows)
 
 
 def test_speculation_agrees_with_published_verifications_and_losses():
-    table = predictor.speculations()
+    table = predictor_speculation.speculations()
     computed = table[
         (table["cost_from"] == "formula") & table["published_cost"].notna()
     ]
@@ -129,9 +133,9 @@ def test_a_score_has_every_row_with_its_interval(tmp_path, capsys):
 
 
 def test_a_score_of_fitted_rows_is_the_prediction_of_the_formula(rows):
-    points = predictor.read_points(POINTS)
+    points = predictor_scores.read_points(POINTS)
     points = points[points["use"] == "fit"]
-    result = predictor.score_points(points)
+    result = predictor_scores.score_points(points)
     expected = roofline.predict_ms(rows, roofline.calibration().constants)
     predicted = [row["predicted_ms"] for row in result["rows"]]
     assert predicted == pytest.approx(expected.tolist(), rel=1e-12)
@@ -150,10 +154,10 @@ def test_a_score_of_fitted_rows_is_the_prediction_of_the_formula(rows):
     ],
 )
 def test_a_row_unlike_all_others_says_so_and_has_a_wider_interval(column, value, kind):
-    points = predictor.read_points(POINTS)
+    points = predictor_scores.read_points(POINTS)
     row = points[points["id"] == "p37"]
     plain, other = (
-        predictor.score_points(rows)["rows"][0]
+        predictor_scores.score_points(rows)["rows"][0]
         for rows in (row, row.assign(**{column: value}))
     )
     assert plain["extrapolates"] == {} and kind in other["extrapolates"]
@@ -170,7 +174,7 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     with refused(words):
-        predictor.read_points(path)
+        predictor_scores.read_points(path)
 
 
 def test_a_feature_that_is_no_number_is_named(tmp_path):
@@ -178,7 +182,7 @@ def test_a_feature_that_is_no_number_is_named(tmp_path):
     points.loc[3, "streamed_gb"] = "much"
     points.to_csv(tmp_path / "points.csv", index=False)
     with refused("streamed_gb"):
-        predictor.read_points(tmp_path / "points.csv")
+        predictor_scores.read_points(tmp_path / "points.csv")
 
 
 # --- packed logs
@@ -235,7 +239,7 @@ def test_a_packed_log_goes_into_the_table_the_fit_and_the_page(public, tmp_path)
     for number, row in enumerate(rows):
         log.append("runs", row, tmp_path / "log", f"{number}-a")
     log.pack(folder / "somebody.zip", tmp_path / "log")
-    predictor.write_public(folder, points)
+    predictor_public.write_public(folder, points)
     table = pd.read_csv(points)
     assert table["use"].value_counts().to_dict() == {"no": 2, "fit": 1, "check": 1}
     assert table.loc[table["use"] != "fit", "why"].notna().all()
@@ -254,11 +258,11 @@ def is_number(word: str) -> bool:
 def test_the_page_and_the_points_are_those_of_the_packed_logs(public):
     """What is committed is what the script writes, up to the last digit of a fit."""
     _, points = public
-    committed = predictor.PUBLIC
-    rows = predictor.public_rows(committed)
+    committed = predictor_public.PUBLIC
+    rows = predictor_public.public_rows(committed)
     assert rows.to_csv(index=False) == points.read_text()
     text = (committed / "README.md").read_text(encoding="utf-8")
-    words, expected = text.split(), predictor.page().split()
+    words, expected = text.split(), predictor_public.format_page().split()
     numbers = [place for place, word in enumerate(expected) if is_number(word)]
     assert len(numbers) > 200 and len(words) == len(expected)
     for place, word in enumerate(expected):
@@ -273,14 +277,14 @@ def test_a_file_that_is_no_packed_log_is_refused(public):
     (folder / "a.zip").write_bytes(b"no zip")
     before = points.read_bytes()
     with refused("a.zip"):
-        predictor.write_public(folder, points)
+        predictor_public.write_public(folder, points)
     assert points.read_bytes() == before
 
 
 @pytest.mark.slow("every predictor is fitted without every group")
 def test_every_table_is_json(planting, monkeypatch, capsys):
     monkeypatch.setattr(predictor, "planted", lambda rows: planting)
-    monkeypatch.setattr(predictor, "RESAMPLINGS", 3)
+    monkeypatch.setattr(predictor_errors, "RESAMPLINGS", 3)
     predictor.errors(json=True)
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == len(roofline.calibration().rows)

@@ -87,7 +87,7 @@ def validate_units(
             arguments = bundle.root, path, source, runs_on, unit, options
             outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
             row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
-            invalid_reason = process.invalidating_message(outcome)
+            invalid_reason = outcome.invalid_reason
             if invalid_reason and not outcome.failure:  # it ran on another unit
                 row |= {"verdict": gates.RED, "quality": gates.NOT_RUN}
                 row["reason"] = invalid_reason

@@ -8,7 +8,7 @@ from pathlib import Path
 from cyclopts.types import ExistingFile
 
 import workbench
-from workbench import paths
+from workbench import checkpoint_checks, paths
 from workbench.cli.common import (
     CalibrationText,
     ExportOptions,
@@ -45,8 +45,8 @@ def export(
     """
     folder = paths.locate_checkpoint(checkpoint)
     paths.check_new_bundle(bundle)
-    paths.check_family(folder)
-    paths.check_quantization(folder)
+    checkpoint_checks.check_family(folder)
+    checkpoint_checks.check_quantization(folder)
     calibration_text.check(options.compress)
     format_target.check(options.compress)
     stage("export: reading the checkpoint")

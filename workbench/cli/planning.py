@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 import workbench
-from workbench import paths
+from workbench import checkpoint_checks, paths
 from workbench.cli.common import (
     Device,
     ExportOptions,
@@ -77,7 +77,7 @@ def plan(
         reject_unused("a checkpoint in place of a bundle", options)
     else:
         reject_unused("a bundle", device)
-        paths.check_family(paths.locate_checkpoint(path))
+        checkpoint_checks.check_family(paths.locate_checkpoint(path))
         if options.compress == MIXED:
             raise InputError(
                 "--compress mixed",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from workbench import paths
+from workbench import checkpoint_checks
 from workbench.errors import InputError, one_line
 from workbench.files import check_folder
 
@@ -30,7 +30,7 @@ def load_tokenizer(folder: str | Path):
             "the checkpoint's tokenizer",
             "give --prompt-ids instead of text, or add the tokenizer and export again",
         )
-    check_folder(Path(folder), paths.LIMITS)
+    check_folder(Path(folder), checkpoint_checks.MAX_FILE_BYTES)
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
     states = tuple((path.name, path.stat().st_mtime_ns) for path in files)
     return _read_tokenizer(Path(folder).resolve(), states)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from workbench import log, paths
+from workbench import checkpoint_checks, log, paths
 from workbench.errors import InputError
 from workbench.experiment.notebooks import find_notebook
 from workbench.files import (
@@ -64,7 +64,7 @@ def source_of(parameters: Mapping) -> Source:
     """
     given = str(parameters.get("CHECKPOINT", ""))
     folder = paths.find(given) if given else Path()
-    if given and (folder / paths.CONFIG).is_file():
+    if given and (folder / checkpoint_checks.CONFIG).is_file():
         from workbench.models.checkpoint import Checkpoint
 
         folder = folder.absolute()

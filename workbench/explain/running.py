@@ -96,7 +96,7 @@ class Runner:
         self.packages += 1
         if self.report:
             self.report(self.packages)
-        refusal = process.invalidating_message(outcome)
+        refusal = outcome.invalid_reason
         if outcome.failure:
             return PackageRun([], outcome.failure)
         if refusal:

@@ -52,7 +52,7 @@ from workbench.exporter.weights import (
     find_presets,
     load_values,
 )
-from workbench.files import check_room
+from workbench.files import check_free_space
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar, stage
@@ -369,7 +369,7 @@ def choose_formats(
     prepare_work_folder(work, _candidates_key(source, calibration, presets))
     candidates = CandidateValues(work)
     missing_bytes = _missing_bytes(shapes, presets, candidates)
-    check_room(work, missing_bytes, "values of all formats")
+    check_free_space(work, missing_bytes, "values of all formats")
     ids = torch.from_numpy(calibration.ids).long()
     store_candidates(hf_model, modules, ids, _presets_of_tensors(presets), candidates)
     model = ReplaceableModel.run(

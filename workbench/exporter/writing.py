@@ -38,7 +38,7 @@ from workbench.exporter.weights import (
     stored,
     weight_sources,
 )
-from workbench.files import check_room
+from workbench.files import check_free_space
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar, stage
@@ -74,7 +74,7 @@ def write_bundle(
     ]
     needed = sum(weight.bytes for _, weights in shards for weight in weights)
     needed += 2 * plan.dims.V * (plan.dims.C + plan.dims.L * plan.dims.P)
-    check_room(folder, needed, f"bundle in {folder.parent}")
+    check_free_space(folder, needed, f"bundle in {folder.parent}")
     convert = options.plugin.template if options.plugin else convert_shard
     templates = {}
     # One thread of torch in each thread of the pool: more would only wait for the

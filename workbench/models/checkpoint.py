@@ -14,7 +14,7 @@ from statistics import mode
 
 import torch
 
-from workbench import paths
+from workbench import checkpoint_checks, paths
 from workbench.bundle import Tokens, file_entries
 from workbench.errors import InputError, one_line
 from workbench.files import (
@@ -62,7 +62,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-FETCH = f"{paths.FETCH}, or git lfs pull"
+FETCH = f"{checkpoint_checks.DOWNLOAD_HINT}, or git lfs pull"
 
 
 class Checkpoint:
@@ -77,8 +77,8 @@ class Checkpoint:
 
     def __init__(self, path: str | Path):
         self.path = paths.locate_checkpoint(path)
-        check_folder(self.path, paths.LIMITS)
-        paths.check_quantization(self.path)
+        check_folder(self.path, checkpoint_checks.MAX_FILE_BYTES)
+        checkpoint_checks.check_quantization(self.path)
         self.files = self._weight_files()
         # name → file, dtype as safetensors spells it, shape
         self.header: dict[str, tuple[Path, str, list[int]]] = {}
@@ -90,7 +90,7 @@ class Checkpoint:
                     self.header[name] = entry
         packed = next((n for n in self.header if n.endswith(PACKED)), None)
         if packed:
-            raise paths.quantized_error(
+            raise checkpoint_checks.quantized_error(
                 self.path, f"quantized weights, tensor {packed!r}"
             )
 
@@ -344,7 +344,9 @@ class Checkpoint:
             )
         dtype = self.header[name][1]
         if dtype.startswith(QUANTIZED):
-            raise paths.quantized_error(self.path, f"dtype {dtype} of tensor {name!r}")
+            raise checkpoint_checks.quantized_error(
+                self.path, f"dtype {dtype} of tensor {name!r}"
+            )
         if dtype not in KINDS:
             raise InputError(
                 f"tensor {name!r}",

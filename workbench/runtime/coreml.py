@@ -25,7 +25,7 @@ import numpy as np
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice, one_line
-from workbench.files import check_room
+from workbench.files import check_free_space
 from workbench.runtime.base import (
     LOADING_STAGES,
     Package,
@@ -244,7 +244,9 @@ def compile_package(package: Path, target: Path) -> float | None:
     if target.exists():
         return None
     size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
-    check_room(target.parent, COPIES * size, f"compiled copy of shard {package.stem}")
+    check_free_space(
+        target.parent, COPIES * size, f"compiled copy of shard {package.stem}"
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     # a name of its own, because several processes may compile the same shard
     temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")

@@ -236,7 +236,7 @@ def _measure_and_log(
         if outcome.failure is None:
             row, tables = outcome.value
             # Core ML ran the program, though not on the unit that the cell names
-            if message := process.invalidating_message(outcome):
+            if message := outcome.invalid_reason:
                 row |= {"status": "invalid", "reason": message}
             if is_device(row["runtime"]):
                 row = _with_placement(row, path, call)

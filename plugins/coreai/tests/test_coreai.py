@@ -53,20 +53,20 @@ class Product(torch.nn.Module):
 
 def test_a_fixed_t_of_1_is_miscompiled(tmp_path):
     """Apple's conversion makes reshape(w @ x) of it. Where this fails, the defect is gone, and
-    `workbench_coreai.aimodel.size_of_t` may be 1."""
+    `workbench_coreai.aimodel.fixed_t` may be 1."""
     from coreai_torch import get_decomp_table
 
-    from workbench_coreai.runtime import _call, _load, ndarray, wait
-    from workbench_coreai.template import save
+    from workbench_coreai.asset import save
+    from workbench_coreai.runtime import call_function, load_function, ndarray, wait
 
     w, x = torch.randn(1, 1, 64, 1), torch.randn(1, 64, 1, 1)
     program = torch.export.export(Product(), (w, x))
     program = program.run_decompositions(get_decomp_table())
     spec = SimpleNamespace(inputs=["w", "x"], outputs=["y"], states={})
     save(program, spec, {}, tmp_path / "p.aimodel")
-    function = wait(_load(tmp_path / "p.aimodel"))
+    function = wait(load_function(tmp_path / "p.aimodel"))
     inputs = {"w": ndarray(w, np.float32), "x": ndarray(x, np.float32)}
-    y = wait(_call(function, inputs, {}))["y"].numpy()
+    y = wait(call_function(function, inputs, {}))["y"].numpy()
     assert tiny.relative(y, Product()(w, x).numpy()) > 0.5
 
 
@@ -240,5 +240,7 @@ def test_crosscheck_sets_three_witnesses_side_by_side(exports, tmp_path):
         *(*PROMPT, "--folder", tmp_path),
     )
     assert result["verdict"] == "GREEN", result["gates"]
+    limits = {gate["name"]: gate["threshold"] for gate in result["gates"]}
+    assert limits["portable exact: update"] == limits["Apple exact: update"] == 1e-11
     rows = {(row["name"], row["precision"]): row for row in result["runtimes"]}
     assert len(rows) == 4 and ("Apple", "declared") in rows

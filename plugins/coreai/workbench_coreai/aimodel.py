@@ -1,13 +1,16 @@
-"""Weights in the files of `.aimodel` folders.
+"""What both the export and the runtime need of `.aimodel` folders: how weights are
+stored in them, and which numbers of tokens their programs take.
 
-`main.mlirb` holds a weight as the same bytes as a Core ML package. The manifest names
-its parts, `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and
-first byte of each."""
+`main.mlirb` holds a weight as the same bytes as a Core ML package. The bundle's
+manifest says where they are; this text is the *place* of the weight, one part after
+another: `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`."""
 
 import importlib
 import math
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -18,12 +21,13 @@ from workbench.bundle import Options
 from workbench.errors import InputError
 
 PROGRAM = "main.mlirb"
-PART = re.compile(r"(\w+):(\w+)\[([\d,]*)\]@(\d+)")
+PART = re.compile(r"(\w+):(fp|int|uint)(\d+)\[([\d,]*)\]@(\d+)")
+# the other dtypes have fewer than 8 bits and are stored without padding
 NUMPY = {"fp16": np.float16, "fp32": np.float32, "int8": np.int8, "uint8": np.uint8}
 
 
-def apple(name: str) -> ModuleType:
-    """A module of `coreai-core` or `coreai-torch`, imported.
+def import_apple(name: str) -> ModuleType:
+    """Imports a module of `coreai-core` or `coreai-torch`.
 
     Raises:
         InputError: they are not installed, as on platforms that have none.
@@ -41,46 +45,100 @@ def apple(name: str) -> ModuleType:
         ) from problem
 
 
-def size_of_t(options: Options) -> int:
-    """The axis T in a program: -1 for a free one, which one token a call needs too (see
-    `template`)."""
-    return options.t_max if options.fixed_sizes and options.t_max > 1 else -1
+def fixed_t(options: Options) -> int | None:
+    """The number of tokens of every call of a program; None if its axis T is free.
+
+    With one token a call, too, the axis is free: see `trace.trace`."""
+    return options.t_max if options.fixed_sizes and options.t_max > 1 else None
 
 
-def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
-    """Role (`val`; `data`, `scale`; `indices`, `lut`) → array, one element per stored
-    value.
+@dataclass(frozen=True)
+class StoredPart:
+    """One array of a weight in `main.mlirb`, written `data:int8[64,64,1,1]@4096`.
+
+    Attributes:
+        role: `val`, or `data` and `scale`, or `indices` and `lut`.
+        kind, bits: of one value: fp16 and fp32, or signed (`int`) and unsigned (`uint`)
+            integers of at most 8 bits.
+        offset: of its first byte in the file.
+    """
+
+    role: str
+    kind: str
+    bits: int
+    shape: tuple[int, ...]
+    offset: int
+
+    def __str__(self) -> str:
+        sizes = ",".join(map(str, self.shape))
+        return f"{self.role}:{self.dtype}[{sizes}]@{self.offset}"
+
+    @property
+    def dtype(self) -> str:
+        return f"{self.kind}{self.bits}"
+
+    def read(self, program: np.ndarray) -> np.ndarray:
+        """The values [shape] in the bytes of `main.mlirb`.
+
+        Raises:
+            ValueError: the part ends beyond the file.
+        """
+        count = math.prod(self.shape)
+        size = (count * self.bits + 7) // 8
+        stored = np.array(program[self.offset :][:size])
+        if self.dtype in NUMPY:
+            values = stored.view(NUMPY[self.dtype])
+        else:
+            is_signed = self.kind == "int"
+            values = unpack_bits(stored, self.bits, count, signed=is_signed)
+        return values.reshape(self.shape)
+
+
+def parse_place(place: str) -> list[StoredPart]:
+    """The parts that a place names; the reverse of `format_place`.
 
     Raises:
-        ValueError: a text that names no parts, or a part beyond the file.
+        ValueError: it names none.
     """
-    program = np.memmap(package / PROGRAM, np.uint8, "r")
-    parts = {}
-    for role, dtype, sizes, offset in PART.findall(text):
-        shape = tuple(map(int, sizes.split(",")))
-        count, bits = math.prod(shape), int(dtype.strip("fpuint"))
-        values = np.array(program[int(offset) :][: (count * bits + 7) // 8])
-        if dtype in NUMPY:
-            values = values.view(NUMPY[dtype])
-        else:
-            values = unpack_bits(values, bits, count, signed=dtype[0] == "i")
-        parts[role] = values.reshape(shape)
+    parts = [
+        StoredPart(
+            role, kind, int(bits), tuple(map(int, sizes.split(","))), int(offset)
+        )
+        for role, kind, bits, sizes, offset in PART.findall(place)
+    ]
     if not parts:
-        raise ValueError(f"no part of a program: {text!r}")
+        raise ValueError(f"no part of a program: {place!r}")
     return parts
 
 
-def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """The weight that its parts represent: fp16(integer · scale), or entries of the
-    table of each group of rows."""
-    if "val" in parts:
-        return parts["val"]
-    if "lut" in parts:
-        indices, lut = parts["indices"], parts["lut"]
+def format_place(parts: Sequence[StoredPart]) -> str:
+    """The place of a weight of these parts, as the manifest holds it."""
+    return " ".join(map(str, parts))
+
+
+def read_weight(package: Path, place: str) -> dict[str, np.ndarray]:
+    """Role → the array of that part, one element per stored value.
+
+    Raises:
+        ValueError: a place that names no parts, or a part beyond the file.
+    """
+    program = np.memmap(package / PROGRAM, np.uint8, "r")
+    return {part.role: part.read(program) for part in parse_place(place)}
+
+
+def dense(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The values of the weight that its stored arrays represent, by role: fp16(integer
+    · scale), or entries of the table of each group of rows."""
+    if "val" in arrays:
+        return arrays["val"]
+    if "lut" in arrays:
+        indices, lut = arrays["indices"], arrays["lut"]
         tables = lut.reshape(len(lut), -1)
-        rows = np.arange(len(indices)) // (len(indices) // len(tables))
-        group = rows.reshape(-1, *[1] * (indices.ndim - 1))
-        return tables[group, indices]
-    data, scale = parts["data"], parts["scale"]
+        rows_per_table = len(indices) // len(tables)
+        table_of_row = np.arange(len(indices)) // rows_per_table
+        table = table_of_row.reshape(-1, *[1] * (indices.ndim - 1))
+        return tables[table, indices]
+    data, scale = arrays["data"], arrays["scale"]
+    # one scale serves a block of this shape
     block = [size // count for size, count in zip(data.shape, scale.shape)]
     return (np.kron(scale, np.ones(block, np.float32)) * data).astype(np.float16)

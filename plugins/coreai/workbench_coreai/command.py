@@ -34,8 +34,9 @@ def crosscheck(
     paths.locate_checkpoint(checkpoint)
     prompt.check()
     from workbench.models.checkpoint import Checkpoint
-    from workbench_coreai import crosscheck as twins
+    from workbench_coreai.crosscheck import crosscheck as compare_runtimes
 
     source = Checkpoint(checkpoint)
-    result = twins.crosscheck(opened, source, prompt.token_ids(opened), folder=folder)
+    ids = prompt.token_ids(opened)
+    result = compare_runtimes(opened, source, ids, folder=folder)
     show(gates_json(result.gates) | {"runtimes": gates.records(result.runtimes)}, json)

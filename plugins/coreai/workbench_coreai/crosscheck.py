@@ -1,11 +1,12 @@
 """Compares three implementations of one checkpoint: Hugging Face's model, its Core ML
-bundle on the portable runtime, and the Core AI twin of that bundle on Apple's
-interpreter.
+bundle on the portable runtime, and the *twin* of that bundle, a Core AI bundle with the
+same options, on Apple's interpreter.
 
 fp32 programs show re-authoring errors alone, fp16 programs add those of the arithmetic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,15 +16,92 @@ from workbench.bundle import Bundle
 from workbench.check import gates
 from workbench.check.compare import compared
 from workbench.check.gates import Gate
-from workbench.check.golden import check_exported_from, make_golden, stored_weights
+from workbench.check.golden import (
+    Golden,
+    check_exported_from,
+    make_golden,
+    stored_weights,
+)
+from workbench.check.trace import Trace
 from workbench.check.validate import measure, measure_budget
 from workbench.decode import Decoder
 from workbench.exporter import bundle_for, make_options
 from workbench.models.checkpoint import Checkpoint
 
-# portable precision → target of the twin, largest 1 − cosine of an isolated update,
-# without near ties of a router
-ARITHMETICS = {"exact": ("coreai-fp32", 1e-11), "declared": ("coreai", 1e-4)}
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """One arithmetic of both runtimes.
+
+    Attributes:
+        portable_precision: in which the portable runtime runs the Core ML bundle.
+        target: of the twin.
+        max_update_distance: the limit on 1 − cosine of isolated updates without near
+            ties of a router.
+    """
+
+    portable_precision: str
+    target: str
+    max_update_distance: float
+
+
+ARITHMETICS = (
+    Arithmetic("exact", "coreai-fp32", max_update_distance=1e-11),
+    Arithmetic("declared", "coreai", max_update_distance=1e-4),
+)
+
+
+@dataclass(frozen=True)
+class RuntimeErrors:
+    """The differences of one runtime, `portable` or `Apple`, from Hugging Face's model in
+    one arithmetic.
+
+    Attributes:
+        rows: its part of `Crosscheck.errors`.
+        worst_update: the largest 1 − cosine of an isolated update.
+        worst_kv: the largest relative RMS error of a row of K or V.
+        logits: see `workbench.check.validate.Cost.summary`.
+    """
+
+    name: str
+    arithmetic: Arithmetic
+    rows: pd.DataFrame
+    worst_update: float
+    worst_kv: float
+    logits: dict[str, float]
+
+    def summary(self) -> dict:
+        """A row of `Crosscheck.runtimes`."""
+        return {
+            "name": self.name,
+            "precision": self.arithmetic.portable_precision,
+            "worst_update": self.worst_update,
+            "worst_kv": self.worst_kv,
+        } | self.logits
+
+    def judge(self) -> Iterator[Gate]:
+        """The gates: of updates in both arithmetics; of the cache and the greedy tokens in
+        exact arithmetic alone, where only the order of sums differs."""
+        precision = self.arithmetic.portable_precision
+        yield gates.at_most(
+            f"{self.name} {precision}: update",
+            self.worst_update,
+            self.arithmetic.max_update_distance,
+            "1 − cosine, worst isolated update",
+        )
+        if precision == "exact":
+            yield gates.at_most(
+                f"{self.name}: kv",
+                self.worst_kv,
+                gates.REAUTHORING,
+                "relative RMS of K or V, worst",
+            )
+            yield gates.at_least(
+                f"{self.name}: greedy",
+                self.logits["top1_agreement"],
+                1.0,
+                "positions of equal top token",
+            )
 
 
 class Crosscheck(NamedTuple):
@@ -54,33 +132,51 @@ def crosscheck(
     weights = stored_weights(checkpoint, bundle)
     golden = make_golden(checkpoint, ids, weights, bundle.identity)
     budget = measure_budget(bundle, checkpoint, golden)
-    bundle_options = bundle.manifest.options
-    chosen = bundle_options.model_dump()
-    if bundle_options.tiling.functions:
-        chosen["tokens"] = f"1-{bundle_options.t_max}"
-    errors, runtimes, checks = [], [], []
-    for precision, (target, limit) in ARITHMETICS.items():
-        twin = make_options(**chosen | {"target": target})
-        twin = bundle_for(checkpoint, twin, folder or bundle.root.parent)
-        portable = Decoder(bundle, "portable", precision)
+    measured = []
+    for arithmetic in ARITHMETICS:
+        # first, because it refuses options that Core AI lacks
+        twin = export_twin(
+            bundle, checkpoint, arithmetic.target, folder or bundle.root.parent
+        )
+        portable = Decoder(bundle, "portable", arithmetic.portable_precision)
         for name, decoder in (("portable", portable), ("Apple", Decoder(twin))):
-            cost = measure(decoder, golden, None, budget)
-            table = compared(cost.rows)
-            errors.append(table.assign(name=name, precision=precision))
-            is_update, logits = table["tensor"] == "update", cost.summary()
-            worst = float((1 - table["cosine"].fillna(-1))[is_update].max())
-            worst_kv = float(table["error"][~is_update].max())
-            row = {"name": name, "precision": precision, "worst_update": worst}
-            runtimes.append(row | {"worst_kv": worst_kv} | logits)
-            reason = "1 − cosine, worst isolated update"
-            title = f"{name} {precision}: update"
-            checks.append(gates.at_most(title, worst, limit, reason))
-            if precision == "exact":
-                title, limit = f"{name}: kv", gates.REAUTHORING
-                reason = "relative RMS of K or V, worst"
-                checks.append(gates.at_most(title, worst_kv, limit, reason))
-                title, share = f"{name}: greedy", logits["top1_agreement"]
-                reason = "positions of equal top token"
-                checks.append(gates.at_least(title, share, 1.0, reason))
-    whole = pd.concat(errors, ignore_index=True)
-    return Crosscheck(whole, pd.DataFrame(runtimes), checks)
+            measured.append(measure_runtime(name, arithmetic, decoder, golden, budget))
+    return Crosscheck(
+        errors=pd.concat([runtime.rows for runtime in measured], ignore_index=True),
+        runtimes=pd.DataFrame([runtime.summary() for runtime in measured]),
+        gates=[gate for runtime in measured for gate in runtime.judge()],
+    )
+
+
+def export_twin(
+    bundle: Bundle, checkpoint: Checkpoint, target: str, folder: Path
+) -> Bundle:
+    """The bundle of the same options for a Core AI target, exported unless `folder` has
+    it. Core AI programs run every T, so that a list of sizes becomes the range up to the
+    largest."""
+    options = bundle.manifest.options
+    chosen = options.model_dump() | {"target": target}
+    if options.tiling.functions:
+        chosen["tokens"] = f"1-{options.t_max}"
+    return bundle_for(checkpoint, make_options(**chosen), folder)
+
+
+def measure_runtime(
+    name: str, arithmetic: Arithmetic, decoder: Decoder, golden: Golden, budget: Trace
+) -> RuntimeErrors:
+    """Runs the golden's tokens through a decoder and compares, also with the budget of
+    `measure_budget`."""
+    cost = measure(decoder, golden, None, budget)
+    rows = compared(cost.rows)
+    is_update = rows["tensor"] == "update"
+    # nan counts as the largest distance
+    distances = 1 - rows["cosine"].fillna(-1)
+    precision = arithmetic.portable_precision
+    return RuntimeErrors(
+        name=name,
+        arithmetic=arithmetic,
+        rows=rows.assign(name=name, precision=precision),
+        worst_update=float(distances[is_update].max()),
+        worst_kv=float(rows["error"][~is_update].max()),
+        logits=cost.summary(),
+    )

@@ -17,23 +17,24 @@ from miltorch.execute import Hook
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
 from workbench.runtime.base import Model, State, check_outputs
-from workbench_coreai.aimodel import NUMPY, apple, size_of_t
+from workbench_coreai.aimodel import NUMPY, fixed_t, import_apple
 
-# of its own, because callers such as Jupyter may already run an event loop
-THREAD = ThreadPoolExecutor(1, "core-ai")
-LOADING = Lock()  # the standard error of the process is replaced meanwhile
+# a thread for Core AI's event loop, because the caller's thread may run one, as in Jupyter
+EVENT_LOOP_THREAD = ThreadPoolExecutor(1, "core-ai")
+STDERR_LOCK = Lock()  # the process has one standard error
+FREE_AXIS = -1  # Core AI's size of an axis that is not fixed
 
 
 def wait(coroutine):
     """Runs a coroutine of Core AI to its end and returns its result."""
-    return THREAD.submit(asyncio.run, coroutine).result()
+    return EVENT_LOOP_THREAD.submit(asyncio.run, coroutine).result()
 
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
     """Context manager that drops what native code writes to the standard error of the
-    process."""
-    with LOADING, open(os.devnull, "w") as null:
+    process: a line for each function that it loads. Calls write nothing."""
+    with STDERR_LOCK, open(os.devnull, "w") as null:
         stderr = os.dup(2)
         os.dup2(null.fileno(), 2)
         try:
@@ -48,7 +49,8 @@ class CoreAIState(State):
 
     def __init__(self, shard: Shard, dtype: type):
         super().__init__(shard)
-        self.dtype, self.arrays = dtype, {}
+        self.dtype = dtype
+        self.arrays = {}  # state tensor → Core AI's array
         for entry in shard.states.values():
             self.write_tensor(entry.tensor, np.zeros(entry.shape))
 
@@ -60,7 +62,8 @@ class CoreAIState(State):
 
 
 def ndarray(value: np.ndarray, dtype: type):
-    return apple("coreai.runtime").NDArray(np.array(value, dtype))
+    """A copy of an array as Core AI's."""
+    return import_apple("coreai.runtime").NDArray(np.array(value, dtype))
 
 
 class CoreAIModel(Model):
@@ -76,13 +79,15 @@ class CoreAIModel(Model):
         self.shard = shard
         self.path = bundle.package(shard)
         options = bundle.manifest.options
-        self.t_max, self.dtype = options.t_max, NUMPY[options.program_dtype]
-        self.states = {entry.tensor: entry.shape for entry in shard.states.values()}
-        apple("coreai_torch"), apple("coreai.authoring")
+        self.t_max = options.t_max
+        self.dtype = NUMPY[options.program_dtype]
+        # before the clock starts; where they are missing, the error names them
+        import_apple("coreai_torch")
+        import_apple("coreai.authoring")
         start = time.perf_counter()
         with no_stderr(), self._core_ai_errors():
-            self.function = wait(_load(self.path))
-        self._check_interface(self.function.desc, size_of_t(options))
+            self.function = wait(load_function(self.path))
+        self._check_interface(self.function.desc, fixed_t(options) or FREE_AXIS)
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 
@@ -106,47 +111,61 @@ class CoreAIModel(Model):
             raise InputError(
                 "hook", "a Core AI program", needed, "run that on portable"
             )
-        self._check(inputs)
-        given = {name: ndarray(inputs[name], self.dtype) for name in self.shard.inputs}
-        arrays = state.arrays if state else {}
+        self._check_inputs(inputs)
+        arguments = {
+            name: ndarray(inputs[name], self.dtype) for name in self.shard.inputs
+        }
+        state_arrays = state.arrays if state else {}
         with self._core_ai_errors():
-            results = wait(_call(self.function, given, arrays))
-        outputs = {n: np.array(v.numpy(), np.float32) for n, v in results.items()}
+            results = wait(call_function(self.function, arguments, state_arrays))
+        outputs = {
+            name: np.array(result.numpy(), np.float32)
+            for name, result in results.items()
+        }
         check_outputs(self.shard, inputs, outputs)
         return outputs
 
-    def _check(self, inputs: dict[str, np.ndarray]) -> None:
+    def _check_inputs(self, inputs: dict[str, np.ndarray]) -> None:
         """Checks the shapes of inputs. The runtime itself accepts any T, and its messages name
         no input."""
         for name, shape in self.shard.inputs.items():
             actual = list(inputs[name].shape) if name in inputs else []
-            fits = [
-                1 <= size <= self.t_max if n == "T" else size == n
-                for size, n in zip(actual, shape)
-            ]
-            if len(actual) != len(shape) or not all(fits):
-                subject, needed = (
-                    f"input {name!r}",
-                    f"{shape}, T from 1 to {self.t_max}",
-                )
-                step = "give it so; for more tokens a call, export with more --tokens"
-                raise InputError(subject, actual or "nothing", needed, step)
+            sizes_fit = all(
+                1 <= size <= self.t_max if declared == "T" else size == declared
+                for size, declared in zip(actual, shape)
+            )
+            if len(actual) == len(shape) and sizes_fit:
+                continue
+            needed = f"{shape}, T from 1 to {self.t_max}"
+            step = "give it so; for more tokens a call, export with more --tokens"
+            raise InputError(f"input {name!r}", actual or "nothing", needed, step)
 
-    def _check_interface(self, described, T: int) -> None:
-        """Compares the shapes of inputs and states with the manifest. Compares outputs by name
-        alone, because every call checks their shapes."""
-        tensors = {n: described.input_descriptor(n) for n in described.input_names}
-        tensors |= {n: described.state_descriptor(n) for n in described.state_names}
-        shapes = {name: [*tensor.shape] for name, tensor in tensors.items()}
-        shapes |= dict.fromkeys(described.output_names)
-        declared = {
-            name: [T if n == "T" else n for n in shape]
-            for name, shape in (self.shard.inputs | self.states).items()
+    def _check_interface(self, descriptor, T: int) -> None:
+        """Compares the interface of a Core AI function with the manifest: the shapes of
+        inputs and states, and the names of outputs alone, because every call checks
+        their shapes.
+
+        Args:
+            T: what Core AI calls the size of the axis T.
+        """
+        actual = {
+            name: [*descriptor.input_descriptor(name).shape]
+            for name in descriptor.input_names
         }
-        declared |= dict.fromkeys(self.shard.outputs)
-        if shapes != declared:
+        for name in descriptor.state_names:
+            actual[name] = [*descriptor.state_descriptor(name).shape]
+        actual |= {name: None for name in descriptor.output_names}
+
+        declared = dict(self.shard.inputs)
+        declared |= {state.tensor: state.shape for state in self.shard.states.values()}
+        needed = {
+            name: [T if size == "T" else size for size in shape]
+            for name, shape in declared.items()
+        }
+        needed |= {name: None for name in self.shard.outputs}
+        if actual != needed:
             subject = f"interface of shard {self.shard.name}"
-            raise InputError(subject, shapes, declared, "export the bundle again")
+            raise InputError(subject, actual, needed, "export the bundle again")
 
     @contextmanager
     def _core_ai_errors(self) -> Iterator[None]:
@@ -159,13 +178,13 @@ class CoreAIModel(Model):
             raise InputError(subject, one_line(problem), needed, step) from problem
 
 
-async def _call(function, inputs: dict, state: dict) -> dict:
+async def call_function(function, inputs: dict, state: dict) -> dict:
     return await function(inputs, state=state)
 
 
-async def _load(package: Path):
+async def load_function(package: Path):
     """The function `main` of an asset; the files that it is compiled to are
     temporary."""
-    asset = apple("coreai.authoring").AIModelAsset.load(package)
+    asset = import_apple("coreai.authoring").AIModelAsset.load(package)
     async with asset.executable() as model:
         return model.load_function("main")

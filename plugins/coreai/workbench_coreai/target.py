@@ -1,4 +1,5 @@
-"""The targets that the workbench finds by their entry points."""
+"""The targets `coreai` and `coreai-fp32`, which the workbench finds by their entry
+points."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ class Target:
     packages = ("coreai-core", "coreai-torch", "workbench-coreai")
 
     def template(self, spec, plan, options, weights):
+        # imports torch, which opening a bundle does not need
         from workbench_coreai.template import CoreAITemplate
 
         return CoreAITemplate(spec, plan, options, weights)
@@ -43,5 +45,5 @@ class Target:
         return dense(read_weight(package, place))
 
 
-HALF = Target("declared", "narrow")
-WHOLE = Target("exact", "exact")
+FP16 = Target(precision="declared", arithmetic="narrow")
+FP32 = Target(precision="exact", arithmetic="exact")

@@ -12,7 +12,7 @@ from refusal import refused
 from workbench import Bundle
 from workbench.errors import InputError, is_full_disk
 from workbench.exporter import export
-from workbench.files import check_room
+from workbench.files import check_free_space
 from workbench.runtime import Settings, coreml, load_shard
 
 
@@ -71,7 +71,7 @@ def test_folders_are_named_only_on_the_disk_that_is_full(
     bundles = tmp_path / "data" / "bundles"
     bundles.mkdir(parents=True)
     with pytest.raises(InputError) as same_disk:
-        check_room(tmp_path / "new", 10, "x")
+        check_free_space(tmp_path / "new", 10, "x")
     assert f"remove {bundles}, made again" in str(same_disk.value)
     assert "golden" not in str(same_disk.value)  # it is not there
     assert is_full_disk(same_disk.value)
@@ -83,5 +83,5 @@ def test_folders_are_named_only_on_the_disk_that_is_full(
 
     monkeypatch.setattr(Path, "stat", another_disk)
     with pytest.raises(InputError) as other_disk:
-        check_room(tmp_path / "new", 10, "x")
+        check_free_space(tmp_path / "new", 10, "x")
     assert "bundles" not in str(other_disk.value)

@@ -1,0 +1,133 @@
+"""Checks of a checkpoint by its config.json and the names of its files: the format of
+its weights, its family, whether it is quantized, and the sizes of files.
+
+Imports nothing heavy, so that a checkpoint is refused before torch is loaded."""
+
+import json
+from pathlib import Path
+
+from workbench.errors import InputError
+from workbench.files import MAX_TEXT_BYTES, read_bytes
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+# largest sizes in bytes of the files that transformers reads whole, of a checkpoint and
+# its tokenizer
+MAX_FILE_BYTES = {
+    **dict.fromkeys(
+        (
+            CONFIG,
+            "generation_config.json",
+            "model.safetensors.index.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "chat_template.jinja",
+        ),
+        MAX_TEXT_BYTES,
+    ),
+    "tokenizer.json": 1 << 29,
+    "vocab.json": 1 << 29,
+}
+DOWNLOAD_HINT = "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
+# transformers' model_type of every family in `workbench.models`, which imports torch; a test
+# compares the two
+FAMILIES = (
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "granitemoehybrid",
+    "hunyuan_v1_dense",
+    "lfm2",
+    "llama",
+    "ministral3",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "smollm3",
+    "zaya",
+)
+
+
+def check_weights_format(folder: Path) -> None:
+    """Refuses a folder whose weights have a format that is not read: an adapter, GGUF, or
+    files of torch.save."""
+    # a folder may have several formats of the same weights; safetensors are read
+    if any(folder.glob("model*.safetensors*")):
+        return
+    subject, needed = f"checkpoint {folder}", "a Hugging Face folder of *.safetensors"
+    if (folder / ADAPTER).is_file():
+        base = _read_object(folder / ADAPTER).get("base_model_name_or_path")
+        actual = f"an adapter of {base or 'a model that it does not name'}"
+        step = "merge it into that model (peft: merge_and_unload) and save the result"
+    elif gguf := sorted(folder.glob("*.gguf")):
+        actual = f"GGUF weights, {gguf[0].name}"
+        step = (
+            "get the model that they were made from (hf download ORG/NAME --local-dir "
+            "FOLDER), or read them with transformers' gguf_file and save the model, as "
+            "data/real.py does"
+        )
+    elif pickles := sorted(folder.glob("pytorch_model*.bin")):
+        actual = f"no safetensors, only {pickles[0].name}"
+        step = (
+            "save it as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER)"
+        )
+    else:
+        return
+    raise InputError(subject, actual, needed, step)
+
+
+def check_family(checkpoint: Path) -> None:
+    """Refuses a checkpoint whose config.json names a family that cannot be exported. The
+    weights need not be there yet."""
+    config = _read_object(checkpoint / CONFIG)
+    part = config.get("text_config")
+    kind = (part if isinstance(part, dict) else config).get("model_type")
+    # a text part without a type has the default of its whole
+    if kind in FAMILIES or (kind is None and part):
+        return
+    actual = f"model_type {kind!r}"
+    if "auto_map" in config:
+        actual += " with auto_map, Python code in the checkpoint, which is never run"
+    needed, step = f"one of {', '.join(FAMILIES)}", "see README: supported families"
+    raise InputError(f"checkpoint {checkpoint}", actual, needed, step)
+
+
+def check_quantization(checkpoint: Path) -> None:
+    """Refuses a checkpoint whose config.json says that its weights are quantized."""
+    config = _read_object(checkpoint / CONFIG)
+    part = config.get("text_config")
+    settings = config.get("quantization_config")
+    if settings is None and isinstance(part, dict):
+        settings = part.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        actual = f"weights quantized by {method or 'some method'}"
+        raise quantized_error(checkpoint, actual)
+
+
+def quantized_error(checkpoint: Path, actual: str) -> InputError:
+    """The refusal of a checkpoint with quantized weights; `actual` describes them."""
+    return InputError(
+        f"checkpoint {checkpoint}",
+        actual,
+        "plain weights in F32, F16 or BF16; the export quantizes them itself",
+        "use the model that was quantized (its card names the base model), or "
+        "dequantize this one with the library that made it: a cast alone would lose "
+        "the scales",
+    )
+
+
+def _read_object(path: Path) -> dict:
+    """The object in a JSON file, or {} where the file holds no object: the checkpoint's
+    reader refuses such a file with a better message."""
+    try:
+        fields = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
