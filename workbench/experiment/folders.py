@@ -17,7 +17,7 @@ from workbench import checkpoint_checks, log, paths
 from workbench.errors import InputError
 from workbench.experiment.notebooks import find_notebook
 from workbench.files import (
-    OUT,
+    OUT_VARIABLE,
     checkout,
     locked,
     output_root,
@@ -101,7 +101,7 @@ def check_writable(command: str) -> None:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as problem:
             reason = problem.strerror or str(problem)
-            step = f"name another one: {OUT}=FOLDER {command}"
+            step = f"name another one: {OUT_VARIABLE}=FOLDER {command}"
             needed = "a folder that can be written"
             raise InputError(f"folder {folder}", reason, needed, step) from None
 
