@@ -21,6 +21,7 @@ from miltorch import Program
 from miltorch.graph import Graph
 from miltorch.program import Op, Ref
 from workbench.bundle import PRESETS, Bundle, Dims, Options, Shard, StateEntry
+from workbench.bundle.foreign import PlaneName
 from workbench.bundle.names import MATRIX_STATE, ROUTER_STATE, is_cache
 from workbench.bundle.presets import Preset
 
@@ -254,8 +255,9 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
     dims, options = bundle.manifest.dims, bundle.manifest.options
     states = {"cache": set(), "matrix": set()}
     for name, state in shard.states.items():
-        # a plane of another exporter's state: 0/kv_cache/3
-        tensor = state.tensor.split("/")[1] if shard.foreign else state.tensor
+        tensor = state.tensor
+        if shard.foreign:
+            tensor = PlaneName.parse(tensor).tensor
         if is_cache(name):
             states["cache"].add(tensor)
         elif name.endswith(f".{MATRIX_STATE}"):

@@ -1,6 +1,6 @@
-"""Bundles: written as a whole or not at all, and opened. Every file is compared with its
-size in the manifest before anything reads it, and with its SHA-256 when the bundle is
-validated."""
+"""Bundles: written as a whole or not at all (`new_bundle`), and opened (`Bundle`). Every
+file is compared with its size in the manifest before anything reads it, and with its
+SHA-256 when the bundle is validated."""
 
 import hashlib
 import json
@@ -49,8 +49,8 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     entries = []
     with ThreadPoolExecutor() as pool:
         for file, digest in zip(files, pool.map(sha256, files), strict=True):
-            name, size = file.relative_to(root).as_posix(), file.stat().st_size
-            entries.append(FileEntry(path=name, bytes=size, sha256=digest))
+            path, size = file.relative_to(root).as_posix(), file.stat().st_size
+            entries.append(FileEntry(path=path, bytes=size, sha256=digest))
     return entries
 
 
@@ -108,8 +108,8 @@ class Bundle:
     def identity(self) -> str:
         """SHA-256 over the manifest and, through it, every file's hash.
 
-        Equal for bundles that compute the same: versions of packages and the name of
-        the checkpoint's folder are left out."""
+        Equal for bundles that compute the same: versions of Python packages and the
+        name of the checkpoint's folder are left out."""
         left_out = {"packages": True, "checkpoint": {"name"}}
         fields = self.manifest.model_dump(mode="json", exclude=left_out)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -183,27 +183,22 @@ class Bundle:
         from safetensors import SafetensorError, safe_open
 
         dims = self.manifest.dims
-        vector = "F32", [dims.C]
-        allowed = {
-            "weight": ("F16", [dims.V, dims.C]),
-            "bias": vector,
-            "scale": vector,
-            PER_LAYER: ("F16", [dims.V, dims.L * dims.P]),
-        }
+        tables = {"weight": ("F16", [dims.V, dims.C])}
+        vectors = dict.fromkeys(("bias", "scale"), ("F32", [dims.C]))
+        second_table = {PER_LAYER: ("F16", [dims.V, dims.L * dims.P])}
         path = self.root / self.manifest.embedding.file.path
         try:
             with safe_open(path, "np") as file:
-                tables = {name: file.get_slice(name) for name in file.keys()}
-                stored = {n: (t.get_dtype(), t.get_shape()) for n, t in tables.items()}
+                slices = {name: file.get_slice(name) for name in file.keys()}
+                stored = {n: (s.get_dtype(), s.get_shape()) for n, s in slices.items()}
         except SafetensorError as problem:
             raise _damaged(path, f"no whole safetensors file ({problem})") from None
-        second = {PER_LAYER} if dims.P else set()
-        sets_of_names = {"weight"} | second, {"weight", "bias", "scale"} | second
-        if stored.keys() not in sets_of_names or any(
-            allowed[name] != entry for name, entry in stored.items()
-        ):
+        expected = tables | (second_table if dims.P else {})
+        # a family has both vectors or none of them
+        if stored not in (expected, expected | vectors):
+            needed = f"tables of {tables | vectors | second_table}"
             step = "export again, or copy the bundle again"
-            raise InputError(str(path), str(stored), f"tables of {allowed}", step)
+            raise InputError(str(path), str(stored), needed, step)
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:

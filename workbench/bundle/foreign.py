@@ -1,10 +1,12 @@
-"""The description of another exporter's packages in a manifest. Of the workbench it
-imports only the errors and `rings`."""
+"""The description of another exporter's packages in a manifest: what their inputs and
+outputs are (`Role`), which calls run them (`Function`, `Foreign.calls`), and where their
+caches are (`PlaneName`) and in which order these have their rows (`RowOrder`). Of the
+workbench it imports only the errors and `rings`."""
 
 import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -41,14 +43,36 @@ TOKEN_AXIS = {
     "rope_sin_global": -2,
     "per_layer": -2,  # [1, L·P, T, 1] or [1, T, L·P]: second embeddings of all layers
 }
-# `start`: the position of the first token; `ring_start`: its row in the smallest cache,
-# where position p is in row p modulo the rows. `carried`: an output that a later package
-# reads under the same name, with or without `_out`. `zeros`: an input of no known role.
-# Other outputs are `x`; `logits` of the vocabulary or of a slice; or, of each slice, the
-# token `top` with the largest logit and that logit, `top_value`.
 Role = Literal[
     *TOKEN_AXIS, "start", "ring_start", "carried", "zeros", "logits", "top", "top_value"
 ]
+"""What an input or output of a package is. Beside the inputs of `TOKEN_AXIS`:
+
+- `start`: the position of the first token;
+- `ring_start`: its row in the smallest cache, where position p is in row p modulo the
+  rows;
+- `zeros`: an input of no known role, which gets zeros;
+- `carried`: an output that a later package reads under the same name, with or without
+  `_out`;
+- `logits`: an output, of the vocabulary or of a slice of it;
+- `top`, `top_value`: outputs, of each slice the token with the largest logit, and that
+  logit.
+
+An output may also be `x`, the input of the next package."""
+
+RowOrder = Literal["shift", "right"]
+"""How a package orders the rows of a cache, where it is not a ring. A cache of 4 rows
+holds these positions (·: none) once 2, 4 and 6 tokens are written:
+
+    tokens    ring       shift      right
+    2         0 1 · ·    0 1 · ·    · · 0 1
+    4         0 1 2 3    0 1 2 3    0 1 2 3
+    6         4 5 2 3    2 3 4 5    2 3 4 5
+
+- a ring, the order of a bundle: position p is in row p modulo the number of rows;
+- `shift`: rows fill from 0 on; once all are full, every call moves them up and writes at
+  the end;
+- `right`: every call moves the rows up, from the first token on, and writes at the end."""
 
 
 class ManifestModel(BaseModel):
@@ -82,7 +106,8 @@ class Function(ManifestModel):
 
     def tokens_of_call(self, left: int, start: int, limit: int | None = None) -> int:
         """How many of the remaining `left` tokens one call from position `start` on can
-        take, at most `limit`; 0 if it can take none. The last token needs logits."""
+        take, at most `limit`; 0 if it can take none."""
+        # a function without logits leaves the last token for one that has them
         most = min(self.t_max, left if self.logits else left - 1)
         if limit is not None:
             most = min(most, limit)
@@ -106,28 +131,51 @@ class Part(ManifestModel):
     functions: tuple[str, ...] = Field((), exclude_if=lambda names: not names)
 
 
+class PlaneName(NamedTuple):
+    """The name of one cache in the packages, a plane [H_kv, rows, D] of a state's tensor
+    [.., H_kv, rows, D]. Its text is `StateEntry.tensor` of the cache.
+
+        >>> PlaneName.parse("0/kv_cache/3")
+        PlaneName(state=0, tensor='kv_cache', index=3)
+
+    Attributes:
+        state: the number of the state, see `Part.state`.
+        tensor: the tensor's name in the state.
+        index: of the plane in the tensor, in the order of its values.
+    """
+
+    state: int | None
+    tensor: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.state}/{self.tensor}/{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> "PlaneName":
+        """The name whose text is `text`."""
+        state, tensor, index = text.split("/")
+        return cls(int(state), tensor, int(index))
+
+
 class Foreign(ManifestModel):
     """Packages of another exporter that together are one shard, in the order in which
     they run, and the ways to call them.
 
-    `StateEntry.tensor` of the shard's caches names a plane of a state: `0/kv_cache/3` is
-    plane 3 of `kv_cache` in state number 0. A plane may be wider than the heads of its
-    layer, which are in its first channels.
+    `StateEntry.tensor` of the shard's caches is the text of a `PlaneName`. A plane may be
+    wider than the heads of its layer, which are in its first channels.
 
     Args:
         roles: the role of every input and output of the packages by its name, slices of
             the vocabulary in their order.
-        moves: number of rows → how rows move in caches, masks and write addresses that
-            have so many. `shift`: rows fill from 0 on; once all are full, every call
-            moves them up and writes at the end. `right`: every call moves them up from
-            the first token on. Where a number is missing, position p is in row p modulo
-            the number.
+        moves: number of rows → the order of the rows in caches that have so many, and in
+            their masks and write addresses. Caches of a number that is missing are rings.
     """
 
     parts: Annotated[tuple[Part, ...], Field(min_length=1)]
     roles: dict[str, Role]
     functions: Annotated[tuple[Function, ...], Field(min_length=1)]
-    moves: dict[Count, Literal["shift", "right"]] = {}
+    moves: dict[Count, RowOrder] = {}
 
     def function_of(self, part: Part, function: Function) -> str | None:
         """The name of the function of a part's package that a call of `function` runs:
@@ -166,25 +214,29 @@ class Foreign(ManifestModel):
         while done < T:
             left = T - done
             position = start + done
-            limit = ring_rows and ring_rows - position % ring_rows
+            rows_to_the_end = None
+            if ring_rows is not None:
+                rows_to_the_end = ring_rows - position % ring_rows
+            # the function that takes the most tokens; of several, the first
             counts = [
-                function.tokens_of_call(left, position, limit) for function in functions
+                function.tokens_of_call(left, position, rows_to_the_end)
+                for function in functions
             ]
-            # of several functions that take as many tokens, the first
             count = max(counts)
+            function = functions[counts.index(count)]
             if not count:
                 needed = "t_min, t_max, first, until of a function that takes them"
                 refuse("call", f"{left} tokens at position {position}", needed)
-            yield functions[counts.index(count)], done + np.arange(count)
+            yield function, done + np.arange(count)
             done += count
 
     def row_shift(self, rows: int, end: int) -> int:
-        """By how much the package has moved its rows up after `end` tokens: its row r
-        holds what the bundle has in row (r + shift) mod `rows`.
+        """How far the package's rows are from a ring's after `end` tokens: the package's
+        row r holds what a ring has in row (r + shift) mod `rows`.
 
-        With `shift`, 8 rows and 10 tokens it is 2: the package's row 0 holds position 2,
-        which the bundle has in row 2. With `right`, 8 rows and 3 tokens it is −5: the
-        package's row 5 holds position 0."""
+        In the table of `RowOrder`, with 4 rows and 6 tokens, it is 2 for `shift` and
+        `right`: their row 0 holds position 2, which a ring has in row 2. With 2 tokens it
+        is 0 for `shift` and −2 for `right`, whose row 2 holds position 0."""
         match self.moves.get(rows):
             case "shift":
                 return max(0, end - rows)
@@ -194,25 +246,25 @@ class Foreign(ManifestModel):
                 return 0
 
     def positions(self, rows: int, end: int) -> np.ndarray:
-        """Which position each row [rows] holds after `end` tokens. An empty row gives
-        `end`, which no token of the call may attend to."""
-        bundle_rows = (np.arange(rows) + self.row_shift(rows, end)) % rows
-        stored = ring_positions(end - 1, rows)[bundle_rows]
+        """Which position each row [rows] of the package holds after `end` tokens. An
+        empty row gives `end`, which no token of the call may attend to."""
+        ring_rows = (np.arange(rows) + self.row_shift(rows, end)) % rows
+        stored = ring_positions(end - 1, rows)[ring_rows]
         return np.where(stored < 0, end, stored)
 
 
 def caches(state: int | None, tensors: dict) -> dict[str, list[int]]:
-    """`StateEntry.tensor` → shape [1, H_kv, rows, D] of every cache in a state of a
-    package.
+    """The text of the `PlaneName` → shape [1, H_kv, rows, D] of every cache in a state of
+    a package.
 
     Args:
         state: the number of the state.
         tensors: its tensors [.., H_kv, rows, D] by name.
     """
     return {
-        f"{state}/{name}/{plane}": [1, *tensor.shape[-3:]]
+        str(PlaneName(state, name, index)): [1, *tensor.shape[-3:]]
         for name, tensor in tensors.items()
-        for plane in range(math.prod(tensor.shape[:-3]))
+        for index in range(math.prod(tensor.shape[:-3]))
     }
 
 

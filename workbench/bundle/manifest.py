@@ -1,5 +1,9 @@
-"""The contents of `bundle.json`: one pydantic model per part. `names` explains the axes;
-gate `interface` compares the parts with each other."""
+"""The contents of `bundle.json`: one pydantic model per part, `Manifest` the whole.
+`names` explains the axes; gate `interface` compares the parts with each other.
+
+Names of fields are keys of the file. A field with `exclude_if` is newer than the first
+bundles: it is left out of the file where it has its default, so that earlier bundles, and
+those that do not use it, keep their bytes and hashes."""
 
 import re
 from pathlib import Path
@@ -69,8 +73,7 @@ Shapes = dict[str, list[int | Literal["T"]]]
 
 
 def _is_none(value: int | None) -> bool:
-    """Whether a field is left out of the file, so that bundles of families without it
-    keep their bytes. A `source` of 0 stays."""
+    """Unlike `_is_empty`, this keeps a `source` of 0 in the file."""
     return value is None
 
 
@@ -102,7 +105,8 @@ class Options(ManifestModel):
         sliding: the cache of layers with an attention window. `mask`: max_seq_len rows.
             `ring`: `window + t_max - 1` rows, just enough for a call of t_max tokens not
             to overwrite a row that its first token still attends to. `window`: exactly
-            `window` rows, which packages of other exporters move.
+            `window` rows, the ring of packages of other exporters, which may order its
+            rows otherwise (`Foreign.moves`).
         target: the kind of programs that an installed plug-in makes; written only where
             they are not Core ML's.
     """
@@ -119,7 +123,7 @@ class Options(ManifestModel):
     target: str = Field(COREML, exclude_if=_is_coreml)
 
     @model_validator(mode="after")
-    def _fits(self):
+    def _check_combination(self):
         if sorted(set(self.fixed_sizes)) != list(self.fixed_sizes):
             raise ValueError(f"tokens = {self.tokens} must ascend")
         if self.t_max > self.max_seq_len:
@@ -183,7 +187,11 @@ class Options(ManifestModel):
         return self.ring_rows(window) or self.max_seq_len
 
     def ring_rows(self, window: int | None) -> int | None:
-        """Rows of that cache if it is a ring buffer, else None."""
+        """Rows of that cache if it is a ring buffer, in which position p is in row p
+        modulo the rows; else None.
+
+        That also holds for `window`: the bundle's order is that of a ring, whatever the
+        order inside the packages. `StateEntry.ring` records the number."""
         if not window or self.sliding == "mask":
             return None
         rows = window
@@ -191,21 +199,30 @@ class Options(ManifestModel):
             rows += self.t_max - 1
         return min(self.max_seq_len, rows)
 
-    def plane(self, width: int) -> list[int | str]:
-        """The shape of an activation of `width` channels: [B, width, T, 1] or [B,
-        width, 1, T]."""
+    def activation_shape(self, channels: int) -> list[int | str]:
+        """[B, channels, T, 1] or, in the layout bc1t, [B, channels, 1, T]."""
         if self.layout == "bct1":
-            return [self.batch, width, "T", 1]
-        return [self.batch, width, 1, "T"]
+            return [self.batch, channels, "T", 1]
+        return [self.batch, channels, 1, "T"]
 
-    def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
-        """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a
-        ring has a separate write mask."""
+    def layer_inputs(
+        self, layer: "Layer", rotary_half: int
+    ) -> dict[str, list[int | str]]:
+        """Shapes of the rotary tables and masks that a layer reads, by their names.
+
+        Layers whose caches have max_seq_len rows write the same rows and share one write
+        mask, whatever their rope tables. A ring has other rows, and so a write mask of
+        its own.
+
+        Args:
+            rotary_half: D_rotary / 2, the width of the tables.
+        """
         B, rows, suffix = self.batch, self.cache_rows(layer.window), layer.suffix
-        write_mask = KV_WRITE_MASK + (suffix if self.ring_rows(layer.window) else "")
+        is_ring = self.ring_rows(layer.window) is not None
+        write_mask = KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
         return {
-            ROPE_COS + suffix: [B, 1, "T", half],
-            ROPE_SIN + suffix: [B, 1, "T", half],
+            ROPE_COS + suffix: [B, 1, "T", rotary_half],
+            ROPE_SIN + suffix: [B, 1, "T", rotary_half],
             ATTN_MASK + suffix: [B, 1, "T", rows],
             write_mask: [B, 1, rows, "T"],
         }
@@ -274,8 +291,15 @@ class FileEntry(ManifestModel):
 
 
 class StateEntry(ManifestModel):
-    """A logical state: the Core ML state `tensor` that holds it, and its shape. `ring`
-    is the number of rows of a ring buffer, in which position p is in row p mod ring."""
+    """Where a logical state is stored.
+
+    Args:
+        tensor: the name of the Core ML state that holds it; in a shard of another
+            exporter's packages, the text of a `foreign.PlaneName`.
+        shape: of the state.
+        ring: the number of rows of a ring buffer, in which position p is in row p mod
+            ring (None: no ring).
+    """
 
     tensor: str
     shape: list[Count]
@@ -286,29 +310,43 @@ class Shard(ManifestModel):
     """One `.mlpackage`, or a plug-in's package: its interface, its files, and the origin
     of its contents.
 
-    `rows` are the rows [start, stop) of the checkpoint tensors that the shard holds in
-    part: vocabulary rows of a head slice, the one expert of an expert shard, the rows of
-    the projection per layer that belong to a shard's layers.
+    Args:
+        kind: `layers`: decoder layers; with routed experts `router`, one layer up to its
+            router, and `expert`, one expert of it; `head`: a slice of the LM head.
+        path: of the package.
+        layers: the decoder layers [start, stop); (0, 0) in a head.
+        rows: the rows [start, stop) of the checkpoint tensors that the shard holds in
+            part; (0, 0) where it holds none in part. Which tensors these are follows
+            from `kind`. `head`: vocabulary rows of the LM head. `expert`: the number of
+            the expert, in a stack of experts. `layers`: the rows of Gemma 4's projection
+            per layer that belong to the layers.
+        foreign: describes packages of another exporter, all of them below `path`.
+        taps: layer → name of the program's value that holds its hidden output.
+        weights: checkpoint tensor → name of the constant that holds it, or names of its
+            pieces.
+        offsets: checkpoint tensor → number that was added before it was stored (Gemma's
+            1 + γ).
+        modules: program value → source module.
+        template: the name of the shard whose conversion gave this one its program.
+        functions: program's function → the T that it takes; empty: the program has
+            `main` alone.
+        bytes: of all files.
     """
 
     name: str
     kind: Literal["layers", "router", "expert", "head"]
     path: RelativePath
-    layers: tuple[int, int] = (0, 0)  # decoder layers [start, stop)
+    layers: tuple[int, int] = (0, 0)
     rows: tuple[int, int] = (0, 0)
-    # describes packages of another exporter, all of them below `path`
     foreign: Foreign | None = None
     inputs: Shapes
     outputs: Shapes
     states: dict[StateName, StateEntry] = {}
-    taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
-    # checkpoint tensor → name of the constant that holds it, or names of its pieces
+    taps: dict[int, str] = {}
     weights: dict[str, str | list[str]] = {}
-    # checkpoint tensor → number that was added before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
-    modules: dict[str, str] = {}  # program value → source module
-    template: str  # the shard whose shape was converted
-    # program's function → the T that it takes; empty: the program has `main` alone
+    modules: dict[str, str] = {}
+    template: str
     functions: dict[str, Count] = {}
     bytes: NonNegative
     files: Annotated[list[FileEntry], Field(min_length=1)]
@@ -393,6 +431,11 @@ class Manifest(ManifestModel):
     """`bundle.json`.
 
     Args:
+        checkpoint: `name`, `sha256` and `dtype` of the checkpoint.
+        packages: versions of the Python packages that the bundle's bytes and values
+            depend on, by name. Everywhere else a package is an `.mlpackage`.
+        residual_exponent: `x` and `hidden` of every shard are 2^-exponent of the
+            model's.
         formats: the preset of each tensor that is not stored by `options.compress`:
             every matrix where that is `mixed`, elsewhere those such as one whose rows
             the groups of tables do not divide.
@@ -409,9 +452,8 @@ class Manifest(ManifestModel):
     layers: list[Layer]
     embedding: Embedding
     tokens: Tokens
-    checkpoint: dict[str, str]  # name, sha256, dtype
+    checkpoint: dict[str, str]
     packages: dict[str, str]
-    # `x` and `hidden` of every shard are 2^-exponent of the model's
     residual_exponent: int = 0
     formats: dict[str, PresetName] = Field({}, exclude_if=_is_empty)
     calibration: Calibration | None = Field(None, exclude_if=_is_empty)
@@ -453,21 +495,25 @@ class Manifest(ManifestModel):
         return 2.0**self.residual_exponent
 
     @model_validator(mode="after")
-    def _whole(self):
+    def _check_shards(self):
         layers = [s.layers for s in self.shards if s.kind in ("layers", "router")]
         rows = [s.rows for s in self.shards if LOGITS in s.outputs]
         for part, ranges, count in (
             ("layer", layers, self.dims.L),
             ("row of the vocabulary", rows, self.dims.V),
         ):
-            starts = [start for start, _ in ranges]
-            stops = [stop for _, stop in ranges]
-            # each range begins where the one before ends, the first at 0, and the last
-            # ends at the count
-            if [*starts, count] != [0, *stops]:
+            if not _cover_once(ranges, count):
                 raise ValueError(f"the shards do not hold every {part} once, in order")
+        return self
+
+    @model_validator(mode="after")
+    def _check_suppressed_tokens(self):
         if any(token >= self.dims.V for token in self.tokens.suppressed):
             raise ValueError("suppressed tokens are not of the vocabulary")
+        return self
+
+    @model_validator(mode="after")
+    def _check_layers(self):
         used = {layer.rope for layer in self.layers}
         if len(self.layers) != self.dims.L or used - {rope.name for rope in self.rope}:
             raise ValueError("layers and rope tables are not those of L layers")
@@ -476,6 +522,17 @@ class Manifest(ManifestModel):
     def save(self, folder: Path) -> None:
         """Writes `bundle.json`."""
         (folder / paths.BUNDLE).write_text(self.model_dump_json(indent=1))
+
+
+def _cover_once(ranges: list[tuple[int, int]], count: int) -> bool:
+    """Whether ranges [start, stop), one after the other, hold every number below `count`
+    once: [(0, 2), (2, 5)] those below 5."""
+    end = 0
+    for start, stop in ranges:
+        if start != end:
+            return False
+        end = stop
+    return end == count
 
 
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:

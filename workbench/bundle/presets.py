@@ -1,9 +1,14 @@
 """The presets of `--compress`: their names, bits and scales, in one table. Of the
-workbench it imports only the errors."""
+workbench it imports only the errors.
+
+    >>> find_preset("lut4-g8").fitted(rows=20).name  # 4 divides 20 rows, 8 does not
+    'lut4-g4'
+"""
 
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from workbench.errors import InputError
 
@@ -13,17 +18,22 @@ class Preset:
     """How the matrices of a bundle are stored.
 
     Args:
-        bits: of a stored element.
-        granularity: coremltools' name for the part of a matrix that has one fp16 scale,
-            such as `per_channel`. None: a lookup table, or fp16.
-        block: inputs for which `per_block` has one scale.
+        kind: `fp16`: the values; `integer`: integers times a scale; `table`: indices
+            into lookup tables of fp16 values; `mixed`: each tensor has a preset of its
+            own, and none has this one.
+        bits: of a stored element. Of `mixed`, whose elements differ, the 16 of an
+            uncompressed one.
+        granularity: of integers, coremltools' name for the part of a matrix that has one
+            fp16 scale, such as `per_channel`. None: not integers.
+        block: inputs for which `per_block` has one scale; 0: another granularity.
         group: output rows that share one lookup table, a power of two; 0: the whole
-            tensor shares one.
+            tensor shares one, or has none.
         needs_calibration: whether weights that are rounded one by one cost so much that
             `export` demands a text to calibrate with.
     """
 
     name: str
+    kind: Literal["fp16", "integer", "table", "mixed"]
     bits: int
     granularity: str | None = None
     block: int = 0
@@ -33,12 +43,12 @@ class Preset:
     @property
     def is_integer(self) -> bool:
         """Whether weights are integers times a scale."""
-        return self.granularity is not None
+        return self.kind == "integer"
 
     @property
     def is_table(self) -> bool:
         """Whether weights are indices into lookup tables."""
-        return self.granularity is None and self.bits < 16
+        return self.kind == "table"
 
     @property
     def stored_bits(self) -> float:
@@ -56,16 +66,26 @@ class Preset:
         return replace(self, name=name, group=group)
 
 
+# Indices of so many bits need a calibration text (see `Preset.needs_calibration`).
+TABLE_BITS_THAT_NEED_CALIBRATION = 4
+
+
+def _table_preset(name: str, bits: int, group: int) -> Preset:
+    """The preset of lookup tables for groups of rows."""
+    needs_calibration = bits == TABLE_BITS_THAT_NEED_CALIBRATION
+    return Preset(name, "table", bits, group=group, needs_calibration=needs_calibration)
+
+
 # the presets that `export` offers
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("fp16", 16),
-        Preset("int8-channel", 8, "per_channel"),
-        Preset("lut6-g16", 6, group=16),
-        Preset("lut4-g8", 4, group=8, needs_calibration=True),
-        Preset("int4-block32", 4, "per_block", 32),
-        Preset("int8-tensor", 8, "per_tensor"),
+        Preset("fp16", "fp16", 16),
+        Preset("int8-channel", "integer", 8, "per_channel"),
+        _table_preset("lut6-g16", 6, 16),
+        _table_preset("lut4-g8", 4, 8),
+        Preset("int4-block32", "integer", 4, "per_block", 32),
+        Preset("int8-tensor", "integer", 8, "per_tensor"),
     )
 }
 # presets of earlier bundles, with one table for a whole tensor → what `export` offers in
@@ -73,8 +93,8 @@ PRESETS = {
 REPLACED = {"lut4": "lut4-g8", "lut6": "lut6-g16"}
 TABLE_NAME = re.compile(r"lut(4|6)-g(1|2|4|8|16|32|64|128)")
 FP16 = PRESETS["fp16"]
-# a preset for each tensor, which the manifest names; no tensor has this one
-MIXED = Preset("mixed", 16, needs_calibration=True)
+# `Manifest.formats` has the presets of its tensors
+MIXED = Preset("mixed", "mixed", 16, needs_calibration=True)
 
 
 def find_preset(name: str) -> Preset:
@@ -82,23 +102,23 @@ def find_preset(name: str) -> Preset:
     of another size, such as `lut4-g16`.
 
     Raises:
-        ValueError: no preset has this name.
+        ValueError: no preset has this name. Its text is only the list of names that
+            exist, which callers print as what is needed.
     """
     if name in PRESETS:
         return PRESETS[name]
     if name == MIXED.name:
         return MIXED
     if name in REPLACED:
-        return Preset(name, PRESETS[REPLACED[name]].bits)
+        # bundles that have one exist, whether or not a text decided their weights
+        return Preset(name, "table", PRESETS[REPLACED[name]].bits)
     match = TABLE_NAME.fullmatch(name)
     if match is None:
         raise ValueError(
             f"{', '.join(PRESETS)}, {MIXED.name}, or lut4-gN or lut6-gN with another "
             "power of two up to 128 for N"
         )
-    bits = int(match[1])
-    needs_calibration = PRESETS[REPLACED[f"lut{bits}"]].needs_calibration
-    return Preset(name, bits, group=int(match[2]), needs_calibration=needs_calibration)
+    return _table_preset(name, bits=int(match[1]), group=int(match[2]))
 
 
 def check_calibrated(preset: Preset, has_text: bool, next_step: str) -> None:

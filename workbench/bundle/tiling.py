@@ -35,7 +35,10 @@ class Tiling:
         )
 
     def width(self, T: int) -> int:
-        """Columns of a call of `T` tokens: T, or the next fixed size."""
+        """Columns of a call of `T` tokens: T, or the next fixed size.
+
+        Callers have checked that T is at most `t_max`; above, no fixed size is large
+        enough, and T is returned."""
         return next((n for n in self.fixed_sizes if n >= T), T)
 
     def call_size(self, limit: int) -> int:

@@ -145,7 +145,7 @@ def _shapes(manifest: Manifest, shard: Shard) -> Facts:
     widths = dict.fromkeys((X, X0, HIDDEN, BASE, EXPERT_IN, ACC), dims.C)
     widths[PER_LAYER] = (shard.layers[1] - shard.layers[0]) * dims.P
     widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
-    shapes = {name: options.plane(width) for name, width in widths.items()}
+    shapes = {name: options.activation_shape(width) for name, width in widths.items()}
     halves = {rope.name: len(rope.inv_freq) for rope in manifest.rope}
     for i in shard.layer_range:
         layer = manifest.layers[i]

@@ -57,20 +57,20 @@ class Spec:
 def specs(plan: Plan, options: Options) -> Iterator[Spec]:
     """Every shard of the model, in the order in which the decoder runs them."""
     L = plan.dims.L
-    C = options.plane(plan.dims.C)
+    C = options.activation_shape(plan.dims.C)
     V = plan.dims.V
     for first in range(0, L, options.layers_per_shard):
         last = min(first + options.layers_per_shard, L)
         yield layers_spec(plan, options, first, last)
         if options.moe == "routed":
-            inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
+            inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.activation_shape(1), ACC: C}
             for e in range(plan.experts):
                 name = f"expert_{first:02d}_{e:02d}"
                 layers = (first, first + 1)
                 yield Spec(name, "expert", inputs, {HIDDEN: C}, layers, (e, e + 1))
     for i, start in enumerate(range(0, V, HEAD_ROWS)):
         stop = min(start + HEAD_ROWS, V)
-        outputs = {LOGITS: options.plane(stop - start)}
+        outputs = {LOGITS: options.activation_shape(stop - start)}
         yield Spec(f"head_{i:02d}", "head", {X: C}, outputs, rows=(start, stop))
 
 
@@ -81,8 +81,8 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     Its inputs are x, each rope table with its masks, write addresses, side inputs. Each
     state is a separate tensor; in a shard of several layers its name begins with the
     number of its layer in the shard."""
-    C = options.plane(plan.dims.C)
-    E = options.plane(plan.experts + 1)
+    C = options.activation_shape(plan.dims.C)
+    E = options.activation_shape(plan.experts + 1)
     B = options.batch
     # layers of one rope table have the same inputs: one of them stands for all
     layer_of_rope = {}
@@ -106,7 +106,7 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     if any(MATRIX_STATE in states for states in side_states):
         inputs[ORDER] = [B, 1, "T", 1]
     if P := plan.dims.P:
-        inputs |= {X0: C, PER_LAYER: options.plane((last - first) * P)}
+        inputs |= {X0: C, PER_LAYER: options.activation_shape((last - first) * P)}
     kind = "layers"
     name = f"layers_{first:02d}_{last - 1:02d}"
     outputs = {HIDDEN: C}
@@ -115,7 +115,7 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         name = f"router_{first:02d}"
         outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
-        R = options.plane(plan.router_width)
+        R = options.activation_shape(plan.router_width)
         inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
     _add_shared_rows(plan, options, first, last, inputs, outputs)
     states = _state_entries(plan, options, first, last)
