@@ -391,12 +391,16 @@ def plain_seconds(source: Path, compress: str) -> float:
 
     def convert(spec: shards.Spec) -> None:
         sources = weights.weight_sources(spec, whole, plan, export_options)
-        module = weights.blank(spec, plan, export_options).requires_grad_(False).eval()
+        module = (
+            weights.empty_module(spec, plan, export_options)
+            .requires_grad_(False)
+            .eval()
+        )
         for weight in sources:
             values = weights.load_values(weight, whole).float()
             module.get_parameter(weight.path).data = values.reshape(weight.shape)
         with tempfile.TemporaryDirectory() as folder:
-            model = template.to_program(module, spec, export_options, sources)
+            model = template.convert_module(module, spec, export_options, sources)
             model.save(f"{folder}/shard.mlpackage")
 
     count_of_kind = Counter(spec.kind for spec in specs)

@@ -12,7 +12,7 @@ from exporter_model import integers, plain, saved
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from workbench.exporter.template import joined
+from workbench.exporter.template import join_functions
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # by the layers of E2B that own these rows
@@ -176,7 +176,7 @@ def save_functions(path: Path, m: Chunked, save: Callable[[Path, int], None]) ->
     for name, T in {"decode": 1, "verify": m.verified}.items():
         functions[name] = path.with_name(f".{name}-{path.name}")
         save(functions[name], T)
-    joined(functions).rename(path)
+    join_functions(functions).rename(path)
 
 
 def inputs_of(m: Chunked, per_layer: str, T: int) -> list:

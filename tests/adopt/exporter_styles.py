@@ -10,7 +10,7 @@ from exporter_model import Model, integers, plain, saved
 from torch import nn
 
 from miltorch.quiet import coremltools
-from workbench.exporter.template import joined
+from workbench.exporter.template import join_functions
 
 INT4 = {"dtype": "int4", "granularity": "per_block", "block_size": 32}
 INT8 = {"dtype": "int8"}
@@ -175,7 +175,7 @@ def chunks(
             functions[mode] = folder / f".{mode}-{name}.mlpackage"
             outputs = ["output_hidden_states"]
             saved(functions[mode], m, layers, inputs, outputs, caches, stored=stored)
-        joined(functions).rename(folder / f"tiny_{name}.mlpackage")
+        join_functions(functions).rename(folder / f"tiny_{name}.mlpackage")
 
     def head(_, x):
         return tuple(nn.functional.linear(x, weight) for weight in m.halves)

@@ -14,7 +14,7 @@ from workbench.exporter import read_plan, template
 from workbench.exporter.shards import specs
 from workbench.exporter.tables import group_tables, nearest_entries
 from workbench.exporter.template import read_package
-from workbench.exporter.weights import blank, load_values, weight_sources
+from workbench.exporter.weights import empty_module, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -60,7 +60,7 @@ def conversions(
     converted = {}
     for spec in specs(plan, options):
         package = folder / f"{spec.name}.mlpackage"
-        module, programs = blank(spec, plan, options), {}
+        module, programs = empty_module(spec, plan, options), {}
         weights = weight_sources(spec, source, plan, options)
         for weight in weights:
             values = load_values(weight, source).float().reshape(weight.shape)
@@ -69,12 +69,12 @@ def conversions(
         with ExitStack() as stack:
             our_tables(stack)
             for name, T in (options.tiling.functions or {"main": None}).items():
-                model = template.to_program(module, spec, options, weights, T)
+                model = template.convert_module(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"
                 shutil.rmtree(programs[name], ignore_errors=True)
                 model.save(str(programs[name]))
-            template.joined(programs).rename(package)
-        model, listed = read_package(package), template.pinned_manifest(package)
+            template.join_functions(programs).rename(package)
+        model, listed = read_package(package), template.read_pinned_manifest(package)
         (package / template.MODEL).write_bytes(template.serialize(model))
         (package / template.MANIFEST).write_text(listed)
         converted[spec.name] = file_entries(folder, package)

@@ -15,13 +15,13 @@ from workbench.exporter.allocation import (
     Cost,
     Limit,
     Quality,
+    find_cheapest,
     frontier,
     hull,
     matrix_bytes,
     next_choice,
     rescale,
-    search,
-    uniform,
+    uniform_choice,
 )
 
 FORMATS = ("lut4-g8", "lut6-g16", "int8-channel", "fp16")
@@ -70,7 +70,7 @@ def with_two_prices(costs: list[Cost], unpacking: float) -> list[Cost]:
             cost,
             prices=(
                 float(cost.bytes),
-                unpacking * cost.weights * find_preset(cost.format).is_table,
+                unpacking * cost.weights * find_preset(cost.candidate).is_table,
             ),
         )
         for cost in costs
@@ -113,10 +113,10 @@ def test_a_format_that_costs_more_and_loses_more_is_never_chosen():
 
 def test_losses_of_a_format_add_up_to_what_was_measured():
     costs = rescale(random_costs(3), {"lut4-g8": 0.5, "int8-channel": 0.01})
-    assert uniform(costs, "lut4-g8").predicted_kl == pytest.approx(0.5)
-    assert uniform(costs, "int8-channel").predicted_kl == pytest.approx(0.01)
-    unmeasured = uniform(random_costs(3), "lut6-g16").predicted_kl
-    assert uniform(costs, "lut6-g16").predicted_kl == pytest.approx(unmeasured)
+    assert uniform_choice(costs, "lut4-g8").predicted_kl == pytest.approx(0.5)
+    assert uniform_choice(costs, "int8-channel").predicted_kl == pytest.approx(0.01)
+    unmeasured = uniform_choice(random_costs(3), "lut6-g16").predicted_kl
+    assert uniform_choice(costs, "lut6-g16").predicted_kl == pytest.approx(unmeasured)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,8 @@ def test_the_search_finds_the_cheapest_choice_within_the_limit(factor, share):
     choices = frontier(random_costs(1, tensors=40))
     kl = 1.001 * factor * choices[int(share * len(choices))].predicted_kl
     measure, seen = measured_by(lambda choice: factor)
-    chosen, measured = search(choices, Limit(kl=kl), measure)
+    result = find_cheapest(choices, Limit(kl=kl), measure)
+    chosen, measured = result.chosen, result.measured
     within = [c for c in choices if factor * c.predicted_kl <= kl]
     assert chosen.quality.kl <= kl
     assert chosen.price <= 1.02 * within[0].price
@@ -164,7 +165,8 @@ def test_the_search_keeps_the_limit_where_predictions_are_wrong_by_bits():
     choices = frontier(random_costs(2, tensors=40))
     measure, _ = measured_by(lambda choice: 12 / choice.bits)
     kl = choices[len(choices) // 2].predicted_kl
-    chosen, measured = search(choices, Limit(kl=kl), measure)
+    result = find_cheapest(choices, Limit(kl=kl), measure)
+    chosen, measured = result.chosen, result.measured
     within = [choice for choice in measured if choice.quality.kl <= kl]
     assert chosen == min(within, key=lambda choice: choice.price)
 
@@ -174,7 +176,8 @@ def test_the_search_goes_on_where_a_measured_kl_is_zero():
     choices = frontier(random_costs(1, tensors=40))
     measure, _ = measured_by(lambda choice: 0.0)
     kl = choices[len(choices) // 2].predicted_kl
-    chosen, measured = search(choices, Limit(kl=kl), measure)
+    result = find_cheapest(choices, Limit(kl=kl), measure)
+    chosen, measured = result.chosen, result.measured
     assert chosen.quality.kl == 0
     assert chosen == min(measured, key=lambda choice: choice.price)
 
@@ -183,8 +186,8 @@ def test_a_limit_of_bytes_takes_the_best_choice_that_fits():
     choices = frontier(random_costs(5, tensors=20))
     size = choices[7].bytes
     measure, seen = measured_by(lambda choice: 1.0)
-    chosen, measured = search(choices, Limit(bytes=size), measure)
-    assert chosen.formats == choices[7].formats
+    result = find_cheapest(choices, Limit(bytes=size), measure)
+    assert result.chosen.formats == choices[7].formats
     assert seen == [choices[7]]
 
 
@@ -192,7 +195,7 @@ def test_a_limit_of_bytes_takes_the_best_choice_that_fits():
 def test_a_limit_that_no_choice_keeps_is_refused(limit):
     measure, _ = measured_by(lambda choice: 1.0)
     with pytest.raises(InputError, match="at least"):
-        search(frontier(random_costs(6)), limit, measure)
+        find_cheapest(frontier(random_costs(6)), limit, measure)
 
 
 @pytest.mark.parametrize(

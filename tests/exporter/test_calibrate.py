@@ -16,7 +16,7 @@ from workbench.cli.common import CalibrationText
 from workbench.exporter import calibrate, compress
 from workbench.exporter.calibrate import InputSum, draw_windows, summed_inputs
 from workbench.exporter.compress import InputStatistics
-from workbench.exporter.weights import WeightSource, stored
+from workbench.exporter.weights import WeightSource, encode_weight
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.grid import make_grid
 
@@ -51,7 +51,7 @@ def squared_error(arrays, preset, values: torch.Tensor, hessian: torch.Tensor) -
 def rounded_to_nearest(values: torch.Tensor, preset) -> dict[str, np.ndarray]:
     """The arrays of an export without a text."""
     weight = WeightSource("w.weight", "w", (*values.shape, 1, 1), preset=preset)
-    return stored(weight, values.flatten().clone())
+    return encode_weight(weight, values.flatten().clone())
 
 
 @pytest.mark.parametrize("name", PRESETS)

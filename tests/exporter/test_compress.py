@@ -75,7 +75,7 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 
 def check(weight: np.ndarray, preset: str) -> None:
     part = WeightSource("w", "w", weight.shape, preset=find_preset(preset))
-    arrays = weights.stored(part, torch.from_numpy(weight.reshape(-1).copy()))
+    arrays = weights.encode_weight(part, torch.from_numpy(weight.reshape(-1).copy()))
     for role, expected in theirs(weight, preset).items():
         expected = expected.astype(arrays[role].dtype)
         assert arrays[role].tobytes() == expected.tobytes(), role
@@ -123,12 +123,12 @@ def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
     shape = 4 * preset_of_groups.group, 10_240 // preset_of_groups.group
     part = WeightSource("w", "w", shape, preset=preset_of_groups)
     values = np.float16(np.random.default_rng(3).standard_normal(shape))
-    first = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
+    first = weights.encode_weight(part, torch.from_numpy(values.reshape(-1).copy()))
     luts = first["lut"]
     indices = first["indices"].reshape(len(luts), -1)
     values = np.take_along_axis(luts, indices.astype(int), 1).reshape(*shape, 1, 1)
     expected = theirs(values, preset)
-    arrays = weights.stored(part, torch.from_numpy(values.reshape(-1).copy()))
+    arrays = weights.encode_weight(part, torch.from_numpy(values.reshape(-1).copy()))
     for role, array in expected.items():
         assert arrays[role].tobytes() == array.astype(arrays[role].dtype).tobytes()
     assert expected["lut"].shape == (*luts.shape[:1], 1, 1, 1, luts.shape[1], 1)

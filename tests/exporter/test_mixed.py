@@ -25,9 +25,9 @@ from workbench.exporter.candidates import (
 from workbench.exporter.compress import InputStatistics
 from workbench.exporter.losses import estimate_losses
 from workbench.exporter.mixed import (
-    Search,
+    SearchSettings,
+    measure_and_choose,
     read_allocation,
-    search_formats,
     write_allocation,
 )
 from workbench.exporter.replaceable import ReplaceableModel, linear_modules, load_model
@@ -118,16 +118,20 @@ def test_logits_are_those_of_hugging_face_s_model(family, exports):
     """One family divides its logits, another one bounds them."""
     model = load_model(Checkpoint(exports.checkpoint(family)))
     ids = torch.arange(12)[None]
-    measurement = ReplaceableModel.run(model, {}, ids)
-    logits = measurement.logits(measurement.hidden[0], measurement.head)
+    measurement = ReplaceableModel.from_unchanged(model, {}, ids)
+    logits = measurement.logits(
+        measurement.unchanged_hidden[0], measurement.unchanged_head
+    )
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0]
     assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(measurement.hidden[0] @ measurement.head.T, expected)
+    assert not torch.allclose(
+        measurement.unchanged_hidden[0] @ measurement.unchanged_head.T, expected
+    )
 
 
 def test_an_unchanged_model_has_no_distance(model, texts, modules):
-    quality = ReplaceableModel.run(model, modules, texts[1][:2]).quality()
+    quality = ReplaceableModel.from_unchanged(model, modules, texts[1][:2]).quality()
     assert quality.kl == pytest.approx(0, abs=1e-9)
     assert (quality.perplexity_ratio, quality.same_top) == (1, 1)
 
@@ -148,7 +152,9 @@ def test_estimates_agree_with_measurements_where_tokens_do_not_mix(
     candidates = CandidateValues(tmp_path)
     candidates.save(tensor, "lut4-g8", changed)
     module = {tensor: modules[tensor]}
-    measurement = ReplaceableModel.run(model, module, texts[1].reshape(3, -1))
+    measurement = ReplaceableModel.from_unchanged(
+        model, module, texts[1].reshape(3, -1)
+    )
     losses = estimate_losses(measurement, presets_of(module, "lut4-g8"), candidates, 0)
     measurement.replace_matrix(tensor, candidates.load(tensor, "lut4-g8"))
     kl = measurement.quality().kl
@@ -180,7 +186,7 @@ def test_estimates_agree_where_each_layer_has_an_embedding(
     candidates = CandidateValues(tmp_path)
     candidates.save(tensor, "lut4-g8", matrix + 0.02 * matrix.std() * noise)
     ids = torch.randint(0, 100, (4, 64), generator=generator)
-    measurement = ReplaceableModel.run(model, module, ids)
+    measurement = ReplaceableModel.from_unchanged(model, module, ids)
     losses = estimate_losses(measurement, presets_of(module, "lut4-g8"), candidates, 0)
     measurement.replace_matrix(tensor, candidates.load(tensor, "lut4-g8"))
     kl = measurement.quality().kl
@@ -189,7 +195,7 @@ def test_estimates_agree_where_each_layer_has_an_embedding(
 
 
 def test_fp16_is_estimated_to_cost_nothing(model, texts, modules, tmp_path):
-    measurement = ReplaceableModel.run(model, modules, texts[1][:2])
+    measurement = ReplaceableModel.from_unchanged(model, modules, texts[1][:2])
     presets = presets_of(modules, "fp16")
     losses = estimate_losses(measurement, presets, CandidateValues(tmp_path), 0)
     assert set(losses.values()) == {0.0}
@@ -209,9 +215,9 @@ def allocate(source, texts, modules, stored, kl=0.005, **options):
     model = load_model(source)
     shapes = {t: tuple(model.get_submodule(m).weight.shape) for t, m in modules.items()}
     fitted = {t: {n: find_preset(n) for n in mixed.CANDIDATES} for t in modules}
-    setup = Search(Text(texts[1].numpy(), "tasks"), Limit(kl=kl), **options)
-    measurement = ReplaceableModel.run(model, modules, texts[1])
-    return search_formats(measurement, shapes, fitted, stored, setup)
+    settings = SearchSettings(Text(texts[1].numpy(), "tasks"), Limit(kl=kl), **options)
+    measurement = ReplaceableModel.from_unchanged(model, modules, texts[1])
+    return measure_and_choose(measurement, shapes, fitted, stored, settings)
 
 
 def test_a_choice_stays_within_its_limit_when_it_is_measured_anew(
@@ -221,7 +227,7 @@ def test_a_choice_stays_within_its_limit_when_it_is_measured_anew(
     uniform = {choice.name: choice for choice in result.uniform}
     assert result.chosen.quality.kl <= 0.005 < uniform["lut4-g8"].quality.kl
     assert result.chosen.bytes < uniform["int8-channel"].bytes
-    fresh = ReplaceableModel.run(load_model(source), modules, texts[1])
+    fresh = ReplaceableModel.from_unchanged(load_model(source), modules, texts[1])
     for tensor, preset in result.chosen.formats.items():
         fresh.replace_matrix(tensor, stored.load(tensor, preset))
     assert fresh.quality() == result.chosen.quality
@@ -299,12 +305,12 @@ def test_a_measured_kl_of_zero_predicts_no_further_choice(monkeypatch):
         for name, kl in ModelWithoutLossWhereFormatsDiffer.kls.items()
     }
     monkeypatch.setattr(mixed, "estimate_losses", lambda *_: losses)
-    result = search_formats(
+    result = measure_and_choose(
         ModelWithoutLossWhereFormatsDiffer(),
         dict.fromkeys(tensors, (64, 64)),
         {t: {n: find_preset(n) for n in mixed.CANDIDATES} for t in tensors},
         PresetNames(),
-        Search(None, Limit(kl=0.025), further_limits=(0.015,)),
+        SearchSettings(None, Limit(kl=0.025), further_limits=(0.015,)),
     )
     assert result.chosen.quality.kl == 0 < result.chosen.predicted_kl
     measured = [choice for choice in result.frontier if choice.quality]
@@ -341,7 +347,7 @@ def test_milliseconds_are_minimized_in_place_of_bytes(source, texts, modules, st
 def test_milliseconds_under_a_limit_of_bytes_are_refused(texts):
     text = Text(texts[1].numpy(), "tasks")
     with refused("--ms-on.*limit of bytes"):
-        Search(text, Limit(bytes=10**6), UnpackingChip(), minimizes="ms")
+        SearchSettings(text, Limit(bytes=10**6), UnpackingChip(), minimizes="ms")
 
 
 def test_stored_candidates_are_not_compressed_again(

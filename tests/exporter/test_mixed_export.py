@@ -17,7 +17,7 @@ from workbench.decode.tokenizer import encode_text
 from workbench.exporter import Compression, bundle_name, candidates, make_options, mixed
 from workbench.exporter.allocation import Limit
 from workbench.exporter.calibrate import draw_windows
-from workbench.exporter.mixed import Search, read_allocation
+from workbench.exporter.mixed import SearchSettings, read_allocation
 from workbench.exporter.replaceable import ReplaceableModel, linear_modules, load_model
 from workbench.models.checkpoint import Checkpoint
 
@@ -40,20 +40,15 @@ def formats(source):
     return {name: PRESETS[i % len(PRESETS)] for i, name in enumerate(names)}
 
 
-def export_mixed(folder, formats, calibration=TEXT):
-    return export(
-        SOURCE,
-        folder,
-        compress="mixed",
-        formats=formats,
-        calibration=calibration,
-        max_seq_len=64,
-    )
+def export_mixed(folder, calibration=TEXT, **presets):
+    """Exports with `formats` or `search`."""
+    options = {"compress": "mixed", "max_seq_len": 64}
+    return export(SOURCE, folder, calibration=calibration, **options, **presets)
 
 
 @pytest.fixture(scope="module")
 def bundle(formats, tmp_path_factory):
-    return export_mixed(tmp_path_factory.mktemp("mixed") / "bundle", formats)
+    return export_mixed(tmp_path_factory.mktemp("mixed") / "bundle", formats=formats)
 
 
 def test_the_manifest_names_every_matrix_s_preset(bundle, formats):
@@ -79,7 +74,7 @@ def test_layers_of_equal_formats_share_a_program(formats, bundle, tmp_path):
     alike = {
         name: "lut4-g8" if "mlp" in name else "int8-channel" for name in formats
     } | {"model.layers.2.mlp.up_proj.weight": "lut6-g16"}
-    exported = export_mixed(tmp_path / "b", alike)
+    exported = export_mixed(tmp_path / "b", formats=alike)
     templates = [shard.template for shard in exported.manifest.shards[:4]]
     assert len(set(templates[:2] + templates[3:])) == 1
     assert len(set(templates)) == 2
@@ -88,7 +83,8 @@ def test_layers_of_equal_formats_share_a_program(formats, bundle, tmp_path):
 def test_the_same_preset_for_all_matrices_gives_the_bytes_of_that_preset(
     formats, tmp_path
 ):
-    alike = export_mixed(tmp_path / "alike", dict.fromkeys(formats, "int8-channel"))
+    alike = dict.fromkeys(formats, "int8-channel")
+    alike = export_mixed(tmp_path / "alike", formats=alike)
     options = {"calibration": TEXT, "max_seq_len": 64}
     expected = export(SOURCE, tmp_path / "b", compress="int8-channel", **options)
     files = [[s.files for s in b.manifest.shards] for b in (alike, expected)]
@@ -109,8 +105,8 @@ def test_a_matrix_under_another_preset_is_red(bundle, formats):
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory):
     """A bundle whose formats a search chose."""
-    setup = Search(SELECTION, Limit(kl=0.005))
-    return export_mixed(tmp_path_factory.mktemp("chosen") / "bundle", setup)
+    settings = SearchSettings(SELECTION, Limit(kl=0.005))
+    return export_mixed(tmp_path_factory.mktemp("chosen") / "bundle", search=settings)
 
 
 def test_a_chosen_bundle_keeps_the_search_and_its_texts(chosen, formats):
@@ -131,7 +127,7 @@ def test_the_values_of_the_bundle_have_the_recorded_quality(chosen, source):
     read = stored_weights(source, chosen)
     model = load_model(source)
     modules = linear_modules(model, source, chosen.manifest.formats)
-    measurement = ReplaceableModel.run(
+    measurement = ReplaceableModel.from_unchanged(
         model, modules, torch.from_numpy(SELECTION.ids).long()
     )
     for tensor in modules:
@@ -155,7 +151,8 @@ def test_an_export_above_the_limit_takes_a_costlier_choice(tmp_path, monkeypatch
         return quality
 
     monkeypatch.setattr(mixed, "_stored_quality", worse)
-    bundle = export_mixed(tmp_path / "b", Search(SELECTION, Limit(kl=0.005)))
+    settings = SearchSettings(SELECTION, Limit(kl=0.005))
+    bundle = export_mixed(tmp_path / "b", search=settings)
     allocation = read_allocation(bundle.root / "allocation.json")
     assert len(qualities) == 2
     assert allocation.exported == qualities[1]
@@ -171,22 +168,23 @@ def test_an_interrupted_search_goes_on_with_the_formats_that_it_has(
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    setup = Search(SELECTION, Limit(kl=0.005))
+    settings = SearchSettings(SELECTION, Limit(kl=0.005))
     with monkeypatch.context() as patched:
-        patched.setattr(mixed, "search_formats", interrupt)
+        patched.setattr(mixed, "measure_and_choose", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            export_mixed(tmp_path / "b", setup)
+            export_mixed(tmp_path / "b", search=settings)
     assert not (tmp_path / "b").exists()
     monkeypatch.setattr(candidates, "compress_matrix", pytest.fail)
-    assert export_mixed(tmp_path / "b", setup).manifest.selection
+    assert export_mixed(tmp_path / "b", search=settings).manifest.selection
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_an_export_that_never_keeps_the_limit_is_refused(tmp_path, monkeypatch):
     worst = mixed.Quality(kl=0.5, kl_p99=1.0, perplexity_ratio=2.0, same_top=0.1)
     monkeypatch.setattr(mixed, "_stored_quality", lambda *arguments: worst)
+    settings = SearchSettings(SELECTION, Limit(kl=0.005))
     with refused("--max-kl.*0.5"):
-        export_mixed(tmp_path / "b", Search(SELECTION, Limit(kl=0.005)))
+        export_mixed(tmp_path / "b", search=settings)
     assert not (tmp_path / "b").exists()
 
 
@@ -194,11 +192,11 @@ def test_a_chosen_bundle_of_the_folder_of_bundles_is_opened_again(
     chosen, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("WORKBENCH_OUT", str(tmp_path))
-    setup = Search(SELECTION, Limit(kl=0.005))
-    first = export_mixed(None, setup)
+    settings = SearchSettings(SELECTION, Limit(kl=0.005))
+    first = export_mixed(None, search=settings)
     assert first.identity == chosen.identity
-    monkeypatch.setattr(mixed, "choose_formats", pytest.fail)
-    assert export_mixed(None, setup).root == first.root
+    monkeypatch.setattr(mixed, "choose_and_compress", pytest.fail)
+    assert export_mixed(None, search=settings).root == first.root
     left = [path.name for path in first.root.parent.iterdir()]
     assert not [name for name in left if "calibration" in name]
 
@@ -215,13 +213,14 @@ def test_the_choice_differs_in_name_by_everything_that_decides_it(formats):
     options = make_options(compress="mixed")
     changed = formats | {next(iter(formats)): "fp16"}
     searches = [
-        Search(SELECTION, Limit(kl=0.005)),
-        Search(SELECTION, Limit(kl=0.002)),
-        Search(SELECTION, Limit(bytes=10**6)),
-        Search(TEXT, Limit(kl=0.005)),
+        SearchSettings(SELECTION, Limit(kl=0.005)),
+        SearchSettings(SELECTION, Limit(kl=0.002)),
+        SearchSettings(SELECTION, Limit(bytes=10**6)),
+        SearchSettings(TEXT, Limit(kl=0.005)),
     ]
-    variants = [formats, changed, *searches]
-    names = {bundle_name("m", "x", options, Compression.of(None, f)) for f in variants}
+    variants = [Compression(formats=chosen) for chosen in (formats, changed)]
+    variants += [Compression(search=settings) for settings in searches]
+    names = {bundle_name("m", "x", options, compression) for compression in variants}
     assert len(names) == len(variants)
 
 
@@ -244,7 +243,7 @@ def test_formats_that_do_not_fit_are_refused(formats, tmp_path, change, words):
             if name is not None
         }
     with refused(words):
-        export_mixed(tmp_path / "b", change)
+        export_mixed(tmp_path / "b", formats=change)
     assert not (tmp_path / "b").exists()
 
 
@@ -253,22 +252,30 @@ def test_formats_without_mixed_are_refused(formats, tmp_path):
         export(SOURCE, tmp_path / "b", compress="int8-channel", formats=formats)
 
 
+def test_formats_beside_a_search_are_refused(formats, tmp_path):
+    settings = SearchSettings(SELECTION, Limit(kl=0.005))
+    with refused("formats and a search.*leave one out"):
+        export_mixed(tmp_path / "b", formats=formats, search=settings)
+
+
 def test_mixed_without_a_text_is_refused(formats, tmp_path):
     with refused("mixed.*no text"):
-        export_mixed(tmp_path / "b", formats, calibration=None)
+        export_mixed(tmp_path / "b", formats=formats, calibration=None)
 
 
 def test_mixed_stack_of_experts_is_refused(tmp_path):
     """Hugging Face's model has them in one tensor, which no search changes."""
     ids = encode_text(DATA / "tiny-zaya", task_text())
     text = draw_windows(ids[:256], "tasks", window=64)
-    setup = Search(draw_windows(ids[300:500], "more", window=64), Limit(kl=0.005))
+    settings = SearchSettings(
+        draw_windows(ids[300:500], "more", window=64), Limit(kl=0.005)
+    )
     with refused("--compress mixed.*no linear layer"):
         export(
             DATA / "tiny-zaya",
             tmp_path / "b",
             compress="mixed",
-            formats=setup,
+            search=settings,
             calibration=text,
         )
     assert not (tmp_path / "b").exists()

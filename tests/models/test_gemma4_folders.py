@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from workbench import Decoder, export
 from workbench.exporter.allocation import Limit
-from workbench.exporter.mixed import Search
+from workbench.exporter.mixed import SearchSettings
 from workbench.models.checkpoint import Checkpoint
 
 IDS, NEW = [2, 17, 42, 3, 88], 12
@@ -185,14 +185,14 @@ def test_a_published_folder_is_fitted_as_its_text_model(exports, tmp_path):
     """Its towers, and the K and V of sharing layers, which nothing reads, change no byte."""
     text = text_checkpoint(exports, "gemma4_text")
     store(FORMS["E2B_as_published"], text, tmp_path / "published")
-    setup = Search(tiny.random_text(100, 2, count=256), Limit(kl=0.01))
+    settings = SearchSettings(tiny.random_text(100, 2, count=256), Limit(kl=0.01))
     bundles = []
     for path in (text, tmp_path / "published"):
         bundle = export(
             path,
             tmp_path / f"bundle-{path.name}",
             compress="mixed",
-            formats=setup,
+            search=settings,
             calibration=tiny.random_text(100, 1),
             max_seq_len=32,
         )

@@ -53,7 +53,7 @@ def export(
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
-    calibration = formats = None
+    calibration = search = None
     if calibration_text.calibrate or calibration_text.calibrate_ids:
         calibration = calibration_text.read(load_checkpoint(checkpoint))
     if options.compress == MIXED:
@@ -61,13 +61,13 @@ def export(
 
         source = load_checkpoint(checkpoint)
         chosen_options = make_options(**asdict(options))
-        formats = format_target.search(source, chosen_options, calibration)
+        search = format_target.search(source, chosen_options, calibration)
     exported = workbench.export(
-        checkpoint, bundle, calibration=calibration, formats=formats, **asdict(options)
+        checkpoint, bundle, calibration=calibration, search=search, **asdict(options)
     )
     result = _describe_bundle(exported, bundle)
     result |= {"seconds": time.perf_counter() - start, "peak_rss_bytes": peak_rss()}
-    if formats is not None:
+    if search is not None:
         result["mixed"] = describe_choice(exported)
     record = exported.manifest.calibration
     if record:

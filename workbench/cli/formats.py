@@ -16,7 +16,7 @@ from workbench.errors import InputError
 if TYPE_CHECKING:
     from workbench.bundle import Bundle, Options
     from workbench.exporter.calibrate import Text
-    from workbench.exporter.mixed import Search
+    from workbench.exporter.mixed import SearchSettings
     from workbench.models.checkpoint import Checkpoint
 
 MIXED = "mixed"  # workbench.bundle.presets, whose package imports NumPy, has it too
@@ -96,8 +96,8 @@ class FormatTarget:
 
     def search(
         self, source: "Checkpoint", options: "Options", calibration: "Text"
-    ) -> "Search":
-        """The search of formats for an export.
+    ) -> "SearchSettings":
+        """How the formats of an export are searched.
 
         Args:
             options: of the export.
@@ -112,7 +112,7 @@ class FormatTarget:
         from workbench.ane.work import call_work
         from workbench.check.text import share_part
         from workbench.exporter.allocation import Limit
-        from workbench.exporter.mixed import Search
+        from workbench.exporter.mixed import SearchSettings
 
         text = self._read(source)
         if share_part(text.ids, calibration.ids):
@@ -135,7 +135,7 @@ class FormatTarget:
             needed = "Core ML programs, whose times are predicted"
             raise InputError("--ms-on", f"target {options.target}", needed, step)
         minimizes = "ms" if self.ms_on else "bytes"
-        return Search(text, limit, timing, minimizes)
+        return SearchSettings(text, limit, timing, minimizes)
 
     def _read(self, source: "Checkpoint") -> "Text":
         """The windows of the text for selection.

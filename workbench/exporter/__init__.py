@@ -1,11 +1,24 @@
 """Exports a checkpoint as a bundle: stateful Core ML shards, host tables and manifest.
-Nothing here depends on how shards are run."""
+Nothing here depends on how shards are run.
+
+`export` is the entry. Data flow through the files in this order:
+
+- `options.py`: what is asked for, checked against the checkpoint;
+- `shards.py`: the shards of the model, each with its interface;
+- `weights.py`: the checkpoint tensor of each parameter, and the arrays that store it;
+- with a text, `calibrate.py`: matrices compressed for the inputs that they have on it.
+  `compress.py` compresses one matrix, `tables.py` finds its lookup tables;
+- for a search of presets, `mixed.py`: `candidates.py`, `losses.py`, `allocation.py`,
+  `replaceable.py` are its parts;
+- `template.py`: the program of each distinct shape of shard, which coremltools converts;
+- `writing.py`: all files of the bundle. Its manifest is saved here, last."""
 
 import hashlib
 import json
 import shutil
 import warnings
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +42,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from workbench.exporter.calibrate import CompressedMatrices, Text
-    from workbench.exporter.mixed import Allocation
-    from workbench.exporter.options import Formats
+    from workbench.exporter.mixed import Allocation, SearchSettings
 
 __all__ = [
     "Compression",
@@ -50,7 +64,8 @@ def export(
     bundle: str | Path | None = None,
     *,
     calibration: "Text | None" = None,
-    formats: "Formats | None" = None,
+    formats: "Mapping[str, str] | None" = None,
+    search: "SearchSettings | None" = None,
     **fields,
 ) -> Bundle:
     """Exports a Hugging Face checkpoint as a bundle.
@@ -64,7 +79,8 @@ def export(
         calibration: token ids of a text, with which weights are compressed so that the
             layers' outputs on it change least (see `calibrate`).
         formats: for `compress="mixed"`, the preset of every matrix by its checkpoint
-            tensor, or the search that chooses them (see `mixed.Search`).
+            tensor.
+        search: for `compress="mixed"` without `formats`, how the presets are chosen.
         fields: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -73,7 +89,7 @@ def export(
     Raises:
         InputError: unusable checkpoint, unsupported family or option, a target where
             something is already, no space on the disk, a text for fp16, no text for a
-            preset that needs one, `mixed` without formats.
+            preset that needs one, `mixed` without formats or a search.
     """
     options = make_options(**fields)
     step = "pass calibration=workbench.exporter.calibrate.draw_windows(ids, name)"
@@ -81,13 +97,26 @@ def export(
     if options.preset == FP16 and calibration is not None:
         step = "leave the text out, or choose another --compress"
         raise InputError("--compress fp16", "a text", "no calibration", step)
-    compression = Compression.of(calibration, formats)
+    compression = Compression(calibration, formats, search)
     check_formats(options, compression)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         folder = output_root() / "data" / "bundles"
         return bundle_for(source, options, folder, compression)
     return _export(source, options, Path(bundle), compression)
+
+
+@dataclass(frozen=True)
+class _Compressed:
+    """Matrices that are compressed before the bundle is written.
+
+    Args:
+        matrices: those that are fitted to a text; None: there is no text.
+        allocation: how a search chose their presets; None: no search did.
+    """
+
+    matrices: "CompressedMatrices | None" = None
+    allocation: "Allocation | None" = None
 
 
 def _export(
@@ -102,26 +131,24 @@ def _export(
         check_all_named(source, plan, options, compression.formats)
     try:
         with ExitStack() as stack:
-            matrices = allocation = None
-            formats = compression.formats
+            compressed = _Compressed()
             if compression.text is not None:
                 paths.check_new_bundle(bundle)
                 # numba and Hugging Face's models take seconds to import
                 from workbench.exporter.calibrate import work_folder
 
                 work = stack.enter_context(work_folder(bundle))
-                matrices, allocation = _compress(
-                    source, plan, options, compression, work
-                )
+                compressed = _compress(source, plan, options, compression, work)
+            matrices, allocation = compressed.matrices, compressed.allocation
+            formats = compression.formats
             if allocation is not None:
                 formats = allocation.chosen.formats
             presets = find_presets(formats)
             folder = stack.enter_context(new_bundle(bundle))
             manifest = write_bundle(folder, source, plan, options, matrices, presets)
             records = {}
-            if compression.text is not None:
-                weights = all_weights(source, plan, options, presets)
-                nearest = matrices.unfitted(weights)
+            if matrices is not None:
+                nearest = sorted(matrices.unfitted)
                 records["calibration"] = compression.text.record(folder, nearest)
             if allocation is not None:
                 records["selection"] = allocation.record(
@@ -142,9 +169,9 @@ def _compress(
     options: Options,
     compression: Compression,
     folder: Path,
-) -> "tuple[CompressedMatrices, Allocation | None]":
-    """Compresses matrices for the inputs that they have on a text. Returns them, and how
-    their formats were chosen; None: no search chose them.
+) -> _Compressed:
+    """Compresses matrices for the inputs that they have on a text, in presets that are
+    given or that a search chooses.
 
     Args:
         folder: a work folder.
@@ -154,13 +181,13 @@ def _compress(
 
         presets = find_presets(compression.formats)
         weights = all_weights(source, plan, options, presets)
-        return calibrate(source, weights, compression.text, folder), None
-    from workbench.exporter.mixed import choose_formats
+        return _Compressed(calibrate(source, weights, compression.text, folder))
+    from workbench.exporter.mixed import choose_and_compress
 
-    mixture = choose_formats(
+    mixed = choose_and_compress(
         source, plan, options, compression.text, compression.search, folder
     )
-    return mixture.matrices, mixture.allocation
+    return _Compressed(mixed.matrices, mixed.allocation)
 
 
 def bundle_name(

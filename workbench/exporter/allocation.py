@@ -1,11 +1,16 @@
-"""Chooses a format for every matrix of a model: the fewest bytes, or the least predicted
+"""Chooses a preset for every matrix of a model: the fewest bytes, or the least predicted
 time, at which the mean KL stays within a limit.
 
-Every matrix has a `Cost` in every format: its bytes, its prices and its loss, the
-estimated KL in nats per token that storing this matrix alone in the format causes. Losses
-add up. For one price, the choice that minimizes Σ loss + λ · Σ price takes for each matrix
-the format on the lower convex hull of its costs. Over all λ these choices are nested:
-they form a list in which every choice raises one matrix to a costlier format, the matrix
+Words: a *candidate* is a way of storing that all matrices may have, such as `lut4-g8`. The
+*preset* that stores one matrix is the candidate fitted to its rows, such as `lut4-g4` for
+a matrix of 20 rows. A `Cost` is one matrix in one candidate; a `Choice` has one cost of
+each matrix.
+
+Every matrix has a cost in every candidate: its bytes, its prices and its loss, the
+estimated KL in nats per token that storing this matrix alone so causes. Losses add up. For
+one price, the choice that minimizes Σ loss + λ · Σ price takes for each matrix the
+candidate on the lower convex hull of its costs. Over all λ these choices are nested: they
+form a list in which every choice raises one matrix to a costlier candidate, the matrix
 whose loss falls most for its price first. Shoham and Gersho (1988) describe the method for
 bits of a quantizer.
 
@@ -14,9 +19,9 @@ of a choice are the larger of two sums. Every mean of both prices gives a list o
 `frontier` takes the best ones of several means.
 
 Estimates rank matrices well, but their sizes are wrong by a factor that depends on the
-format. `rescale` multiplies the losses of a format by the measured KL of the model that is
-stored in this format alone over the sum of its estimates. `search` measures choices of the
-frontier until it knows the cheapest one that stays within the limit.
+candidate. `rescale` multiplies the losses of a candidate by the measured KL of the model
+that is stored in this candidate alone over the sum of its estimates. `find_cheapest`
+measures choices of the frontier until it knows the cheapest one within the limit.
 
 Everything here is arithmetic on records; `workbench.exporter.mixed` measures."""
 
@@ -34,7 +39,7 @@ MEASUREMENTS = 8  # the most choices that a search measures
 # The search ends where the choices that are left differ by a smaller share of the price.
 NEAR = 0.01
 # The expected ratio of a choice's measured KL to its rescaled estimate, until a choice of
-# several formats is measured. Each measurement replaces it, so that it decides only where
+# several candidates is measured. Each measurement replaces it, so that it decides only where
 # the search begins.
 UNDERESTIMATE = 1.1
 # The search aims at this share of the limit: predictions that are right by a fraction of a
@@ -45,22 +50,23 @@ MEANS = 9  # of two prices, from the first price alone to the second alone
 
 @dataclass(frozen=True)
 class Cost:
-    """What one matrix costs in one format.
+    """What one matrix costs in one candidate.
 
     Args:
         tensor: name of the checkpoint's tensor.
-        format: name of the candidate, the same for all matrices.
+        candidate: its name, the same for all matrices.
         preset: name of the preset, the candidate with groups that divide the matrix's
             rows.
         weights: number of the matrix's elements.
         bytes: stored bytes, with tables and scales.
-        prices: what a choice minimizes the largest sum of: the bytes, or the
-            milliseconds of streaming the matrix and those of unpacking it.
+        prices: one number for each resource that the matrix uses: its bytes; or its
+            milliseconds of streaming, and its milliseconds of unpacking. See
+            `Choice.price`.
         loss: estimated KL in nats per token.
     """
 
     tensor: str
-    format: str
+    candidate: str
     preset: str
     weights: int
     bytes: int
@@ -87,17 +93,18 @@ class Quality:
 
 @dataclass(frozen=True)
 class Choice:
-    """A format for every matrix.
+    """A preset for every matrix.
 
     Args:
-        name: of the format where all matrices have the same one, else `mixed`.
-        formats: tensor → preset.
+        name: of the candidate where all matrices have the same one, else `mixed`.
+        formats: tensor → name of its preset, as in `Manifest.formats`.
         bytes: stored bytes of these matrices.
         bits: stored bits per weight of these matrices.
-        price: the largest sum of the matrices' prices.
+        price: what is minimized. Of each resource the matrices' prices are added; the
+            choice costs the largest total, since resources are used at the same time.
         predicted_kl: the sum of the estimated losses, in nats per token.
         ms: predicted milliseconds of a call on a chip; None: not predicted.
-        quality: of Hugging Face's model with the matrices in these formats, each
+        quality: of Hugging Face's model with the matrices in these presets, each
             compressed for the inputs that it has in the unchanged model; None: not
             measured.
     """
@@ -149,15 +156,20 @@ def matrix_bytes(rows: int, inputs: int, preset: Preset) -> int:
 
 
 def rescale(costs: Sequence[Cost], measured: dict[str, float]) -> list[Cost]:
-    """Costs whose losses add up, format by format, to the measured KL (nats) of a model
-    that is stored in the format alone. A format without a measurement keeps its
-    losses."""
+    """Costs whose losses add up, candidate by candidate, to the measured KL (nats) of a
+    model that is stored in the candidate alone. A candidate without a measurement keeps
+    its losses.
+
+    Args:
+        measured: candidate → KL.
+    """
     sums: dict[str, float] = defaultdict(float)
     for cost in costs:
-        sums[cost.format] += cost.loss
+        sums[cost.candidate] += cost.loss
     factors = {name: kl / sums[name] for name, kl in measured.items() if sums[name] > 0}
     return [
-        replace(cost, loss=cost.loss * factors.get(cost.format, 1.0)) for cost in costs
+        replace(cost, loss=cost.loss * factors.get(cost.candidate, 1.0))
+        for cost in costs
     ]
 
 
@@ -166,7 +178,7 @@ def frontier(costs: Sequence[Cost]) -> list[Choice]:
     the least loss.
 
     Args:
-        costs: of every matrix in every format, all with one price or all with two.
+        costs: of every matrix in every candidate, all with one price or all with two.
     """
     if len(costs[0].prices) == 1:
         return nested_choices(costs, (1.0,))
@@ -178,7 +190,7 @@ def frontier(costs: Sequence[Cost]) -> list[Choice]:
 
 def nested_choices(costs: Sequence[Cost], shares: tuple[float, ...]) -> list[Choice]:
     """The choices over all λ for the mean of the prices with these shares; each differs
-    from the one before in the format of one matrix."""
+    from the one before in the preset of one matrix."""
 
     def price(cost: Cost) -> float:
         return sum(s * p for s, p in zip(shares, cost.prices, strict=True))
@@ -195,10 +207,10 @@ def nested_choices(costs: Sequence[Cost], shares: tuple[float, ...]) -> list[Cho
     # a stable sort: equal gains keep the order of the model's matrices
     steps.sort(key=lambda step: -step[0])
     current = {group[0].tensor: group[0] for group in hulls}
-    choices = [choice_of(current.values())]
+    choices = [make_choice(current.values())]
     for _, better in steps:
         current[better.tensor] = better
-        choices.append(choice_of(current.values()))
+        choices.append(make_choice(current.values()))
     return choices
 
 
@@ -232,35 +244,43 @@ def _undominated(choices: Iterable[Choice]) -> list[Choice]:
     return result
 
 
-def uniform(costs: Sequence[Cost], format: str) -> Choice:
-    """The choice of one format for all matrices."""
-    return choice_of([cost for cost in costs if cost.format == format])
+def uniform_choice(costs: Sequence[Cost], candidate: str) -> Choice:
+    """The choice of one candidate for all matrices."""
+    return make_choice([cost for cost in costs if cost.candidate == candidate])
 
 
-def choice_of(costs: Iterable[Cost]) -> Choice:
+def make_choice(costs: Iterable[Cost]) -> Choice:
     """The choice that consists of one cost for each matrix."""
     costs = list(costs)
-    names = {cost.format for cost in costs}
+    names = {cost.candidate for cost in costs}
     total = sum(cost.bytes for cost in costs)
+    totals_of_resources = map(sum, zip(*(cost.prices for cost in costs)))
     return Choice(
         name=names.pop() if len(names) == 1 else MIXED.name,
         formats={cost.tensor: cost.preset for cost in costs},
         bytes=total,
         bits=8 * total / sum(cost.weights for cost in costs),
-        price=max(map(sum, zip(*(cost.prices for cost in costs)))),
+        price=max(totals_of_resources),
         predicted_kl=sum(cost.loss for cost in costs),
     )
 
 
-def search(
+@dataclass(frozen=True)
+class SearchResult:
+    """The cheapest choice that keeps a limit, and all choices that were measured, with
+    their qualities."""
+
+    chosen: Choice
+    measured: list[Choice]
+
+
+def find_cheapest(
     choices: Sequence[Choice], limit: Limit, measure: Callable[[Choice], Choice]
-) -> tuple[Choice, list[Choice]]:
-    """The cheapest choice of a frontier that keeps a limit, and all that were measured.
+) -> SearchResult:
+    """The cheapest choice of a frontier that keeps a limit.
 
     A limit of bytes decides without a measurement; the choice is measured once. For a
-    limit of KL, every measurement corrects the predictions by the ratio of measured to
-    predicted KL, and the search goes on between the cheapest choice that stayed within
-    the limit and the costliest one that did not.
+    limit of KL see `_find_cheapest_within_kl`.
 
     Args:
         measure: returns a choice with its quality.
@@ -268,28 +288,42 @@ def search(
     Raises:
         InputError: no choice keeps the limit.
     """
-    if limit.kl is None:
-        fitting = [choice for choice in choices if choice.bytes <= limit.bytes]
-        if not fitting:
-            least = min(choice.bytes for choice in choices)
-            raise InputError(
-                "--bytes",
-                f"{limit.bytes:,}",
-                f"at least {least:,}, the bytes of the matrices in the smallest formats",
-                "give a larger number, or export a smaller model",
-            )
-        chosen = measure(fitting[-1])
-        return chosen, [chosen]
-    too_lossy, within = -1, len(choices)  # indices
+    if limit.kl is not None:
+        return _find_cheapest_within_kl(choices, limit.kl, measure)
+    fitting = [choice for choice in choices if choice.bytes <= limit.bytes]
+    if not fitting:
+        least = min(choice.bytes for choice in choices)
+        raise InputError(
+            "--bytes",
+            f"{limit.bytes:,}",
+            f"at least {least:,}, the bytes of the matrices in the smallest formats",
+            "give a larger number, or export a smaller model",
+        )
+    # the costliest that fits has the least loss
+    chosen = measure(fitting[-1])
+    return SearchResult(chosen, [chosen])
+
+
+def _find_cheapest_within_kl(
+    choices: Sequence[Choice], limit: float, measure: Callable[[Choice], Choice]
+) -> SearchResult:
+    """See `find_cheapest`, for a limit in nats.
+
+    Every measurement corrects the predictions by the ratio of measured to predicted KL,
+    and the search goes on between the cheapest choice that stayed within the limit and
+    the costliest one that did not."""
+    # indices: of the costliest choice that is known to exceed the limit, and of the
+    # cheapest one that is known to keep it
+    too_lossy, within = -1, len(choices)
     measured, best = [], None
     while within - too_lossy > 1 and len(measured) < MEASUREMENTS:
-        aim = AIM * limit.kl / kl_ratio(measured)
+        aim = AIM * limit / kl_ratio(measured)
         index = _first_within(choices, aim, too_lossy, within)
         if best is None and len(measured) == MEASUREMENTS - 1:
             index = len(choices) - 1  # the last measurement has to find one
         choice = measure(choices[index])
         measured.append(choice)
-        if choice.quality.kl <= limit.kl:
+        if choice.quality.kl <= limit:
             within, best = index, choice
         else:
             too_lossy = index
@@ -301,11 +335,11 @@ def search(
         least = min(choice.quality.kl for choice in measured)
         raise InputError(
             "--max-kl",
-            f"{limit.kl:g}",
+            f"{limit:g}",
             f"at least {least:.3g}, the mean KL of the costliest formats",
             "give a larger limit",
         )
-    return best, measured
+    return SearchResult(best, measured)
 
 
 def kl_ratio(measured: Sequence[Choice]) -> float:

@@ -7,18 +7,23 @@ stored, so that the layers behind it are calibrated on the inputs that they will
 Memory holds one layer and the activations of the text. The head and a projection of the
 embeddings for all layers are compressed in the slices that shards have of them.
 
-Matrices that are no linear module of their own, such as stacks of experts, are rounded to
-the nearest."""
+Matrices that are no linear module of their own, such as stacks of experts, cannot be
+fitted: `CompressedMatrices` lists them, and the export rounds them to the nearest.
+
+`calibrate` puts modules that compress (`CompressingLayer`, `CompressingLinear`) in the
+place of Hugging Face's and runs the model once. Finished matrices are in a work folder
+(`MatrixFiles`), in which an interrupted export finds them again."""
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +34,7 @@ from workbench.bundle import Calibration, file_entries
 from workbench.bundle.presets import FP16
 from workbench.errors import InputError
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
-from workbench.exporter.weights import WeightSource, load_values
+from workbench.exporter.weights import HEAD_WEIGHT, WeightSource, load_values
 from workbench.files import locked, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
@@ -41,7 +46,11 @@ WINDOW = 128  # tokens
 WINDOWS = 64
 IDS = "calibration.npy"  # in a bundle
 KEY = "key.json"  # in a work folder
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]  # role → the array that stores that part of a matrix
+REMEMBERED_INPUTS = 2
+"""Inputs of a layer's modules that are told apart at a time. One would do for modules that
+read one tensor in turn; with two, another module may run between them."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,39 +123,55 @@ def draw_windows(
     return Text(np.concatenate([before, pieces], 1), source, seed)
 
 
-class CompressedMatrices:
-    """The compressed matrices of a checkpoint, in a work folder.
+@dataclass(frozen=True)
+class MatrixFiles:
+    """Matrices that are compressed already, in a work folder.
 
     Args:
-        folder: one file for each finished layer and slice of the head.
+        folder: one file for each matrix, or slice of a matrix.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    folder: Path
 
-    def arrays(self, weight: WeightSource) -> Arrays | None:
-        """The arrays of a weight, by role; None: they are not finished, or no linear
-        module has the weight."""
-        path = self._path(weight.tensor, weight.rows)
-        if not path.is_file():
-            return None
-        with np.load(path) as file:
+    def has(self, weight: WeightSource) -> bool:
+        """Whether a matrix is finished."""
+        return self._path(weight).is_file()
+
+    def load(self, weight: WeightSource) -> Arrays:
+        """The arrays of a finished matrix."""
+        with np.load(self._path(weight)) as file:
             return dict(file)
 
-    def unfitted(self, weights: Iterable[WeightSource]) -> list[str]:
-        """The names of the compressed tensors of `weights` that no linear module has."""
-        compressed = [w for w in weights if w.tensor and w.preset != FP16]
-        paths = {self._path(w.tensor, w.rows): w.tensor for w in compressed}
-        return sorted({name for path, name in paths.items() if not path.is_file()})
-
     def save(self, weight: WeightSource, arrays: Arrays) -> None:
-        """Writes the arrays of a weight, by role."""
-        path = self._path(weight.tensor, weight.rows)
-        write_whole(path, partial(np.savez, **arrays))
+        """Writes the arrays of a matrix."""
+        write_whole(self._path(weight), partial(np.savez, **arrays))
 
-    def _path(self, tensor: str, rows: slice | None) -> Path:
-        start = f".{rows.start}" if rows else ""
-        return self.folder / f"{tensor}{start}.npz"
+    def _path(self, weight: WeightSource) -> Path:
+        start = f".{weight.rows.start}" if weight.rows else ""
+        return self.folder / f"{weight.tensor}{start}.npz"
+
+
+@dataclass(frozen=True)
+class CompressedMatrices:
+    """The result of a calibration: the compressed matrices of a checkpoint.
+
+    Args:
+        files: of the matrices that were fitted to the text.
+        unfitted: names of the compressed tensors that were not, since no linear module
+            has them; an export rounds them to the nearest.
+    """
+
+    files: MatrixFiles
+    unfitted: frozenset[str]
+
+    def has(self, weight: WeightSource) -> bool:
+        """Whether a weight of the checkpoint is a matrix that was fitted."""
+        is_compressed = weight.tensor is not None and weight.preset != FP16
+        return is_compressed and weight.tensor not in self.unfitted
+
+    def load(self, weight: WeightSource) -> Arrays:
+        """The arrays of a fitted matrix."""
+        return self.files.load(weight)
 
 
 @dataclass(frozen=True)
@@ -156,26 +181,35 @@ class CalibrationRun:
     Args:
         source: the checkpoint, from which a layer reads its tensors.
         weights: checkpoint tensor → the weight that stores it whole.
-        results: the matrices that are compressed already.
+        files: the matrices that are compressed already.
         progress: a bar that counts layers and slices of other matrices.
     """
 
     source: Checkpoint
     weights: dict[str, WeightSource]
-    results: CompressedMatrices
+    files: MatrixFiles
     progress: Any
 
     def compress_slices(self, slices: list[WeightSource], x: torch.Tensor) -> None:
         """Compresses and saves the slices of a matrix that are not finished, for inputs x
         [windows, window, C] of all of them."""
-        missing = [weight for weight in slices if self.results.arrays(weight) is None]
+        missing = [weight for weight in slices if not self.files.has(weight)]
         if missing:
             statistics = input_statistics(x)
         for weight in missing:
-            matrix = load_values(weight, self.source).reshape(weight.shape[:2])
-            arrays = compress_matrix(matrix, weight.preset, statistics)
-            self.results.save(weight, arrays)
+            self.compress(weight, statistics)
         self.progress.update(len(slices))
+
+    def compress(self, weight: WeightSource, statistics: InputStatistics) -> None:
+        """Compresses and saves a matrix, or a slice of one, for its inputs."""
+        matrix = load_values(weight, self.source).reshape(weight.shape[:2])
+        arrays = compress_matrix(matrix, weight.preset, statistics)
+        self.files.save(weight, arrays)
+
+    def stored_values(self, weight: WeightSource) -> torch.Tensor:
+        """The values [R, C] float32 of a finished matrix."""
+        arrays = self.files.load(weight)
+        return decompress(arrays, weight.preset, weight.shape[:2]).float()
 
 
 class CompressingLayer(WrappedLayer):
@@ -202,40 +236,35 @@ class CompressingLayer(WrappedLayer):
             weight = self.run.weights.get(f"{self.prefix}{name}.weight")
             if isinstance(module, nn.Linear) and weight:
                 weights[f"{name}.weight"] = weight
-        arrays = {name: self.run.results.arrays(w) for name, w in weights.items()}
-        if not all(arrays.values()):
+        if not all(map(self.run.files.has, weights.values())):
             linear = {
                 name: self.layer.get_submodule(name.removesuffix(".weight"))
                 for name in weights
             }
             with summed_inputs(linear) as sums:
                 functional_call(self.layer, values, args, kwargs)
-            arrays = self._compress(weights, sums)
-        for name, stored in arrays.items():
-            weight = weights[name]
-            values[name] = decompress(stored, weight.preset, weight.shape[:2]).float()
+            self._compress(weights, sums)
+        for name, weight in weights.items():
+            # a module that the layer does not call has no inputs, and is not compressed
+            if self.run.files.has(weight):
+                values[name] = self.run.stored_values(weight)
         self.run.progress.update()
         return functional_call(self.layer, values, args, kwargs)
 
     def _compress(
         self, weights: dict[str, WeightSource], sums: "dict[str, InputSum]"
-    ) -> dict[str, Arrays]:
-        """Compresses and saves matrices; returns their arrays.
+    ) -> None:
+        """Compresses and saves matrices.
 
         Args:
             weights: of the layer, by the name of the parameter.
             sums: of the inputs, by the same names.
         """
         statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
-        arrays = {}
         for name, total in sums.items():
             if id(total) not in statistics:
                 statistics[id(total)] = total.statistics
-            weight = weights[name]
-            matrix = load_values(weight, self.run.source).reshape(weight.shape[:2])
-            arrays[name] = compress_matrix(matrix, weight.preset, statistics[id(total)])
-            self.run.results.save(weight, arrays[name])
-        return arrays
+            self.run.compress(weights[name], statistics[id(total)])
 
 
 class CompressingLinear(nn.Module):
@@ -253,11 +282,33 @@ class CompressingLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.run.compress_slices(self.slices, x)
-        pieces = []
-        for weight in self.slices:
-            arrays = self.run.results.arrays(weight)
-            pieces.append(decompress(arrays, weight.preset, weight.shape[:2]).float())
+        pieces = [self.run.stored_values(weight) for weight in self.slices]
         return nn.functional.linear(x, torch.cat(pieces))
+
+
+class InputCache(Generic[T]):
+    """Results that were computed for the last inputs of linear modules. Modules such as q,
+    k and v read one tensor, for which a result is computed once.
+
+    Args:
+        size: the number of inputs that are remembered.
+    """
+
+    def __init__(self, size: int):
+        # The tensors are kept, not their addresses: another one at the address of a freed
+        # one would be taken for it.
+        self._entries: deque[tuple[torch.Tensor, T]] = deque(maxlen=size)
+
+    def find(self, x: torch.Tensor) -> T | None:
+        """The result for the tensor `x` itself; None: it is not remembered."""
+        for tensor, result in self._entries:
+            if tensor is x:
+                return result
+        return None
+
+    def add(self, x: torch.Tensor, result: T) -> None:
+        """Remembers a result, and forgets the oldest one."""
+        self._entries.append((x, result))
 
 
 class InputSum:
@@ -303,19 +354,17 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
     """Sums the inputs of modules by their names while they run; modules that read one
     tensor share a sum."""
     sums: dict[str, InputSum] = {}
-    # The tensors are kept: another one at the address of a freed one would be taken for
-    # it.
-    last_read: list[tuple[torch.Tensor, InputSum]] = []
+    cache: InputCache[InputSum] = InputCache(REMEMBERED_INPUTS)
 
     def record(name: str, module: nn.Module, arguments: tuple) -> None:
         x = arguments[0]
-        for tensor, total in last_read:
-            if tensor is x:
-                sums.setdefault(name, total)
-                return
+        total = cache.find(x)
+        if total is not None:
+            sums.setdefault(name, total)
+            return
         total = sums.setdefault(name, InputSum())
         total.add(x)
-        last_read[:] = [*last_read[-1:], (x, total)]
+        cache.add(x, total)
 
     with ExitStack() as hooks:
         for name, module in linear.items():
@@ -347,8 +396,8 @@ def calibrate(
         "seed": text.seed,
     }
     prepare_work_folder(folder, key)
-    results = CompressedMatrices(folder)
-    head = [w for w in matrices if w.path == "lm_head.weight"]
+    files = MatrixFiles(folder)
+    head = [w for w in matrices if w.path == HEAD_WEIGHT]
     whole = {w.tensor: w for w in matrices if w.rows is None}
     model = empty_model(source.config, "sdpa")
     base = model.model
@@ -362,7 +411,7 @@ def calibrate(
     total = len(base.layers) + len(head) + sum(map(len, outer.values()))
     stage("export: calibrating weights")
     with bar(total=total, desc="calibrate", unit="layer", leave=False) as progress:
-        run = CalibrationRun(source, whole, results, progress)
+        run = CalibrationRun(source, whole, files, progress)
         for name, slices in outer.items():
             setattr(base, name, CompressingLinear(slices, run))
         for index, layer in enumerate(base.layers):
@@ -377,7 +426,8 @@ def calibrate(
 
         hidden = run_base(base, text.ids, embed, read, use_cache=False)
         run.compress_slices(head, hidden)
-    return results
+    unfitted = frozenset(w.tensor for w in matrices if not files.has(w))
+    return CompressedMatrices(files, unfitted)
 
 
 @cache

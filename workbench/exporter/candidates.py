@@ -1,4 +1,4 @@
-"""Every matrix of a model in every format that it may have, compressed for the inputs that
+"""Every matrix of a model in every preset that it may get, compressed for the inputs that
 it has in the unchanged model.
 
 The values of all candidates are in a folder, which an interrupted export finds again.
@@ -8,15 +8,17 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from workbench.bundle.presets import FP16, Preset
-from workbench.exporter.calibrate import input_statistics
+from workbench.exporter.calibrate import InputCache, input_statistics
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
 from workbench.exporter.replaceable import HEAD
 from workbench.exporter.shards import HEAD_ROWS
@@ -24,11 +26,11 @@ from workbench.files import write_whole
 from workbench.progress import bar, stage
 
 MAX_THREADS = 2
-"""Formats in which one matrix is compressed at a time."""
+"""Presets in which one matrix is compressed at a time."""
 
 
 class CandidateValues:
-    """The values of matrices in several formats.
+    """The values of matrices in several presets.
 
     Args:
         folder: one file of fp16 values for each matrix and preset.
@@ -59,50 +61,86 @@ def store_candidates(
     presets: Mapping[str, Sequence[Preset]],
     candidates: CandidateValues,
 ) -> None:
-    """Stores every matrix in every format. Values that are stored already are left as
+    """Stores every matrix in every preset. Values that are stored already are left as
     they are.
 
     Args:
         model: Hugging Face's, in float32.
         modules: tensor name → name of the `nn.Linear`.
         ids: [windows, window] tokens of the text for calibration, int64.
-        presets: tensor name → its formats.
+        presets: tensor name → its presets.
     """
-    last_input: torch.Tensor | None = None
-    statistics: InputStatistics | None = None
     stage("export: compressing every matrix in every format")
     progress = bar(total=len(modules), desc="formats", unit="matrix", leave=False)
-
-    def store_matrix(tensor: str, module: nn.Linear, arguments: tuple) -> None:
-        nonlocal last_input, statistics
-        missing = [
-            preset
-            for preset in presets[tensor]
-            if not candidates.path(tensor, preset.name).is_file()
-        ]
-        needs_inputs = any(preset != FP16 for preset in missing)
-        # q, k and v read the same tensor: its statistics are computed once
-        if needs_inputs and arguments[0] is not last_input:
-            last_input = arguments[0]
-            statistics = input_statistics(last_input)
-        values = module.weight.detach().half()
-        store_in = partial(_store_values, candidates, tensor, values, statistics)
-        list(pool.map(store_in, missing))  # raises what one of them has raised
-        progress.update()
-
     # threads gain: most of the time none of them holds Python's lock
     with ThreadPoolExecutor(MAX_THREADS) as pool:
+        writer = _CandidateWriter(presets, candidates, pool, progress)
         with torch.inference_mode(), ExitStack() as hooks:
             for tensor, name in modules.items():
                 module = model.get_submodule(name)
-                hook = partial(store_matrix, tensor)
+                hook = partial(writer.store_when_called, tensor)
                 hooks.enter_context(module.register_forward_pre_hook(hook))
             # without the head: its logits of all tokens would fill the memory
             hidden = model.model(input_ids=ids, use_cache=False)[0]
         for tensor, name in modules.items():
             if name == HEAD:
-                store_matrix(tensor, model.get_submodule(name), (hidden,))
+                writer.store(tensor, model.get_submodule(name), hidden)
     progress.close()
+
+
+@dataclass
+class _CandidateWriter:
+    """Stores matrices while the model runs, see `store_candidates`.
+
+    Args:
+        pool: its threads compress a matrix in several presets.
+        progress: counts matrices.
+        statistics: of the last input, for the modules that read it, too.
+    """
+
+    presets: Mapping[str, Sequence[Preset]]
+    candidates: CandidateValues
+    pool: ThreadPoolExecutor
+    progress: Any
+    statistics: InputCache[InputStatistics] = field(
+        default_factory=lambda: InputCache(size=1)
+    )
+
+    def store_when_called(
+        self, tensor: str, module: nn.Linear, arguments: tuple
+    ) -> None:
+        """Stores the matrix of a module that is about to read its input: a forward
+        pre-hook, once the name of the tensor is bound."""
+        self.store(tensor, module, arguments[0])
+
+    def store(self, tensor: str, module: nn.Linear, x: torch.Tensor) -> None:
+        """Stores the matrix of a module for its inputs x [windows, window, C] in every
+        preset that is missing."""
+        missing = [
+            preset
+            for preset in self.presets[tensor]
+            if not self.candidates.path(tensor, preset.name).is_file()
+        ]
+        statistics = None
+        if any(preset != FP16 for preset in missing):
+            statistics = self._statistics_of(x)
+        values = module.weight.detach().half()
+        futures = [
+            self.pool.submit(
+                _store_values, self.candidates, tensor, values, statistics, preset
+            )
+            for preset in missing
+        ]
+        for future in futures:
+            future.result()  # raises what the thread has raised
+        self.progress.update()
+
+    def _statistics_of(self, x: torch.Tensor) -> InputStatistics:
+        statistics = self.statistics.find(x)
+        if statistics is None:
+            statistics = input_statistics(x)
+            self.statistics.add(x, statistics)
+        return statistics
 
 
 @torch.inference_mode()  # a mode of the thread
@@ -113,7 +151,7 @@ def _store_values(
     inputs: InputStatistics | None,
     preset: Preset,
 ) -> None:
-    """Stores one matrix [R, K] fp16 in one format."""
+    """Stores one matrix [R, K] fp16 in one preset."""
     if preset != FP16:
         values = compressed_values(values, preset, inputs)
     candidates.save(tensor, preset.name, values)

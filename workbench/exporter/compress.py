@@ -5,13 +5,17 @@ the matrix and H = E[x xᵀ] of its inputs. GPTQ (arXiv 2210.17323) rounds the i
 row one after the other, those with the largest E[x²] first, and moves the error of each
 onto those that follow, by the Cholesky factor of H⁻¹. It is defined for integers; here
 it also rounds to the entries of lookup tables. k-means chooses these with squared errors
-weighted by √E[x²]; after the rounding, entries and indices are improved in turn. For
-fixed indices the best entries are a least-squares problem, and for fixed entries the
-index of one weight after another is exchanged for a better one, so that Δ H Δᵀ never
-rises."""
+weighted by √E[x²]; after the rounding, entries and indices are improved in turn
+(`_refine_tables`). For fixed indices the best entries are a least-squares problem, and for
+fixed entries the index of one weight after another is exchanged for a better one, so that
+Δ H Δᵀ never rises.
+
+`compress_matrix` is the entry: GPTQ is `_gptq_columns`, with one kernel for integers and
+one for tables; the tables are solved in `tables.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,16 +25,32 @@ from workbench.bundle.presets import Preset
 from workbench.exporter.tables import group_tables
 from workbench.exporter.weights import quantize
 
-BLOCK = 64  # inputs that are rounded before their errors reach the others
+# of GPTQ: columns that are rounded before their errors reach the others in one product
+COLUMNS_PER_BLOCK = 64
 ROWS = 1024  # rows that are in float32 at a time, a multiple of every group
-ROUNDS = 1  # times that entries and indices of tables are improved
 CG_STEPS = 5  # of conjugate gradients for the entries of a table
-SWEEPS = 2  # over the indices of a row in each round
+SWEEPS = 2  # over the indices of a row
 
-BlockRounding = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
-"""Rounds a block of columns. It is given their values [R, B], which it may change, an
-array [R, B] to fill with their errors over the factor's diagonal, the block's part of the
-factor [B, B], and the numbers of the columns [B]; all float32 but the last."""
+
+class BlockRounding(Protocol):
+    """Rounds a block of columns of a matrix, and keeps what it rounded to."""
+
+    def __call__(
+        self,
+        values: np.ndarray,
+        scaled_errors: np.ndarray,
+        factor: np.ndarray,
+        columns: np.ndarray,
+    ) -> None:
+        """Rounds the columns of a block one after the other.
+
+        Args:
+            values: [R, B] float32, of which those of later columns change.
+            scaled_errors: [R, B] float32, to fill with the error of each column over its
+                entry of the factor's diagonal.
+            factor: the block's part [B, B] of `InputStatistics.factor`.
+            columns: the numbers [B] of the columns in the matrix.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,7 @@ def compress_matrix(
     values: torch.Tensor, preset: Preset, inputs: InputStatistics
 ) -> dict[str, np.ndarray]:
     """The arrays that store a matrix so that its product with `inputs` changes little.
-    `weights.stored` rounds every weight to the nearest instead.
+    `weights.encode_weight` rounds every weight to the nearest instead.
 
     Args:
         values: [R, C] fp16.
@@ -150,14 +170,17 @@ def _gptq_tables(
     indices = np.empty(values.shape, np.uint8)
     group = len(values) // len(tables)
 
-    def round_block(
-        part: np.ndarray, errors: np.ndarray, factor: np.ndarray, columns: np.ndarray
+    def round_to_entries(
+        values: np.ndarray,
+        scaled_errors: np.ndarray,
+        factor: np.ndarray,
+        columns: np.ndarray,
     ) -> None:
-        block = np.empty(part.shape, np.uint8)
-        _round_to_tables(part, errors, factor, tables, group, block)
-        indices[:, columns] = block
+        indices_of_block = np.empty(values.shape, np.uint8)
+        _round_to_tables(values, scaled_errors, factor, tables, group, indices_of_block)
+        indices[:, columns] = indices_of_block
 
-    _gptq_columns(values, inputs, round_block)
+    _gptq_columns(values, inputs, round_to_entries)
     return indices
 
 
@@ -168,15 +191,20 @@ def _gptq_integers(
     rounds float32 `values` [R, C]."""
     integers = np.empty(values.shape, np.int8)
 
-    def round_block(
-        part: np.ndarray, errors: np.ndarray, factor: np.ndarray, columns: np.ndarray
+    def round_to_multiples(
+        values: np.ndarray,
+        scaled_errors: np.ndarray,
+        factor: np.ndarray,
+        columns: np.ndarray,
     ) -> None:
-        block = np.empty(part.shape, np.int8)
-        block_scales = scales[:, columns].contiguous().numpy()
-        _round_to_integers(part, errors, factor, block_scales, limit, block)
-        integers[:, columns] = block
+        integers_of_block = np.empty(values.shape, np.int8)
+        scales_of_block = scales[:, columns].contiguous().numpy()
+        _round_to_integers(
+            values, scaled_errors, factor, scales_of_block, limit, integers_of_block
+        )
+        integers[:, columns] = integers_of_block
 
-    _gptq_columns(values, inputs, round_block)
+    _gptq_columns(values, inputs, round_to_multiples)
     return integers
 
 
@@ -184,29 +212,25 @@ def _gptq_columns(
     values: torch.Tensor, inputs: InputStatistics, round_block: BlockRounding
 ) -> None:
     """Rounds the columns of float32 `values` [R, C] in the order of `inputs`, block
-    after block, and moves the errors of each block onto the columns that follow.
-
-    Args:
-        round_block: see `BlockRounding`.
-    """
-    rest = values[:, inputs.order]
-    width = rest.shape[1]
-    for start in range(0, width, BLOCK):
-        stop = min(start + BLOCK, width)
-        part = rest[:, start:stop].contiguous()
-        errors = torch.empty_like(part)
-        triangle = inputs.factor[start:stop, start:stop].contiguous()
+    after block, and moves the errors of each block onto the columns that follow."""
+    ordered = values[:, inputs.order]  # a copy, which changes
+    width = ordered.shape[1]
+    for start in range(0, width, COLUMNS_PER_BLOCK):
+        stop = min(start + COLUMNS_PER_BLOCK, width)
+        block = ordered[:, start:stop].contiguous()
+        scaled_errors = torch.empty_like(block)
+        factor = inputs.factor[start:stop, start:stop].contiguous()
         columns = inputs.order[start:stop].numpy()
-        round_block(part.numpy(), errors.numpy(), triangle.numpy(), columns)
+        round_block(block.numpy(), scaled_errors.numpy(), factor.numpy(), columns)
         if stop < width:
-            rest[:, stop:] -= errors @ inputs.factor[start:stop, stop:]
+            ordered[:, stop:] -= scaled_errors @ inputs.factor[start:stop, stop:]
 
 
 def _refine_tables(
     values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
 ) -> None:
-    """Lowers the error Δ H Δᵀ of every group in turn by its entries and its indices,
-    which are changed in their place.
+    """Lowers the error Δ H Δᵀ of every group by its entries, its indices, and its entries
+    again; all of them are changed in their place.
 
     Args:
         values: [R, C] float32.
@@ -214,12 +238,9 @@ def _refine_tables(
         indices: [R, C] uint8 into the table of each row's group.
     """
     group = len(values) // len(tables)
-    for _ in range(ROUNDS):
-        _fit_entries(values, tables, indices, hessian)
-        gradient = (_entries(tables, indices) - values) @ hessian
-        _exchange_indices(
-            gradient.numpy(), indices, tables, hessian.numpy(), group, SWEEPS
-        )
+    _fit_entries(values, tables, indices, hessian)
+    gradient = (_entries(tables, indices) - values) @ hessian
+    _exchange_indices(gradient.numpy(), indices, tables, hessian.numpy(), group, SWEEPS)
     _fit_entries(values, tables, indices, hessian)
 
 
@@ -348,38 +369,36 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
 
 
 @njit(cache=True, nogil=True)
-def _round_to_tables(part, errors, factor, tables, group, indices):
-    """Rounds `part` [R, B] to entries of `tables` [R / group, K], and moves the error of
-    each column onto those that follow in the block.
-
-    Fills `indices` [R, B] with the entries and `errors` [R, B] with the errors over the
-    diagonal of `factor` [B, B]."""
-    rows, width = part.shape
+def _round_to_tables(values, scaled_errors, factor, tables, group, indices):
+    """Rounds a block of columns to entries of `tables` [R / group, K], and moves the error
+    of each column onto those that follow in the block. Fills `indices` [R, B] with the
+    entries. The other arguments are those of `BlockRounding`."""
+    rows, width = values.shape
     for r in range(rows):
         table = tables[r // group]
         midpoints = (table[1:] + table[:-1]) / 2
-        row = part[r]
+        row = values[r]
         for i in range(width):
             index = np.searchsorted(midpoints, row[i])
             indices[r, i] = index
-            error = (row[i] - table[index]) / factor[i, i]
-            errors[r, i] = error
-            row[i + 1 :] -= error * factor[i, i + 1 :]
+            scaled_error = (row[i] - table[index]) / factor[i, i]
+            scaled_errors[r, i] = scaled_error
+            row[i + 1 :] -= scaled_error * factor[i, i + 1 :]
 
 
 @njit(cache=True, nogil=True)
-def _round_to_integers(part, errors, factor, scales, limit, integers):
-    """Rounds `part` [R, B] to multiples of `scales` [R, B], at most ±`limit`; fills
-    `integers` with their factors. See `_round_to_tables`."""
-    rows, width = part.shape
+def _round_to_integers(values, scaled_errors, factor, scales, limit, integers):
+    """Rounds a block of columns to multiples of `scales` [R, B], at most ±`limit` of them;
+    fills `integers` [R, B] with the numbers of multiples. See `_round_to_tables`."""
+    rows, width = values.shape
     for r in range(rows):
-        row = part[r]
+        row = values[r]
         for i in range(width):
             scale = scales[r, i]
             number = np.float32(0)
             if scale > 0:
                 number = min(max(np.rint(row[i] / scale), -limit), limit)
             integers[r, i] = np.int8(number)
-            error = (row[i] - number * scale) / factor[i, i]
-            errors[r, i] = error
-            row[i + 1 :] -= error * factor[i, i + 1 :]
+            scaled_error = (row[i] - number * scale) / factor[i, i]
+            scaled_errors[r, i] = scaled_error
+            row[i + 1 :] -= scaled_error * factor[i, i + 1 :]

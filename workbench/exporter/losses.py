@@ -1,5 +1,8 @@
-"""Estimates of the KL that storing one matrix of a model in a format causes, from one
-backward pass for all matrices."""
+"""Estimates of the KL that storing one matrix of a model in a preset causes, from one
+backward pass for all matrices.
+
+`estimate_losses` is the entry. During the pass, a hook on each matrix adds the matrix's
+losses; the head's are added without a gradient, from `_Distributions`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,10 +45,10 @@ def estimate_losses(
     losses = {
         (tensor, preset.name): 0.0 for tensor in presets for preset in presets[tensor]
     }
-    # the rounding to fp16 is far below that of any other format
+    # the rounding to fp16 is far below that of any other preset
     compressed = {
-        tensor: [preset for preset in of_tensor if preset != FP16]
-        for tensor, of_tensor in presets.items()
+        tensor: [preset for preset in presets_of_tensor if preset != FP16]
+        for tensor, presets_of_tensor in presets.items()
     }
     windows = replaceable.ids[:ESTIMATED_WINDOWS]
     head = model.get_submodule(HEAD)
@@ -64,7 +67,9 @@ def estimate_losses(
     def add_head_losses(part: _Distributions) -> None:
         for tensor in head_tensors:
             for preset in compressed[tensor]:
-                change = candidates.load(tensor, preset.name).sub_(replaceable.head)
+                change = candidates.load(tensor, preset.name).sub_(
+                    replaceable.unchanged_head
+                )
                 variance = part.variance(part.x @ change.T / replaceable.divisor)
                 losses[tensor, preset.name] += 0.5 * float(variance.sum())
 
@@ -83,7 +88,9 @@ def estimate_losses(
             gradients = []
             for part in _distributions(replaceable, hidden.detach()[0]):
                 add_head_losses(part)
-                gradients.append(part.drawn_gradient(generator) @ replaceable.head)
+                gradients.append(
+                    part.drawn_gradient(generator) @ replaceable.unchanged_head
+                )
             hidden.backward(torch.cat(gradients)[None] / replaceable.divisor)
             progress.update()
     return {key: loss / windows.numel() for key, loss in losses.items()}
@@ -131,7 +138,7 @@ def _distributions(
 ) -> Iterator[_Distributions]:
     """The distributions for what the head reads [n, C], `SCORED_TOKENS` at a time."""
     for x in hidden.split(SCORED_TOKENS):
-        logits = replaceable.logits(x, replaceable.head)
+        logits = replaceable.logits(x, replaceable.unchanged_head)
         slope = 1.0
         if replaceable.softcap:
             slope = 1 - (logits / replaceable.softcap).square()

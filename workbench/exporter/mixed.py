@@ -1,18 +1,26 @@
-"""Chooses the formats of a mixed export: measures what `workbench.exporter.allocation`
-chooses by, and compresses the matrices in the chosen formats.
+"""Chooses the presets of a mixed export: measures what `workbench.exporter.allocation`
+chooses by, and compresses the matrices in the chosen presets. `allocation` explains what
+candidates, presets, costs and choices are.
 
-The search compresses every matrix in every format for the inputs that it has in the
-unchanged model, and measures Hugging Face's model with such matrices on a text for
-selection. The export compresses each matrix again, for inputs that the layers before it
-have changed, as every calibrated export does. Hugging Face's model with these values is
-measured too, and a costlier choice is exported until the limit holds for them."""
+`choose_and_compress` is the entry. It
+
+1. compresses every matrix in every candidate for the inputs that it has in the unchanged
+   model (`candidates.py`);
+2. estimates the losses of these (`losses.py`), measures choices of them in Hugging Face's
+   model on a text for selection (`replaceable.py`), and chooses one (`measure_and_choose`);
+3. compresses each matrix of the choice again, for inputs that the layers before it have
+   changed, as every calibrated export does (`calibrate.py`), and measures Hugging Face's
+   model with these values too. A costlier choice is taken until the limit holds for them
+   (`_compress_within_limit`).
+
+The result is an `Allocation`, which the bundle keeps in `allocation.json`."""
 
 import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,13 +35,13 @@ from workbench.exporter.allocation import (
     Cost,
     Limit,
     Quality,
+    find_cheapest,
     frontier,
     kl_ratio,
     matrix_bytes,
     next_choice,
     rescale,
-    search,
-    uniform,
+    uniform_choice,
 )
 from workbench.exporter.calibrate import (
     CompressedMatrices,
@@ -57,13 +65,17 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar, stage
 
-# the formats that a matrix may have
+# the ways of storing that a matrix may get
 CANDIDATES = ("lut4-g8", "lut6-g16", "int8-channel", "fp16")
 WINDOW = 256  # tokens of the text for selection that the model reads at a time
 WINDOWS = 16  # the most of them that are measured
 EXPORTS = 4  # the most choices that are compressed until one keeps the limit
 IDS = "selection.npy"
 FILE = "allocation.json"
+
+PresetsOfCandidates = Mapping[str, Mapping[str, Preset]]
+"""Tensor → candidate → the preset that stores the matrix: the candidate with groups that
+divide its rows."""
 
 
 class TimePredictor(Protocol):
@@ -79,8 +91,8 @@ class TimePredictor(Protocol):
 
 
 @dataclass(frozen=True)
-class Search:
-    """How the formats of a mixed export are chosen.
+class SearchSettings:
+    """How the presets of a mixed export are chosen.
 
     Args:
         text: token ids on which choices are measured; weights are calibrated with
@@ -146,8 +158,8 @@ class Allocation:
             stores; None: the choice is not exported yet.
         frontier: choices from the cheapest to the one with the least loss, measured or
             only predicted.
-        uniform: the measured choices of one format for all matrices.
-        costs: of every matrix in every format, rescaled.
+        uniform: the measured choices of one candidate for all matrices.
+        costs: of every matrix in every candidate, rescaled.
     """
 
     limit: Limit
@@ -176,29 +188,37 @@ class Allocation:
 
 
 def write_allocation(allocation: Allocation, path: Path) -> None:
-    """Writes an allocation as JSON. The formats of choices other than the chosen one are
-    left out: they follow from the costs."""
+    """Writes an allocation as JSON. The presets of choices other than the chosen one are
+    left out: they follow from the costs. A cost's candidate has the key `format`."""
     fields = asdict(allocation)
     for choice in [*fields["frontier"], *fields["uniform"]]:
         del choice["formats"]
+    fields["costs"] = [
+        {
+            "format" if name == "candidate" else name: value
+            for name, value in cost.items()
+        }
+        for cost in fields["costs"]
+    ]
     path.write_text(json.dumps(fields), encoding="utf-8")
 
 
 def read_allocation(path: Path) -> Allocation:
-    """The allocation that `write_allocation` wrote; only the chosen one has formats."""
+    """The allocation that `write_allocation` wrote; only the chosen one has presets."""
     fields = json.loads(path.read_text(encoding="utf-8"))
 
     def parse_quality(record: dict | None) -> Quality | None:
         return None if record is None else Quality(**record)
 
     def parse_choice(record: dict) -> Choice:
-        # records of choices that were not chosen have no formats
+        # records of choices that were not chosen have no presets
         parsed = {"formats": {}} | record
         parsed["quality"] = parse_quality(record["quality"])
         return Choice(**parsed)
 
     def parse_cost(record: dict) -> Cost:
-        return Cost(**record | {"prices": tuple(record["prices"])})
+        parsed = record | {"prices": tuple(record["prices"])}
+        return Cost(candidate=parsed.pop("format"), **parsed)
 
     return Allocation(
         limit=Limit(**fields["limit"]),
@@ -212,99 +232,134 @@ def read_allocation(path: Path) -> Allocation:
     )
 
 
-def search_formats(
+def measure_and_choose(
     model: ReplaceableModel,
     shapes: Mapping[str, tuple[int, int]],
-    presets: Mapping[str, Mapping[str, Preset]],
+    presets: PresetsOfCandidates,
     candidates: CandidateValues,
-    setup: Search,
+    settings: SearchSettings,
     seed: int = 0,
 ) -> Allocation:
-    """Chooses a format for every matrix on Hugging Face's model with stored candidates.
+    """Chooses a preset for every matrix on Hugging Face's model with stored candidates.
 
     Args:
         shapes: tensor → [rows, inputs].
-        presets: tensor → candidate → the preset that stores it.
+        presets: of all candidates, and of the presets that are only compared.
         seed: of the estimates' draws.
 
     Raises:
         InputError: no choice keeps the limit.
     """
     losses = estimate_losses(model, _presets_of_tensors(presets), candidates, seed)
-    costs = _matrix_costs(shapes, presets, losses, setup)
-    current: dict[str, str] = {}  # tensor → the preset that the model has
+    costs = _matrix_costs(shapes, presets, losses, settings)
     stage("export: measuring choices of formats")
-    progress = bar(desc="measuring", unit="choice", leave=False)
-
-    def measure(choice: Choice) -> Choice:
-        for tensor, preset in choice.formats.items():
-            if current.get(tensor) != preset:
-                model.replace_matrix(tensor, candidates.load(tensor, preset))
-                current[tensor] = preset
-        quality = model.quality()
-        progress.update()
-        progress.set_postfix_str(f"{choice.bits:.2f} bits: KL {quality.kl:.3g}")
-        return _with_time(replace(choice, quality=quality), shapes, setup)
-
+    measurement = _Measurement(model, shapes, candidates, settings)
     try:
-        uniforms = [measure(uniform(costs, name)) for name in setup.uniform_presets]
-        costs = rescale(costs, {c.name: c.quality.kl for c in uniforms})
-        choices = frontier([cost for cost in costs if cost.format in CANDIDATES])
-        chosen, measured = search(choices, setup.limit, measure)
-        ratio = kl_ratio([*measured, chosen])
-        for kl in setup.further_limits:
+        uniform = [
+            measurement.run(uniform_choice(costs, name))
+            for name in settings.uniform_presets
+        ]
+        costs = rescale(costs, {c.name: c.quality.kl for c in uniform})
+        choices = frontier([cost for cost in costs if cost.candidate in CANDIDATES])
+        result = find_cheapest(choices, settings.limit, measurement.run)
+        measured = list(result.measured)
+        ratio = kl_ratio([*measured, result.chosen])
+        for kl in settings.further_limits:
             within = (c for c in choices if ratio * c.predicted_kl <= kl)
-            measured.append(measure(next(within, choices[-1])))
+            measured.append(measurement.run(next(within, choices[-1])))
     finally:
-        progress.close()
-    measured_by_formats = {
-        tuple(choice.formats.items()): choice for choice in [*uniforms, *measured]
-    }
-    described = []
-    for choice in choices:
-        measured_choice = measured_by_formats.get(tuple(choice.formats.items()))
-        described.append(measured_choice or _with_time(choice, shapes, setup))
+        measurement.progress.close()
     return Allocation(
-        limit=setup.limit,
-        minimizes=setup.minimizes,
-        chip=setup.chip,
-        chosen=chosen,
+        limit=settings.limit,
+        minimizes=settings.minimizes,
+        chip=settings.chip,
+        chosen=result.chosen,
         exported=None,
-        frontier=tuple(described),
-        uniform=tuple(uniforms),
+        frontier=tuple(
+            _describe_frontier(choices, [*uniform, *measured], shapes, settings)
+        ),
+        uniform=tuple(uniform),
         costs=tuple(costs),
     )
 
 
-def _presets_of_tensors(
-    presets: Mapping[str, Mapping[str, Preset]],
-) -> dict[str, Sequence[Preset]]:
-    """Tensor → its presets, of tensor → candidate → preset."""
-    return {tensor: list(fitted.values()) for tensor, fitted in presets.items()}
+@dataclass
+class _Measurement:
+    """Measures choices one after another on one model, in which only those matrices are
+    replaced whose presets differ from those of the choice before.
+
+    Args:
+        shapes: tensor → [rows, inputs].
+        current: tensor → the preset that the model has; a tensor that is missing is
+            unchanged.
+        progress: a bar that counts choices.
+    """
+
+    model: ReplaceableModel
+    shapes: Mapping[str, tuple[int, int]]
+    candidates: CandidateValues
+    settings: SearchSettings
+    current: dict[str, str] = field(default_factory=dict)
+    progress: Any = field(
+        default_factory=lambda: bar(desc="measuring", unit="choice", leave=False)
+    )
+
+    def run(self, choice: Choice) -> Choice:
+        """The choice with its quality and its time."""
+        for tensor, preset in choice.formats.items():
+            if self.current.get(tensor) != preset:
+                values = self.candidates.load(tensor, preset)
+                self.model.replace_matrix(tensor, values)
+                self.current[tensor] = preset
+        quality = self.model.quality()
+        self.progress.update()
+        self.progress.set_postfix_str(f"{choice.bits:.2f} bits: KL {quality.kl:.3g}")
+        return _with_time(replace(choice, quality=quality), self.shapes, self.settings)
+
+
+def _describe_frontier(
+    choices: Iterable[Choice],
+    measured: Iterable[Choice],
+    shapes: Mapping[str, tuple[int, int]],
+    settings: SearchSettings,
+) -> list[Choice]:
+    """The choices of a frontier: those that were measured with their qualities, the
+    others with their predicted times alone."""
+    measured_by_formats = {tuple(c.formats.items()): c for c in measured}
+    described = []
+    for choice in choices:
+        measured_choice = measured_by_formats.get(tuple(choice.formats.items()))
+        described.append(measured_choice or _with_time(choice, shapes, settings))
+    return described
+
+
+def _presets_of_tensors(presets: PresetsOfCandidates) -> dict[str, Sequence[Preset]]:
+    """Tensor → the presets of its candidates, two of which may be the same."""
+    return {tensor: list(of_tensor.values()) for tensor, of_tensor in presets.items()}
 
 
 def _matrix_costs(
     shapes: Mapping[str, tuple[int, int]],
-    presets: Mapping[str, Mapping[str, Preset]],
+    presets: PresetsOfCandidates,
     losses: Mapping[tuple[str, str], float],
-    setup: Search,
+    settings: SearchSettings,
 ) -> list[Cost]:
-    """The costs of every matrix in every format, see `search_formats`.
+    """The costs of every matrix in every candidate, see `measure_and_choose`.
 
     Args:
         losses: (tensor, preset) → nats per token.
     """
     costs = []
     for tensor, (rows, inputs) in shapes.items():
-        for name, preset in presets[tensor].items():
+        for candidate, preset in presets[tensor].items():
             size = matrix_bytes(rows, inputs, preset)
-            if setup.minimizes == "ms":
-                prices = setup.timing.prices(rows * inputs, preset)
+            if settings.minimizes == "ms":
+                prices = settings.timing.prices(rows * inputs, preset)
             else:
                 prices = (float(size),)
             cost = Cost(
                 tensor=tensor,
-                format=name,
+                candidate=candidate,
                 preset=preset.name,
                 weights=rows * inputs,
                 bytes=size,
@@ -316,34 +371,34 @@ def _matrix_costs(
 
 
 def _with_time(
-    choice: Choice, shapes: Mapping[str, tuple[int, int]], setup: Search
+    choice: Choice, shapes: Mapping[str, tuple[int, int]], settings: SearchSettings
 ) -> Choice:
     """A choice with its predicted milliseconds, where the search predicts any."""
-    if setup.timing is None:
+    if settings.timing is None:
         return choice
     weights = Counter()
     for tensor, preset in choice.formats.items():
         weights[preset] += math.prod(shapes[tensor])
-    return replace(choice, ms=setup.timing.milliseconds(dict(weights)))
+    return replace(choice, ms=settings.timing.milliseconds(dict(weights)))
 
 
 @dataclass(frozen=True)
 class MixedExport:
-    """The formats of an export, and its compressed matrices."""
+    """The chosen presets of an export, and its compressed matrices."""
 
     allocation: Allocation
     matrices: CompressedMatrices
 
 
-def choose_formats(
+def choose_and_compress(
     source: Checkpoint,
     plan: Plan,
     options: Options,
     calibration: Text,
-    setup: Search,
+    settings: SearchSettings,
     folder: Path,
 ) -> MixedExport:
-    """Chooses a format for every matrix of an export and compresses the matrices.
+    """Chooses a preset for every matrix of an export and compresses the matrices.
 
     Args:
         calibration: token ids that matrices are compressed for.
@@ -353,12 +408,7 @@ def choose_formats(
         InputError: a matrix that is no linear layer of Hugging Face's model, no choice
             that keeps the limit, no space on the disk.
     """
-    presets: dict[str, dict[str, Preset]] = {}
-    for name in setup.uniform_presets:
-        alike = options.model_copy(update={"compress": name})
-        for weight in all_weights(source, plan, alike):
-            if weight.tensor and weight.is_compressible:
-                presets.setdefault(weight.tensor, {})[name] = weight.preset
+    presets = _fit_candidates(source, plan, options, settings.uniform_presets)
     hf_model = load_model(source)
     modules = linear_modules(hf_model, source, presets)
     shapes = {
@@ -372,37 +422,54 @@ def choose_formats(
     check_free_space(work, missing_bytes, "values of all formats")
     ids = torch.from_numpy(calibration.ids).long()
     store_candidates(hf_model, modules, ids, _presets_of_tensors(presets), candidates)
-    model = ReplaceableModel.run(
-        hf_model, modules, torch.from_numpy(setup.text.ids).long()
+    model = ReplaceableModel.from_unchanged(
+        hf_model, modules, torch.from_numpy(settings.text.ids).long()
     )
-    seed = calibration.seed
-    allocation = search_formats(model, shapes, presets, candidates, setup, seed)
-    return _compress_within(
+    allocation = measure_and_choose(
+        model, shapes, presets, candidates, settings, seed=calibration.seed
+    )
+    return _compress_within_limit(
         allocation, model, source, plan, options, calibration, folder
     )
 
 
+def _fit_candidates(
+    source: Checkpoint, plan: Plan, options: Options, names: Iterable[str]
+) -> dict[str, dict[str, Preset]]:
+    """The presets of every matrix of an export in the candidates with these names."""
+    presets: dict[str, dict[str, Preset]] = {}
+    for name in names:
+        alike = options.model_copy(update={"compress": name})
+        for weight in all_weights(source, plan, alike):
+            if weight.tensor and weight.is_compressible:
+                presets.setdefault(weight.tensor, {})[name] = weight.preset
+    return presets
+
+
 def _missing_bytes(
     shapes: Mapping[str, tuple[int, int]],
-    presets: Mapping[str, Mapping[str, Preset]],
+    presets: PresetsOfCandidates,
     candidates: CandidateValues,
 ) -> int:
     """The bytes of the fp16 values that candidates still lack: an interrupted search has
-    left some. See `search_formats` for the arguments."""
+    left some. See `measure_and_choose` for the arguments."""
     missing_values = 0
-    for tensor, preset_of_format in presets.items():
-        # two formats may be one preset once their groups divide the rows
-        for name in {preset.name for preset in preset_of_format.values()}:
+    for tensor, preset_of_candidate in presets.items():
+        # two candidates may be one preset once their groups divide the rows
+        for name in {preset.name for preset in preset_of_candidate.values()}:
             if not candidates.path(tensor, name).is_file():
                 missing_values += math.prod(shapes[tensor])
     return 2 * missing_values
 
 
 def _candidates_key(
-    source: Checkpoint, calibration: Text, presets: Mapping[str, Mapping[str, Preset]]
+    source: Checkpoint, calibration: Text, presets: PresetsOfCandidates
 ) -> dict[str, Any]:
     """What decides the values of candidates, as JSON."""
-    names = {t: [p.name for p in fitted.values()] for t, fitted in presets.items()}
+    names = {
+        tensor: [preset.name for preset in of_tensor.values()]
+        for tensor, of_tensor in presets.items()
+    }
     return {
         "code": code_version(),
         "checkpoint": source.sha256,
@@ -411,7 +478,7 @@ def _candidates_key(
     }
 
 
-def _compress_within(
+def _compress_within_limit(
     allocation: Allocation,
     model: ReplaceableModel,
     source: Checkpoint,
@@ -420,7 +487,7 @@ def _compress_within(
     calibration: Text,
     folder: Path,
 ) -> MixedExport:
-    """Compresses the matrices of the chosen formats as the export stores them and
+    """Compresses the matrices in the chosen presets as the export stores them and
     measures them; takes a costlier choice until the limit holds for these values.
 
     Raises:
@@ -464,7 +531,7 @@ def _stored_quality(
         if weight.preset == FP16:
             values = load_values(weight, source).reshape(shape)
         else:
-            values = decompress(matrices.arrays(weight), weight.preset, shape)
+            values = decompress(matrices.load(weight), weight.preset, shape)
         pieces.setdefault(weight.tensor, []).append(values)
     for tensor, values in pieces.items():
         model.replace_matrix(tensor, torch.cat(values).float())

@@ -19,9 +19,7 @@ from workbench.models.family import Plan
 
 if TYPE_CHECKING:
     from workbench.exporter.calibrate import Text
-    from workbench.exporter.mixed import Search
-
-    Formats = Mapping[str, str] | Search
+    from workbench.exporter.mixed import SearchSettings
 
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
 
@@ -30,24 +28,18 @@ MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
 class Compression:
     """How the stored values of the matrices are chosen.
 
+    A mixed bundle has `formats` or `search`; other bundles have neither.
+
     Attributes:
         text: whose inputs the matrices are compressed for; None: each weight is rounded
             to the nearest.
-        formats: checkpoint tensor → preset, of every matrix of a mixed bundle that names
-            them.
-        search: chooses the presets of a mixed bundle.
+        formats: checkpoint tensor → name of its preset, of every matrix.
+        search: how the presets are chosen.
     """
 
     text: "Text | None" = None
     formats: Mapping[str, str] | None = None
-    search: "Search | None" = None
-
-    @classmethod
-    def of(cls, text: "Text | None", formats: "Formats | None") -> "Compression":
-        """From the arguments `calibration` and `formats` of `export`."""
-        if formats is None or isinstance(formats, Mapping):
-            return cls(text, formats=formats)
-        return cls(text, search=formats)
+    search: "SearchSettings | None" = None
 
     @property
     def key(self) -> list:
@@ -88,9 +80,14 @@ def make_options(**fields) -> Options:
 
 
 def check_formats(options: Options, compression: Compression) -> None:
-    """Raises an InputError for `mixed` without formats, for formats without `mixed`, and
-    for a preset that no matrix can have."""
-    has_formats = compression.formats is not None or compression.search is not None
+    """Raises an InputError for `mixed` without formats or with two sources of them, for
+    formats without `mixed`, and for a preset that no matrix can have."""
+    sources = [compression.formats, compression.search]
+    count = sum(given is not None for given in sources)
+    has_formats = count > 0
+    if count > 1:
+        needed = "the presets, or a search that chooses them"
+        raise InputError("formats", "formats and a search", needed, "leave one out")
     if has_formats and options.preset != MIXED:
         actual = f"compress = {options.compress}"
         raise InputError("formats", actual, "compress = mixed", "leave formats out")

@@ -60,18 +60,19 @@ def linear_modules(
 
 @dataclass(frozen=True)
 class ReplaceableModel:
-    """Hugging Face's model, whose matrices can be replaced, beside what it computed before
-    any of them was.
+    """Hugging Face's model, whose matrices can be replaced, beside what the unchanged one
+    computed. `from_unchanged` makes it.
 
     Args:
-        model: in float32; `replace_matrix` changes it.
+        model: in float32; `replace_matrix` changes it in its place.
         modules: tensor name → the `nn.Linear` that has the tensor.
         ids: [windows, window] tokens of a text, int64.
         divisor: of the logits (1: none). Granite divides them.
         softcap: the bound b of logits b · tanh(x / b); None: not bounded. Gemma 4 bounds
             them.
-        head: the unchanged matrix [V, C] of the head.
-        hidden: of each window [window, C], what the head of the unchanged model reads.
+        unchanged_head: a copy of the head's matrix [V, C] from before any change.
+        unchanged_hidden: of each window [window, C], what the head of the unchanged model
+            reads.
     """
 
     model: nn.Module
@@ -79,14 +80,14 @@ class ReplaceableModel:
     ids: torch.Tensor
     divisor: float
     softcap: float | None
-    head: torch.Tensor
-    hidden: list[torch.Tensor]
+    unchanged_head: torch.Tensor
+    unchanged_hidden: list[torch.Tensor]
 
     @classmethod
-    def run(
+    def from_unchanged(
         cls, model: nn.Module, modules: Mapping[str, str], ids: torch.Tensor
     ) -> "ReplaceableModel":
-        """Runs the unchanged model over a text.
+        """Runs a model that is still unchanged over a text, and keeps what it computes.
 
         Args:
             model: in float32, see `load_model`.
@@ -101,8 +102,8 @@ class ReplaceableModel:
             ids,
             divisor=getattr(config, "logits_scaling", None) or 1.0,
             softcap=getattr(config, "final_logit_softcapping", None),
-            head=model.get_submodule(HEAD).weight.detach().clone(),
-            hidden=[_last_hidden(model, window) for window in ids],
+            unchanged_head=model.get_submodule(HEAD).weight.detach().clone(),
+            unchanged_hidden=[_last_hidden(model, window) for window in ids],
         )
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -122,13 +123,14 @@ class ReplaceableModel:
         """The distance of the model from the unchanged one."""
         head = self.model.get_submodule(HEAD).weight
         kls, log_ratios, same = [], [], []
-        for ids, reference in zip(self.ids, self.hidden):
+        for ids, unchanged_hidden in zip(self.ids, self.unchanged_hidden):
             hidden = _last_hidden(self.model, ids)
             for start in range(0, len(ids), SCORED_TOKENS):
                 part = slice(start, start + SCORED_TOKENS)
-                # log-probabilities [n, V] of the unchanged model, and of this one
-                log_p = F.log_softmax(self.logits(reference[part], self.head), -1)
-                log_q = F.log_softmax(self.logits(hidden[part], head), -1)
+                unchanged = self.logits(unchanged_hidden[part], self.unchanged_head)
+                changed = self.logits(hidden[part], head)
+                log_p = F.log_softmax(unchanged, -1)  # [n, V]
+                log_q = F.log_softmax(changed, -1)
                 kls.append((log_p.exp() * (log_p - log_q)).sum(-1))
                 same.append(log_p.argmax(-1) == log_q.argmax(-1))
                 targets = ids[start + 1 : start + 1 + len(log_p), None]

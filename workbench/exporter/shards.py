@@ -35,14 +35,21 @@ from workbench.bundle.names import (
 from workbench.models.family import LAYER_INPUT, Plan
 
 HEAD_ROWS = 16_384
+"""The most rows of the LM head in one shard."""
 
 
 @dataclass
 class Spec:
-    """One shard to write: its contents and the interface of its module.
+    """One shard to write: its contents and the interface of its module. Its fields are
+    those of the same names in `bundle.Shard`, in which shapes have ints and "T".
 
-    Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state
-    (`layers.3.k_state`) to its entry.
+    Args:
+        kind: `layers`, `router`, `expert` or `head`.
+        layers: the decoder layers [start, stop); (0, 0) in a head.
+        rows: the rows [start, stop) of what the shard has a part of: of the vocabulary
+            in a head, of the experts in an expert shard (start is its expert), of Gemma
+            4's projection per layer in a shard of layers; (0, 0) in other shards.
+        states: logical state (`layers.3.k_state`) → its entry.
     """
 
     name: str
@@ -56,22 +63,40 @@ class Spec:
 
 def specs(plan: Plan, options: Options) -> Iterator[Spec]:
     """Every shard of the model, in the order in which the decoder runs them."""
-    L = plan.dims.L
-    C = options.activation_shape(plan.dims.C)
-    V = plan.dims.V
-    for first in range(0, L, options.layers_per_shard):
-        last = min(first + options.layers_per_shard, L)
+    for first in range(0, plan.dims.L, options.layers_per_shard):
+        last = min(first + options.layers_per_shard, plan.dims.L)
         yield layers_spec(plan, options, first, last)
         if options.moe == "routed":
-            inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.activation_shape(1), ACC: C}
-            for e in range(plan.experts):
-                name = f"expert_{first:02d}_{e:02d}"
-                layers = (first, first + 1)
-                yield Spec(name, "expert", inputs, {HIDDEN: C}, layers, (e, e + 1))
-    for i, start in enumerate(range(0, V, HEAD_ROWS)):
-        stop = min(start + HEAD_ROWS, V)
-        outputs = {LOGITS: options.activation_shape(stop - start)}
-        yield Spec(f"head_{i:02d}", "head", {X: C}, outputs, rows=(start, stop))
+            for expert in range(plan.experts):
+                yield _expert_spec(plan, options, first, expert)
+    for index, start in enumerate(range(0, plan.dims.V, HEAD_ROWS)):
+        stop = min(start + HEAD_ROWS, plan.dims.V)
+        yield _head_spec(plan, options, index, start, stop)
+
+
+def _expert_spec(plan: Plan, options: Options, layer: int, expert: int) -> Spec:
+    """The shard of one expert of a layer."""
+    C = options.activation_shape(plan.dims.C)
+    return Spec(
+        name=f"expert_{layer:02d}_{expert:02d}",
+        kind="expert",
+        inputs={EXPERT_IN: C, EXPERT_WEIGHT: options.activation_shape(1), ACC: C},
+        outputs={HIDDEN: C},
+        layers=(layer, layer + 1),
+        rows=(expert, expert + 1),
+    )
+
+
+def _head_spec(plan: Plan, options: Options, index: int, start: int, stop: int) -> Spec:
+    """The shard of the rows [start, stop) of the vocabulary, slice `index` of the
+    head."""
+    return Spec(
+        name=f"head_{index:02d}",
+        kind="head",
+        inputs={X: options.activation_shape(plan.dims.C)},
+        outputs={LOGITS: options.activation_shape(stop - start)},
+        rows=(start, stop),
+    )
 
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
@@ -118,9 +143,15 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         R = options.activation_shape(plan.router_width)
         inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
     _add_shared_rows(plan, options, first, last, inputs, outputs)
-    states = _state_entries(plan, options, first, last)
-    rows = first * plan.dims.P, last * plan.dims.P
-    return Spec(name, kind, inputs, outputs, (first, last), rows, states)
+    return Spec(
+        name=name,
+        kind=kind,
+        inputs=inputs,
+        outputs=outputs,
+        layers=(first, last),
+        rows=(first * P, last * P),
+        states=_state_entries(plan, options, first, last),
+    )
 
 
 def _add_shared_rows(
@@ -136,8 +167,8 @@ def _add_shared_rows(
         if has_copy == has_source:  # the rows stay inside the shard, or outside
             continue
         H_kv, D = layer.heads(plan.dims)
-        side = inputs if has_copy else outputs
-        side |= dict.fromkeys(layer.shared_rows, [options.batch, H_kv, "T", D])
+        interface = inputs if has_copy else outputs
+        interface |= dict.fromkeys(layer.shared_rows, [options.batch, H_kv, "T", D])
 
 
 def _state_entries(

@@ -1,10 +1,13 @@
 """Writes all shards that have the same program and differ only in their weight bytes.
 
-coremltools converts one of these shards. Its weights are placeholders, so that the
-program depends only on shapes and options. They are random, because coremltools drops
-a product with ones and merges equal constants. A `Template` knows where each parameter
-is in the weight file and in the program; `write` writes a shard by putting the shard's
-own weights in these places.
+`convert_shard` has coremltools convert one of these shards. Its weights are placeholders,
+so that the program depends only on shapes and options. They are random, because
+coremltools drops a product with ones and merges equal constants. The result is a
+`Template`, which knows where each parameter is in the weight file and in the program;
+`Template.write` writes a shard by putting the shard's own weights in these places.
+
+Two objects of coremltools are told apart here: an `mlmodel` is its MLModel, the result of
+a conversion; a `proto` is the Model protobuf that the saved package has.
 
 Equal programs and weights give equal bytes. coremltools writes the current date and random
 identifiers, and orders map entries arbitrarily; here the date is fixed, identifiers are
@@ -15,11 +18,11 @@ import json
 import struct
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -31,9 +34,13 @@ from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
 from workbench.exporter.shards import Spec
-from workbench.exporter.weights import WeightSource, blank, packed
+from workbench.exporter.weights import WeightSource, empty_module, pack_bits
 from workbench.models.family import Plan
 
+if TYPE_CHECKING:
+    from coremltools.models import MLModel
+
+Proto = Any  # coremltools' Model protobuf, whose class is made when it is first needed
 # These passes fold neighbouring scales into convolution weights and round the product
 # again: the stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6
 # on one layer).
@@ -52,14 +59,31 @@ MANIFEST = "Manifest.json"
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, their offset
 
 
-class StoredArray(NamedTuple):
-    """The place of one stored array of a parameter: bytes [start, stop) of the weight
-    file; 0, 0: the array is in operation `op` of `operations(model)`."""
+@dataclass(frozen=True)
+class FileArray:
+    """One array of a parameter, bytes [start, stop) of the weight file.
+
+    Args:
+        role: what the array is to the operation that reads it, such as `scale`; see
+            `weights.encode_weight`.
+    """
+
+    role: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class InlineArray:
+    """One array of a parameter that is small enough to be in the program.
+
+    Args:
+        role: see `FileArray`.
+        op: the number of the operation that has it, in the list of `operations`.
+    """
 
     role: str
     op: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -69,7 +93,7 @@ class Template:
 
     Args:
         name: of the shard that was converted.
-        model: the Model protobuf.
+        proto: the Model protobuf.
         manifest: the text of the package's own manifest.
         modules: program value → module path, layers counted from the shard's first.
         constants: parameter's path → name of the constant that holds it.
@@ -81,11 +105,11 @@ class Template:
     suffix: ClassVar[str] = ".mlpackage"
 
     name: str
-    model: Any
+    proto: Proto
     manifest: str
     modules: dict[str, str]
     constants: dict[str, str]
-    arrays: dict[str, list[StoredArray]]
+    arrays: dict[str, list[FileArray | InlineArray]]
     fixed_bytes: list[tuple[int, bytes]]
 
     def write(
@@ -103,8 +127,8 @@ class Template:
             InputError: a weight of another shape, or one that fp16 or the compression
                 cannot hold.
         """
-        model = deepcopy(self.model)
-        ops = operations(model)
+        proto = deepcopy(self.proto)
+        ops = operations(proto)
         file = package / WEIGHTS
         file.parent.mkdir(parents=True)
         with file.open("wb") as weight_file:
@@ -114,13 +138,13 @@ class Template:
             for weight in weights:
                 values = load(weight)
                 for array in self.arrays[weight.path]:
-                    payload = packed(values[array.role], weight.preset.bits)
-                    size = array.stop - array.start
-                    if array.stop:
+                    payload = pack_bits(values[array.role], weight.preset.bits)
+                    if isinstance(array, FileArray):
+                        size = array.stop - array.start
                         weight_file.seek(array.start)
                         weight_file.write(payload)
                     else:
-                        value = values_of(ops[array.op])[array.role]
+                        value = constant_values(ops[array.op])[array.role]
                         inline = value.immediateValue.tensor.bytes
                         size = len(inline.values)
                         inline.values = payload.tobytes()
@@ -128,7 +152,7 @@ class Template:
         if not file.stat().st_size:
             file.unlink()
             file.parent.rmdir()
-        (package / MODEL).write_bytes(serialize(model))
+        (package / MODEL).write_bytes(serialize(proto))
         (package / MANIFEST).write_text(self.manifest)
         return file_entries(package.parent, package), self.constants
 
@@ -141,49 +165,71 @@ def convert_shard(
     Raises:
         OSError: no space for coremltools' temporary files.
     """
-    module = blank(spec, plan, options).requires_grad_(False).eval()
-    generator = torch.Generator().manual_seed(0)
-    for i, weight in enumerate(weights):
-        # A separate range for each parameter: functions share equal lookup tables.
-        low = 0.5 + i / 64
-        parameter = module.get_parameter(weight.path)
-        parameter.uniform_(low, low + 1, generator=generator)
-    programs, modules = {}, {}
+    module = _placeholder_module(spec, plan, options, weights)
+    programs: dict[str, Path] = {}  # function → its package
+    modules: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
         for name, T in (options.tiling.functions or {"main": None}).items():
-            model = to_program(module, spec, options, weights, T)
+            mlmodel = convert_module(module, spec, options, weights, T)
             programs[name] = Path(folder, f"{name}.mlpackage")
-            model.save(str(programs[name]))
-            modules |= modules_of(model)
-        package = joined(programs)
-        model = read_package(package)
-        manifest = pinned_manifest(package)
+            mlmodel.save(str(programs[name]))
+            modules |= find_modules(mlmodel)
+        package = join_functions(programs)
+        proto = read_package(package)
+        manifest = read_pinned_manifest(package)
         file = package / WEIGHTS
         # without a file, all constants are small and in the program
         blob = file.read_bytes() if file.is_file() else b""
-    arrays = find_arrays(model, blob)
-    # fp16 cast and compression append to the parameter's name
-    names = {name.split("_to_fp16")[0]: name for name in arrays}
-    constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
-    arrays = {path: arrays[name] for path, name in constants.items()}
+    arrays_by_name = find_arrays(proto, blob)
+    constants = _find_constants(weights, arrays_by_name)
+    arrays_by_path = {path: arrays_by_name[name] for path, name in constants.items()}
     return Template(
         name=spec.name,
-        model=model,
+        proto=proto,
         manifest=manifest,
         modules=modules,
         constants=constants,
-        arrays=arrays,
-        fixed_bytes=_bytes_between(arrays, blob),
+        arrays=arrays_by_path,
+        fixed_bytes=_bytes_between(arrays_by_path, blob),
     )
 
 
+def _placeholder_module(
+    spec: Spec, plan: Plan, options: Options, weights: list[WeightSource]
+) -> nn.Module:
+    """The module of a shard with random weights."""
+    module = empty_module(spec, plan, options).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for i, weight in enumerate(weights):
+        # coremltools stores equal lookup tables of two parameters once. A separate range
+        # for each parameter keeps their tables apart.
+        low = 0.5 + i / 64
+        parameter = module.get_parameter(weight.path)
+        parameter.uniform_(low, low + 1, generator=generator)
+    return module
+
+
+def _find_constants(
+    weights: list[WeightSource], names: Iterable[str]
+) -> dict[str, str]:
+    """Parameter's path → the one of the constants' `names` that holds it.
+
+    coremltools names a constant after the path, with underscores in place of dots; the
+    cast to fp16 and the compression append to that, such as `_to_fp16_palettized`."""
+    by_stem = {name.split("_to_fp16")[0]: name for name in names}
+    return {w.path: by_stem[w.path.replace(".", "_")] for w in weights}
+
+
 def _bytes_between(
-    arrays: dict[str, list[StoredArray]], blob: bytes
+    arrays: dict[str, list[FileArray | InlineArray]], blob: bytes
 ) -> list[tuple[int, bytes]]:
     """(offset, bytes) of what a weight file has before, between and after the arrays of
     its parameters."""
     spans = sorted(
-        (array.start, array.stop) for stored in arrays.values() for array in stored
+        (array.start, array.stop)
+        for arrays_of_parameter in arrays.values()
+        for array in arrays_of_parameter
+        if isinstance(array, FileArray)
     )
     pieces = []
     end = 0
@@ -204,13 +250,13 @@ def _no_search():
     return patch.object(cast, "fp16_overflow", staticmethod(lambda op: False))
 
 
-def to_program(
+def convert_module(
     module: nn.Module,
     spec: Spec,
     options: Options,
     weights: list[WeightSource],
     T: int | None = None,
-):
+) -> "MLModel":
     """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 …
     t_max.
 
@@ -220,7 +266,7 @@ def to_program(
             options).
 
     Returns:
-        coremltools' MLModel, not loaded, with its pymil program attached.
+        The model, not loaded, with its pymil program attached.
 
     Raises:
         OSError: no space for its temporary files.
@@ -228,14 +274,14 @@ def to_program(
     ct = coremltools()
     from coremltools.converters.mil.mil import Builder
 
-    examples, inputs = _inputs(spec, options, T)
+    examples, inputs = _trace_inputs(spec, options, T)
     states = []
     for state in spec.states.values():
         tensor_type = ct.TensorType(shape=state.shape, dtype=np.float16)
         states.append(ct.StateType(tensor_type, name=state.tensor))
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
-    _compress(pipeline, weights)
+    _append_compression(pipeline, weights)
     with quiet(), no_progress(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
@@ -259,7 +305,7 @@ def to_program(
             raise OSError(reason) from problem
 
 
-def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
+def _trace_inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     """Example tensors of the inputs for tracing, and their types for coremltools."""
     ct = coremltools()
     size = length = T or options.t_max
@@ -278,7 +324,7 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     return examples, inputs
 
 
-def _compress(pipeline, weights: list[WeightSource]) -> None:
+def _append_compression(pipeline, weights: list[WeightSource]) -> None:
     """Appends to `pipeline` the compression of convolutions' constants.
 
     Integer presets are linear and symmetric; lookup tables are palettes of evenly
@@ -325,10 +371,11 @@ def _op_config(preset: Preset):
     )
 
 
-def joined(programs: dict[str, Path]) -> Path:
-    """A package with one function for each of `programs` (name → package with `main`),
-    the first one the default; coremltools stores weights that functions share once. A
-    single program is returned as it is."""
+def join_functions(programs: dict[str, Path]) -> Path:
+    """Writes a package with one function for each of `programs` (name → package with
+    `main`), the first one the default, beside the first package; returns its path.
+    coremltools stores weights that functions share once. A single package is returned as
+    it is."""
     from coremltools.converters.mil.mil import Builder
     from coremltools.models import utils
 
@@ -346,13 +393,13 @@ def joined(programs: dict[str, Path]) -> Path:
     return package
 
 
-def modules_of(model) -> dict[str, str]:
+def find_modules(mlmodel: "MLModel") -> dict[str, str]:
     """Program value → path of the torch module that it came from, layers counted from
     the shard's first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     paths = {}
-    for op in model._mil_program.functions["main"].operations:
+    for op in mlmodel._mil_program.functions["main"].operations:
         scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
         if op.op_type != "const" and scope:
             path = ".".join(scope[:-1])
@@ -362,7 +409,7 @@ def modules_of(model) -> dict[str, str]:
     return paths
 
 
-def values_of(op) -> dict:
+def constant_values(op) -> dict:
     """Role → Value message of an operation that holds constants."""
     if op.type == "const":
         return {"val": op.attributes["val"]}
@@ -370,34 +417,35 @@ def values_of(op) -> dict:
     return {role: bound.arguments[0].value for role, bound in inputs.items()}
 
 
-def operations(model) -> list:
+def operations(proto: Proto) -> list:
     """The operations of a program, of all its functions in the order of their names."""
-    functions = [function for _, function in sorted(model.mlProgram.functions.items())]
+    functions = [function for _, function in sorted(proto.mlProgram.functions.items())]
     return [op for f in functions for op in f.block_specializations[f.opset].operations]
 
 
-def find_arrays(model, blob: bytes) -> dict[str, list[StoredArray]]:
-    """The places of the values of each constant operation in the weight file `blob` or
-    in the program, by the name of the operation's result.
+def find_arrays(proto: Proto, blob: bytes) -> dict[str, list[FileArray | InlineArray]]:
+    """The arrays of each constant operation in the weight file `blob` or in the program,
+    by the name of the operation's result.
 
-    Functions share arrays in the weight file; inline arrays belong to one function.
+    The functions of a program have an operation of this name each. In the weight file
+    they read the same bytes, which are listed once, since writing them once serves all
+    functions. An inline array belongs to one function, and all of them are listed.
     """
-    arrays = {}
-    for index, op in enumerate(operations(model)):
-        for role, value in sorted(values_of(op).items()):
-            start = size = 0
+    arrays: dict[str, list[FileArray | InlineArray]] = {}
+    for index, op in enumerate(operations(proto)):
+        for role, value in sorted(constant_values(op).items()):
+            array = InlineArray(role, index)
             if value.HasField("blobFileValue"):
                 record = value.blobFileValue.offset
                 _, _, size, start = RECORD.unpack_from(blob, record)
-            array = StoredArray(role, index, start, start + size)
-            # the operations of two functions may have one array in the weight file, which
-            # is listed once
-            array_of_place = arrays.setdefault(op.outputs[0].name, {})
-            array_of_place[role, start or index] = array
-    return {name: list(places.values()) for name, places in arrays.items()}
+                array = FileArray(role, start, start + size)
+            listed = arrays.setdefault(op.outputs[0].name, [])
+            if array not in listed:
+                listed.append(array)
+    return arrays
 
 
-def pinned_manifest(package: Path) -> str:
+def read_pinned_manifest(package: Path) -> str:
     """The text of a package's own manifest with identifiers that are computed from the
     paths that they name, in the form in which coremltools rewrites it when it opens a
     package."""
@@ -408,13 +456,13 @@ def pinned_manifest(package: Path) -> str:
     return json.dumps(json.loads(text), indent=4, sort_keys=True) + "\n"
 
 
-def read_package(package: Path):
+def read_package(package: Path) -> Proto:
     """Reads the Model protobuf of a package that this export wrote."""
     return messages("Model_pb2").Model.FromString((package / MODEL).read_bytes())
 
 
-def serialize(spec) -> bytes:
+def serialize(proto: Proto) -> bytes:
     """A Model protobuf as canonical bytes, with a fixed date."""
-    if DATE_KEY in spec.description.metadata.userDefined:
-        spec.description.metadata.userDefined[DATE_KEY] = DATE
-    return spec.SerializeToString(deterministic=True)
+    if DATE_KEY in proto.description.metadata.userDefined:
+        proto.description.metadata.userDefined[DATE_KEY] = DATE
+    return proto.SerializeToString(deterministic=True)

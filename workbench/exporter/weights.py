@@ -1,5 +1,6 @@
-"""The weights of a shard: the source of each in the checkpoint, its values in fp16, and
-the arrays that coremltools 9.0 stores for them, bit for bit.
+"""The weights of a shard: the source of each in the checkpoint (`weight_sources`), its
+values in fp16 (`load_values`), the arrays that coremltools 9.0 stores for them, bit for
+bit (`encode_weight`), and their bytes (`pack_bits`).
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output
 channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0.
@@ -35,7 +36,9 @@ from workbench.models.family import Plan
 
 # coremltools doubles the largest weight in fp16 on the way to an integer scale
 MAX_SCALED = 32752.0
+HEAD_WEIGHT = "lm_head.weight"  # the path of the matrix in every family's head
 SHARED = "shared."  # begins the path of what the layers of a shard share
+EXPERTS = ".experts."  # in the path of every parameter of an expert
 ROUTER = ".mlp.gate."  # in the path of every parameter of a router
 
 
@@ -74,7 +77,7 @@ class WeightSource:
         return int(math.prod(self.shape) * self.preset.stored_bits / 8)
 
 
-def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
+def empty_module(spec: Spec, plan: Plan, options: Options) -> nn.Module:
     """The module of one shard, with weights of zeros."""
     family = family_of(plan.config)
     if spec.kind == "head":
@@ -97,9 +100,13 @@ def weight_sources(
 ) -> list[WeightSource]:
     """The source of every parameter of one shard.
 
-    Groups of tables are halved until they divide the rows. All slices of a matrix have
-    groups of one size: those of the head, and those of a projection that the shards of
-    layers share.
+    The path of a parameter gives the name of its tensor. What else is to be known, the
+    family's modules say:
+
+    - A parameter that requires no gradient has no tensor in the checkpoint; its values
+      are zeros.
+    - A module with an attribute `rows` holds these rows of its tensors (see `_rows_of`).
+    - A module with an attribute `offset` stores its tensors with this number added.
 
     Args:
         presets: checkpoint tensor → preset, of every matrix, where `options.compress`
@@ -111,33 +118,59 @@ def weight_sources(
             without a preset.
     """
     with torch.device("meta"):
-        shard = blank(spec, plan, options)
+        module = empty_module(spec, plan, options)
     weights = []
-    for path, parameter in shard.named_parameters():
-        owner = shard.get_submodule(path.rpartition(".")[0])
-        shape = tuple(parameter.shape)
-        is_part = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
+    for path, parameter in module.named_parameters():
+        owner = module.get_submodule(path.rpartition(".")[0])
+        tensor = None
+        if parameter.requires_grad:
+            tensor = _tensor_name(path, spec, source, plan)
         weight = WeightSource(
             path,
-            _tensor_name(path, spec, source, plan) if parameter.requires_grad else None,
-            shape,
-            rows=slice(*spec.rows) if is_part else getattr(owner, "rows", None),
+            tensor,
+            shape=tuple(parameter.shape),
+            rows=_rows_of(path, spec, owner),
             offset=getattr(owner, "offset", 0.0),
         )
         if weight.is_compressible:
-            rows = shape[0]
-            if spec.kind == "head":
-                rows = math.gcd(plan.dims.V, shards.HEAD_ROWS)
-            elif path.startswith(SHARED):
-                rows = plan.dims.P
             preset = options.preset
             if preset == MIXED:
                 preset = _preset_of_matrix(weight, presets or {})
-            weight = replace(weight, preset=preset.fitted(rows))
+            preset = preset.fitted(_rows_to_divide(weight, spec, plan))
+            weight = replace(weight, preset=preset)
         if weight.tensor:
             check_shape(weight, source)
         weights.append(weight)
     return weights
+
+
+def _rows_of(path: str, spec: Spec, owner: nn.Module) -> slice | None:
+    """The rows of its tensor that a parameter holds; None: all of them.
+
+    The LM head is cut into slices, and a stack of experts into experts: of these, a shard
+    has `spec.rows`. Any other module that holds a part of a tensor has the attribute
+    `rows`.
+
+    Args:
+        owner: the module of the parameter.
+    """
+    is_head_slice = spec.kind == "head" and path == HEAD_WEIGHT
+    is_expert = spec.kind == "expert" and EXPERTS in path
+    if is_head_slice or is_expert:
+        return slice(*spec.rows)
+    return getattr(owner, "rows", None)
+
+
+def _rows_to_divide(weight: WeightSource, spec: Spec, plan: Plan) -> int:
+    """The number of rows that groups of tables have to divide.
+
+    All slices of a matrix have groups of one size, those of the head and those of a
+    projection that the layers of a shard share: a divisor of the rows of all slices."""
+    if spec.kind == "head":
+        return math.gcd(plan.dims.V, shards.HEAD_ROWS)
+    if weight.path.startswith(SHARED):
+        return plan.dims.P
+    return weight.shape[0]
 
 
 def all_weights(
@@ -178,7 +211,7 @@ def _preset_of_matrix(weight: WeightSource, presets: Mapping[str, Preset]) -> Pr
 
 def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
     """Name of the checkpoint tensor behind a parameter."""
-    if path == "lm_head.weight":
+    if path == HEAD_WEIGHT:
         return source.head
     path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
@@ -196,10 +229,10 @@ def check_shape(weight: WeightSource, source: Checkpoint) -> None:
     parameter, for a matrix without its inputs on the last axis, and for inputs that a
     preset's blocks do not divide."""
     subject = f"tensor {weight.tensor!r}"
-    stored = source.shape(weight.tensor, weight.rows)
-    is_matrix = weight.shape[2:] == (1, 1) and len(stored) > 1
-    is_transposed = is_matrix and stored[-1] != weight.shape[1]
-    if is_transposed or math.prod(stored) != math.prod(weight.shape):
+    shape = source.shape(weight.tensor, weight.rows)
+    is_matrix = weight.shape[2:] == (1, 1) and len(shape) > 1
+    is_transposed = is_matrix and shape[-1] != weight.shape[1]
+    if is_transposed or math.prod(shape) != math.prod(weight.shape):
         raise InputError(
             subject,
             f"shape {source.shape(weight.tensor)}",
@@ -216,10 +249,10 @@ def check_shape(weight: WeightSource, source: Checkpoint) -> None:
         )
 
 
-def rounded(
+def iter_values(
     weight: WeightSource, source: Checkpoint, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:
-    """Yields the values of a weight in flat pieces of a dtype.
+    """Yields the values of a weight in flat pieces, rounded to a dtype, its offset added.
 
     Raises:
         InputError: a value that fp16 or the compression cannot hold.
@@ -243,30 +276,37 @@ def rounded(
 
 
 def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
-    """The values of a weight, flat, fp16; raises the InputErrors of `rounded`."""
+    """The values of a weight, flat, fp16; raises the InputErrors of `iter_values`."""
     values = torch.zeros(math.prod(weight.shape), dtype=torch.float16)
     if weight.tensor is None:
         return values
     start = 0
-    for piece in rounded(weight, source, torch.float16):
+    for piece in iter_values(weight, source, torch.float16):
         values[start : start + len(piece)] = piece
         start += len(piece)
     return values
 
 
-def stored(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
-    """The arrays that store a weight, by their role in the program: `val`; `data`,
-    `scale`; `indices` [R·C], `lut` [R / group, 2^bits]. `values`, fp16, flat, are
-    overwritten."""
+def encode_weight(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
+    """Rounds every value of a weight to the nearest that its preset has.
+
+    Args:
+        values: fp16, flat; they are overwritten.
+
+    Returns:
+        The arrays that store the weight, by their role in the program: `val`; `data`,
+        `scale`; `indices` [R·C], `lut` [R / group, 2^bits].
+    """
     preset = weight.preset
     if preset == FP16:
         return {"val": values.numpy()}
-    if not preset.is_integer:
-        values = values.add_(0).numpy()  # 0, never -0
-        if not preset.group:
-            return palettize(values, preset.bits)
-        return palettize_groups(values.reshape(weight.shape[0], -1), preset)
-    return quantize(values.reshape(weight.shape[0], -1), preset)
+    matrix = values.reshape(weight.shape[0], -1)
+    if preset.is_integer:
+        return quantize(matrix, preset)
+    matrix = matrix.add_(0).numpy()  # 0, never -0
+    if preset.group:
+        return palettize_groups(matrix, preset)
+    return palettize(matrix.reshape(-1), preset.bits)
 
 
 def quantize(values: torch.Tensor, preset: Preset) -> dict[str, np.ndarray]:
@@ -315,9 +355,12 @@ def palettize_groups(values: np.ndarray, preset: Preset) -> dict[str, np.ndarray
     return {"indices": indices.reshape(-1), "lut": luts}
 
 
-def packed(array: np.ndarray, bits: int) -> np.ndarray:
+def pack_bits(array: np.ndarray, bits: int) -> np.ndarray:
     """Values as bytes, uint8. Integers of one byte are packed with their lowest `bits`
     alone, value after value, the lowest bit first; the last byte is filled with zeros.
+
+        >>> pack_bits(np.array([1, -1, 3], np.int8), 4).tolist()  # 0xF1, 0x03
+        [241, 3]
 
     Args:
         array: fp16, or int8 or uint8.

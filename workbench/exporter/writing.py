@@ -7,12 +7,14 @@ coremltools itself never runs in two threads."""
 import json
 import math
 import struct
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,15 +29,15 @@ from workbench.bundle import (
     file_entries,
 )
 from workbench.bundle.names import HIDDEN, PER_LAYER, split_layer
-from workbench.bundle.presets import FP16, Preset
+from workbench.bundle.presets import Preset
 from workbench.exporter.shards import Spec, specs
 from workbench.exporter.template import Template, convert_shard
 from workbench.exporter.weights import (
     WeightSource,
     check_shape,
+    encode_weight,
+    iter_values,
     load_values,
-    rounded,
-    stored,
     weight_sources,
 )
 from workbench.files import check_free_space
@@ -47,6 +49,14 @@ if TYPE_CHECKING:
     from workbench.exporter.calibrate import CompressedMatrices
 
 MAX_THREADS = 2  # writing is bound by memory and disk: more threads gain little
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """A shard to write, and the sources of its weights."""
+
+    spec: Spec
+    weights: list[WeightSource]
 
 
 def write_bundle(
@@ -68,60 +78,23 @@ def write_bundle(
     Raises:
         InputError: a tensor that is missing or does not fit, no space on the disk.
     """
-    shards = [
-        (spec, weight_sources(spec, source, plan, options, presets))
+    planned = [
+        PlannedShard(spec, weight_sources(spec, source, plan, options, presets))
         for spec in specs(plan, options)
     ]
-    needed = sum(weight.bytes for _, weights in shards for weight in weights)
-    needed += 2 * plan.dims.V * (plan.dims.C + plan.dims.L * plan.dims.P)
-    check_free_space(folder, needed, f"bundle in {folder.parent}")
-    convert = options.plugin.template if options.plugin else convert_shard
-    templates = {}
-    # One thread of torch in each thread of the pool: more would only wait for the
-    # pool's, and spin meanwhile.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(
-        min(threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
-    )
-    try:
+    _check_space(planned, plan, folder)
+    with _writing_threads() as pool:
         # each future runs while coremltools converts in this thread
         checkpoint_facts = pool.submit(lambda: source.facts)
         embedding_file = pool.submit(write_embedding, source, plan, folder)
-        shard_entries = []
-        program_keys = [_program_key(spec, plan, weights) for spec, weights in shards]
-        total = len(set(program_keys)) + len(shards)
-        stage("export: converting programs and writing shards")
-        progress = bar(total=total, desc="export", unit="program", leave=False)
-        for (spec, weights), program_key in zip(shards, program_keys):
-            if program_key not in templates:
-                progress.set_postfix_str(f"converting {spec.name}")
-                templates[program_key] = convert(spec, plan, options, weights)
-                progress.update()
-            entry = pool.submit(
-                _write_shard,
-                folder,
-                spec,
-                templates[program_key],
-                weights,
-                source,
-                options,
-                matrices,
-            )
-            shard_entries.append(entry)
-        progress.set_postfix_str("writing")
-        entries = []
-        for future in shard_entries:
-            entries.append(future.result())
-            progress.update()
-        progress.close()
+        shards = _write_shards(planned, folder, source, plan, options, matrices, pool)
         return Manifest(
             family=source.config.model_type,
             dims=plan.dims,
             options=options,
             rope=plan.rope,
             layers=plan.layers,
-            shards=entries,
+            shards=shards,
             embedding=Embedding(
                 file=embedding_file.result(), scale=plan.embedding_scale
             ),
@@ -129,23 +102,77 @@ def write_bundle(
             checkpoint=checkpoint_facts.result(),
             packages=versions(options),
             residual_exponent=plan.residual_exponent,
-            formats=formats_of(shards, options),
+            formats=_differing_presets(planned, options),
         )
+
+
+def _check_space(planned: list[PlannedShard], plan: Plan, folder: Path) -> None:
+    """Raises an InputError where the disk has no room for weights and embeddings."""
+    needed = sum(weight.bytes for shard in planned for weight in shard.weights)
+    needed += 2 * plan.dims.V * (plan.dims.C + plan.dims.L * plan.dims.P)
+    check_free_space(folder, needed, f"bundle in {folder.parent}")
+
+
+@contextmanager
+def _writing_threads() -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads that write. In its block torch has one thread in each of them and
+    in this one: more would only wait for the pool's, and spin meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(
+        min(threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        yield pool
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
 
 
-def formats_of(
-    shards: list[tuple[Spec, list[WeightSource]]], options: Options
-) -> dict[str, str]:
+def _write_shards(
+    planned: list[PlannedShard],
+    folder: Path,
+    source: Checkpoint,
+    plan: Plan,
+    options: Options,
+    matrices: "CompressedMatrices | None",
+    pool: ThreadPoolExecutor,
+) -> list[Shard]:
+    """Converts each distinct program in this thread, and has the threads of `pool` write
+    every shard once its program is there; returns the manifest's entries."""
+    convert = options.plugin.template if options.plugin else convert_shard
+    write = partial(
+        _write_shard, folder=folder, source=source, options=options, matrices=matrices
+    )
+    templates: dict[str, Any] = {}  # program key → `Template`, or a plug-in's
+    futures: list[Future[Shard]] = []
+    keys = [_program_key(shard, plan) for shard in planned]
+    total = len(set(keys)) + len(planned)
+    stage("export: converting programs and writing shards")
+    progress = bar(total=total, desc="export", unit="program", leave=False)
+    for shard, key in zip(planned, keys):
+        if key not in templates:
+            progress.set_postfix_str(f"converting {shard.spec.name}")
+            templates[key] = convert(shard.spec, plan, options, shard.weights)
+            progress.update()
+        futures.append(pool.submit(write, shard, templates[key]))
+    progress.set_postfix_str("writing")
+    entries = []
+    for future in futures:
+        entries.append(future.result())
+        progress.update()
+    progress.close()
+    return entries
+
+
+def _differing_presets(planned: list[PlannedShard], options: Options) -> dict[str, str]:
     """Checkpoint tensor → name of its preset, for every tensor that a preset could
-    compress and that is not stored by the options'."""
-    weights = [weight for _, weights in shards for weight in weights if weight.tensor]
+    compress and that is not stored by the options'. They are `Manifest.formats`."""
+    weights = [weight for shard in planned for weight in shard.weights]
     return {
         weight.tensor: weight.preset.name
         for weight in weights
-        if weight.is_compressible and weight.preset != options.preset
+        if weight.tensor and weight.is_compressible and weight.preset != options.preset
     }
 
 
@@ -157,15 +184,17 @@ def versions(options: Options) -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
-def _program_key(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
-    """A key of a shard's program. Shards with equal keys have equal programs."""
-    layers = [_placed(layer, spec) for layer in plan.layers[slice(*spec.layers)]]
+def _program_key(shard: PlannedShard, plan: Plan) -> str:
+    """A key of a shard's program: all that decides it, without the numbers of layers and
+    the names of tensors. Shards with equal keys have equal programs."""
+    spec = shard.spec
+    layers = [_locate_source(layer, spec) for layer in plan.layers[slice(*spec.layers)]]
     states = list(spec.states.values())
-    parameters = [replace(weight, tensor=None, rows=None) for weight in weights]
+    parameters = [replace(weight, tensor=None, rows=None) for weight in shard.weights]
     return repr([spec.kind, spec.inputs, spec.outputs, states, layers, parameters])
 
 
-def _placed(layer: Layer, spec: Spec) -> tuple[Layer, str]:
+def _locate_source(layer: Layer, spec: Spec) -> tuple[Layer, str]:
     """A layer without the number of its source, and where the source is: at a place in
     the shard, or outside."""
     if layer.source is None:
@@ -176,10 +205,10 @@ def _placed(layer: Layer, spec: Spec) -> tuple[Layer, str]:
 
 
 def _write_shard(
-    folder: Path,
-    spec: Spec,
+    shard: PlannedShard,
     template: Template,
-    weights: list[WeightSource],
+    *,
+    folder: Path,
     source: Checkpoint,
     options: Options,
     matrices: "CompressedMatrices | None",
@@ -187,30 +216,25 @@ def _write_shard(
     """Writes one shard; returns its manifest entry.
 
     Args:
+        template: of the shard's program, this exporter's or a plug-in's.
         matrices: those that are compressed already.
     """
+    spec = shard.spec
+
+    def load_arrays(weight: WeightSource) -> dict[str, np.ndarray]:
+        if matrices is not None and matrices.has(weight):
+            return matrices.load(weight)
+        return encode_weight(weight, load_values(weight, source))
+
     package = folder / f"{spec.name}{template.suffix}"
-
-    def load(weight: WeightSource) -> dict[str, np.ndarray]:
-        arrays = None
-        if matrices and weight.tensor and weight.preset != FP16:
-            arrays = matrices.arrays(weight)
-        return arrays or stored(weight, load_values(weight, source))
-
-    files, places = template.write(package, weights, load)
+    files, places = template.write(package, shard.weights, load_arrays)
     first, last = spec.layers
-    modules, taps = {}, {}
-    # values come in program order: the last one of a layer is its hidden output
-    for value, path in template.modules.items():
-        layer_in_shard, module = split_layer(path)
-        if layer_in_shard is not None:
-            layer = first + layer_in_shard
-            path = f"layers.{layer}.{module}" if module else f"layers.{layer}"
-            taps[layer] = value
-        modules[value] = path
+    modules = _number_layers(template.modules, first)
+    taps = {}
     # a plug-in's programs show no inner values
-    has_taps = spec.kind == "layers" and not options.plugin
-    located = [weight for weight in weights if weight.tensor and weight.path in places]
+    if spec.kind == "layers" and not options.plugin:
+        taps = _find_taps(modules) | {last - 1: HIDDEN}
+    located = [w for w in shard.weights if w.tensor and w.path in places]
     return Shard(
         **vars(spec),
         path=package.name,
@@ -221,8 +245,32 @@ def _write_shard(
         weights={weight.tensor: places[weight.path] for weight in located},
         offsets={weight.tensor: weight.offset for weight in located if weight.offset},
         modules=modules,
-        taps=taps | {last - 1: HIDDEN} if has_taps else {},
+        taps=taps,
     )
+
+
+def _number_layers(modules: dict[str, str], first: int) -> dict[str, str]:
+    """Program value → module path, with the numbers of the model's layers in place of
+    those in the shard, whose first layer is `first`."""
+    numbered = {}
+    for value, path in modules.items():
+        layer_in_shard, module = split_layer(path)
+        if layer_in_shard is not None:
+            layer = f"layers.{first + layer_in_shard}"
+            path = f"{layer}.{module}" if module else layer
+        numbered[value] = path
+    return numbered
+
+
+def _find_taps(modules: dict[str, str]) -> dict[int, str]:
+    """Layer → the value that holds its hidden output: the last one of the layer, since
+    values come in the order of the program."""
+    taps = {}
+    for value, path in modules.items():
+        layer, _ = split_layer(path)
+        if layer is not None:
+            taps[layer] = value
+    return taps
 
 
 def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
@@ -240,9 +288,8 @@ def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
         check_shape(weight, source)
         start = end
         end += math.prod(shape) * dtype.itemsize
-        stored_dtype = f"F{8 * dtype.itemsize}"
         header[key] = {
-            "dtype": stored_dtype,
+            "dtype": f"F{8 * dtype.itemsize}",
             "shape": shape,
             "data_offsets": [start, end],
         }
@@ -252,6 +299,6 @@ def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for weight, dtype in tables:
-            for values in rounded(weight, source, dtype):
+            for values in iter_values(weight, source, dtype):
                 file.write(values.numpy())
     return file_entries(folder, path)[0]

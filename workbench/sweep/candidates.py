@@ -20,9 +20,9 @@ from workbench.exporter.allocation import matrix_bytes
 from workbench.exporter.weights import (
     WeightSource,
     all_weights,
+    encode_weight,
     find_presets,
     load_values,
-    stored,
 )
 from workbench.files import output_root
 from workbench.models.checkpoint import Checkpoint
@@ -103,7 +103,7 @@ def decompressed(weight: WeightSource, checkpoint: Checkpoint) -> torch.Tensor:
     if weight.preset == FP16:
         return values
     shape = weight.shape[0], math.prod(weight.shape[1:])
-    return decompress(stored(weight, values), weight.preset, shape)
+    return decompress(encode_weight(weight, values), weight.preset, shape)
 
 
 def stored_bytes(weight: WeightSource) -> int:

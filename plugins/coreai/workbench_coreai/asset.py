@@ -12,7 +12,7 @@ import torch
 
 from workbench.bundle.presets import Preset
 from workbench.exporter.shards import Spec
-from workbench.exporter.weights import packed
+from workbench.exporter.weights import pack_bits
 from workbench_coreai.aimodel import StoredPart, format_place, import_apple
 from workbench_coreai.weights import part_name
 
@@ -105,7 +105,7 @@ def locate(
         kind, bits = "fp", 8 * array.itemsize
         if role in ("data", "indices"):
             kind, bits = ("uint" if role == "indices" else "int"), preset.bits
-            array = packed(array, bits)
+            array = pack_bits(array, bits)
         offset = program.find(array.tobytes())
         if offset < 0:
             return None

@@ -11,7 +11,7 @@ from torch import nn
 from miltorch.quiet import quiet
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.exporter.shards import Spec
-from workbench.exporter.weights import WeightSource, blank
+from workbench.exporter.weights import WeightSource, empty_module
 from workbench.models.family import Plan
 from workbench_coreai.aimodel import PROGRAM, import_apple
 from workbench_coreai.asset import locate, save
@@ -70,7 +70,7 @@ class CoreAITemplate:
             stored: path of the parameter → role → part.
         """
         dtype = DTYPES[self.options.program_dtype]
-        module = blank(self.spec, self.plan, self.options)
+        module = empty_module(self.spec, self.plan, self.options)
         module.requires_grad_(False).eval().to(dtype)
         for weight in self.weights:
             values = StoredWeight(stored[weight.path], weight.preset, dtype)
