@@ -104,7 +104,7 @@ def test_values_of_few_bits_are_packed_as_coremltools_packs_them(bits, count):
 
     values = np.random.default_rng(count).integers(0, 1 << bits, count, np.uint8)
     expected = pack_elements_into_bits(values, bits)
-    assert weights.packed(values, bits).tobytes() == expected.tobytes()
+    assert weights.pack_bits(values, bits).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("preset", ["lut4", "lut6"])

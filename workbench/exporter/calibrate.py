@@ -34,7 +34,7 @@ from workbench.bundle import Calibration, file_entries
 from workbench.bundle.presets import FP16
 from workbench.errors import InputError
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
-from workbench.exporter.weights import HEAD_WEIGHT, WeightSource, load_values
+from workbench.exporter.weights import HEAD_WEIGHT, Arrays, WeightSource, load_values
 from workbench.files import locked, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
@@ -46,11 +46,10 @@ WINDOW = 128  # tokens
 WINDOWS = 64
 IDS = "calibration.npy"  # in a bundle
 KEY = "key.json"  # in a work folder
-Arrays = dict[str, np.ndarray]  # role → the array that stores that part of a matrix
 REMEMBERED_INPUTS = 2
 """Inputs of a layer's modules that are told apart at a time. One would do for modules that
 read one tensor in turn; with two, another module may run between them."""
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ class CompressingLinear(nn.Module):
         return nn.functional.linear(x, torch.cat(pieces))
 
 
-class InputCache(Generic[T]):
+class InputCache(Generic[Result]):
     """Results that were computed for the last inputs of linear modules. Modules such as q,
     k and v read one tensor, for which a result is computed once.
 
@@ -297,16 +296,16 @@ class InputCache(Generic[T]):
     def __init__(self, size: int):
         # The tensors are kept, not their addresses: another one at the address of a freed
         # one would be taken for it.
-        self._entries: deque[tuple[torch.Tensor, T]] = deque(maxlen=size)
+        self._entries: deque[tuple[torch.Tensor, Result]] = deque(maxlen=size)
 
-    def find(self, x: torch.Tensor) -> T | None:
+    def find(self, x: torch.Tensor) -> Result | None:
         """The result for the tensor `x` itself; None: it is not remembered."""
         for tensor, result in self._entries:
             if tensor is x:
                 return result
         return None
 
-    def add(self, x: torch.Tensor, result: T) -> None:
+    def add(self, x: torch.Tensor, result: Result) -> None:
         """Remembers a result, and forgets the oldest one."""
         self._entries.append((x, result))
 

@@ -23,7 +23,7 @@ from numba import njit
 
 from workbench.bundle.presets import Preset
 from workbench.exporter.tables import group_tables
-from workbench.exporter.weights import quantize
+from workbench.exporter.weights import Arrays, quantize
 
 # of GPTQ: columns that are rounded before their errors reach the others in one product
 COLUMNS_PER_BLOCK = 64
@@ -86,7 +86,7 @@ class InputStatistics:
 
 def compress_matrix(
     values: torch.Tensor, preset: Preset, inputs: InputStatistics
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """The arrays that store a matrix so that its product with `inputs` changes little.
     `weights.encode_weight` rounds every weight to the nearest instead.
 
@@ -105,7 +105,7 @@ def compress_matrix(
 
 def _compress_to_integers(
     values: torch.Tensor, preset: Preset, inputs: InputStatistics
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """See `compress_matrix`. The scales are those of rounding to the nearest."""
     rows, width = values.shape
     arrays = quantize(values.clone(), preset)
@@ -124,7 +124,7 @@ def _compress_to_integers(
 
 def _compress_to_tables(
     values: torch.Tensor, preset: Preset, inputs: InputStatistics
-) -> dict[str, np.ndarray]:
+) -> Arrays:
     """See `compress_matrix`."""
     rows, width = values.shape
     matrix = (values + 0).numpy()  # 0, never -0
@@ -148,9 +148,7 @@ def _row_pieces(rows: int) -> list[slice]:
     return [slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS)]
 
 
-def decompress(
-    arrays: dict[str, np.ndarray], preset: Preset, shape: tuple[int, int]
-) -> torch.Tensor:
+def decompress(arrays: Arrays, preset: Preset, shape: tuple[int, int]) -> torch.Tensor:
     """The values of a matrix [R, C] fp16 that `compress_matrix` stored."""
     if "data" in arrays:
         data = np.float32(arrays["data"]).reshape(len(arrays["scale"]), -1)

@@ -82,18 +82,17 @@ def make_options(**fields) -> Options:
 def check_formats(options: Options, compression: Compression) -> None:
     """Raises an InputError for `mixed` without formats or with two sources of them, for
     formats without `mixed`, and for a preset that no matrix can have."""
-    sources = [compression.formats, compression.search]
-    count = sum(given is not None for given in sources)
-    has_formats = count > 0
-    if count > 1:
+    has_formats = compression.formats is not None
+    has_search = compression.search is not None
+    if has_formats and has_search:
         needed = "the presets, or a search that chooses them"
         raise InputError("formats", "formats and a search", needed, "leave one out")
-    if has_formats and options.preset != MIXED:
+    if (has_formats or has_search) and options.preset != MIXED:
         actual = f"compress = {options.compress}"
         raise InputError("formats", actual, "compress = mixed", "leave formats out")
     if options.preset != MIXED:
         return
-    if not has_formats:
+    if not has_formats and not has_search:
         raise InputError(
             "--compress mixed",
             "no preset for each matrix",

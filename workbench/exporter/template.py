@@ -34,7 +34,7 @@ from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
 from workbench.exporter.shards import Spec
-from workbench.exporter.weights import WeightSource, empty_module, pack_bits
+from workbench.exporter.weights import Arrays, WeightSource, empty_module, pack_bits
 from workbench.models.family import Plan
 
 if TYPE_CHECKING:
@@ -113,12 +113,15 @@ class Template:
     fixed_bytes: list[tuple[int, bytes]]
 
     def write(
-        self, package: Path, weights: list[WeightSource], load: Callable
+        self,
+        package: Path,
+        weights: list[WeightSource],
+        load: Callable[[WeightSource], Arrays],
     ) -> tuple[list[FileEntry], dict[str, str]]:
         """Writes this program with `weights` to the new folder `package`.
 
         Args:
-            load: weight → the arrays that store it, by role.
+            load: gives the arrays that store a weight.
 
         Returns:
             The files, and the constant of each parameter by its path.

@@ -41,6 +41,10 @@ SHARED = "shared."  # begins the path of what the layers of a shard share
 EXPERTS = ".experts."  # in the path of every parameter of an expert
 ROUTER = ".mlp.gate."  # in the path of every parameter of a router
 
+Arrays = dict[str, np.ndarray]
+"""The arrays that store a weight, by their role in the program: `val`, fp16 values; `data`
+and `scale`, integers and their factors; `indices` and `lut`, indices into tables."""
+
 
 @dataclass(frozen=True)
 class WeightSource:
@@ -287,15 +291,14 @@ def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
     return values
 
 
-def encode_weight(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
+def encode_weight(weight: WeightSource, values: torch.Tensor) -> Arrays:
     """Rounds every value of a weight to the nearest that its preset has.
 
     Args:
         values: fp16, flat; they are overwritten.
 
     Returns:
-        The arrays that store the weight, by their role in the program: `val`; `data`,
-        `scale`; `indices` [R·C], `lut` [R / group, 2^bits].
+        `val`; `data`, `scale`; or `indices` [R·C], `lut` [R / group, 2^bits].
     """
     preset = weight.preset
     if preset == FP16:
@@ -309,7 +312,7 @@ def encode_weight(weight: WeightSource, values: torch.Tensor) -> dict[str, np.nd
     return palettize(matrix.reshape(-1), preset.bits)
 
 
-def quantize(values: torch.Tensor, preset: Preset) -> dict[str, np.ndarray]:
+def quantize(values: torch.Tensor, preset: Preset) -> Arrays:
     """Symmetric linear quantization of `values` [outputs, inputs] fp16, which are
     overwritten: `data` [outputs · inputs] int8, and `scale` fp16, one for the tensor, each
     output or each block of inputs. The module has the formula."""
@@ -324,7 +327,7 @@ def quantize(values: torch.Tensor, preset: Preset) -> dict[str, np.ndarray]:
     return {"data": values.char().flatten().numpy(), "scale": scale.numpy()}
 
 
-def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+def palettize(values: np.ndarray, bits: int) -> Arrays:
     """A table of 2^bits values for the whole tensor `values` [n] fp16, and an index into it
     for each weight: `lut` [2^bits] fp16, `indices` [n] uint8."""
     from coremltools._deps import kmeans1d
@@ -345,7 +348,7 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     return {"indices": index_of_code[codes], "lut": lut}
 
 
-def palettize_groups(values: np.ndarray, preset: Preset) -> dict[str, np.ndarray]:
+def palettize_groups(values: np.ndarray, preset: Preset) -> Arrays:
     """A table of 2^bits values for each group of rows of `values` [R, C], fp16, and an
     index into it for each weight."""
     from workbench.exporter import tables  # numba takes a moment to import

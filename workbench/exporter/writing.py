@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from workbench.bundle import (
@@ -33,6 +32,7 @@ from workbench.bundle.presets import Preset
 from workbench.exporter.shards import Spec, specs
 from workbench.exporter.template import Template, convert_shard
 from workbench.exporter.weights import (
+    Arrays,
     WeightSource,
     check_shape,
     encode_weight,
@@ -221,7 +221,7 @@ def _write_shard(
     """
     spec = shard.spec
 
-    def load_arrays(weight: WeightSource) -> dict[str, np.ndarray]:
+    def load_arrays(weight: WeightSource) -> Arrays:
         if matrices is not None and matrices.has(weight):
             return matrices.load(weight)
         return encode_weight(weight, load_values(weight, source))
