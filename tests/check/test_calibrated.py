@@ -223,7 +223,7 @@ def statistics_of(x: torch.Tensor) -> InputStatistics:
     """What the exporter knows of inputs x."""
     total = calibrate.InputSum()
     total.add(x[None])
-    return total.statistics
+    return total.compute_statistics()
 
 
 def weights_of(seed: int) -> torch.Tensor:

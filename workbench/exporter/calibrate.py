@@ -31,7 +31,6 @@ from torch import nn
 from torch.func import functional_call
 
 from workbench.bundle import Calibration, file_entries
-from workbench.bundle.presets import FP16
 from workbench.errors import InputError
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
 from workbench.exporter.weights import HEAD_WEIGHT, Arrays, WeightSource, load_values
@@ -165,8 +164,7 @@ class CompressedMatrices:
 
     def has(self, weight: WeightSource) -> bool:
         """Whether a weight of the checkpoint is a matrix that was fitted."""
-        is_compressed = weight.tensor is not None and weight.preset != FP16
-        return is_compressed and weight.tensor not in self.unfitted
+        return weight.is_compressed and weight.tensor not in self.unfitted
 
     def load(self, weight: WeightSource) -> Arrays:
         """The arrays of a fitted matrix."""
@@ -262,7 +260,7 @@ class CompressingLayer(WrappedLayer):
         statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
         for name, total in sums.items():
             if id(total) not in statistics:
-                statistics[id(total)] = total.statistics
+                statistics[id(total)] = total.compute_statistics()
             self.run.compress(weights[name], statistics[id(total)])
 
 
@@ -328,8 +326,7 @@ class InputSum:
         """The number of inputs."""
         return sum(map(len, self.squares))
 
-    @property
-    def statistics(self) -> InputStatistics:
+    def compute_statistics(self) -> InputStatistics:
         """What the rounding of the modules' matrices needs to know. It takes a Cholesky
         decomposition of a matrix [C, C].
 
@@ -345,7 +342,7 @@ def input_statistics(x: torch.Tensor) -> InputStatistics:
     """The statistics of inputs [windows, window, C]."""
     total = InputSum()
     total.add(x)
-    return total.statistics
+    return total.compute_statistics()
 
 
 @contextmanager
@@ -386,7 +383,7 @@ def calibrate(
         weights: of all shards.
         folder: a work folder.
     """
-    matrices = [w for w in weights if w.tensor and w.preset != FP16]
+    matrices = [weight for weight in weights if weight.is_compressed]
     key = {
         "code": code_version(),
         "checkpoint": source.sha256,
@@ -396,17 +393,10 @@ def calibrate(
     }
     prepare_work_folder(folder, key)
     files = MatrixFiles(folder)
-    head = [w for w in matrices if w.path == HEAD_WEIGHT]
-    whole = {w.tensor: w for w in matrices if w.rows is None}
-    model = empty_model(source.config, "sdpa")
-    base = model.model
-    # slices of the linear modules around the layers, by the modules' names
-    outer: dict[str, list[WeightSource]] = {}
-    for name, module in base.named_children():
-        tensor = f"{source.prefix}{name}.weight"
-        slices = [weight for weight in matrices if weight.tensor == tensor]
-        if isinstance(module, nn.Linear) and module.bias is None and slices:
-            outer[name] = slices
+    head = [weight for weight in matrices if weight.path == HEAD_WEIGHT]
+    whole = {weight.tensor: weight for weight in matrices if weight.rows is None}
+    base = empty_model(source.config, "sdpa").model
+    outer = _outer_slices(base, source, matrices)
     total = len(base.layers) + len(head) + sum(map(len, outer.values()))
     stage("export: calibrating weights")
     with bar(total=total, desc="calibrate", unit="layer", leave=False) as progress:
@@ -427,6 +417,20 @@ def calibrate(
         run.compress_slices(head, hidden)
     unfitted = frozenset(w.tensor for w in matrices if not files.has(w))
     return CompressedMatrices(files, unfitted)
+
+
+def _outer_slices(
+    base: nn.Module, source: Checkpoint, matrices: list[WeightSource]
+) -> dict[str, list[WeightSource]]:
+    """Name of each linear module of the model that is around the layers → the slices of
+    its matrix."""
+    outer = {}
+    for name, module in base.named_children():
+        tensor = f"{source.prefix}{name}.weight"
+        slices = [weight for weight in matrices if weight.tensor == tensor]
+        if isinstance(module, nn.Linear) and module.bias is None and slices:
+            outer[name] = slices
+    return outer
 
 
 @cache

@@ -65,7 +65,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar, stage
 
-# the ways of storing that a matrix may get
+# the candidates that a matrix may get
 CANDIDATES = ("lut4-g8", "lut6-g16", "int8-channel", "fp16")
 WINDOW = 256  # tokens of the text for selection that the model reads at a time
 WINDOWS = 16  # the most of them that are measured
@@ -140,8 +140,9 @@ class SearchSettings:
         return [*text, asdict(self.limit), self.minimizes, self.chip, *measured]
 
     @property
-    def uniform_presets(self) -> tuple[str, ...]:
-        """The presets that are measured for all matrices alike."""
+    def uniform_candidates(self) -> tuple[str, ...]:
+        """The candidates that are measured for all matrices alike: those that a matrix
+        may get, and those that are only compared."""
         return tuple(dict.fromkeys((*CANDIDATES, *self.compared_presets)))
 
 
@@ -257,7 +258,7 @@ def measure_and_choose(
     try:
         uniform = [
             measurement.run(uniform_choice(costs, name))
-            for name in settings.uniform_presets
+            for name in settings.uniform_candidates
         ]
         costs = rescale(costs, {c.name: c.quality.kl for c in uniform})
         choices = frontier([cost for cost in costs if cost.candidate in CANDIDATES])
@@ -408,7 +409,7 @@ def choose_and_compress(
         InputError: a matrix that is no linear layer of Hugging Face's model, no choice
             that keeps the limit, no space on the disk.
     """
-    presets = _fit_candidates(source, plan, options, settings.uniform_presets)
+    presets = _fit_candidates(source, plan, options, settings.uniform_candidates)
     hf_model = load_model(source)
     modules = linear_modules(hf_model, source, presets)
     shapes = {

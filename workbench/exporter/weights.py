@@ -75,6 +75,11 @@ class WeightSource:
         return is_matrix and min(self.shape[:2]) > 1 and ROUTER not in self.path
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether a preset compresses the parameter's values, which are a tensor's."""
+        return self.tensor is not None and self.preset != FP16
+
+    @property
     def bytes(self) -> int:
         """Bytes in a weight file, without lookup tables and the few scales that are not
         of blocks."""
