@@ -165,7 +165,7 @@ def test_an_export_above_the_limit_takes_a_costlier_choice(tmp_path, monkeypatch
 def test_an_interrupted_search_goes_on_with_the_formats_that_it_has(
     tmp_path, monkeypatch
 ):
-    def interrupt(*arguments):
+    def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
     settings = SearchSettings(SELECTION, Limit(kl=0.005))
