@@ -17,7 +17,6 @@ place of Hugging Face's and runs the model once. Finished matrices are in a work
 import hashlib
 import json
 import shutil
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,9 +44,6 @@ WINDOW = 128  # tokens
 WINDOWS = 64
 IDS = "calibration.npy"  # in a bundle
 KEY = "key.json"  # in a work folder
-REMEMBERED_INPUTS = 2
-"""Inputs of a layer's modules that are told apart at a time. One would do for modules that
-read one tensor in turn; with two, another module may run between them."""
 Result = TypeVar("Result")
 
 
@@ -283,29 +279,23 @@ class CompressingLinear(nn.Module):
         return nn.functional.linear(x, torch.cat(pieces))
 
 
-class InputCache(Generic[Result]):
-    """Results that were computed for the last inputs of linear modules. Modules such as q,
-    k and v read one tensor, for which a result is computed once.
+class LastInput(Generic[Result]):
+    """The result that was computed for the last input of linear modules. Modules such as q,
+    k and v read one tensor in turn, for which the result is computed once."""
 
-    Args:
-        size: the number of inputs that are remembered.
-    """
-
-    def __init__(self, size: int):
-        # The tensors are kept, not their addresses: another one at the address of a freed
-        # one would be taken for it.
-        self._entries: deque[tuple[torch.Tensor, Result]] = deque(maxlen=size)
+    def __init__(self):
+        # The tensor is kept, not its address: another one at the address of a freed one
+        # would be taken for it.
+        self._x: torch.Tensor | None = None
+        self._result: Result | None = None
 
     def find(self, x: torch.Tensor) -> Result | None:
-        """The result for the tensor `x` itself; None: it is not remembered."""
-        for tensor, result in self._entries:
-            if tensor is x:
-                return result
-        return None
+        """The result for the tensor `x` itself; None: it is not the last one."""
+        return self._result if x is self._x else None
 
-    def add(self, x: torch.Tensor, result: Result) -> None:
-        """Remembers a result, and forgets the oldest one."""
-        self._entries.append((x, result))
+    def set(self, x: torch.Tensor, result: Result) -> None:
+        """Remembers a result in place of the one before."""
+        self._x, self._result = x, result
 
 
 class InputSum:
@@ -350,17 +340,17 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
     """Sums the inputs of modules by their names while they run; modules that read one
     tensor share a sum."""
     sums: dict[str, InputSum] = {}
-    cache: InputCache[InputSum] = InputCache(REMEMBERED_INPUTS)
+    last_input: LastInput[InputSum] = LastInput()
 
     def record(name: str, module: nn.Module, arguments: tuple) -> None:
         x = arguments[0]
-        total = cache.find(x)
+        total = last_input.find(x)
         if total is not None:
             sums.setdefault(name, total)
             return
         total = sums.setdefault(name, InputSum())
         total.add(x)
-        cache.add(x, total)
+        last_input.set(x, total)
 
     with ExitStack() as hooks:
         for name, module in linear.items():

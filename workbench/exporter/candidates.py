@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from workbench.bundle.presets import FP16, Preset
-from workbench.exporter.calibrate import InputCache, input_statistics
+from workbench.exporter.calibrate import LastInput, input_statistics
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
 from workbench.exporter.replaceable import HEAD
 from workbench.exporter.shards import HEAD_ROWS
@@ -95,16 +95,14 @@ class _CandidateWriter:
     Args:
         pool: its threads compress a matrix in several presets.
         progress: counts matrices.
-        statistics: of the last input, for the modules that read it, too.
+        statistics: of the last input.
     """
 
     presets: Mapping[str, Sequence[Preset]]
     candidates: CandidateValues
     pool: ThreadPoolExecutor
     progress: Any
-    statistics: InputCache[InputStatistics] = field(
-        default_factory=lambda: InputCache(size=1)
-    )
+    statistics: LastInput[InputStatistics] = field(default_factory=LastInput)
 
     def store_when_called(
         self, tensor: str, module: nn.Linear, arguments: tuple
@@ -139,7 +137,7 @@ class _CandidateWriter:
         statistics = self.statistics.find(x)
         if statistics is None:
             statistics = input_statistics(x)
-            self.statistics.add(x, statistics)
+            self.statistics.set(x, statistics)
         return statistics
 
 
