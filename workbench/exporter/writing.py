@@ -1,8 +1,9 @@
-"""Writes the files of a bundle: shards, host tables, tokenizer.
+"""Writes the files of a bundle: shards, host tables, tokenizer. `write_bundle` is the
+entry.
 
-Shards of one shape share a program: it is converted once, with placeholder weights.
-Then threads write every shard from that program, with the shard's own weights.
-coremltools itself never runs in two threads."""
+Shards of one shape share a program: it is converted once, with placeholder weights
+(`template.convert_shard`). Then threads write every shard from that program, with the
+shard's own weights (`_write_shard`). coremltools itself never runs in two threads."""
 
 import json
 import math
@@ -71,7 +72,8 @@ def write_bundle(
     manifest.
 
     Args:
-        matrices: those that are compressed already.
+        matrices: those that are fitted to a text; the values of all others are rounded
+            to the nearest. None: there is no text.
         presets: checkpoint tensor → preset, of every matrix of a mixed bundle; empty
             for other bundles.
 
@@ -217,7 +219,7 @@ def _write_shard(
 
     Args:
         template: of the shard's program, this exporter's or a plug-in's.
-        matrices: those that are compressed already.
+        matrices: see `write_bundle`.
     """
     spec = shard.spec
 
