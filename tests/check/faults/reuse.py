@@ -13,8 +13,7 @@ import pytest
 from faults.decoders import change_inputs, change_sequences
 from workbench import Decoder
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
-from workbench.decode import Sequences, store
-from workbench.decode import snapshot as snapshots
+from workbench.decode import Sequences, sequences, store
 from workbench.decode.snapshot import Snapshot
 
 Plant = Callable[[pytest.MonkeyPatch, Decoder, Decoder], None]
@@ -280,7 +279,8 @@ TABLE = [
     ReuseFault("slots are swapped on restore", restore_in_reverse),
     ReuseFault("an ended row keeps decoding", decode_ended_rows),
     ReuseFault(
-        "scales of another head", replace_function(store, "decode", reverse_scales)
+        "scales of another head",
+        replace_function(store, "states_from_tensors", reverse_scales),
     ),
     ReuseFault(
         "side states are not saved",
@@ -291,14 +291,15 @@ TABLE = [
         "positions start again", replace_function(Sequences, "put", restart_positions)
     ),
     ReuseFault(
-        "strided view", replace_function(snapshots, "fill", fill_from_strided_view)
+        "strided view", replace_function(sequences, "fill", fill_from_strided_view)
     ),
     ReuseFault("dropped tokens", drop_tokens_past_merged_length),
     ReuseFault(
         "aliased entry", replace_function(Sequences, "put", clear_stored_arrays)
     ),
     ReuseFault(
-        "groups along tokens", replace_function(store, "decode", group_along_tokens)
+        "groups along tokens",
+        replace_function(store, "states_from_tensors", group_along_tokens),
     ),
 ]
 FAULTS = {fault.slug: fault for fault in TABLE}
