@@ -32,7 +32,8 @@ def test_an_error_shows_them_wherever_they_come_from(part):
 
 
 def test_a_result_is_printed_with_them_seen(capsys):
-    gate = {"name": NAME, "verdict": "GREEN", "value": 1.0, "reason": NAME}
+    gate = {"name": NAME, "verdict": "GREEN", "value": 1.0, "threshold": 1.0}
+    gate["reason"] = NAME
     show({"name": NAME, "gates": [gate], "rows": [{"a": NAME}]}, json=False)
     printed = capsys.readouterr().out
     assert printed.count(SHOWN) == 4 and "\x1b" not in printed

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from children import cpu_seconds_of_children
+from cpu_time import cpu_seconds_of_children
 from page_blocks import replace_block
 
 from workbench import Bundle

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench_record import NOT_MEASURED, machine_line
-from children import cpu_seconds_of_children
+from cpu_time import cpu_seconds_of_children
 from cyclopts import run
 from page_blocks import replace_block
 

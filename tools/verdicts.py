@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bits import ROOT, rounded
-from children import cpu_seconds_of_children
+from cpu_time import cpu_seconds_of_children
 from page_blocks import replace_block
 
 from workbench import Bundle

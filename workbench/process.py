@@ -6,10 +6,11 @@ them once and forks for every call. It runs no call itself and no threads, and w
 the next call as long as its caller lives. macOS' frameworks do not survive a fork;
 there a server becomes the child of its only call.
 
-The file has three parts. In the caller, `call` pickles the function and its arguments
-into a folder, prints the folder to a server's stdin, and reads one line, the answer.
-Then come the servers as the caller sees them, and last the code that runs in a server
-(`serve`) and in its child (`_run`), which pickles the result into the same folder.
+How a call goes: `call` pickles the function and its arguments into a folder, takes a
+server that waits or starts one (`_server`), and prints the folder to its stdin. The
+server (`serve`) forks, and the child (`_run`) pickles the result into the same folder.
+When the child has ended, the server prints one line, `Exited` or `ForkRefused`, which
+`call` reads.
 
 multiprocessing's fork server is not used. It imports the caller's main module into each
 child, so that a script without a guard would run again; it has one environment for

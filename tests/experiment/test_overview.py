@@ -14,7 +14,7 @@ SHIPPED = ROOT / "experiments"
 
 def test_the_page_of_experiments_agrees_with_the_shipped_runs(monkeypatch):
     monkeypatch.chdir(ROOT)  # the questions are those of its notebooks
-    step = "python tools/experiments.py writes it"
+    step = "python tools/experiments_page.py writes it"
     assert (SHIPPED / "README.md").read_text() == overview(SHIPPED), step
 
 

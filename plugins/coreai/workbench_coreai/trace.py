@@ -51,9 +51,9 @@ def free_axes(module: nn.Module, spec: Spec, t_max: int) -> tuple:
 
 
 def prevent_constant_folding(program: torch.export.ExportedProgram) -> None:
-    """Rewrites the products that Apple's passes would fold into a stored weight, which
-    would no longer be the checkpoint's. The passes fold operands of one rank alone, so
-    that the product is computed in a rank more. With stored weights w and s:
+    """Rewrites the products that Apple's passes would fold into a stored weight, so that
+    it keeps the checkpoint's bits. The passes fold only operands of equal rank, so the
+    product is computed with one axis more. With stored weights w and s:
 
     - conv(x, w) · s → squeeze(unsqueeze(conv(x, w)) · unsqueeze(s))
     - (conv(x, w) + b) · s → squeeze(unsqueeze(conv(x, w) + b) · unsqueeze(s))

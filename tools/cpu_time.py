@@ -1,4 +1,4 @@
-"""Measurements of child processes."""
+"""The processor time of child processes."""
 
 import resource
 

@@ -1,6 +1,6 @@
 """Writes experiments/README.md from the shipped runs, as publishing a run does.
 
-python tools/experiments.py"""
+python tools/experiments_page.py"""
 
 from pathlib import Path
 
