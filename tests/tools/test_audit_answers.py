@@ -71,7 +71,7 @@ def test_a_cost_is_audited_with_three_columns_and_with_two():
         ):
             check = audit_answers.check_sentences("31", changed, {"tables/cost": table})
             assert check.count == count
-            assert [finding.published for finding in check.findings] == found
+            assert [finding.actual for finding in check.findings] == found
 
 
 @pytest.mark.parametrize(
