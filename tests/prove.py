@@ -43,7 +43,7 @@ of its own, and shows the one that is largest in parts of its limit. Values that
 nearest are compared by their distance from the checkpoint's, in halves of a step or of an fp16
 unit; tables also by the distance to the nearest entry and by the squared error over the best
 table's. Values that were fitted to a calibration text are compared by four figures of every row and
-by the median error of a matrix, which workbench/check/calibrated.py describes.
+by the median error of a matrix, which workbench/check/row_statistics.py describes.
 """
 Records = dict[Case, Record]
 

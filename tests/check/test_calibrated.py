@@ -17,10 +17,10 @@ from faults.copies import Copy
 from workbench import Bundle, export
 from workbench.bundle import find_preset
 from workbench.bundle.presets import Preset
-from workbench.check import calibrated
-from workbench.check.calibrated import InputWeights, Moment, matrix_deviations
+from workbench.check import calibrated, row_statistics
 from workbench.check.deviation import Deviation
 from workbench.check.gates import RED
+from workbench.check.row_statistics import InputWeights, Moment, matrix_deviations
 from workbench.check.weights import fitted_rows, weights_gate
 from workbench.exporter import calibrate
 from workbench.exporter.compress import InputStatistics, compress_matrix
@@ -63,7 +63,7 @@ def test_sound_bundles_of_other_families_are_green(exports, tmp_path, family):
 
 @pytest.mark.slow("exports a bundle and judges its weights")
 @pytest.mark.parametrize(
-    ("limit", "verdict"), [(calibrated.MEDIAN_ERROR_LIMIT, "GREEN"), (1e-9, RED)]
+    ("limit", "verdict"), [(row_statistics.MEDIAN_ERROR_LIMIT, "GREEN"), (1e-9, RED)]
 )
 def test_a_fitted_matrix_is_read_once(fitted, tiny_llama, monkeypatch, limit, verdict):
     """Also where every matrix exceeds its limits and is judged by other inputs, too."""
@@ -76,7 +76,7 @@ def test_a_fitted_matrix_is_read_once(fitted, tiny_llama, monkeypatch, limit, ve
         return read(checkpoint, name, rows)
 
     monkeypatch.setattr(Checkpoint, "tensor", count)
-    monkeypatch.setattr(calibrated, "MEDIAN_ERROR_LIMIT", limit)
+    monkeypatch.setattr(row_statistics, "MEDIAN_ERROR_LIMIT", limit)
     assert weights_gate(bundle, tiny_llama).verdict == verdict
     matrices = calibrated.fitted_tensors(tiny_llama) - {tiny_llama.head}
     assert {name: reads[name] for name in matrices} == dict.fromkeys(matrices, 1)

@@ -22,7 +22,8 @@ weights that use it. One group of each stored tensor is also compared with the b
 since the exact solver takes about 35 ms a group: the group whose error is the largest in
 parts of the error with these means.
 
-Values that were fitted to a calibration text are judged row by row; see `calibrated`.
+Values that were fitted to a calibration text are judged row by row; see
+`row_statistics`.
 Their tables must be finite and ascending, too."""
 
 import time
@@ -41,11 +42,12 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL, PER_LAYER
 from workbench.bundle.presets import Preset
 from workbench.check import gates
-from workbench.check.calibrated import FittedRows, fitted_tensors, judge_matrices
+from workbench.check.calibrated import fitted_tensors, judge_matrices
 from workbench.check.compare import blocks, safe_ratio
 from workbench.check.deviation import Deviation, worst_of
 from workbench.check.gates import Gate
 from workbench.check.head_rows import describe_lost_rows, lost_rows
+from workbench.check.row_statistics import FittedRows
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import empty_model
 from workbench.progress import bar
