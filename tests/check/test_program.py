@@ -12,7 +12,8 @@ from hypothesis.strategies import integers, sampled_from
 from tiny import edited_weights
 
 from workbench.bundle import Options
-from workbench.check.program import plan_positions, program_gate, program_tolerance
+from workbench.check.program import program_gate, program_unit
+from workbench.check.stretches import plan_positions
 from workbench.models.checkpoint import Checkpoint
 
 DRAWS = [
@@ -69,8 +70,8 @@ def test_scores_that_pass_the_mask_are_red(exports, tmp_path):
 
 def test_what_moves_the_stream_adds_to_what_an_error_is_held_against():
     size = np.array([1.0, 2])
-    assert (program_tolerance(size, size) > program_tolerance(0 * size, size)).all()
-    assert (program_tolerance(0 * size, size) >= size).all()
+    assert (program_unit(size, size) > program_unit(0 * size, size)).all()
+    assert (program_unit(0 * size, size) >= size).all()
 
 
 @given(integers(1, 300), integers(1, 300), integers(1, 3), sampled_from("-,"))

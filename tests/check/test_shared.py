@@ -19,6 +19,7 @@ from workbench.check import program, validate, weights
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference
 from workbench.check.shared import SharedResults, StoredKey, golden_digest
+from workbench.check.stretches import reference_stretches
 
 
 def named_fault(slug):
@@ -223,7 +224,7 @@ def test_no_shared_result_reads_the_frequencies_of_the_host(
     assert weights.weights_gate(bundle, tiny_llama).verdict == "GREEN"
     values = stored_weights(tiny_llama, bundle, keep_dtype=True)
     reference = Reference(tiny_llama, values)
-    program.reference_stretches(bundle.manifest, reference, chained_end=False)
+    reference_stretches(bundle.manifest, reference, chained_end=False)
     validate.measure_budget(bundle, tiny_llama, llama_golden, weights=values)
 
 

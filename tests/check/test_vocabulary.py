@@ -11,6 +11,7 @@ from workbench.bundle import bundle as bundles
 from workbench.check import golden, program, validate, weights
 from workbench.check.compare import rms
 from workbench.check.hf import HEAD_ROWS, Reference
+from workbench.check.stretches import reference_stretches
 from workbench.exporter import shards
 from workbench.models.checkpoint import Checkpoint
 
@@ -53,11 +54,10 @@ def test_the_gate_compares_one_slice_of_the_logits_at_a_time(
     decoder = Decoder(sliced, "portable", "exact", keeps_head=False)
     stored = golden.stored_weights(source, sliced, keep_dtype=True, head=False)
     reference = Reference(source, stored)
-    stretches = program.reference_stretches(sliced.manifest, reference, False)
+    stretches = reference_stretches(sliced.manifest, reference, False)
     traces = [
         trace
-        for of_name in stretches.values()
-        for stretch in of_name
+        for stretch in (*stretches.start, *stretches.scaled, *stretches.end)
         for trace in (stretch.trace, *stretch.perturbed.values())
     ]
     assert traces and all(trace.logits is None for trace in traces)
@@ -73,9 +73,9 @@ def check_logits(table, bundle, source, stretches):
     T = decoder.options.t_max
     whole = Reference(source, golden.stored_weights(source, bundle, keep_dtype=True))
     scale = bundle.manifest.stream_scale
-    hidden = np.stack([one.final_input[-T:].T for one in stretches["end"]])
+    hidden = np.stack([one.final_input[-T:].T for one in stretches.end])
     for seq, actual in enumerate(decoder.logits(hidden / scale)):
-        stretch = stretches["end"][seq]
+        stretch = stretches.end[seq]
         expected, nudged = (
             whole.logits(torch.from_numpy(trace.normed[-T:])).numpy()
             for trace in (stretch.trace, stretch.perturbed["isolated"])
@@ -85,7 +85,7 @@ def check_logits(table, bundle, source, stretches):
         rows = rows[rows["position"] >= stretch.end - T].iloc[:T]
         assert [*rows["position"]] == [*range(stretch.end - T, stretch.end)]
         # the two sides sum in another order than calls that run together
-        limits = program.program_tolerance(rms(expected, nudged), rms(expected))
+        limits = program.program_unit(rms(expected, nudged), rms(expected))
         assert np.allclose(rows["size"], rms(expected), rtol=1e-6)
         assert np.allclose(rows["distance"], rms(expected, actual), atol=1e-5)
         assert np.allclose(rows["ratio"], rows["distance"] / limits, rtol=0.05)

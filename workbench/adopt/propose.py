@@ -37,7 +37,7 @@ from workbench.bundle import (
 from workbench.bundle.foreign import TOKEN_AXIS, Foreign, Function, Part, caches
 from workbench.bundle.names import IDS, LOGITS, PER_LAYER, X0, split_layer
 from workbench.check import compare, hf
-from workbench.check.program import state_rows
+from workbench.check.stretches import state_rows
 from workbench.check.weights import HOST_TENSORS
 from workbench.decode import Decoder
 from workbench.errors import InputError

@@ -1,5 +1,5 @@
 """Distances between vectors, the last axis of arrays, and the table `errors`, which every
-comparison of two traces uses. `with_tolerance`, `with_similarity` and `with_ties` add
+comparison of two traces uses. `with_ratios`, `with_similarity` and `with_ties` add
 columns to it."""
 
 import hashlib
@@ -20,8 +20,10 @@ RESAMPLES = 1000  # of a bootstrap
 DEFAULT_TENSORS = ("hidden", "update", "k", "v", "logits")
 LAYER_TENSORS = ("expert", "hidden", "router", "k", "v")
 # (RMS distance of the perturbed reference from the reference, RMS of the reference) → the
-# RMS distance of an actual value whose `ratio` is 1. A gate limits the ratio.
-Tolerance = Callable[[np.ndarray, np.ndarray], np.ndarray]
+# unit of the column `ratio`, which is the RMS distance of an actual value in this unit.
+# Three gates have one, and a limit on the ratio: `budget` (`rounding_unit`, 6), `device`
+# (`device_unit`, 6) and `program` (`program_unit`, about the size of the value, 1e-5).
+Unit = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def rms(reference: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
@@ -130,8 +132,8 @@ def digests(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(b"".join(hashes), dtype=np.int64)
 
 
-def rounding_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """A `Tolerance`: the distance of the perturbed reference and the rounding of a result
+def rounding_unit(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """A `Unit`: the distance of the perturbed reference and the rounding of a result
     to fp16, added as independent errors are."""
     return np.hypot(perturbed, HALF_ULP * size)
 
@@ -156,7 +158,7 @@ def errors(
     Returns:
         Columns tensor, layer (null: logits), position, T of `actual`; `distance`, the
         RMS of actual − reference; `size`, the RMS of the reference; `error`, the
-        distance over the size; `budget` and `ratio`, null (see `with_tolerance`).
+        distance over the size; `budget` and `ratio`, null (see `with_ratios`).
     """
     # one table of all rows: a table for each array costs more than its arithmetic
     columns: dict[str, list] = {}
@@ -237,15 +239,12 @@ def distances(expected: np.ndarray, actual: np.ndarray | None = None) -> np.ndar
     return np.concatenate(parts)
 
 
-def with_tolerance(
-    rows: pd.DataFrame,
-    reference: Trace,
-    perturbed: Trace,
-    tolerance: Tolerance = rounding_tolerance,
+def with_ratios(
+    rows: pd.DataFrame, reference: Trace, perturbed: Trace, unit: Unit = rounding_unit
 ) -> pd.DataFrame:
     """Rows of `errors` with their `budget`, the relative distance of the `perturbed`
-    reference from the reference, and their `ratio`, the distance over the tolerance;
-    both stay null where `perturbed` lacks an array."""
+    reference from the reference, and their `ratio`, the distance over the `unit`; both
+    stay null where `perturbed` lacks an array."""
     budget, ratio = (rows[name].to_numpy(copy=True) for name in ("budget", "ratio"))
     for tensor, layer, places in _groups(rows):
         value = _reference_value(perturbed, tensor, layer)
@@ -257,18 +256,18 @@ def with_tolerance(
             rows["distance"].to_numpy()[places],
             rows["size"].to_numpy()[places],
             distances(expected, value[positions]),
-            tolerance,
+            unit,
         )
     return rows.assign(budget=budget, ratio=ratio)
 
 
 def budget_and_ratio(
-    distance: np.ndarray, size: np.ndarray, perturbed: np.ndarray, tolerance: Tolerance
+    distance: np.ndarray, size: np.ndarray, perturbed: np.ndarray, unit: Unit
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`budget` and `ratio` of `with_tolerance` from distances [n] of the actual values
+    """`budget` and `ratio` of `with_ratios` from distances [n] of the actual values
     and of the perturbed reference, and from sizes [n]. A ratio that is not a number
     becomes inf."""
-    ratio = safe_ratio(distance, tolerance(perturbed, size))
+    ratio = safe_ratio(distance, unit(perturbed, size))
     return safe_ratio(perturbed, size), np.nan_to_num(ratio, nan=np.inf)
 
 

@@ -7,30 +7,21 @@ distinct program (see `distinct`). Every shard is tested for what its weights ca
 start and end in every function, the small inputs, and the start through all layers in a
 row.
 
-Each sequence first runs its start: some positions from 0 on. Then both caches are
-extended by the same rows, drawn from the start's, and it runs its end, whose last
-position is the last of the cache. So every row of the cache is written or read once,
-windows and rings are passed, and the number of computed positions does not grow with the
-cache. Rows without a token hold garbage, which must neither be read nor change.
-
-A norm's epsilon shows only where its input is as small as the epsilon's root. So every
-layer and the final norm are also fed inputs whose RMS grows from 2^-44 to 1 in steps of
-at most 16 times, if the cache has `SCALES` positions. What a layer's inner norms read
-lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the way. The
-smallest inputs come first, so that no larger value of an earlier position hides a
-smaller one. Embeddings that layers read beside their input are multiplied by the same
-scales: a norm hides a factor of its input wherever the input is large."""
+Data: `stretches` has Hugging Face's side, some positions of each sequence. `plan_stretches`
+lists the passes of the bundle over them, `run_passes` runs these, and `program_errors`
+compares: states (`state_errors`), the values of layers (`trace_errors`), logits
+(`head_errors`). `program_gate` judges the worst."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle, Manifest, Options
-from workbench.bundle.names import is_cache, split_layer
+from workbench.bundle import Bundle, Options
+from workbench.bundle.names import split_layer
 from workbench.bundle.rings import ring_positions
 from workbench.check import gates
 from workbench.check.compare import (
@@ -41,16 +32,16 @@ from workbench.check.compare import (
     safe_ratio,
     sum_of_squares,
     vector_errors,
-    with_tolerance,
+    with_ratios,
 )
 from workbench.check.gates import Gate
 from workbench.check.golden import read_head, stored_weights
-from workbench.check.hf import Head, Reference, SequenceRun, nudge, recording_cache
+from workbench.check.hf import Head, Reference
 from workbench.check.run import PromptRun, plan_calls, run_passes, with_rounded_inputs
-from workbench.check.states import LARGE, SUBNORMAL, ShardNames, default_ts
+from workbench.check.states import ShardNames, default_ts
+from workbench.check.stretches import Stretch, Stretches, reference_stretches
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
-from workbench.decode.snapshot import fill
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import Model, State
@@ -58,7 +49,7 @@ from workbench.runtime import Model, State
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
 # sides sum the same terms in another order. Rounding n partial sums by 2^-24 each moves
 # a sum of n random terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of
-# an MLP; the rounding of what cancels further is what `program_tolerance` adds.
+# an MLP; the rounding of what cancels further is what `program_unit` adds.
 LIMIT = 1e-5
 # The rounding of the stream, in steps of 2^-23 of it: about 16 roundings follow each
 # other in a layer, on both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 =
@@ -69,57 +60,18 @@ LIMIT = 1e-5
 # as that large.
 STEP = 2.0**-23
 STEPS = 2
-START_POSITIONS = 20
-END_POSITIONS = 8
-STAGGER = 3  # positions between the ends of two sequences
-SCALES = 12  # positions of scaled inputs
-SMALLEST = -44  # exponent of their smallest RMS
-GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
-SIZE, DISTANCE, PERTURBED = range(3)  # the first axis of `HeadCall.sums`
 
 
-@dataclass
-class Stretch:
-    """Consecutive positions of one sequence.
+def program_unit(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """A `Unit`: the size of the value, so that the ratio is a relative RMS, raised by
+    what rounding explains. `STEPS` steps of rounding cause a distance of
+    r = `STEPS` · max(perturbed, `STEP` · size), whose ratio stays within the limit
+    whatever the size is:
 
-    Attributes:
-        start: the first position.
-        ids: [n].
-        trace: of Hugging Face's model without logits, with the recurrent states after
-            the last position.
-        before: the states before the first position; `k` and `v` [start, W] hold all
-            rows of the caches.
-        perturbed: the trace when the last bit of every layer's input is changed, by mode:
-            `isolated`, and `chained` if layers in a row are compared.
-        final_input: [n, C], what the final norm reads.
-        token_scales: see `SequenceRun`.
+        r / (size + r / LIMIT)  <  r / (r / LIMIT)  =  LIMIT
     """
-
-    start: int
-    ids: np.ndarray
-    trace: Trace
-    before: Trace
-    perturbed: dict[str, Trace]
-    final_input: np.ndarray
-    token_scales: np.ndarray | None = None
-
-    @property
-    def end(self) -> int:
-        """The position behind the last one."""
-        return self.start + len(self.ids)
-
-
-Stretches = dict[str, tuple[Stretch, ...]]  # see `reference_stretches`
-
-
-def program_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """A `Tolerance`: the size of the value, which makes the ratio a relative RMS, plus
-    what two steps of rounding cause over `LIMIT`, so that these steps alone stay within
-    the limit.
-
-    A value of size 1 that one step moves by 1e-6 has 1 + 2 · 1e-6 / 1e-5 = 1.2: a
-    distance of 2e-6 has the ratio 1.7e-6."""
-    return size + STEPS / LIMIT * np.maximum(perturbed, STEP * size)
+    one_step = np.maximum(perturbed, STEP * size)
+    return size + STEPS / LIMIT * one_step
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -208,10 +160,10 @@ def program_errors(
     plans = plan_stretches(decoder.options, stretches, isolated, representatives)
     references = {}
     for plan in plans:
-        if plan.name not in references:
+        if plan.kind not in references:
             traces = [with_rounded_inputs(decoder, s.trace) for s in plan.stretches]
-            references[plan.name] = stack(traces)
-    passes = [plan.make_run(decoder, references[plan.name]) for plan in plans]
+            references[plan.kind] = stack(traces)
+    passes = [plan.make_run(decoder, references[plan.kind]) for plan in plans]
     tables: list[list[pd.DataFrame]] = [[] for _ in plans]
 
     def compare_states(number: int, model: Model, state: State) -> None:
@@ -245,41 +197,51 @@ def plan_stretches(
     in turn, and half of t_max tokens in t_max columns. Chained, each layer reads the
     output of the one before: the start, in calls of every T in turn. If not `isolated`,
     all of this is chained. Where T alternates, sequences of a batch take different ones
-    if the bundle allows it.
-
-    Args:
-        stretches: see `reference_stretches`.
-    """
-    Ts = default_ts(options)
-    call_sizes = sorted({tuple(Ts[:1]), tuple(Ts[-1:]), tuple(Ts[1:-1])} - {()})
-    # the longest calls of every function, which run on every shard
-    longest = [(T,) for T in options.fixed_sizes] or [(options.t_max,)]
-    other_sizes = [sizes for sizes in call_sizes if sizes not in longest]
-    places = [name for name in ("start", "end") if name in stretches]
+    if the bundle allows it."""
+    Ts = tuple(default_ts(options))
+    start = StretchPlan("start", stretches.start, Ts)
+    end = StretchPlan("end", stretches.end, Ts)
+    places = [start, end] if stretches.end else [start]
     plans = []
     if isolated:
-        plans.append(StretchPlan("scaled", stretches["scaled"], Ts[-1:], True))
-    for name in places:
-        plan = partial(StretchPlan, name, stretches[name])
+        plans.append(StretchPlan("scaled", stretches.scaled, Ts[-1:], isolated=True))
+    for place in places:
         if isolated:
-            plans += [plan(sizes, True) for sizes in longest]
-            plans += [
-                plan(sizes, True, shards=representatives) for sizes in other_sizes
-            ]
+            plans += _isolated_plans(place, options, representatives)
         else:
-            plans += [plan(sizes, False) for sizes in call_sizes]
-        if name == "start" or not isolated:
-            plans.append(plan(Ts, False))
+            plans += [replace(place, sizes=sizes) for sizes in groups_of_sizes(Ts)]
+        if place is start or not isolated:
+            plans.append(place)  # chained, in calls of every T in turn
     if options.kv_write == "mask":  # which takes dummy columns
-        last = places[-1]
-        half_of_t_max = [max(1, options.t_max // 2)]
-        shards = representatives if isolated else None
-        plans.append(
-            StretchPlan(
-                last, stretches[last], half_of_t_max, isolated, options.t_max, shards
-            )
+        half = replace(
+            places[-1],
+            sizes=(max(1, options.t_max // 2),),
+            isolated=isolated,
+            columns=options.t_max,
+            shards=representatives if isolated else None,
         )
+        plans.append(half)
     return plans
+
+
+def groups_of_sizes(Ts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The T of the calls of each pass, where several take turns: the smallest, those
+    between, the largest. (1, 2, 3, 8) → [(1,), (2, 3), (8,)]; (4,) → [(4,)]."""
+    groups = [Ts[:1], Ts[1:-1], Ts[-1:]]
+    return [*dict.fromkeys(group for group in groups if group)]
+
+
+def _isolated_plans(
+    place: "StretchPlan", options: Options, representatives: ShardNames
+) -> Iterator["StretchPlan"]:
+    """The isolated passes over the stretches of `place`: every shard in calls of the
+    longest T of every function, `representatives` in the other groups of sizes."""
+    longest = [(T,) for T in options.fixed_sizes] or [(options.t_max,)]
+    for sizes in longest:
+        yield replace(place, sizes=sizes, isolated=True)
+    for sizes in groups_of_sizes(place.sizes):
+        if sizes not in longest:
+            yield replace(place, sizes=sizes, isolated=True, shards=representatives)
 
 
 @dataclass(frozen=True)
@@ -288,16 +250,16 @@ class StretchPlan:
     it.
 
     Attributes:
-        name: of the stretches: `start`, `end` or `scaled`.
+        kind: of the stretches: `start`, `end` or `scaled`.
         sizes: tokens per call; several sizes take turns.
         isolated, shards: see `PromptRun`.
         columns: the least that a call has.
     """
 
-    name: str
-    stretches: Sequence[Stretch]
-    sizes: Sequence[int]
-    isolated: bool
+    kind: str
+    stretches: tuple[Stretch, ...]
+    sizes: tuple[int, ...]
+    isolated: bool = False
     columns: int = 0
     shards: ShardNames = None
 
@@ -336,7 +298,7 @@ def state_before(stretches: Sequence[Stretch], model: Model) -> State:
     state = model.make_state()
     for name, entry in model.shard.states.items():
         shape = entry.shape[1:]
-        values = [expected_state(shape, name, (s.before, s.start)) for s in stretches]
+        values = [stretch.expected_state(shape, name) for stretch in stretches]
         state.write(name, np.stack(values))
     return state
 
@@ -353,11 +315,9 @@ def state_errors(
         count = entry.shape[-2]
         values = np.asarray(state.read(name), np.float32)
         for seq, (stretch, value) in enumerate(zip(plan.stretches, values)):
-            before = stretch.before, stretch.start
-            after = stretch.trace, stretch.end
-            perturbed_after = stretch.perturbed[plan.mode], stretch.end
-            expected = _rows_of(expected_state(shape, name, before, after))
-            perturbed = _rows_of(expected_state(shape, name, before, perturbed_after))
+            perturbed_trace = stretch.perturbed[plan.mode]
+            expected = _rows_of(stretch.expected_state(shape, name, stretch.trace))
+            perturbed = _rows_of(stretch.expected_state(shape, name, perturbed_trace))
             actual = _rows_of(value)
             columns = {"tensor": leaf.removesuffix("_state")}
             columns["position"] = ring_positions(stretch.end - 1, count)
@@ -368,7 +328,7 @@ def state_errors(
                 columns["distance"],
                 columns["size"],
                 distances(expected, perturbed),
-                program_tolerance,
+                program_unit,
             )
             table = pd.DataFrame(columns)
             table.insert(1, "layer", pd.array([layer] * count, "Int64"))
@@ -393,10 +353,39 @@ def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFram
         if rows.empty:
             continue
         perturbed = stretch.perturbed[plan.mode]
-        rows = with_tolerance(rows, reference, perturbed, program_tolerance)
+        rows = with_ratios(rows, reference, perturbed, program_unit)
         rows["position"] += stretch.start
         tables.append(_label_run(rows, plan, seq, len(reference.layers)))
     return tables
+
+
+@dataclass(frozen=True)
+class TraceKey:
+    """Names one of Hugging Face's traces.
+
+    Attributes:
+        kind, seq: of the stretch, and its sequence.
+        mode: of the perturbed trace; None: the unperturbed one.
+    """
+
+    kind: str
+    seq: int
+    mode: str | None
+
+
+@dataclass(frozen=True)
+class LogitSums:
+    """Sums of squares over the vocabulary, each [B, n] float64.
+
+    Attributes:
+        size: of Hugging Face's logits.
+        distance: of their distances from the program's.
+        perturbed: of their distances from the perturbed ones.
+    """
+
+    size: np.ndarray
+    distance: np.ndarray
+    perturbed: np.ndarray
 
 
 @dataclass
@@ -409,52 +398,56 @@ class HeadCall:
         hidden: [B, C, n], what it reads.
         positions: of the stretches.
         T: [B, n], the tokens of the call that computed each of them.
-        sums: [3, B, n] float64, sums of squares over the vocabulary; `SIZE`: of Hugging
-            Face's logits, `DISTANCE`: of their distances from the program's,
-            `PERTURBED`: of those from the perturbed ones.
+        sums: of the slices that were added.
     """
 
     plan: StretchPlan
     hidden: np.ndarray
     positions: slice
     T: np.ndarray
-    sums: np.ndarray = field(init=False)
+    sums: LogitSums = field(init=False)
 
     def __post_init__(self):
-        self.sums = np.zeros((3, *self.T.shape))
+        self.sums = LogitSums(*(np.zeros(self.T.shape) for _ in range(3)))
 
-    def references(self, seq: int) -> tuple[Trace, Trace]:
-        """Hugging Face's trace of a sequence, and the perturbed one."""
-        stretch = self.plan.stretches[seq]
-        return stretch.trace, stretch.perturbed[self.plan.mode]
+    def traces(self) -> dict[TraceKey, Trace]:
+        """Hugging Face's traces that the call is compared with: of every sequence the
+        unperturbed one and the perturbed one of the plan's mode."""
+        named = {}
+        for seq, stretch in enumerate(self.plan.stretches):
+            named[self._key(seq)] = stretch.trace
+            named[self._key(seq, self.plan.mode)] = stretch.perturbed[self.plan.mode]
+        return named
 
-    def add(self, logits: np.ndarray, expected: dict[int, np.ndarray]) -> None:
+    def _key(self, seq: int, mode: str | None = None) -> TraceKey:
+        return TraceKey(self.plan.kind, seq, mode)
+
+    def add(self, logits: np.ndarray, expected: dict[TraceKey, np.ndarray]) -> None:
         """Adds a slice of the vocabulary.
 
         Args:
             logits: [B, n, r], the program's.
-            expected: id of a trace → Hugging Face's logits [positions, r].
+            expected: Hugging Face's logits [positions of the stretch, r] of each trace.
         """
-        for seq in range(len(logits)):
-            reference, perturbed = (
-                expected[id(trace)][self.positions] for trace in self.references(seq)
-            )
-            self.sums[SIZE, seq] += sum_of_squares(reference)
-            self.sums[DISTANCE, seq] += sum_of_squares(reference, logits[seq])
-            self.sums[PERTURBED, seq] += sum_of_squares(reference, perturbed)
+        for seq, actual in enumerate(logits):
+            reference = expected[self._key(seq)][self.positions]
+            perturbed = expected[self._key(seq, self.plan.mode)][self.positions]
+            self.sums.size[seq] += sum_of_squares(reference)
+            self.sums.distance[seq] += sum_of_squares(reference, actual)
+            self.sums.perturbed[seq] += sum_of_squares(reference, perturbed)
 
     def errors(self, V: int) -> Iterator[pd.DataFrame]:
         """The rows of every sequence, once all of its V logits have been added."""
         for seq, stretch in enumerate(self.plan.stretches):
-            rms_values = np.sqrt(self.sums[:, seq] / V)
-            size, distance = rms_values[SIZE], rms_values[DISTANCE]
-            perturbed = rms_values[PERTURBED]
+            size = np.sqrt(self.sums.size[seq] / V)
+            distance = np.sqrt(self.sums.distance[seq] / V)
+            perturbed = np.sqrt(self.sums.perturbed[seq] / V)
             columns = {"tensor": "logits", "layer": pd.NA}
             columns["position"] = np.arange(stretch.start, stretch.end)[self.positions]
             columns |= {"T": self.T[seq], "distance": distance, "size": size}
             columns["error"] = safe_ratio(distance, size)
             columns["budget"], columns["ratio"] = budget_and_ratio(
-                distance, size, perturbed, program_tolerance
+                distance, size, perturbed, program_unit
             )
             rows = pd.DataFrame(columns).astype({"layer": "Int64"})
             L = len(stretch.trace.layers)
@@ -494,8 +487,7 @@ def head_errors(
         return []
     normed = {}  # what Hugging Face's head reads, for each trace once
     for call in calls:
-        for seq in range(len(call.T)):
-            normed |= {id(trace): trace.normed for trace in call.references(seq)}
+        normed |= {key: trace.normed for key, trace in call.traces().items()}
     ends = np.cumsum([len(rows) for rows in normed.values()])[:-1]
     head = Head(checkpoint.config, partial(read_head, checkpoint, decoder.bundle))
     inputs = torch.from_numpy(np.concatenate([*normed.values()]))
@@ -548,244 +540,3 @@ def _ratio_per_layer(rows: pd.DataFrame, L: int) -> pd.Series:
     the limit is that of one layer. Logits come behind all `L` layers and a head."""
     layers_run = rows["layer"].fillna(L).astype(int) + 1
     return rows["ratio"] / layers_run
-
-
-@dataclass(frozen=True)
-class StretchSizes:
-    """How many positions each kind of stretch has.
-
-    Attributes:
-        start: of the start of a sequence.
-        end: of its end; 0: the cache has no room for one.
-        scaled: of the scaled inputs.
-        end_starts: [B], where the end of each sequence begins.
-    """
-
-    start: int
-    end: int
-    scaled: int
-    end_starts: list[int]
-
-
-def plan_positions(manifest: Manifest) -> StretchSizes:
-    """The sizes of all stretches. The ends begin at different positions, unless a slice
-    writes the cache: it writes every sequence at one position and takes no dummy
-    columns."""
-    options = manifest.options
-    sliced = options.kv_write == "slice"
-    # calls of fixed shapes without dummy columns take whole multiples
-    unit = options.t_max if sliced and options.fixed_sizes else 1
-    S = options.max_seq_len
-    t_max = options.t_max
-    # a cache too small for a call of t_max tokens in the end has room for it in the start
-    end = min(max(END_POSITIONS, t_max), S // 2, S - t_max) // unit * unit
-    stagger = 0 if sliced else min(STAGGER, (S - end - t_max) // options.batch)
-    end_starts = [S - end - seq * stagger for seq in range(options.batch)]
-    start = min(max(START_POSITIONS, t_max + 1), end_starts[-1]) // unit * unit
-    scaled = min(SCALES, start) // unit * unit
-    return StretchSizes(
-        start=max(start, unit), end=end, scaled=max(scaled, unit), end_starts=end_starts
-    )
-
-
-def reference_stretches(
-    manifest: Manifest, reference: Reference, chained_end: bool
-) -> Stretches:
-    """The stretches `start`, `end` (if the cache has room for one) and `scaled` of all
-    sequences, computed by Hugging Face's model with the weights of a bundle.
-    Token ids are random, different for each sequence, and begin with the checkpoint's
-    BOS if it has one.
-
-    Args:
-        chained_end: whether the end is compared through layers in a row, as the start
-            always is.
-    """
-    sizes = plan_positions(manifest)
-    shape = len(sizes.end_starts), sizes.start + sizes.end
-    prompts = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
-    if manifest.tokens.bos is not None:
-        prompts[:, 0] = manifest.tokens.bos
-    starts, ends, scaled = [], [], []
-    for ids, end_start in zip(prompts, sizes.end_starts, strict=True):
-        cache = recording_cache(reference.model.config)
-        start = run_stretch(reference, ids[: sizes.start], cache, chained=True)
-        starts.append(start)
-        if sizes.end:
-            before = extend(cache, start.trace, end_start, reference.sources)
-            end_ids = ids[sizes.start :]
-            ends.append(
-                run_stretch(
-                    reference, end_ids, cache, end_start, before, chained=chained_end
-                )
-            )
-        cache = recording_cache(reference.model.config)
-        scales = np.exp2(np.linspace(SMALLEST, 0, sizes.scaled)).astype(np.float32)
-        feed = scaled_inputs(start, scales)
-        scaled.append(
-            run_stretch(
-                reference, ids[: sizes.scaled], cache, feed=feed, token_scales=scales
-            )
-        )
-    stretches = {"start": tuple(starts), "scaled": tuple(scaled)}
-    if ends:
-        stretches["end"] = tuple(ends)
-    return stretches
-
-
-def run_stretch(
-    reference: Reference,
-    ids: np.ndarray,
-    cache,
-    start: int = 0,
-    before: Trace | None = None,
-    *,
-    feed: Trace | None = None,
-    token_scales: np.ndarray | None = None,
-    chained: bool = False,
-) -> Stretch:
-    """Runs `ids` after the `start` tokens of `cache`, updating it in place.
-
-    Args:
-        feed: inputs of layers; None: each reads the output of the one before.
-        token_scales: see `SequenceRun`.
-        chained: whether layers in a row are compared. A third run with nudged inputs
-            then gives their tolerance.
-    """
-    # logits are computed slice by slice, by `head_errors`
-    make_run = partial(SequenceRun, head=False, token_scales=token_scales)
-    runs = [
-        make_run(feed),
-        make_run(feed, reads_first_sequence=True, perturb=nudge(start)),
-    ]
-    if chained:
-        runs.append(make_run(perturb=nudge(start + 1)))
-    if start:  # every sequence continues the same tokens
-        cache.reorder_cache(torch.zeros(len(runs), dtype=torch.long))
-    traces = reference.run_batch(ids, runs, cache)
-    for seq, trace in enumerate(traces):
-        states = recurrent_states(cache, seq)
-        for layer, layer_states in zip(trace.layers, states, strict=True):
-            layer.states = layer_states
-    cache.reorder_cache(torch.zeros(1, dtype=torch.long))
-    trace, *perturbed = traces
-    final_input = feed.final_input if feed else trace.layers[-1].hidden
-    return Stretch(
-        start,
-        ids,
-        trace,
-        before or Trace.empty(len(trace.layers)),
-        dict(zip(("isolated", "chained"), perturbed)),
-        final_input,
-        token_scales,
-    )
-
-
-def scaled_inputs(stretch: Stretch, scales: np.ndarray) -> Trace:
-    """The first inputs of every layer and of the final norm, with an RMS of `scales`
-    [n]."""
-
-    def scale(x: np.ndarray) -> np.ndarray:
-        x = x[: len(scales)]
-        size = np.sqrt(np.mean(np.square(x), -1, keepdims=True))
-        return np.float32(x / np.maximum(size, 1e-30) * scales[:, None])
-
-    feed = Trace.empty(len(stretch.trace.layers))
-    feed.final_input = scale(stretch.final_input)
-    for layer, unscaled in zip(feed.layers, stretch.trace.layers):
-        layer.x = scale(unscaled.x)
-    return feed
-
-
-def extend(cache, trace: Trace, start: int, sources: dict[int, int]) -> Trace:
-    """Extends `cache`, which holds the tokens of `trace`, to `start` tokens with rows
-    drawn from its own in random order. Returns all states as a trace. `sources`: see
-    `Reference`."""
-    before = Trace.empty(len(trace.layers))
-    for layer, states in zip(before.layers, recurrent_states(cache), strict=True):
-        layer.states = states
-    rng = np.random.default_rng(start)
-    for i, layer in enumerate(cache.layers):
-        if trace.layers[i].k is None or i in sources:
-            continue
-        count = len(trace.layers[i].k)
-        # row 0 is left out: many copies of an attention sink would hide every other row
-        drawn = rng.integers(min(1, count - 1), count, start - count)
-        planes = []
-        for name in ("k", "v"):
-            written = getattr(trace.layers[i], name)
-            rows = written[drawn]
-            setattr(before.layers[i], name, np.concatenate([written, rows]))
-            plane = torch.from_numpy(rows).unflatten(1, (layer.keys.shape[1], -1))
-            planes.append(plane.transpose(0, 1)[None])
-        if start > count:
-            layer.update(*planes)
-    for i, source in sources.items():
-        before.layers[i].k = before.layers[source].k
-        before.layers[i].v = before.layers[source].v
-    return before
-
-
-def recurrent_states(cache, row: int = 0) -> list[dict[str, np.ndarray]]:
-    """By layer, the convolutions, delayed values and matrices of one sequence of
-    Hugging Face's cache, in the layout of the bundle's states (see `LayerTrace.states`)."""
-    layers = []
-    for i, layer in enumerate(cache.layers):
-        states = {}
-        layers.append(states)
-        if not getattr(layer, "conv_states", None):
-            continue
-        states["conv"] = cache.get_conv_state(i, state_idx=0)[row].T.numpy().copy()
-        if layer.is_recurrent_states_initialized[0]:
-            state = cache.get_recurrent_state(i, state_idx=0)[row].numpy().copy()
-            if state.ndim == 1:
-                states["v_delayed"] = state[None]
-            else:
-                states["matrix"] = state
-    return layers
-
-
-def state_rows(trace: Trace, name: str) -> np.ndarray | None:
-    """The values in a trace of a logical state such as `layers.3.k_state`: rows of a
-    cache [n, W], or a recurrent state after the last position; None if it has none."""
-    layer, leaf = split_layer(name)
-    kind = leaf.removesuffix("_state")
-    if is_cache(name):
-        return trace.value(kind, layer)
-    return trace.layers[layer].states.get(kind)
-
-
-def expected_state(
-    shape: Sequence[int], name: str, *parts: tuple[Trace, int]
-) -> np.ndarray:
-    """One sequence's logical state after several traces wrote to it.
-
-    A ring holds the last rows. So does a convolution's state, for which transformers
-    keeps one row more. The other rows of a cache are garbage.
-
-    Args:
-        shape: of the state without the batch.
-        parts: pairs of a trace and the number of tokens at its end.
-    """
-    value = np.zeros(shape, np.float32)
-    if is_cache(name):
-        value[:] = _garbage_rows(tuple(shape))
-    for trace, end in parts:
-        rows = state_rows(trace, name)
-        if rows is None:  # no state precedes the first token
-            continue
-        if is_cache(name):
-            planes = rows.reshape(len(rows), shape[0], -1).transpose(1, 0, 2)
-            fill(value, planes, end)
-        else:
-            value[:] = rows[-len(value) :]
-    return value
-
-
-@lru_cache(maxsize=2)
-def _garbage_rows(shape: tuple[int, ...]) -> np.ndarray:
-    """Seeded garbage of a cache of this shape, float32, to be read alone."""
-    rng = np.random.default_rng(shape)
-    signs = rng.choice([-1, 1], shape)
-    rows = np.float32(rng.choice(GARBAGE, (shape[-2], 1)) * signs)
-    rows.flags.writeable = False
-    return rows

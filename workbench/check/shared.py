@@ -17,7 +17,7 @@ import numpy as np
 from workbench.bundle import Bundle
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
-from workbench.check.program import Stretches
+from workbench.check.stretches import Stretches
 from workbench.check.trace import Trace
 from workbench.models.checkpoint import Checkpoint
 

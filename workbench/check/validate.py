@@ -32,9 +32,9 @@ from workbench.check.compare import (
     errors,
     furthest,
     kl,
+    with_ratios,
     with_similarity,
     with_ties,
-    with_tolerance,
 )
 from workbench.check.gates import Gate
 from workbench.check.golden import (
@@ -55,6 +55,7 @@ from workbench.check.shared import (
     golden_digest,
 )
 from workbench.check.states import STATE_GATES, ShardNames, default_ts
+from workbench.check.stretches import Stretches, reference_stretches
 from workbench.check.trace import Arrays, LayerTrace, Trace, parse_name
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -359,7 +360,7 @@ def program_gate(subject: Subject) -> Gate:
     )
 
 
-def _compute_stretches(subject: Subject, chained_end: bool) -> program.Stretches:
+def _compute_stretches(subject: Subject, chained_end: bool) -> Stretches:
     if subject.read_weights:
         values = subject.read_weights()
     else:
@@ -367,7 +368,7 @@ def _compute_stretches(subject: Subject, chained_end: bool) -> program.Stretches
             subject.checkpoint, subject.bundle, keep_dtype=True, head=False
         )
     reference = Reference(subject.checkpoint, values)
-    return program.reference_stretches(subject.bundle.manifest, reference, chained_end)
+    return reference_stretches(subject.bundle.manifest, reference, chained_end)
 
 
 def state_gate(name: str, subject: Subject) -> Gate:
@@ -602,7 +603,7 @@ def measure(
         frame = _fidelity(reference, trace, budget)
         frames.append(frame.assign(T=T, mode="isolated"))
         if budget is None:
-            frame = with_tolerance(errors(reference, trace), reference, rounded)
+            frame = with_ratios(errors(reference, trace), reference, rounded)
         ratios.append(frame["ratio"])
     frames.append(_fidelity(reference, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
@@ -634,7 +635,7 @@ def _fidelity(
     """The columns of `measure` that follow from a trace."""
     rows = errors(reference, actual)
     if budget is not None:
-        rows = with_tolerance(rows, reference, budget)
+        rows = with_ratios(rows, reference, budget)
     rows = with_ties(rows, reference, actual, budget)
     rows = with_similarity(rows, reference, actual)
     return rows.drop(columns=["distance", "size"])
@@ -761,8 +762,8 @@ def trace_device(decoder: Decoder, golden: Golden) -> Trace:
     return visible
 
 
-def device_tolerance(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """A `Tolerance`: the distance declared–narrow, at least half a unit of an fp16
+def device_unit(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """A `Unit`: the distance declared–narrow, at least half a unit of an fp16
     result."""
     return np.maximum(perturbed, HALF_ULP * size)
 
@@ -775,7 +776,7 @@ def device_gate(decoder: Decoder, golden: Golden, reference: DeviceReference) ->
     unit of an fp16 result, as an RMS over positions."""
     declared = reference.declared
     rows = errors(declared, trace_device(decoder, golden))
-    rows = with_tolerance(rows, declared, reference.narrow, device_tolerance)
+    rows = with_ratios(rows, declared, reference.narrow, device_unit)
     rows = rows[~_tied(decoder, golden, rows)]
     if rows.empty:  # every choice of an expert was close
         return gates.not_run("device", "nothing is comparable")

@@ -21,7 +21,7 @@ import numpy as np
 import miltorch
 from workbench.bundle.names import MASKED
 from workbench.check import compare
-from workbench.check.validate import DEVICE_FACTOR, device_tolerance
+from workbench.check.validate import DEVICE_FACTOR, device_unit
 from workbench.explain.cut import Flow, cut
 from workbench.explain.ranges import OperationPlace
 from workbench.explain.running import Arrays, Runner, evaluate_every_value
@@ -372,7 +372,7 @@ def _rounding_ratio(
         size = 0.0 if is_integer else compare.rms(expected[part])
         rounding = compare.rms(expected[part], narrow[part])
         distance = compare.rms(expected[part], actual[part])
-        ratio = compare.safe_ratio(distance, device_tolerance(rounding, size))
+        ratio = compare.safe_ratio(distance, device_unit(rounding, size))
         ratio = np.nan_to_num(ratio, nan=np.inf, posinf=np.inf)
         largest = max(largest, float(ratio))
     return largest
