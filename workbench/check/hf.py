@@ -6,8 +6,9 @@ and dropped when it returns, so that a model of any depth fits. No layer is
 reimplemented here."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,13 +22,31 @@ from workbench.errors import InputError
 from workbench.models.checkpoint import LOCAL, Checkpoint
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 
-# The name of a tensor in the checkpoint → its values. A reader may have an attribute
-# `embedding`, the table [V, C] in which packages look tokens up, and a method
-# `head_slices`, which gives the head a slice at a time.
+# The name of a tensor in the checkpoint → its values. A reader may be a `TokenTable` or a
+# `SlicedHead` too.
 Weights = Callable[[str], torch.Tensor]
 # What enters a layer [.., n, C] → what the layer reads in its place.
 Perturb = Callable[[torch.Tensor], torch.Tensor]
 HEAD_ROWS = 4096  # rows of the head that are float32 at a time
+
+
+@runtime_checkable
+class TokenTable(Protocol):
+    """A reader of weights whose packages look tokens up.
+
+    Attributes:
+        embedding: their table [V, C]; None where the host looks tokens up.
+    """
+
+    embedding: torch.Tensor | None
+
+
+@runtime_checkable
+class SlicedHead(Protocol):
+    """A reader of weights that never needs the whole head in memory."""
+
+    def head_slices(self) -> Iterator[torch.Tensor]:
+        """The rows of the head in order, [r, C] at a time."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +137,10 @@ class ReferenceLayer(WrappedLayer):
         output = functional_call(self.layer, weights, args, kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
         self.record(x=args[0], **dict(zip(("hidden", "router"), outputs)))
-        if "layer_scalar" in weights:
-            shape = len(self.reference.runs), self.reference.token_count, 1
-            self.record(scalar=weights["layer_scalar"].expand(shape))
+        if self.reference.batch and "layer_scalar" in weights:
+            self.record(
+                scalar=weights["layer_scalar"].expand(self.reference.batch.shape)
+            )
         return output
 
     def record_choice(self, module, args, output) -> None:
@@ -132,16 +152,45 @@ class ReferenceLayer(WrappedLayer):
 
     def record(self, **tensors: torch.Tensor | None) -> None:
         """Sets fields of this layer's record, where a trace is being made."""
-        trace = self.reference.trace
-        if trace is None:
+        batch = self.reference.batch
+        if batch is None:
             return
         for name, tensor in tensors.items():
             if tensor is not None:
-                setattr(trace.layers[self.index], name, self.reference.as_rows(tensor))
+                setattr(batch.trace.layers[self.index], name, batch.as_rows(tensor))
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """The sequences that a `Reference` is running, which its hooks read and record.
+
+    Attributes:
+        runs: one for each of the B sequences.
+        token_count: n, of every sequence.
+        trace: of all sequences, stacked: arrays [B, n, W].
+    """
+
+    runs: Sequence[SequenceRun]
+    token_count: int
+    trace: Trace
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of one number for each token: (B, n, 1)."""
+        return len(self.runs), self.token_count, 1
+
+    def as_rows(self, tensor: torch.Tensor) -> np.ndarray:
+        """A tensor of the batch's tokens as rows [B, n, W] in float32."""
+        shape = len(self.runs), self.token_count, -1
+        return tensor.reshape(shape).float().numpy().copy()
 
 
 class Reference:
     """Hugging Face's model on some weights.
+
+    Attributes:
+        batch: what the hooks read and record, while `recording` is open; None: the
+            model runs as it is, and nothing is recorded.
 
     Args:
         weights: the checkpoint's own by default; others are the matrices of a bundle,
@@ -166,15 +215,25 @@ class Reference:
         self.base = self.model.model
         for i, layer in enumerate(self.base.layers):
             self.base.layers[i] = ReferenceLayer(layer, i, self)
-        # set while `run_batch` or `perturbed_hidden` runs the model
-        self.runs: Sequence[SequenceRun] = ()  # of the sequences of the batch
-        self.trace: Trace | None = None  # of all of them, stacked: [B, n, W]
-        self.token_count = 0  # n
+        self.batch: RecordedBatch | None = None
         norm = getattr(self.base, "norm", None) or self.base.embedding_norm
         norm.register_forward_pre_hook(self.replace_norm_inputs)
         for module in self.base.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(self.scale_embeddings)
+
+    @contextmanager
+    def recording(
+        self, runs: Sequence[SequenceRun], token_count: int
+    ) -> Iterator[RecordedBatch]:
+        """While it is open, the model runs one sequence of `token_count` tokens for each
+        of `runs`, and its layers record their values."""
+        trace = Trace.empty(len(self.base.layers))
+        self.batch = RecordedBatch(runs, token_count, trace)
+        try:
+            yield self.batch
+        finally:
+            self.batch = None
 
     def replace_norm_inputs(self, norm: nn.Module, args: tuple) -> tuple:
         """Hook of the final norm; see `replace_inputs`."""
@@ -188,15 +247,16 @@ class Reference:
             args: x [B, n, C], which the layer before returned; in models that route by
                 the layer before, then its router state [B, n, R]; then the rest.
         """
-        if not any(run.replaces_inputs for run in self.runs):
+        batch = self.batch
+        if batch is None or not any(run.replaces_inputs for run in batch.runs):
             return args
         is_layer = index < len(self.base.layers)
         has_router = (
-            is_layer and index > 0 and self.trace.layers[index - 1].router is not None
+            is_layer and index > 0 and batch.trace.layers[index - 1].router is not None
         )
         x, *others = args
         inputs, routers = [], []
-        for seq, run in enumerate(self.runs):
+        for seq, run in enumerate(batch.runs):
             source = 0 if run.reads_first_sequence else seq
             fed_x = fed_router = None
             if run.feed is not None:
@@ -214,7 +274,8 @@ class Reference:
     def scale_embeddings(self, module, args, output: torch.Tensor) -> torch.Tensor:
         """Hook of an embedding table: multiplies its output [B, n, W] by the
         `token_scales` of each sequence."""
-        for seq, run in enumerate(self.runs):
+        runs = self.batch.runs if self.batch else ()
+        for seq, run in enumerate(runs):
             if run.token_scales is not None:
                 output[seq] *= torch.from_numpy(run.token_scales)[:, None]
         return output
@@ -229,11 +290,6 @@ class Reference:
         # the model may have been cut to its first layers
         modes = modes[: len(self.base.layers)]
         return {i: owners[types[i]] for i, mode in enumerate(modes) if mode == "reuse"}
-
-    def as_rows(self, tensor: torch.Tensor) -> np.ndarray:
-        """A tensor of B sequences of n tokens as rows [B, n, W] in float32."""
-        shape = len(self.runs), self.token_count, -1
-        return tensor.reshape(shape).float().numpy().copy()
 
     def reader(self, prefix: str) -> Weights:
         """Reads tensors by their names behind `prefix`, such as `layers.3.`."""
@@ -276,18 +332,17 @@ class Reference:
         cache = recording_cache(self.model.config) if cache is None else cache
         ids = check_ids(ids, self.model.config.vocab_size)
         B = len(runs)
-        trace = Trace.empty(len(self.base.layers))
-        self.trace, self.token_count, self.runs = trace, len(ids), runs
-        batch = np.tile(ids, (B, 1))
-        last = self.last_hidden(batch, past_key_values=cache, use_cache=True)
+        with self.recording(runs, len(ids)) as batch:
+            copies = np.tile(ids, (B, 1))
+            last = self.last_hidden(copies, past_key_values=cache, use_cache=True)
+        trace = batch.trace
         for index, (k, v) in cache.last_written.items():
-            trace.layers[index].k = self.as_rows(k)
-            trace.layers[index].v = self.as_rows(v)
+            trace.layers[index].k = batch.as_rows(k)
+            trace.layers[index].v = batch.as_rows(v)
         for index, source in self.sources.items():
             trace.layers[index].k = trace.layers[source].k
             trace.layers[index].v = trace.layers[source].v
-        trace.normed = self.as_rows(last)
-        self.trace, self.runs = None, ()
+        trace.normed = batch.as_rows(last)
         traces = unstack(trace, B)
         with_head = [seq for seq, run in enumerate(runs) if run.head]
         if with_head:
@@ -304,9 +359,8 @@ class Reference:
 
     def embed(self, table: str, ids: np.ndarray) -> torch.Tensor:
         """The rows [R, W] of token ids [R] in an embedding table."""
-        packaged = getattr(self.weights, "embedding", None)
-        if packaged is not None:  # packages look tokens up
-            return packaged[ids]
+        if isinstance(self.weights, TokenTable) and self.weights.embedding is not None:
+            return self.weights.embedding[ids]
         embedded = self.checkpoint.tensor(
             f"{self.checkpoint.prefix}{table}", ids.tolist()
         )
@@ -316,12 +370,9 @@ class Reference:
     def perturbed_hidden(self, ids: np.ndarray, perturb: Perturb) -> torch.Tensor:
         """`last_hidden` [B, n, C] with what enters every layer and the final norm
         changed."""
-        self.runs = [SequenceRun(perturb=perturb)] * len(ids)
-        self.trace, self.token_count = Trace.empty(len(self.base.layers)), ids.shape[1]
-        try:
+        B, n = ids.shape
+        with self.recording([SequenceRun(perturb=perturb)] * B, n):
             return self.last_hidden(ids, use_cache=False)
-        finally:
-            self.trace, self.runs = None, ()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -336,8 +387,8 @@ class Reference:
             for start in range(0, V, HEAD_ROWS):
                 rows = slice(start, min(start + HEAD_ROWS, V))
                 yield self.checkpoint.tensor(name, rows)
-        elif read_slices := getattr(self.weights, "head_slices", None):
-            yield from read_slices()
+        elif isinstance(self.weights, SlicedHead):
+            yield from self.weights.head_slices()
         else:
             yield self.weights(name)
 
