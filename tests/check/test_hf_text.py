@@ -14,7 +14,7 @@ from tiny import checkpoint_that_knows
 import miltorch
 from workbench import Decoder
 from workbench.check import end_tokens, gates, transcript
-from workbench.check.greedy import Text
+from workbench.check.greedy import ComparedText, RankedText
 from workbench.check.hf import Reference, round_stream
 from workbench.check.transcript import Transcript
 from workbench.decode.tokenizer import unknown_share
@@ -62,7 +62,7 @@ def test_a_sound_export_agrees_and_its_error_is_that_of_rounding(decoder, expect
     result = transcript.compare_texts(decoder, expected)
     assert [text.prompt for text in result.texts] == PROMPTS
     assert result.agreed == 1 and result.interval == [1, 1]
-    assert 0 < result.sigma < 0.1 and result.error < transcript.ERROR_LIMIT
+    assert 0 < result.sigma < 0.1 and result.error_ratio < transcript.ERROR_LIMIT
     verdicts = words(result.judge())
     assert verdicts["text_budget"] == "GREEN" and verdicts["transcript"] == "WITHIN"
     figures, stop = result.json(decoder)
@@ -95,9 +95,9 @@ def test_the_rounding_of_sums_is_no_error_of_the_export(tiny_llama, exports, tmp
     rounded = transcript.compare_texts(
         tiny.as_device(Decoder(bundle, "portable")), expected
     )
-    assert rounded.error > transcript.ERROR_LIMIT
+    assert rounded.error_ratio > transcript.ERROR_LIMIT
     sound = transcript.compare_texts(Decoder(bundle, "portable"), expected)
-    assert words(sound.judge())["text_budget"] == "GREEN" and sound.error < 0.01
+    assert words(sound.judge())["text_budget"] == "GREEN" and sound.error_ratio < 0.01
 
 
 def test_logits_that_are_larger_everywhere_change_no_text_and_are_red(
@@ -125,7 +125,7 @@ def test_rotary_frequencies_two_percent_off_are_red_after_three_prompts(
     prompts = transcript.default_prompts(checkpoint, 9, 112)[6:]
     result = transcript.transcribe(turned, checkpoint, prompts)
     assert words(result.judge())["text_budget"] == "RED"
-    assert result.agreed == 1 and result.error > 5
+    assert result.agreed == 1 and result.error_ratio > 5
 
 
 def test_the_exact_program_reads_the_inputs_of_a_host_that_was_changed(
@@ -188,8 +188,8 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
     change_logits(monkeypatch, exchange)
     result = transcript.compare_texts(decoder, expected)
     gate, *_ = result.judge()
-    assert gate.verdict == "RED" and result.worst_row in (a, b)
-    assert f"token {result.worst_row}" in gate.reason
+    assert gate.verdict == "RED" and result.worst_token in (a, b)
+    assert f"token {result.worst_token}" in gate.reason
 
 
 def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
@@ -197,9 +197,17 @@ def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
     texts = []
     for number, (row, gaps) in enumerate(zip(bundle_tokens, gap)):
         ids = [1] * (tokens - 1) + [0 if number in ended else 1]
-        text = Text(str(number), [5], ids, number in ended)
-        text.bundle_tokens, text.gap = np.array(row), np.array(gaps, float)
-        text.weights_explain = np.full(tokens, number % 2 == 0)
+        text = ComparedText(
+            str(number),
+            [5],
+            ids,
+            number in ended,
+            best_tokens=np.array([[1, 2]] * tokens),
+            best_logits=np.zeros((tokens, 2)),
+            bundle_tokens=np.array(row),
+            gap=np.array(gaps, float),
+            weights_explain=np.full(tokens, number % 2 == 0),
+        )
         texts.append(text)
     return Transcript(texts, 0.01, 1.0, 1.0, 0, frozenset({0}))
 
@@ -328,8 +336,8 @@ def test_the_error_on_a_device_is_reported_and_gate_device_judges_it(
     change_logits(monkeypatch, lambda logits: 1.05 * logits)
     result = transcript.compare_texts(tiny.as_device(decoder), expected)
     gate, *_ = result.judge()
-    assert result.error > transcript.ERROR_LIMIT
-    assert gate.verdict == "not_run" and f"{result.error:.3g}" in gate.reason
+    assert result.error_ratio > transcript.ERROR_LIMIT
+    assert gate.verdict == "not_run" and f"{result.error_ratio:.3g}" in gate.reason
     assert "gate device" in gate.reason
 
 
@@ -372,9 +380,9 @@ def test_a_golden_with_texts_judges_transcript_and_stop_without_a_checkpoint(
 
 
 def test_a_third_token_is_a_difference_where_its_logit_is_not_stored():
-    text = Text("", [1], [5, 5, 5], False)
-    text.best_tokens = np.array([[5, 6]] * 3)
-    text.best_logits = np.array([[2.0, 1.5]] * 3)
+    best = {"best_tokens": [[5, 6]] * 3, "best_logits": [[2.0, 1.5]] * 3}
+    best = {name: np.array(values) for name, values in best.items()}
+    text = RankedText("", [1], [5, 5, 5], False, **best)
     gap = transcript.gaps(text, np.array([5, 6, 7]))
     assert gap.tolist() == [0.0, 0.5, np.inf]
 

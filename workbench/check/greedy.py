@@ -1,7 +1,11 @@
-"""Records of Hugging Face's own greedy texts, and how the file of a golden stores them."""
+"""Records of Hugging Face's own greedy texts, and how the file of a golden stores them.
+
+A text is written (`GreedyText`), its two best tokens are ranked at every position
+(`RankedText`), and a bundle is compared with it (`ComparedText`). Each record has all
+fields of the one before."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,37 +16,20 @@ ARRAYS = tuple(
 )
 
 
-@dataclass
-class Text:
+@dataclass(frozen=True, eq=False)
+class GreedyText:
     """Hugging Face's text after one prompt.
 
     Attributes:
         ids: of the prompt.
         tokens: the n new ones, an end token included.
         ended: whether the last token is an end token.
-        best_tokens: [n, 2], Hugging Face's two best tokens at each position, the best
-            one first.
-        best_logits: [n, 2] float32, their logits.
-        hidden: [n, C], what Hugging Face's head reads at each position; None where a
-            golden stored the text.
-        bundle_tokens: the bundle's token at each position, fed Hugging Face's text.
-        gap: of the bundle's token at each position, in logits.
-        weights_explain: whether Hugging Face's model with the stored weights takes the
-            bundle's token too, or is tied with it.
     """
 
     prompt: str
     ids: list[int]
     tokens: list[int]
     ended: bool
-    best_tokens: np.ndarray = field(default_factory=lambda: np.empty((0, 2), int))
-    best_logits: np.ndarray = field(
-        default_factory=lambda: np.empty((0, 2), np.float32)
-    )
-    hidden: torch.Tensor | None = None
-    bundle_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, int))
-    gap: np.ndarray = field(default_factory=lambda: np.empty(0))
-    weights_explain: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
     @property
     def input_ids(self) -> list[int]:
@@ -55,6 +42,39 @@ class Text:
         return slice(len(self.ids) - 1, len(self.input_ids))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RankedText(GreedyText):
+    """A text with Hugging Face's two best tokens at each position.
+
+    Attributes:
+        best_tokens: [n, 2], the best one first; suppressed tokens are left out.
+        best_logits: [n, 2] float32, their logits.
+        hidden: [n, C], what Hugging Face's head reads at each position; None where a
+            golden stored the text.
+    """
+
+    best_tokens: np.ndarray
+    best_logits: np.ndarray
+    hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ComparedText(RankedText):
+    """A text that a bundle was fed.
+
+    Attributes:
+        bundle_tokens: [n], the bundle's token at each position.
+        gap: [n], how far the logit of the bundle's token is below the best one, by
+            Hugging Face's logits.
+        weights_explain: [n], whether Hugging Face's model with the stored weights takes
+            the bundle's token too, or is tied with it; None without a checkpoint.
+    """
+
+    bundle_tokens: np.ndarray
+    gap: np.ndarray
+    weights_explain: np.ndarray | None = None
+
+
 @dataclass(frozen=True)
 class GreedyTexts:
     """Hugging Face's texts after prompts.
@@ -64,7 +84,7 @@ class GreedyTexts:
             difference between the two best logits.
     """
 
-    texts: list[Text]
+    texts: list[RankedText]
     sigma: float
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -111,7 +131,7 @@ class GreedyTexts:
             token_end += int(row["tokens"])
             if id_end <= id_start or token_end <= token_start:
                 raise ValueError("an empty text")
-            text = Text(
+            text = RankedText(
                 prompt=str(row["prompt"]),
                 ids=ids[id_start:id_end].tolist(),
                 tokens=tokens[token_start:token_end].tolist(),

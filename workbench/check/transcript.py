@@ -4,15 +4,16 @@ Hugging Face's model writes a text after each prompt. The bundle is fed that tex
 that every position is compared, also those after a difference. Three figures say what a
 difference is:
 
-gap    what the bundle's token lacks to Hugging Face's best, by Hugging Face's logits.
-σ      the RMS, over all positions, of what fp16 rounding of the stream does to the
-       difference between the two best logits of Hugging Face's model with the
-       checkpoint's own weights. No bundle has a part in it.
-error  the RMS of what the bundle's program does to that difference, where Hugging
-       Face's model has the bundle's *stored* weights, over √(σ² + r²). r is the RMS of
-       what rounding those logits to fp16, as packages output them, does to it. The
-       program runs in `exact` arithmetic, so that the error is the program's and not
-       that of fp16 sums.
+gap          how far the logit of the bundle's token is below the best one, by Hugging
+             Face's logits.
+σ            the RMS, over all positions, of what fp16 rounding of the stream does to the
+             difference between the two best logits of Hugging Face's model with the
+             checkpoint's own weights. No bundle has a part in it.
+error ratio  the RMS of what the bundle's program does to that difference, where Hugging
+             Face's model has the bundle's *stored* weights, over √(σ² + r²). r is the RMS
+             of what rounding those logits to fp16, as packages output them, does to it.
+             The program runs in `exact` arithmetic, so that the error is the program's
+             and not that of fp16 sums.
 
 With the texts that a golden stored (`workbench golden --transcript`) in place of the
 checkpoint there are gaps alone: no error, and no cause of a difference. A token that is
@@ -21,13 +22,17 @@ neither of the two best counts as a difference there, whatever its logit.
 A gap of at most `TIE` σ is a tie, every other one a difference. The share of tokens that
 agree, ties included, is the check of quality `transcript`, and the share of Hugging
 Face's ends at which the bundle ends too is the check `stop`. The gate `text_budget` on
-the export limits the error: greedy text alone hides a program that is wrong
+the export limits the error ratio: greedy text alone hides a program that is wrong
 everywhere by the same factor. Tokens, gaps and ends are those of the runtime and the
-precision of the decoder that is compared."""
+precision of the decoder that is compared.
+
+Data: prompts (`load_prompts`, `default_prompts`) → `write_texts` → `rank_tokens` →
+`ExpectedTexts` → `compare_texts` → `Transcript`, which judges. `transcribe` and
+`transcribe_golden` run all of it."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +51,7 @@ from workbench.check.end_tokens import (
 from workbench.check.evaluate import fill_batch, last_outputs, open_reference
 from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
-from workbench.check.greedy import GreedyTexts, Text
+from workbench.check.greedy import ComparedText, GreedyText, GreedyTexts, RankedText
 from workbench.check.hf import Reference, round_stream, whole_model
 from workbench.check.program import exact_decoder
 from workbench.check.text import first_known_texts, held_out_tasks
@@ -81,34 +86,36 @@ class Transcript:
 
     Attributes:
         sigma: in logits, see the module.
-        error: see the module; None where a golden's texts stand for the checkpoint.
-        row_error: the largest RMS error of the logits of one token, over the same
-            rounding.
-        worst_row: the token of `row_error`.
-        limit: on `error` and `row_error`.
-        unjudged: why the error is only reported: it is then that of the bundle as it
-            ran, since no exact arithmetic runs its program; empty where it is judged.
+        error_ratio: see the module; None where a golden's texts stand for the
+            checkpoint.
+        token_error_ratio: the largest RMS error of the logits of one token of the
+            vocabulary, over the same rounding.
+        worst_token: the token of `token_error_ratio`.
+        limit: on both ratios.
+        not_judged_because: why the ratios are only reported: they are then those of the
+            bundle as it ran, since no exact arithmetic runs its program. None where they
+            are judged.
         checkpoint_ends: the end tokens that the checkpoint names; None where a golden's
             texts stand for it.
         contradiction: what these contradict, in a sentence; empty for nothing.
     """
 
-    texts: list[Text]
+    texts: list[ComparedText]
     sigma: float
-    error: float | None
-    row_error: float
-    worst_row: int
+    error_ratio: float | None
+    token_error_ratio: float
+    worst_token: int
     end_tokens: frozenset[int]
     limit: float = ERROR_LIMIT
-    unjudged: str = ""
+    not_judged_because: str | None = None
     checkpoint_ends: EndTokens | None = None
     contradiction: str = ""
 
-    def agrees(self, text: Text) -> np.ndarray:
+    def agrees(self, text: ComparedText) -> np.ndarray:
         """Where the bundle's token is Hugging Face's, or tied with it."""
         return text.gap <= TIE * self.sigma
 
-    def is_tie(self, text: Text) -> np.ndarray:
+    def is_tie(self, text: ComparedText) -> np.ndarray:
         return self.agrees(text) & (text.bundle_tokens != np.array(text.tokens))
 
     @property
@@ -149,20 +156,21 @@ class Transcript:
         return [self._budget(), agreed, self._stop(min_stops)]
 
     def _budget(self) -> Gate:
-        if self.error is None:
+        if self.error_ratio is None:
             reason = "needs --checkpoint, whose model runs with the stored weights"
             return gates.not_run("text_budget", reason)
-        value = self.error
-        if value <= self.limit and not self.row_error <= self.limit:  # nan too
-            value = self.row_error
+        value = self.error_ratio
+        if value <= self.limit and not self.token_error_ratio <= self.limit:  # nan too
+            value = self.token_error_ratio
         reason = (
             "RMS error against Hugging Face's model with the stored weights over what "
-            f"rounding of stream and logits alone causes: {self.error:.3g} for the "
+            f"rounding of stream and logits alone causes: {self.error_ratio:.3g} for the "
             "difference between Hugging Face's two best logits, at most "
-            f"{self.row_error:.3g} for the logits of one token, token {self.worst_row}"
+            f"{self.token_error_ratio:.3g} for the logits of one token, token "
+            f"{self.worst_token}"
         )
-        if self.unjudged:
-            return gates.not_run("text_budget", f"{self.unjudged}; {reason}")
+        if self.not_judged_because:
+            return gates.not_run("text_budget", f"{self.not_judged_because}; {reason}")
         return gates.at_most("text_budget", value, self.limit, reason)
 
     def _stop(self, min_stops: float) -> Gate:
@@ -205,7 +213,7 @@ class Transcript:
             if len(differs):
                 tokens = _bundle_text(decoder, text, differs[0])
                 row["bundle_text"] = text_of(folder, tokens)
-                if self.error is not None:
+                if text.weights_explain is not None:
                     is_program = not text.weights_explain[differs].all()
                     row["cause"] = "the program" if is_program else "the weights"
             prompts.append(row)
@@ -215,7 +223,7 @@ class Transcript:
             "interval": self.interval,
             "ties": sum(row["ties"] for row in prompts),
             "sigma": self.sigma,
-            "error": self.error,
+            "error": self.error_ratio,
             "prompts": prompts,
         }
         stop = {"ends": ends, "bundle_ends": right}
@@ -319,7 +327,7 @@ class ExpectedTexts:
         stored_hidden: [texts, n, C], what the head of `stored` reads.
     """
 
-    texts: list[Text]
+    texts: list[RankedText]
     sigma: float
     checkpoint: Checkpoint
     reference: Reference
@@ -347,12 +355,14 @@ def expect_texts(
     stage("validate: Hugging Face's text")
     states = [name for shard in bundle.manifest.shards for name in shard.states]
     is_recurrent = not all(map(is_cache, states))
-    texts = write_texts(checkpoint, fitting, new_tokens, not is_recurrent)
+    written = write_texts(checkpoint, fitting, new_tokens, not is_recurrent)
     reference = open_reference(checkpoint)
-    sigma = fill_best_tokens(reference, texts, bundle.manifest.stream_scale)
+    ranked = rank_tokens(reference, written, bundle.manifest.stream_scale)
     stored = Reference(checkpoint, stored_weights(checkpoint, bundle))
-    hidden = stored.last_hidden(np.array(padded_inputs(texts)), use_cache=False)
-    return ExpectedTexts(texts, sigma, checkpoint, reference, stored, hidden)
+    hidden = stored.last_hidden(np.array(padded_inputs(written)), use_cache=False)
+    return ExpectedTexts(
+        ranked.texts, ranked.sigma, checkpoint, reference, stored, hidden
+    )
 
 
 def transcribe(
@@ -381,25 +391,24 @@ def transcribe_golden(decoder: Decoder, golden: GreedyTexts) -> Transcript:
     """
     _check_logits(decoder)
     S = decoder.options.max_seq_len
-    texts = [
-        replace(text) for text in golden.texts if len(text.ids) + len(text.tokens) <= S
-    ]
+    texts = [text for text in golden.texts if len(text.ids) + len(text.tokens) <= S]
     _check_any_fits(texts, max(len(text.tokens) for text in golden.texts), S)
     stage("validate: transcript")
     outputs = _bundle_outputs(decoder, padded_inputs(texts))
-    for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
-        at = text.predicting_positions
-        actual = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
-        text.bundle_tokens = _pick(decoder, actual)
-        text.gap = gaps(text, text.bundle_tokens)
-    ends = frozenset(decoder.manifest.tokens.eos)
+    compared = []
+    for text, output in zip(bar(texts, "transcript", unit="prompt"), outputs):
+        logits = _logits_at(decoder, output, text.predicting_positions)
+        tokens = _pick(decoder, logits)
+        compared.append(
+            ComparedText(**vars(text), bundle_tokens=tokens, gap=gaps(text, tokens))
+        )
     return Transcript(
-        texts,
+        compared,
         sigma=golden.sigma,
-        error=None,  # it needs the checkpoint
-        row_error=0.0,
-        worst_row=0,
-        end_tokens=ends,
+        error_ratio=None,  # it needs the checkpoint
+        token_error_ratio=0.0,
+        worst_token=0,
+        end_tokens=frozenset(decoder.manifest.tokens.eos),
     )
 
 
@@ -420,9 +429,8 @@ def greedy_texts(
     """
     encoded = list(encode_prompts(checkpoint, prompts).items())
     stage("golden: Hugging Face's text")
-    texts = write_texts(checkpoint, encoded, new_tokens, batched)
-    reference = open_reference(checkpoint)
-    return GreedyTexts(texts, fill_best_tokens(reference, texts, stream_scale))
+    written = write_texts(checkpoint, encoded, new_tokens, batched)
+    return rank_tokens(open_reference(checkpoint), written, stream_scale)
 
 
 def _check_logits(decoder: Decoder) -> None:
@@ -446,7 +454,7 @@ def write_texts(
     encoded: Sequence[tuple[str, list[int]]],
     new_tokens: int,
     batched: bool,
-) -> list[Text]:
+) -> list[GreedyText]:
     """Hugging Face's greedy texts after prompts (text, ids).
 
     Args:
@@ -466,7 +474,7 @@ def write_texts(
             for (prompt, ids), row in zip(group, rows):
                 end = next((i for i, token in enumerate(row) if token in ends), None)
                 tokens = row if end is None else row[: end + 1]
-                texts.append(Text(prompt, ids, tokens, end is not None))
+                texts.append(GreedyText(prompt, ids, tokens, end is not None))
             progress.update(len(group))
     return texts
 
@@ -497,11 +505,10 @@ def _generate(
     return output[:, longest:].tolist()
 
 
-def fill_best_tokens(
-    reference: Reference, texts: Sequence[Text], stream_scale: float
-) -> float:
-    """Fills `best_tokens`, without suppressed tokens, `best_logits` and `hidden` of every
-    text; returns σ, in logits.
+def rank_tokens(
+    reference: Reference, texts: Sequence[GreedyText], stream_scale: float
+) -> GreedyTexts:
+    """The texts with their two best tokens at each position, and σ.
 
     Args:
         reference: Hugging Face's model on the checkpoint's own weights.
@@ -510,29 +517,36 @@ def fill_best_tokens(
     padded = np.array(padded_inputs(texts))
     expected = reference.last_hidden(padded, use_cache=False)
     rounded = reference.perturbed_hidden(padded, round_stream(stream_scale))
-    changes = []
+    ranked, changes = [], []
     for number, text in enumerate(texts):
         at = text.predicting_positions
-        text.hidden = expected[number, at].clone()
-        logits = reference.logits(text.hidden).numpy()  # [n, V]
+        hidden = expected[number, at].clone()
+        logits = reference.logits(hidden).numpy()  # [n, V]
         logits = suppress(logits, reference.checkpoint.suppressed)
         rounded_logits = reference.logits(rounded[number, at]).numpy()
         top_two = np.argpartition(logits, -2)[:, -2:]  # in any order
         top_logits = np.take_along_axis(logits, top_two, 1)
         order = np.argsort(-top_logits, axis=1, kind="stable")
-        text.best_tokens = np.take_along_axis(top_two, order, 1)
-        text.best_logits = np.take_along_axis(top_logits, order, 1)
-        changes.append(
-            _difference(rounded_logits, text.best_tokens)
-            - _difference(logits, text.best_tokens)
+        best_tokens = np.take_along_axis(top_two, order, 1)
+        best_logits = np.take_along_axis(top_logits, order, 1)
+        ranked.append(
+            RankedText(
+                **vars(text),
+                best_tokens=best_tokens,
+                best_logits=best_logits,
+                hidden=hidden,
+            )
         )
-    return _rms(np.concatenate(changes))
+        changes.append(
+            _difference(rounded_logits, best_tokens) - _difference(logits, best_tokens)
+        )
+    return GreedyTexts(ranked, _rms(np.concatenate(changes)))
 
 
 def gaps(
-    text: Text, tokens: np.ndarray, reference: Reference | None = None
+    text: RankedText, tokens: np.ndarray, reference: Reference | None = None
 ) -> np.ndarray:
-    """[n] logits: what a token at each position lacks to Hugging Face's best one, by
+    """[n]: how far the logit of a token at each position is below the best one, by
     Hugging Face's logits.
 
     Args:
@@ -566,68 +580,138 @@ def compare_texts(decoder: Decoder, expected: ExpectedTexts) -> Transcript:
     """
     _check_logits(decoder)
     stage("validate: transcript")
-    texts = [replace(text) for text in expected.texts]
-    stored, sigma = expected.stored, expected.sigma
     exact = decoder
     if not decoder.is_device:
         exact = exact_decoder(decoder.bundle, decoder, keeps_head=True)
-    outputs = _bundle_outputs(decoder, padded_inputs(expected.texts))
-    exact_outputs = outputs
-    if exact is not decoder:
-        exact_outputs = _bundle_outputs(
-            exact, padded_inputs(expected.texts), "exact arithmetic"
-        )
-    errors, roundings = [], []
-    squares = np.zeros(decoder.manifest.dims.V)  # of the errors of each token's logits
-    for number, text in enumerate(bar(texts, "transcript", unit="prompt")):
-        at, best = text.predicting_positions, text.best_tokens
-        # logits [n, V] of the bundle as it runs, of its program in exact arithmetic, and
-        # of Hugging Face's model with the stored weights
-        logits = decoder.logits(_tiled(outputs[number][:, at], decoder))[0]
-        exact_logits = logits
-        if exact is not decoder:
-            exact_logits = exact.logits(_tiled(exact_outputs[number][:, at], exact))[0]
-        stored_logits = stored.logits(expected.stored_hidden[number, at]).numpy()
-        stored_difference = _difference(stored_logits, best)
-        errors.append(_difference(exact_logits, best) - stored_difference)
-        fp16_logits = stored_logits.astype(np.float16)
-        roundings.append(_difference(fp16_logits, best) - stored_difference)
-        squares += np.square(exact_logits - stored_logits, dtype=np.float64).sum(0)
-        text.bundle_tokens = _pick(decoder, logits)
-        text.gap = gaps(text, text.bundle_tokens, expected.reference)
-        of_tokens = stored_logits[np.arange(len(stored_logits)), text.bundle_tokens]
-        largest = suppress(stored_logits, expected.checkpoint.suppressed).max(-1)
-        text.weights_explain = largest - of_tokens <= TIE * sigma
-    # √(σ² + r²) of the module's text
-    rounding = max(np.hypot(sigma, _rms(np.concatenate(roundings))), 1e-30)
-    row_errors = np.sqrt(squares / sum(len(text.tokens) for text in texts))
-    worst_row = int(row_errors.argmax())
+    errors = _ErrorSums(expected.sigma, decoder.manifest.dims.V)
+    compared = []
+    for text, logits in _logits_of_texts(decoder, exact, expected):
+        errors.add(text, logits)
+        compared.append(_compare_text(decoder, text, logits, expected))
     ends = read_end_tokens(expected.checkpoint)
+    token_errors = errors.token_errors()
+    worst_token = int(token_errors.argmax())
     return Transcript(
-        texts,
-        sigma=sigma,
-        error=_rms(np.concatenate(errors)) / rounding,
-        row_error=float(row_errors[worst_row]) / rounding,
-        worst_row=worst_row,
+        compared,
+        sigma=expected.sigma,
+        error_ratio=errors.error_ratio(),
+        token_error_ratio=float(token_errors[worst_token]) / errors.rounding,
+        worst_token=worst_token,
         end_tokens=frozenset(decoder.manifest.tokens.eos),
         limit=FOREIGN_ERROR_LIMIT if decoder.manifest.foreign else ERROR_LIMIT,
-        unjudged=_explain_unjudged(decoder, exact),
+        not_judged_because=_why_not_judged(decoder, exact),
         checkpoint_ends=ends,
         contradiction=describe_contradictions(ends, expected.checkpoint),
     )
 
 
-def _explain_unjudged(decoder: Decoder, exact: Decoder) -> str:
-    """See `Transcript.unjudged`; `exact`: what ran in the place of exact arithmetic."""
+@dataclass(frozen=True)
+class _TextLogits:
+    """Logits [n, V] at the new tokens of one text.
+
+    Attributes:
+        bundle: of the bundle as it runs.
+        exact: of its program in exact arithmetic.
+        stored: of Hugging Face's model with the stored weights.
+    """
+
+    bundle: np.ndarray
+    exact: np.ndarray
+    stored: np.ndarray
+
+
+def _logits_of_texts(
+    decoder: Decoder, exact: Decoder, expected: ExpectedTexts
+) -> Iterator[tuple[RankedText, _TextLogits]]:
+    """Every text with its logits, with a bar. `exact` may be `decoder` itself."""
+    padded = padded_inputs(expected.texts)
+    outputs = exact_outputs = _bundle_outputs(decoder, padded)
+    if exact is not decoder:
+        exact_outputs = _bundle_outputs(exact, padded, "exact arithmetic")
+    for number, text in enumerate(bar(expected.texts, "transcript", unit="prompt")):
+        at = text.predicting_positions
+        logits = exact_logits = _logits_at(decoder, outputs[number], at)
+        if exact is not decoder:
+            exact_logits = _logits_at(exact, exact_outputs[number], at)
+        hidden = expected.stored_hidden[number, at]
+        stored_logits = expected.stored.logits(hidden).numpy()
+        yield text, _TextLogits(logits, exact_logits, stored_logits)
+
+
+def _compare_text(
+    decoder: Decoder, text: RankedText, logits: _TextLogits, expected: ExpectedTexts
+) -> ComparedText:
+    """A text with the bundle's tokens, their gaps, and whether the weights explain
+    them."""
+    tokens = _pick(decoder, logits.bundle)
+    of_tokens = logits.stored[np.arange(len(tokens)), tokens]
+    largest = suppress(logits.stored, expected.checkpoint.suppressed).max(-1)
+    return ComparedText(
+        **vars(text),
+        bundle_tokens=tokens,
+        gap=gaps(text, tokens, expected.reference),
+        weights_explain=largest - of_tokens <= TIE * expected.sigma,
+    )
+
+
+@dataclass
+class _ErrorSums:
+    """The errors of a program along texts, in logits, from which the ratios of a
+    `Transcript` follow.
+
+    Attributes:
+        errors: of each text [n], of the difference between its two best logits.
+        roundings: of each text [n], what rounding to fp16 does to that difference.
+        squares: [V], of the errors of each token's logits, summed over all positions.
+        count: of these positions.
+    """
+
+    sigma: float
+    V: int
+    errors: list[np.ndarray] = field(default_factory=list)
+    roundings: list[np.ndarray] = field(default_factory=list)
+    squares: np.ndarray = field(init=False)
+    count: int = 0
+
+    def __post_init__(self):
+        self.squares = np.zeros(self.V)
+
+    def add(self, text: RankedText, logits: _TextLogits) -> None:
+        """Adds the errors along one text."""
+        stored, best = logits.stored, text.best_tokens
+        stored_difference = _difference(stored, best)
+        self.errors.append(_difference(logits.exact, best) - stored_difference)
+        fp16_logits = stored.astype(np.float16)
+        self.roundings.append(_difference(fp16_logits, best) - stored_difference)
+        self.squares += np.square(logits.exact - stored, dtype=np.float64).sum(0)
+        self.count += len(text.tokens)
+
+    @property
+    def rounding(self) -> float:
+        """√(σ² + r²) of the module's text, in logits."""
+        return max(np.hypot(self.sigma, _rms(np.concatenate(self.roundings))), 1e-30)
+
+    def error_ratio(self) -> float:
+        """See the module's text."""
+        return _rms(np.concatenate(self.errors)) / self.rounding
+
+    def token_errors(self) -> np.ndarray:
+        """[V]: the RMS error of the logits of each token, in logits."""
+        return np.sqrt(self.squares / self.count)
+
+
+def _why_not_judged(decoder: Decoder, exact: Decoder) -> str | None:
+    """See `Transcript.not_judged_because`; `exact`: what ran in the place of exact
+    arithmetic."""
     if decoder.is_device:
         return "gate device judges the arithmetic of a device"
     if exact.precision != "exact":
         target = decoder.options.target
         return f"needs fp32 arithmetic, which target {target} lacks"
-    return ""
+    return None
 
 
-def padded_inputs(texts: Sequence[Text]) -> list[list[int]]:
+def padded_inputs(texts: Sequence[GreedyText]) -> list[list[int]]:
     """What a model reads of each text, in one length: behind a text stand tokens that
     no causal model reads before them."""
     length = max(len(text.input_ids) for text in texts)
@@ -656,9 +740,11 @@ def _pick(decoder: Decoder, logits: np.ndarray) -> np.ndarray:
     return suppress(logits, decoder.manifest.tokens.suppressed).argmax(-1)
 
 
-def _tiled(output: np.ndarray, decoder: Decoder) -> np.ndarray:
-    """One sequence's output [C, n] for every sequence of the batch."""
-    return np.tile(output, (decoder.options.batch, 1, 1))
+def _logits_at(decoder: Decoder, output: np.ndarray, positions: slice) -> np.ndarray:
+    """The logits [n, V] at some positions of one sequence's output [C, positions]. The
+    head reads it in every sequence of the bundle's batch."""
+    batch = np.tile(output[:, positions], (decoder.options.batch, 1, 1))
+    return decoder.logits(batch)[0]
 
 
 def _difference(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
@@ -672,7 +758,7 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def _bundle_text(decoder: Decoder, text: Text, place: int) -> list[int]:
+def _bundle_text(decoder: Decoder, text: ComparedText, place: int) -> list[int]:
     """The bundle's own greedy tokens: Hugging Face's up to `place`, where the bundle
     takes another one, and what it writes behind that."""
     before = text.tokens[:place] + [int(text.bundle_tokens[place])]
