@@ -6,6 +6,7 @@ reports the facts that differ; nothing is run. A package that no runtime would l
 RED."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from miltorch.program import read_spec
 from miltorch.quiet import messages
@@ -50,13 +51,32 @@ SIZES = {
 Facts = dict[str, object]  # "input x" → "FLOAT16 [1, 64, 1..4, 1]"
 
 
+@dataclass(frozen=True)
+class FactPair:
+    """The same facts as two places state them; a fact that one place lacks is a
+    difference."""
+
+    expected: Facts
+    actual: Facts
+
+    def __or__(self, other: "FactPair") -> "FactPair":
+        """The facts of both pairs."""
+        return FactPair(self.expected | other.expected, self.actual | other.actual)
+
+    def differences(self, expected_place: str, actual_place: str) -> Iterator[str]:
+        """One clause for each fact that differs; the clauses name the two places."""
+        for name in sorted(self.expected.keys() | self.actual.keys()):
+            a = self.expected.get(name, "missing")
+            b = self.actual.get(name, "missing")
+            if a != b:
+                yield f"{name}: {a} in the {expected_place}, {b} in the {actual_place}"
+
+
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
     """Compares the manifest with every package and, if a checkpoint is given, with the
     checkpoint's tokens and sizes."""
     manifest = bundle.manifest
-    faults = list(
-        differences(*compare_shard_list(manifest), "options", "list of shards")
-    )
+    faults = [*shard_list_facts(manifest).differences("options", "list of shards")]
     for shard in manifest.shards:
         try:
             for fault in package_differences(bundle, shard):
@@ -67,9 +87,8 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     origins = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
         origins = "tokens, tokenizer and sizes are the checkpoint's"
-        faults += differences(
-            *checkpoint_facts(manifest, checkpoint), "manifest", "checkpoint"
-        )
+        facts = checkpoint_facts(manifest, checkpoint)
+        faults += facts.differences("manifest", "checkpoint")
     count = sum(len(s.foreign.parts) if s.foreign else 1 for s in manifest.shards)
     packages = "1 package" if count == 1 else f"{count} packages"
     reason = f"manifest, description and program agree in {packages}; {origins}"
@@ -80,25 +99,23 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     return gates.at_most("interface", float(len(faults)), 0.0, reason)
 
 
-def differences(
-    first: Facts, second: Facts, first_place: str, second_place: str
-) -> Iterator[str]:
-    """One clause for each fact that differs between two places, which the clauses
-    name."""
-    for name in sorted(first.keys() | second.keys()):
-        a = first.get(name, "missing")
-        b = second.get(name, "missing")
-        if a != b:
-            yield f"{name}: {a} in the {first_place}, {b} in the {second_place}"
+def shard_list_facts(manifest: Manifest) -> FactPair:
+    """Facts about the shards: as options and dimensions require them, and as the manifest
+    lists them."""
+    return _layout_facts(manifest) | _shape_facts(manifest)
 
 
-def compare_shard_list(manifest: Manifest) -> tuple[Facts, Facts]:
-    """Facts about the shards as options and dimensions require them, and the same facts
-    of the shards that the manifest lists."""
+def _blocks(manifest: Manifest) -> list[Shard]:
+    """The shards that hold the caches of layers."""
+    return [shard for shard in manifest.shards if shard.kind in ("layers", "router")]
+
+
+def _layout_facts(manifest: Manifest) -> FactPair:
+    """Which layers and experts the shards have."""
     L = manifest.dims.L
     step = manifest.options.layers_per_shard
     kind = "router" if manifest.options.moe == "routed" else "layers"
-    blocks = [s for s in manifest.shards if s.kind in ("layers", "router")]
+    blocks = _blocks(manifest)
     experts = {block.layers: [] for block in blocks}
     for shard in manifest.shards:
         if shard.kind == "expert":
@@ -114,21 +131,30 @@ def compare_shard_list(manifest: Manifest) -> tuple[Facts, Facts]:
         "layers of shards": [block.layers for block in blocks],
         "experts": {layers: sorted(rows) for layers, rows in experts.items()},
     }
+    return FactPair(required, listed)
+
+
+def _shape_facts(manifest: Manifest) -> FactPair:
+    """The shapes of the inputs, outputs and caches of every shard. A value that only one
+    side has is left out, except for caches and what selects their rows: in a shard of
+    layers, a missing or an unexpected one is a difference too."""
+    required, listed = {}, {}
+    blocks = _blocks(manifest)
     for shard in manifest.shards:
         expected = _shapes(manifest, shard)
         actual = shard.inputs | shard.outputs
         for name, state in shard.states.items():
             actual |= {name: state.shape, f"ring of {name}": state.ring}
-        names = expected.keys() & actual.keys()
-        if shard in blocks:  # a missing or an unexpected cache is a difference too
-            names |= set(filter(_is_cached, expected | actual))
-        for name in names:
+        for name in expected.keys() | actual.keys():
+            on_both_sides = name in expected and name in actual
+            if not on_both_sides and not (shard in blocks and _is_cached(name)):
+                continue
             fact = f"{shard.name} {name}"
             if name in expected:
                 required[fact] = expected[name]
             if name in actual:
                 listed[fact] = actual[name]
-    return required, listed
+    return FactPair(required, listed)
 
 
 def _is_cached(name: str) -> bool:
@@ -194,15 +220,15 @@ def package_differences(bundle: Bundle, shard: Shard) -> Iterator[str]:
         yield f"functions: {expected} in the manifest, {sorted(functions[place])} in the {place}"
     for name in () if wrong else expected:
         T = shard.functions.get(name, options.t_max)
-        described = facts_of_description(
+        described = description_facts(
             shard, descriptions[name], T if options.fixed_sizes else 1, T
         )
-        faults = list(differences(*described, "manifest", "description"))
+        faults = [*described.differences("manifest", "description")]
         free = T if options.fixed_sizes else "T"
-        program = facts_of_program(
+        program = program_facts(
             shard, functions["program"][name], free, bundle.manifest
         )
-        faults += differences(*program, "manifest", "program")
+        faults += program.differences("manifest", "program")
         for fault in faults:
             yield f"function {name}: {fault}" if shard.functions else fault
 
@@ -228,11 +254,10 @@ def _fact(dtype: str, low: list, high: list | None = None) -> str:
     return f"{dtype} [{', '.join(axes)}]"
 
 
-def facts_of_description(
-    shard: Shard, description, low: int, high: int
-) -> tuple[Facts, Facts]:
-    """Facts of the manifest, and the same facts of a package's description. An output
-    without a shape in the description takes the manifest's."""
+def description_facts(shard: Shard, description, low: int, high: int) -> FactPair:
+    """Inputs, outputs and states in the manifest and in a package's description, for calls
+    of `low` to `high` tokens. An output without a shape in the description takes the
+    manifest's."""
     facts = {}
     dtype_name = messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name
     for kind in ("input", "output", "state"):
@@ -256,21 +281,17 @@ def facts_of_description(
                 fact += f" by default {default}"
             name = f"{kind} {value.name}"
             facts[name] = f"{facts[name]} and {fact}" if name in facts else fact
-    return manifest_facts(shard, low, high), facts
+    return FactPair(manifest_facts(shard, low, high), facts)
 
 
-def facts_of_program(
-    shard: Shard, function, T: int | str, manifest: Manifest
-) -> tuple[Facts, Facts]:
-    """Facts of the manifest, and the same facts of a program of `T` tokens ("T": of any
-    number): its interface, the values that hold the layers' hidden outputs, and how
-    weights are stored."""
+def program_facts(shard: Shard, function, T: int | str, manifest: Manifest) -> FactPair:
+    """What the manifest says, and a program of `T` tokens ("T": of any number) has: the
+    interface, the values that hold the layers' hidden outputs, and how weights are
+    stored."""
     block = function.block_specializations[function.opset]
-    declared = manifest_facts(shard, T, T)
     facts, types = _interface_facts(function, block)
-    declared_taps, taps = _tap_facts(shard, types)
-    declared_storage, storage = _storage_facts(shard, block, manifest)
-    return declared | declared_taps | declared_storage, facts | taps | storage
+    interface = FactPair(manifest_facts(shard, T, T), facts)
+    return interface | _tap_facts(shard, types) | _storage_facts(shard, block, manifest)
 
 
 def _interface_facts(function, block) -> tuple[Facts, dict[str, object]]:
@@ -290,14 +311,14 @@ def _interface_facts(function, block) -> tuple[Facts, dict[str, object]]:
     return facts, types
 
 
-def _tap_facts(shard: Shard, types: dict[str, object]) -> tuple[Facts, Facts]:
+def _tap_facts(shard: Shard, types: dict[str, object]) -> FactPair:
     """For each layer of a shard, the type of the value that the manifest names as its
     hidden output: as it should be, and as the program has it. The last layer's value is
     the shard's output."""
     declared: Facts = {}
     facts: Facts = {}
     if shard.kind != "layers":
-        return declared, facts
+        return FactPair(declared, facts)
     *inner, last = shard.layer_range
     for layer in inner:
         declared[f"tap of layer {layer}"] = _describe_type(types[HIDDEN])
@@ -307,10 +328,10 @@ def _tap_facts(shard: Shard, types: dict[str, object]) -> tuple[Facts, Facts]:
         facts[f"tap of layer {layer}"] = (
             _describe_type(types[name]) if is_inner else name
         )
-    return declared, facts
+    return FactPair(declared, facts)
 
 
-def _storage_facts(shard: Shard, block, manifest: Manifest) -> tuple[Facts, Facts]:
+def _storage_facts(shard: Shard, block, manifest: Manifest) -> FactPair:
     """How a program's weights are stored: matrices of convolutions as the manifest says,
     other weights in fp16."""
     conv_weights = set()
@@ -337,7 +358,7 @@ def _storage_facts(shard: Shard, block, manifest: Manifest) -> tuple[Facts, Fact
             declared[fact] = ("const", "FLOAT16")
         if fact in declared:
             facts[fact] = storage_of(op)
-    return declared, facts
+    return FactPair(declared, facts)
 
 
 def _describe_type(message) -> str:
@@ -385,32 +406,35 @@ def expected_storage(preset: Preset, shape: list[int]) -> tuple:
     return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
 
 
-def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
-    """Facts of the manifest, and the same facts of the checkpoint: tokens, tokenizer,
-    family and sizes."""
+def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> FactPair:
+    """Tokens, tokenizer, family and sizes in the manifest and in the checkpoint."""
     config = checkpoint.config
-    ours = {
+    in_manifest = {
         "family": manifest.family,
         "bos": manifest.tokens.bos,
         "eos": manifest.tokens.eos,
+        "suppressed": manifest.tokens.suppressed,
     }
-    theirs = {"family": config.model_type, "bos": config.bos_token_id}
-    theirs["eos"] = checkpoint.eos
-    ours["suppressed"] = manifest.tokens.suppressed
-    theirs["suppressed"] = checkpoint.suppressed
+    in_checkpoint = {
+        "family": config.model_type,
+        "bos": config.bos_token_id,
+        "eos": checkpoint.eos,
+        "suppressed": checkpoint.suppressed,
+    }
     sizes_of_model = dict(SIZES)
     if getattr(config, "is_heterogeneous", False):
         del sizes_of_model["num_key_value_heads"]  # each layer has its own
-        ours |= _layer_facts(manifest)
-        theirs |= _configured_layers(config)
+        in_manifest |= _layer_facts(manifest)
+        in_checkpoint |= _configured_layers(config)
     for name, size in sizes_of_model.items():
-        ours[size] = getattr(manifest.dims, size)
-        theirs[size] = getattr(config, name)
+        in_manifest[size] = getattr(manifest.dims, size)
+        in_checkpoint[size] = getattr(config, name)
     for entry in manifest.tokens.files:
-        ours[f"tokenizer file {entry.path.rpartition('/')[2]}"] = entry.sha256[:12]
+        name = entry.path.rpartition("/")[2]
+        in_manifest[f"tokenizer file {name}"] = entry.sha256[:12]
     for path in checkpoint.tokenizer_files():
-        theirs[f"tokenizer file {path.name}"] = sha256(path)[:12]
-    return ours, theirs
+        in_checkpoint[f"tokenizer file {path.name}"] = sha256(path)[:12]
+    return FactPair(in_manifest, in_checkpoint)
 
 
 def _layer_facts(manifest: Manifest) -> Facts:

@@ -2,11 +2,15 @@
 Compiled by numba: as separate steps of torch it takes about 15 passes. It shares no
 arithmetic with the runtime whose bundles it checks.
 
-A deviation is |stored − value| over the tolerance of gate `weights`. The largest one is
-found as the largest bit pattern: float32 numbers that are not negative are in the order
-of their bits, and nan comes last, so that one nan makes the result nan."""
+A deviation is |stored − value| over the tolerance of gate `weights`. `fp16_deviation`,
+`integer_deviation` and `table_figures` call the compiled functions below them.
+
+The largest deviation is found as the largest bit pattern: float32 numbers that are not
+negative are in the order of their bits, and nan comes last, so that one nan makes the
+result nan."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
@@ -82,14 +86,24 @@ def half_unit_of(value):
     return number_of(np.uint32(size & EXPONENT)) * HALF_UNIT
 
 
-@compiled
-def fp16_deviation(stored, values):
-    """Bits of the largest deviation of weights, in halves of a unit in the last place
-    of fp16 at the value.
+def _as_number(bits: int) -> float:
+    """The float32 number of bits, outside compiled functions."""
+    return float(np.uint32(bits).view(np.float32))
+
+
+def fp16_deviation(stored: np.ndarray, values: np.ndarray) -> float:
+    """The largest deviation of weights that are stored in fp16, in halves of a unit in
+    the last place of fp16 at the value.
 
     Args:
         stored, values: [n] float32.
     """
+    return _as_number(_fp16_deviation_bits(stored, values))
+
+
+@compiled
+def _fp16_deviation_bits(stored, values):
+    """The bits of `fp16_deviation`."""
     worst = np.uint32(0)
     for i in range(len(values)):
         value = values[i]
@@ -103,19 +117,33 @@ def fp16_deviation(stored, values):
     return worst
 
 
-@compiled
-def integer_deviation(data, scale, offset, values, width, largest):
-    """Bits of the largest deviation of integers from values rounded to fp16, in the
-    tolerances of a preset: half a step, 2^-11 of the value, and what a step that fp16
-    rounded down cannot reach.
+def integer_deviation(
+    data: np.ndarray,
+    scale: np.ndarray,
+    offset: np.ndarray,
+    values: np.ndarray,
+    *,
+    width: int,
+    largest: np.float32,
+) -> float:
+    """The largest deviation of integers from values rounded to fp16, in the tolerances of
+    a preset: half a step, 2^-11 of the value, and what a step that fp16 rounded down
+    cannot reach.
 
     Args:
         data: [n] int16.
         scale, offset: float32, each number for n / its length weights in a row.
         values: [n] float32.
         width: weights that share one step of the preset; divides n.
-        largest: the preset's largest integer, float32.
+        largest: the preset's largest integer.
     """
+    bits = _integer_deviation_bits(data, scale, offset, values, width, largest)
+    return _as_number(bits)
+
+
+@compiled
+def _integer_deviation_bits(data, scale, offset, values, width, largest):
+    """The bits of `integer_deviation`."""
     n = len(values)
     per_scale = n // len(scale)
     per_offset = n // len(offset)
@@ -157,22 +185,52 @@ def integer_deviation(data, scale, offset, values, width, largest):
     return worst
 
 
-@compiled
-def table_deviation(indices, tables, values, nearest, errors, best):
-    """Fills, for each group of rows that share a table, the figures of its weights,
-    which are compared with `values` rounded to fp16.
+@dataclass(frozen=True)
+class TableFigures:
+    """Figures of the weights of each of G groups of rows that share a table.
+
+    Attributes:
+        distance_ratios: [G] float32, the largest distance to the entry that is used,
+            over the distance to the nearest one plus half a unit of fp16 of both.
+        errors: [G] float64, the squared error, less what rounding the entries to fp16
+            adds at most.
+        errors_with_means: [G] float64, the squared error if every entry were the mean of
+            the weights that use it.
+    """
+
+    distance_ratios: np.ndarray
+    errors: np.ndarray
+    errors_with_means: np.ndarray
+
+
+def table_figures(
+    indices: np.ndarray, tables: np.ndarray, values: np.ndarray
+) -> TableFigures:
+    """The figures of weights that are compared with `values` rounded to fp16.
 
     Args:
         indices: [R, K] uint8, below E.
         tables: [G, E] float32, ascending.
         values: [R, K] float32.
-        nearest: [G] float32, the largest distance to the entry that is used, over the
-            distance to the nearest one plus half a unit of fp16 of both.
-        errors: [G] float64, the squared error, less what rounding the entries to fp16
-            adds at most.
-        best: [G] float64, the squared error if every entry were the mean of the weights
-            that use it.
     """
+    G = len(tables)
+    figures = TableFigures(np.zeros(G, np.float32), np.zeros(G), np.zeros(G))
+    _fill_table_figures(
+        indices,
+        tables,
+        values,
+        figures.distance_ratios,
+        figures.errors,
+        figures.errors_with_means,
+    )
+    return figures
+
+
+@compiled
+def _fill_table_figures(
+    indices, tables, values, distance_ratios, errors, errors_with_means
+):
+    """Fills the arrays of a `TableFigures`; see `table_figures`."""
     R, K = values.shape
     G, E = tables.shape
     rows = R // G
@@ -209,7 +267,7 @@ def table_deviation(indices, tables, values, nearest, errors, best):
         for e in range(E):
             if counts[e] > 0.0:
                 explained += sums[e] * sums[e] / counts[e]
-        nearest[g] = worst
+        distance_ratios[g] = worst
         errors[g] = max(0.0, error - rounding)
         # the difference of two sums of float64 is known to this share of them
-        best[g] = max(0.0, squares - explained) + squares * 1e-13
+        errors_with_means[g] = max(0.0, squares - explained) + squares * 1e-13

@@ -358,10 +358,9 @@ def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> De
     """The deviation of a weight that is stored in fp16 from `values` in float32."""
     from workbench.check import kernels  # numba takes a moment to import
 
-    worst = kernels.fp16_deviation(
+    ratio = kernels.fp16_deviation(
         stored.float().reshape(-1).numpy(), values.reshape(-1).numpy()
     )
-    ratio = _as_number(worst)
     return Deviation.at(place, ratio, LIMIT, "halves of an fp16 unit")
 
 
@@ -443,15 +442,14 @@ def integer_ratio(parts: Parts, values: torch.Tensor, preset: Preset) -> float:
     if values.numel() % width:
         raise ValueError(f"{values.numel()} weights in blocks of {width}")
     largest = np.float32(2 ** (preset.bits - 1) - 1)
-    worst = kernels.integer_deviation(
+    return kernels.integer_deviation(
         np.int16(data).ravel(),
         _factors(parts["scale"], data.shape),
         _factors(offset, data.shape),
         values.reshape(-1).numpy(),
-        width,
-        largest,
+        width=width,
+        largest=largest,
     )
-    return _as_number(worst)
 
 
 def _factors(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -472,11 +470,6 @@ def _factors(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if all(size == 1 for size in factor.shape[axis + 1 :]):
         return factor.ravel()
     return np.broadcast_to(_spread(factor, shape), shape).ravel()
-
-
-def _as_number(bits: int) -> float:
-    """The float32 number of bits."""
-    return float(np.uint32(bits).view(np.float32))
 
 
 def check_tables(
@@ -632,26 +625,16 @@ def _group_table_deviation(
     """
     from workbench.check import kernels  # numba takes a moment to import
 
-    G = len(tables)
-    distance_ratios = np.zeros(G, np.float32)
-    errors, errors_with_means = np.zeros(G), np.zeros(G)
-    kernels.table_deviation(
-        np.uint8(indices),
-        tables,
-        values.numpy(),
-        distance_ratios,
-        errors,
-        errors_with_means,
-    )
-    error_ratios = safe_ratio(errors, errors_with_means)
+    groups = kernels.table_figures(np.uint8(indices), tables, values.numpy())
+    error_ratios = safe_ratio(groups.errors, groups.errors_with_means)
     # the exact solver takes 35 ms, too long for every group of a model
     group = int(np.argmax(error_ratios))
-    rows = len(values) // G
+    rows = len(values) // len(tables)
     group_values = values[group * rows : (group + 1) * rows].half()
     least_error = least_squared_error(group_values, tables.shape[1])
-    exact_ratio = float(safe_ratio(errors[group], least_error))
+    exact_ratio = float(safe_ratio(groups.errors[group], least_error))
     mean_unit = f"{BEST_TABLE_UNIT} of those weights"
-    largest_distance_ratio = float(np.max(distance_ratios))
+    largest_distance_ratio = float(np.max(groups.distance_ratios))
     figures = [
         Deviation.at(place, largest_distance_ratio, TABLE_LIMIT, NEAREST_UNIT),
         Deviation.at(place, float(error_ratios[group]), GROUP_LIMIT, mean_unit),
