@@ -8,7 +8,11 @@ hook. Core ML exposes only their K/V rows, so their other values are absent.
 
 The choice of an expert is discontinuous: rounding that changes the order of two scores
 changes the layer's whole update. The portable runtime therefore records each choice and
-continues with the golden's."""
+continues with the golden's.
+
+Data: `plan_calls` cuts prompts into calls, a `PromptRun` is one pass of them through the
+layers, and `run_passes` runs several passes shard by shard while a `_Recorder` for each
+fills its `Trace`. `trace_bundle` does all of it for a golden."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -230,28 +234,52 @@ def run_passes(
     """
     recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
     for model in bar(decoder.layer_shards, title, unit="shard"):
-        # the calls of all passes that run the shard, one pass behind the other
-        inputs, counts, hooks, states = [], [], [], []
-        state_of_pass: dict[int, State] = {}
-        for number, (prompt_run, recorder) in enumerate(zip(passes, recorders)):
-            if not prompt_run.runs(model.shard):
-                continue
-            state = prompt_run.make_state(model)
-            state_of_pass[number] = state
-            hooks += recorder.hooks(model.shard)
-            inputs += recorder.fed_inputs(model.shard)
-            counts += [call.counts for call in prompt_run.calls]
-            states += [state] * len(prompt_run.calls)
-        results = iter(decoder.run_calls(model, inputs, counts, states, hooks))
-        for number, state in state_of_pass.items():
-            recorder = recorders[number]
-            outputs = list(islice(results, len(recorder.inputs)))
-            recorder.record_outputs(model.shard, outputs)
-            recorder.record_caches(model.shard, state)
-            recorder.inputs = outputs  # what the next shard reads
+        numbers = [i for i, one in enumerate(passes) if one.runs(model.shard)]
+        states = {i: passes[i].make_state(model) for i in numbers}
+        calls = {
+            i: recorders[i].plan_shard_calls(model.shard, states[i]) for i in numbers
+        }
+        outputs = _run_shard(decoder, model, calls)
+        for i in numbers:
+            recorders[i].record_shard(model.shard, outputs[i], states[i])
             if read_state:
-                read_state(number, model, state)
+                read_state(i, model, states[i])
     return [recorder.finished_traces(head) for recorder in recorders]
+
+
+@dataclass(frozen=True)
+class ShardCall:
+    """One call of a shard in a pass.
+
+    Attributes:
+        counts: see `PlannedCall`.
+        hook: see `_Recorder.hooks`.
+    """
+
+    inputs: Inputs
+    counts: np.ndarray
+    state: State
+    hook: Callable | None
+
+
+def _run_shard(
+    decoder: Decoder, model: Model, calls: dict[int, list[ShardCall]]
+) -> dict[int, list[Inputs]]:
+    """The outputs of the calls of each pass, by its number. The shard runs the calls of
+    all passes together."""
+    flat = [call for of_pass in calls.values() for call in of_pass]
+    results = iter(
+        decoder.run_calls(
+            model,
+            [call.inputs for call in flat],
+            [call.counts for call in flat],
+            [call.state for call in flat],
+            [call.hook for call in flat],
+        )
+    )
+    return {
+        number: list(islice(results, len(of_pass))) for number, of_pass in calls.items()
+    }
 
 
 def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
@@ -275,6 +303,16 @@ def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
     return recorder
 
 
+def _with_tokens(
+    plane: torch.Tensor, call: PlannedCall, values: torch.Tensor
+) -> list[torch.Tensor]:
+    """What a hook returns: a copy of a plane [B, W, ..] whose columns of tokens hold
+    `values` [tokens, W]."""
+    replaced = plane.clone().flatten(2)
+    replaced[call.seq, :, call.column] = values.to(replaced.dtype)
+    return [replaced.reshape(plane.shape)]
+
+
 def _scaled_embeddings(
     decoder: Decoder, prompt_run: PromptRun, inputs: list[Inputs]
 ) -> list[Inputs]:
@@ -295,12 +333,12 @@ class _Recorder:
     """Records the stacked trace of a pass while it runs.
 
     Attributes:
-        inputs: what the next shard reads, one per call."""
+        next_inputs: what the next shard reads in each call, unless it is fed."""
 
     decoder: Decoder
     prompt_run: PromptRun
     trace: Trace
-    inputs: list[Inputs]
+    next_inputs: list[Inputs]
 
     @property
     def scale(self) -> float:
@@ -322,17 +360,31 @@ class _Recorder:
             setattr(record, name, np.zeros(shape, rows.dtype))
         getattr(record, name)[call.seq, call.position] = rows
 
+    def plan_shard_calls(self, shard: Shard, state: State) -> list[ShardCall]:
+        """The calls of a shard, which all read and write `state`."""
+        calls = zip(self.prompt_run.calls, self.fed_inputs(shard), self.hooks(shard))
+        return [
+            ShardCall(inputs, call.counts, state, hook) for call, inputs, hook in calls
+        ]
+
+    def record_shard(self, shard: Shard, outputs: list[Inputs], state: State) -> None:
+        """Records what the calls of a shard have left: its outputs, which the next shard
+        reads, and its caches."""
+        self.record_outputs(shard, outputs)
+        self.record_caches(shard, state)
+        self.next_inputs = outputs
+
     def fed_inputs(self, shard: Shard) -> list[Inputs]:
         """The inputs of a shard in each call. If isolated, those of its first layer are
         the reference's."""
         if not self.prompt_run.isolated:
-            return self.inputs
+            return self.next_inputs
         first = shard.layers[0]
         reference = self.prompt_run.reference.layers
         x = reference[first].x / self.scale
         router = reference[first - 1].router if first else None
         inputs = []
-        for call, outputs in zip(self.prompt_run.calls, self.inputs):
+        for call, outputs in zip(self.prompt_run.calls, self.next_inputs):
             fed = {X: self.plane(call, x)}
             if router is not None:
                 fed[ROUTER_STATE] = self.plane(call, router)
@@ -399,30 +451,41 @@ class _Recorder:
             if self.prompt_run.isolated:
                 x = self.prompt_run.reference.layers[layer + 1].x / self.scale
                 return [torch.from_numpy(self.plane(call, x))]
-        elif op.kind == "reduce_argmax" or name == ROUTER_SCORES:
-            # Dense experts: the only argmax of the program picks the expert. Routed
-            # ones: the host picks it from the scores that the router outputs.
+        elif name == ROUTER_SCORES:
             layer, _ = split_layer(shard.modules[name])
-            return self.choose_expert(layer, call, outputs[0])
+            return self.force_expert_scores(layer, call, outputs[0])
+        elif op.kind == "reduce_argmax":  # the program's only one picks the expert
+            layer, _ = split_layer(shard.modules[name])
+            return self.force_expert_index(layer, call, outputs[0])
         return None
 
-    def choose_expert(
+    def force_expert_index(
+        self, layer: int, call: PlannedCall, index: torch.Tensor
+    ) -> list[torch.Tensor] | None:
+        """Dense experts: records the index [B, 1, ..] that the program picked. If forced,
+        returns the reference's."""
+        self.record(self.trace.layers[layer], "expert", call, index.numpy())
+        if not self.prompt_run.forced:
+            return None
+        return _with_tokens(index, call, self._expected_experts(layer, call))
+
+    def force_expert_scores(
         self, layer: int, call: PlannedCall, scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
-        """Records the expert that an argmax picked, or that the host will pick from
-        scores. If forced, returns values that pick the reference's expert instead."""
-        count = scores.shape[1]
-        picked = scores.argmax(1, keepdim=True) if count > 1 else scores
+        """Routed experts: records the one that the host will pick from the router's scores
+        [B, E, ..]. If forced, returns scores with which it picks the reference's."""
+        picked = scores.argmax(1, keepdim=True)
         self.record(self.trace.layers[layer], "expert", call, picked.numpy())
         if not self.prompt_run.forced:
             return None
+        experts = torch.arange(scores.shape[1])
+        is_expected = self._expected_experts(layer, call) == experts
+        return _with_tokens(scores, call, is_expected)
+
+    def _expected_experts(self, layer: int, call: PlannedCall) -> torch.Tensor:
+        """[tokens, 1]: the reference's experts of a call's tokens."""
         expert = self.prompt_run.reference.layers[layer].expert
-        chosen = torch.from_numpy(expert[call.seq, call.position]).long()
-        if count > 1:
-            chosen = chosen == torch.arange(count)
-        replaced = scores.clone().flatten(2)
-        replaced[call.seq, :, call.column] = chosen.to(replaced.dtype)
-        return [replaced.reshape(scores.shape)]
+        return torch.from_numpy(expert[call.seq, call.position]).long()
 
     def record_outputs(self, shard: Shard, outputs: Sequence[Inputs]) -> None:
         """Records the outputs of each call of a shard."""
