@@ -15,7 +15,7 @@ from miltorch.shim import Proxy
 from workbench import Bundle, Decoder, log, sweep
 from workbench.bundle.names import X
 from workbench.check import compare, gates, golden, transcript, units
-from workbench.check.validate import device_gate, device_reference
+from workbench.check.device import device_gate, device_reference
 from workbench.models.checkpoint import Checkpoint
 from workbench.widgets import Explorer
 

@@ -20,13 +20,12 @@ from workbench.check import gates, golden, states
 from workbench.check import validate as validation
 from workbench.check.compare import compared, furthest
 from workbench.check.cost import cost_table
+from workbench.check.device import device_gate, device_reference
 from workbench.check.run import trace_bundle
 from workbench.check.validate import (
     BUG_GATES,
     Validation,
     bug_gates,
-    device_gate,
-    device_reference,
     measure,
     measure_budget,
     validate,
@@ -377,7 +376,7 @@ def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
     assert device_reference(llama_bundle, saved, single_copy=True) is None
     first = device_reference(llama_bundle, saved)
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "trace_device", None)
+        patch.setattr("workbench.check.device.trace_device", None)
         again = device_reference(llama_bundle, saved, single_copy=True)
     assert again.arrays().keys() == first.arrays().keys()
     layers = saved.trace.layers

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from workbench import Decoder
-from workbench.check import validate
+from workbench.check import device
 from workbench.runtime import COMPUTE_UNITS
 from workbench.runtime.coreml import compiled_path, compute_plan
 
@@ -20,8 +20,8 @@ def test_a_stateful_call_on_each_compute_unit_is_portable_s(
     units, llama_bundle, llama_golden
 ):
     decoder = Decoder(llama_bundle, "coreml", compute_units=units)
-    reference = validate.device_reference(llama_bundle, llama_golden)
-    gate = validate.device_gate(decoder, llama_golden, reference)
+    reference = device.device_reference(llama_bundle, llama_golden)
+    gate = device.device_gate(decoder, llama_golden, reference)
     assert gate.verdict == "GREEN", gate.reason
     assert all(model.last_native_ms > 0 for model in decoder.layer_shards)
 

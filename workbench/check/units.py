@@ -16,8 +16,9 @@ from workbench import process
 from workbench.bundle import Bundle
 from workbench.check import gates
 from workbench.check.compare import kl
+from workbench.check.device import device_reference
 from workbench.check.golden import Golden, check_fits
-from workbench.check.validate import device_reference, validate
+from workbench.check.validate import validate
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import COMPUTE_UNITS, resolve

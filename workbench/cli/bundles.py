@@ -132,7 +132,7 @@ def golden(
     target = workbench.Bundle.open(for_) if for_ else None
     source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss
-    from workbench.check import gates, validate
+    from workbench.check import device, gates, validate
     from workbench.check.golden import VERDICT_HASH
     from workbench.check.transcript import load_prompts
 
@@ -159,8 +159,8 @@ def golden(
     reference.save(out)
     result["bytes"] = out.stat().st_size
     if target:
-        validate.device_reference(target, reference)
-        result["reference"] = str(validate.reference_path(target, reference))
+        device.device_reference(target, reference)
+        result["reference"] = str(device.reference_path(target, reference))
         result |= gates_json(results)  # bug gates alone, so that there is no quality
     result["peak_rss_bytes"] = peak_rss()
     step = explain_command(result, for_, checkpoint) if target else None

@@ -93,7 +93,7 @@ def validate(
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
     source = load_checkpoint(checkpoint, "validate")
     from workbench.ane.memory import peak_rss
-    from workbench.check import validate as checks
+    from workbench.check.device import device_reference
     from workbench.check.tasks import answers_gate, load_tasks
     from workbench.decode.tokenizer import token_labels
 
@@ -119,7 +119,7 @@ def validate(
     try:
         # before the decoder, so that one copy of the bundle is in memory at a time
         if golden and is_device:
-            checks.device_reference(exported, reference, single_copy)
+            device_reference(exported, reference, single_copy)
         # only texts compute logits again and again
         writes_texts = bool(tasks or transcript_options.transcript)
         decoder = execution.decoder(exported, keeps_head=writes_texts)

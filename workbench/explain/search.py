@@ -21,7 +21,7 @@ import numpy as np
 import miltorch
 from workbench.bundle.names import MASKED
 from workbench.check import compare
-from workbench.check.validate import DEVICE_FACTOR, device_unit
+from workbench.check.device import DEVICE_FACTOR, device_unit
 from workbench.explain.cut import Flow, cut
 from workbench.explain.ranges import OperationPlace
 from workbench.explain.running import Arrays, Runner, evaluate_every_value
