@@ -18,7 +18,7 @@ from in_process import invoke
 
 from workbench import Bundle
 from workbench.check import gates
-from workbench.check.validate import BUG_GATES
+from workbench.check.bug_gates import BUG_GATES
 from workbench.files import sha256
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,9 @@ from tiny import ROOT
 
 from workbench.bundle.names import STATES
 from workbench.check import compare
+from workbench.check.bug_gates import BUG_GATES
 from workbench.check.golden import make_golden
 from workbench.check.tasks import prompt_ids
-from workbench.check.validate import BUG_GATES
 from workbench.cli.app import app
 from workbench.decode.tokenizer import encode_text, unknown_share
 from workbench.models import FAMILIES

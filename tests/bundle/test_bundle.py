@@ -11,8 +11,8 @@ from tiny import edit_json
 
 from workbench import Bundle, Decoder, files
 from workbench.bundle import bundle as bundles
+from workbench.check.bug_gates import load_or_run_gates
 from workbench.check.interface import interface_gate
-from workbench.check.validate import load_or_run_gates
 
 
 @pytest.fixture(scope="module")

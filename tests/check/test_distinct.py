@@ -11,10 +11,10 @@ from faults.copies import Copy, find_source
 from faults.programs import scale_constants, scale_scores, set_softmax_axis
 
 from workbench import Bundle, Decoder
+from workbench.check.bug_gates import bug_gates
 from workbench.check.distinct import representatives
 from workbench.check.interface import interface_gate
 from workbench.check.program import program_gate
-from workbench.check.validate import bug_gates
 from workbench.check.weights import weights_gate
 
 FIRST, MIDDLE, LAST = 0, 2, 3  # layers of the llama, one a shard

@@ -17,8 +17,8 @@ from tiny import edit_json
 
 from workbench import Bundle, paths
 from workbench.check import tasks as answers
+from workbench.check.bug_gates import BUG_GATES, bug_gates
 from workbench.check.distinct import representatives
-from workbench.check.validate import BUG_GATES, bug_gates
 from workbench.models.checkpoint import Checkpoint
 
 CLEAN = [case for case in cases.sound_cases() if case.kind == "clean"]

@@ -10,7 +10,8 @@ from in_process import invoke
 
 from workbench import Bundle, Decoder, files
 from workbench.check import gates
-from workbench.check.validate import BUG_GATES, STATE_GATES, load_or_run_gates
+from workbench.check.bug_gates import BUG_GATES, load_or_run_gates
+from workbench.check.states import STATE_GATES
 from workbench.files import sha256
 
 GATES = [

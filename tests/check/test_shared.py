@@ -15,7 +15,7 @@ from tiny import prompt
 
 from workbench import Bundle, Decoder
 from workbench.bundle.manifest import Calibration, FileEntry, Manifest, Selection
-from workbench.check import program, validate, weights
+from workbench.check import bug_gates, program, validate, weights
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference
 from workbench.check.shared import SharedResults, StoredKey, golden_digest
@@ -50,9 +50,9 @@ def pair(exports, tmp_path):
     return make
 
 
-def bug_gates(bundle, checkpoint, shared=None):
+def gates_by_name(bundle, checkpoint, shared=None):
     """The bug gates by name, with their values and reasons."""
-    results = validate.bug_gates(bundle, checkpoint, shared=shared)
+    results = bug_gates.bug_gates(bundle, checkpoint, shared=shared)
     return {gate.name: gate.json() for gate in results}
 
 
@@ -74,12 +74,12 @@ def test_a_manifest_over_the_same_packages_is_judged_as_without_sharing(
     files = [[shard.files for shard in b.manifest.shards] for b in (sound, faulty)]
     assert files[0] == files[1]
     shared = SharedResults()
-    before = bug_gates(sound, checkpoint, shared)
+    before = gates_by_name(sound, checkpoint, shared)
     assert {gate["verdict"] for gate in before.values()} == {"GREEN"}
-    after = bug_gates(faulty, checkpoint, shared)
-    assert after == bug_gates(faulty, checkpoint)
+    after = gates_by_name(faulty, checkpoint, shared)
+    assert after == gates_by_name(faulty, checkpoint)
     assert after[red]["verdict"] == "RED"
-    assert bug_gates(sound, checkpoint, shared) == before
+    assert gates_by_name(sound, checkpoint, shared) == before
 
 
 ZEROS = "0" * 64
@@ -151,21 +151,21 @@ def test_stretches_are_shared_by_the_bundle_and_by_how_the_end_is_compared(
     another one are not taken over."""
     computed = []
 
-    def compute(subject, chained_end):
-        computed.append((subject.stored_key, chained_end))
+    def compute(inputs, chained_end):
+        computed.append((inputs.stored_key, chained_end))
         return computed[-1]
 
-    monkeypatch.setattr(validate, "_compute_stretches", compute)
+    monkeypatch.setattr(bug_gates.GateInputs, "compute_stretches", compute)
     monkeypatch.setattr(program, "program_gate", lambda *arguments: arguments[-1])
     monkeypatch.setattr(program, "can_feed_layers", lambda decoder: decoder.can_feed)
     shared = SharedResults()
     stored = StoredKey("a", ZEROS), StoredKey("b", ZEROS)
     for facts in [*product(stored, (True, False))] * 2:
-        subject = validate.Subject(llama_bundle, tiny_llama, shared=shared)
-        subject.stored_key, chained_end = facts
-        subject.exact = SimpleNamespace(precision="exact", can_feed=not chained_end)
-        subject.representatives = None
-        assert validate.program_gate(subject) == facts
+        inputs = bug_gates.GateInputs(llama_bundle, tiny_llama, shared=shared)
+        inputs.stored_key, chained_end = facts
+        inputs.exact = SimpleNamespace(precision="exact", can_feed=not chained_end)
+        inputs.representatives = None
+        assert bug_gates.run_program_gate(inputs) == facts
     assert len(computed) == len({*computed}) == 4
 
 
@@ -192,7 +192,7 @@ def test_a_budget_is_shared_by_the_bundle_the_golden_and_the_layers_that_are_see
     monkeypatch.setattr(validate, "measure_budget", measure_budget)
     monkeypatch.setattr(validate, "measure_rounding", measure_rounding)
     monkeypatch.setattr(validate, "measure", measure)
-    monkeypatch.setattr(validate, "load_or_run_gates", lambda *_: [])
+    monkeypatch.setattr(validate, "load_or_run_gates", lambda *_, **__: [])
     monkeypatch.setattr(validate, "stored_weights", lambda *_, **__: None)
     monkeypatch.setattr(validate, "check_exported_from", lambda *_: None)
     monkeypatch.setattr(validate, "run_device_gate", lambda *_: None)
@@ -249,7 +249,7 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
         monkeypatch.setattr(module, name, count)
 
     counted(weights, "weights_gate")
-    counted(program, "reference_stretches")
+    counted(bug_gates, "reference_stretches")
     counted(validate, "measure_budget")
     shared = SharedResults()
     decoders = [Decoder(bundle, "portable") for bundle in (sound, sound, faulty)]

@@ -18,18 +18,12 @@ from tiny import as_device, edited_weights, prompt
 from workbench import Decoder
 from workbench.check import gates, golden, states
 from workbench.check import validate as validation
+from workbench.check.bug_gates import BUG_GATES, bug_gates
 from workbench.check.compare import compared, furthest
 from workbench.check.cost import cost_table
 from workbench.check.device import device_gate, device_reference
 from workbench.check.run import trace_bundle
-from workbench.check.validate import (
-    BUG_GATES,
-    Validation,
-    bug_gates,
-    measure,
-    measure_budget,
-    validate,
-)
+from workbench.check.validate import Validation, measure, measure_budget, validate
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 
@@ -108,7 +102,7 @@ def test_a_golden_s_checkpoint_gives_every_verdict_that_is_not_stored(
     source = replace(llama_golden, source=tiny_llama)
     first = validate(decoder, source, (1,))
     assert {g.name for g in first.gates if g.verdict == "not_run"} == {"device"}
-    monkeypatch.setattr(validation, "bug_gates", None)
+    monkeypatch.setattr("workbench.check.bug_gates.bug_gates", None)
     again = validate(decoder, source, (1,))
     assert [g.json() for g in again.gates] == [g.json() for g in first.gates]
 

@@ -9,6 +9,7 @@ import torch
 from workbench import Bundle, Decoder
 from workbench.bundle import bundle as bundles
 from workbench.check import golden, program, validate, weights
+from workbench.check.bug_gates import bug_gates
 from workbench.check.compare import rms
 from workbench.check.hf import HEAD_ROWS, Reference
 from workbench.check.stretches import reference_stretches
@@ -97,7 +98,7 @@ def test_slices_of_the_head_in_another_order_are_red(sliced, source):
     decoder.heads.reverse()
     assert program.program_gate(decoder, source).verdict == "RED"
     del decoder.heads[0]
-    results = validate.bug_gates(sliced, source, decoder=decoder)
+    results = bug_gates(sliced, source, decoder=decoder)
     reasons = {gate.name: gate.reason for gate in results if gate.verdict == "RED"}
     assert "80 logits" in reasons["program"]
 

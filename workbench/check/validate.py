@@ -8,16 +8,17 @@ fp32, with the weights that the bundle stores, the stream rounded to fp16 where 
 and leaves a layer, and the cache rows rounded once. It does not depend on the exported
 program: an error far above the budget is a bug, not compression."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 import pandas as pd
 import torch
 
 from workbench.bundle import Bundle
-from workbench.check import distinct, gates, host, interface, program, states, weights
+from workbench.check import gates
+from workbench.check.bug_gates import load_or_run_gates
 from workbench.check.compare import (
     compared,
     errors,
@@ -42,12 +43,10 @@ from workbench.check.shared import (
     RoundingKey,
     SharedResults,
     StoredKey,
-    StretchesKey,
     find_or_compute,
     golden_digest,
 )
-from workbench.check.states import STATE_GATES, ShardNames, default_ts
-from workbench.check.stretches import Stretches, reference_stretches
+from workbench.check.states import default_ts
 from workbench.check.trace import Trace
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -230,11 +229,11 @@ def validate(
     bugs = load_or_run_gates(
         decoder,
         source,
-        run_on_decoder,
-        golden.verdict_sha256,
-        read_weights,
-        ignore_stored,
-        shared,
+        run_on_decoder=run_on_decoder,
+        ignore_stored=ignore_stored,
+        trusted_hash=golden.verdict_sha256,
+        read_weights=read_weights,
+        shared=shared,
     )
     budget = rounding_kl = None
     if source is not None:
@@ -257,240 +256,6 @@ def validate(
     cost = measure(decoder, golden, Ts, budget, rounding_kl)
     device = run_device_gate(decoder, golden, single_copy)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)
-
-
-@dataclass
-class Subject:
-    """A bundle whose bug gates run, and the decoders that they share.
-
-    Attributes:
-        decoder: runs the gates that it can; None: decoders are opened.
-        read_weights: gives the values of the bundle's files, in their stored dtype.
-        shared: results of other bundles that count for this one.
-        results: of the gates that have run so far.
-    """
-
-    bundle: Bundle
-    checkpoint: Checkpoint
-    decoder: Decoder | None = None
-    read_weights: Callable[[], StoredWeights] | None = None
-    shared: SharedResults = field(default_factory=SharedResults)
-    results: list[Gate] = field(default_factory=list)
-
-    @cached_property
-    def stored_key(self) -> StoredKey:
-        return StoredKey.of(self.bundle, self.checkpoint)
-
-    @cached_property
-    def representatives(self) -> ShardNames:
-        return shards_to_test(self.bundle, self.checkpoint, self.results)
-
-    @cached_property
-    def exact(self) -> Decoder:
-        """The decoder whose program is compared."""
-        return program.exact_decoder(self.bundle, self.decoder)
-
-    @cached_property
-    def host_decoder(self) -> Decoder:
-        """The decoder whose host and states are checked. The states of a device have
-        gates of their own (see `load_or_run_gates`)."""
-        if self.decoder and not self.decoder.is_device:
-            return self.decoder
-        return self.exact
-
-
-def shards_to_test(
-    bundle: Bundle, checkpoint: Checkpoint, results: Sequence[Gate]
-) -> ShardNames:
-    """Names of one shard per distinct program; None, for every shard, if gate `weights`
-    is not GREEN among the results, since only the weights that it compares may differ
-    between shards of one program."""
-    verdicts = {gate.name: gate.verdict for gate in results}
-    if verdicts.get("weights") != gates.GREEN:
-        return None
-    return distinct.representatives(bundle, checkpoint)
-
-
-def interface_gate(subject: Subject) -> Gate:
-    """Runs gate `interface` on a subject, as the functions below run the others."""
-    return interface.interface_gate(subject.bundle, subject.checkpoint)
-
-
-def weights_gate(subject: Subject) -> Gate:
-    return find_or_compute(
-        subject.shared.weights_gates,
-        subject.stored_key,
-        lambda: weights.weights_gate(subject.bundle, subject.checkpoint),
-    )
-
-
-def host_gate(subject: Subject) -> Gate:
-    return host.host_gate(subject.host_decoder, subject.checkpoint)
-
-
-def program_gate(subject: Subject) -> Gate:
-    if subject.exact.precision != "exact":
-        target = subject.bundle.manifest.options.target
-        reason = f"needs fp32 arithmetic, which target {target} lacks"
-        return gates.not_run("program", reason, applies=False)
-    chained_end = not program.can_feed_layers(subject.exact)
-    stretches = find_or_compute(
-        subject.shared.stretches,
-        StretchesKey(subject.stored_key, chained_end),
-        partial(_compute_stretches, subject, chained_end),
-    )
-    return program.program_gate(
-        subject.exact, subject.checkpoint, subject.representatives, stretches
-    )
-
-
-def _compute_stretches(subject: Subject, chained_end: bool) -> Stretches:
-    if subject.read_weights:
-        values = subject.read_weights()
-    else:
-        values = stored_weights(
-            subject.checkpoint, subject.bundle, keep_dtype=True, head=False
-        )
-    reference = Reference(subject.checkpoint, values)
-    return reference_stretches(subject.bundle.manifest, reference, chained_end)
-
-
-def state_gate(name: str, subject: Subject) -> Gate:
-    """One of `STATE_GATES`."""
-    return STATE_GATES[name](subject.host_decoder.plain, subject.representatives)
-
-
-# The gates that need no tuning, in the order in which they run.
-BUG_GATES: dict[str, Callable[[Subject], Gate]] = {
-    "interface": interface_gate,
-    "weights": weights_gate,
-    "host": host_gate,
-    "program": program_gate,
-} | {name: partial(state_gate, name) for name in STATE_GATES}
-
-
-def bug_gates(
-    bundle: Bundle,
-    checkpoint: Checkpoint,
-    *,
-    decoder: Decoder | None = None,
-    read_weights: Callable[[], StoredWeights] | None = None,
-    shared: SharedResults | None = None,
-) -> list[Gate]:
-    """Runs `BUG_GATES`, which are the same for every compression.
-
-    If gate `interface` is RED and no decoder can open or run the bundle, the gates that
-    need a decoder are not_run. A program that stops with an error is RED.
-
-    Args:
-        decoder: its host and states are checked, and its program if its arithmetic is
-            `exact`. Instead of a device or of other arithmetic, a decoder of the bundle's
-            interpreter is opened (see `exact_decoder`).
-        read_weights, shared: see `Subject`.
-
-    Raises:
-        InputError: a file whose SHA-256 is not the manifest's.
-    """
-    check_exported_from(checkpoint, bundle)
-    bundle.verify()  # before `shared` is asked for results of these files
-    subject = Subject(bundle, checkpoint, decoder, read_weights)
-    if shared is not None:
-        subject.shared = shared
-    results = subject.results
-    for name, gate in BUG_GATES.items():
-        stage(f"validate: {name}")
-        try:
-            results.append(gate(subject))
-        except InputError as problem:
-            runs_programs = name in ("program", *STATE_GATES)
-            if not results or results[0].verdict != gates.RED:
-                if not runs_programs:
-                    raise  # the checkpoint or the bundle cannot be read
-                reason = (
-                    f"the program does not run: {problem.subject}: {problem.actual}"
-                )
-                results.append(gates.holds(name, False, reason))
-            return results + unopened_gates(problem, [*BUG_GATES][len(results) :])
-    return results
-
-
-def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
-    """Gates `names` as not_run, for a bundle that no decoder runs because of
-    `problem`."""
-    reason = f"the bundle cannot be run: {problem.subject}: {problem.actual}"
-    return [gates.not_run(name, reason) for name in names]
-
-
-def load_or_run_gates(
-    decoder: Decoder,
-    source: Checkpoint | None = None,
-    run_on_decoder: bool = False,
-    trusted_hash: str | None = None,
-    read_weights: Callable[[], StoredWeights] | None = None,
-    ignore_stored: bool = False,
-    shared: SharedResults | None = None,
-) -> list[Gate]:
-    """The bug gates of verdict.json, if it counts. If it does not, or if `run_on_decoder`,
-    they are run with the checkpoint `source` and stored. Without a checkpoint only the
-    gates run that need nothing but the bundle. Gates on the states of a device run on the
-    device.
-
-    Args:
-        trusted_hash: of the verdict.json that the user's golden names.
-        read_weights, shared: see `Subject`.
-        run_on_decoder, ignore_stored: see `validate`.
-
-    Raises:
-        InputError: see `bug_gates` and `save_verdict`.
-    """
-    bundle = decoder.bundle
-    stored = None if ignore_stored else gates.stored_verdict(bundle, trusted_hash)
-    counts = stored is not None and stored.counts
-    if source and (run_on_decoder or not counts):
-        # a verdict that is stored for the files must not come from a decoder that may
-        # have been changed in memory
-        used = decoder if run_on_decoder else None
-        results = bug_gates(
-            bundle, source, decoder=used, read_weights=read_weights, shared=shared
-        )
-        gates.save_verdict(bundle, results)
-    else:
-        bundle.verify()
-        results = (
-            stored.gates if counts else _unknown_gates(bundle, stored, ignore_stored)
-        )
-    run_here = []
-    is_unknown = not counts and not source
-    if is_unknown:
-        run_here.append(interface.interface_gate(bundle))
-    if is_unknown or decoder.is_device:
-        run_here += states.state_gates(decoder)
-    by_name = {gate.name: gate for gate in run_here}
-    return [g if g.verdict == gates.RED else by_name.get(g.name, g) for g in results]
-
-
-def _unknown_gates(
-    bundle: Bundle, stored: gates.StoredVerdict | None, ignore_stored: bool
-) -> list[Gate]:
-    """The bug gates as not_run, with the bundle's own claim about each and the command
-    that runs it."""
-    if not stored:
-        exists = (bundle.root / gates.VERDICT).is_file()
-        state = "is of another bundle or by other gates" if exists else "is missing"
-        if ignore_stored:
-            state = "does not count with --fresh"
-        reason = f"needs --checkpoint: the bundle's {gates.VERDICT} {state}"
-        return [gates.not_run(name, reason) for name in BUG_GATES]
-    command = f"workbench validate {bundle.root.name} --checkpoint CHECKPOINT"
-    stated = {gate.name: gate.verdict for gate in stored.gates}
-    return [
-        gates.not_run(
-            name,
-            f"stated by the bundle, not checked here: {stated.get(name, 'nothing')}; "
-            f"run: {command}",
-        )
-        for name in BUG_GATES
-    ]
 
 
 def measure_budget(

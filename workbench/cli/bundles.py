@@ -132,7 +132,8 @@ def golden(
     target = workbench.Bundle.open(for_) if for_ else None
     source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss
-    from workbench.check import device, gates, validate
+    from workbench.check import device, gates
+    from workbench.check.bug_gates import bug_gates
     from workbench.check.golden import VERDICT_HASH
     from workbench.check.transcript import load_prompts
 
@@ -141,7 +142,7 @@ def golden(
     paths.prepare_output("--out", out)
     if target:
         # before the golden, since another checkpoint than the bundle's is refused here
-        results = validate.bug_gates(target, source)
+        results = bug_gates(target, source)
     stage("golden: Hugging Face's values")
     reference = workbench.golden.make_golden(source, ids)
     result = {"golden": str(out), "tokens": len(ids), "layers": reference.layer_count}

@@ -382,9 +382,9 @@ def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
 def _stored_result(decoder, fresh: bool) -> dict:
     """The result without a reference: the stored verdict, or the gates that need the
     bundle alone."""
-    from workbench.check import validate as checks
+    from workbench.check.bug_gates import load_or_run_gates
 
-    return validation_json(checks.load_or_run_gates(decoder, ignore_stored=fresh))
+    return validation_json(load_or_run_gates(decoder, ignore_stored=fresh))
 
 
 def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:
@@ -394,16 +394,16 @@ def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:
     Raises:
         InputError: `problem`, where gate `interface` finds nothing wrong.
     """
-    from workbench.check import validate as checks
+    from workbench.check.bug_gates import BUG_GATES, bug_gates, unopened_gates
     from workbench.check.interface import interface_gate
 
     interface = interface_gate(bundle)
     if interface.verdict != gates.RED:
         raise problem
     if checkpoint:
-        results = checks.bug_gates(bundle, checkpoint)
+        results = bug_gates(bundle, checkpoint)
     else:
-        results = [interface]
-        results += checks.unopened_gates(problem, list(checks.BUG_GATES)[1:])
+        others = [name for name in BUG_GATES if name != interface.name]
+        results = [interface, *unopened_gates(problem, others)]
     not_measured = "worst", "min_cosine", "mean_cosine", "logits", "cost"
     return validation_json(results) | dict.fromkeys(not_measured) | {"rows": 0}
