@@ -21,7 +21,8 @@ from workbench.check import calibrated, row_statistics
 from workbench.check.deviation import Deviation
 from workbench.check.gates import RED
 from workbench.check.row_statistics import InputWeights, Moment, matrix_deviations
-from workbench.check.weights import fitted_rows, weights_gate
+from workbench.check.stored_values import fitted_rows
+from workbench.check.weights import weights_gate
 from workbench.exporter import calibrate
 from workbench.exporter.compress import InputStatistics, compress_matrix
 from workbench.models.checkpoint import Checkpoint

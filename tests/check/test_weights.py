@@ -9,14 +9,13 @@ from workbench import Bundle
 from workbench.bundle import PRESETS
 from workbench.bundle.presets import find_preset
 from workbench.check import compare
-from workbench.check.weights import (
-    _is_constant,
+from workbench.check.stored_values import (
     fp16_deviation,
     integer_ratio,
     table_deviation,
     table_ratios,
-    weights_gate,
 )
+from workbench.check.weights import _is_constant, weights_gate
 
 
 def unplaced(copy):

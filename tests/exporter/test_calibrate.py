@@ -10,8 +10,9 @@ from refusal import refused
 from workbench import exporter
 from workbench.bundle import find_preset
 from workbench.check.golden import stored_weights
+from workbench.check.stored_values import open_parts
 from workbench.check.text import check_held_out
-from workbench.check.weights import open_parts, weights_gate
+from workbench.check.weights import weights_gate
 from workbench.cli.common import CalibrationText
 from workbench.exporter import calibrate, compress
 from workbench.exporter.calibrate import InputSum, draw_windows, summed_inputs

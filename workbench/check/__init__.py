@@ -20,9 +20,9 @@ Gates on the export, which need no tuning:
     gates           `Gate`, the two verdicts, and the file verdict.json
     bug_gates       which gates there are, and when a stored verdict stands for them
     interface       manifest, descriptions, programs and checkpoint agree
-    weights         stored weights are the checkpoint's; with `kernels` (compiled
-                    comparisons), `deviation` (one figure and its limit), `head_rows`
-                    (lost rows of the head)
+    weights         stored weights are the checkpoint's; with `stored_values` (one weight
+                    and its tolerance), `kernels` (compiled comparisons), `deviation` (a
+                    figure and its limit), `head_rows` (lost rows of the head)
     calibrated      the same for values that were fitted to a text: their inputs;
     row_statistics  the figures of their rows
     host            rope tables and masks
