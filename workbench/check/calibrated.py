@@ -290,8 +290,8 @@ def judge_matrices(
         if f"{checkpoint.prefix}{name}.weight" in tensors
     ]
     total = len(base.layers) + len(outer) + 1
-    with bar(total=total, desc="weights: inputs", unit="layer") as shown:
-        judgement = Judgement(checkpoint, tensors, read_rows, results, shown)
+    with bar(total=total, desc="weights: inputs", unit="layer") as progress:
+        judgement = Judgement(checkpoint, tensors, read_rows, results, progress)
         for name in outer:
             tensor = f"{checkpoint.prefix}{name}.weight"
             setattr(base, name, JudgedLinear(tensor, judgement))
@@ -311,5 +311,5 @@ def judge_matrices(
             results[checkpoint.head] = []
             for part in read_rows(checkpoint.head):
                 results[checkpoint.head] += matrix_deviations([part], inputs)
-        shown.update()
+        progress.update()
     return results

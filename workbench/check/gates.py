@@ -36,6 +36,23 @@ MAX_KL_GATE = "max_kl"  # the check of quality in every validation
 VERDICT = "verdict.json"
 NOTES = "verdicts"  # the folder of this checkout's notes on verdict.json files
 SOURCE = Path(__file__).parent  # the folder of the gates' source
+# The gates without which an export is not GREEN.
+REQUIRED = (
+    "interface",
+    "weights",
+    "host",
+    "program",
+    "state_life",
+    "write_address",
+    "stale_rows",
+    "undo",
+)
+# relative RMS of an isolated update in exact arithmetic, on the same weights
+REAUTHORING = 1e-5
+# defaults of the limits that are the user's
+MAX_KL = 0.05  # nats, mean of a prompt
+MIN_AGREED = 0.95  # share of the tokens of Hugging Face's text
+MIN_STOPS = 0.75  # share of the ends of Hugging Face's text
 
 
 @dataclass(frozen=True)
@@ -129,19 +146,6 @@ def not_run(name: str, reason: str, applies: bool = True) -> Gate:
     return Gate(name, NOT_RUN, None, None, reason, applies)
 
 
-# The gates without which an export is not GREEN.
-REQUIRED = (
-    "interface",
-    "weights",
-    "host",
-    "program",
-    "state_life",
-    "write_address",
-    "stale_rows",
-    "undo",
-)
-
-
 def missing(gates: Iterable[Gate]) -> list[str]:
     """The required gates that did not run although the bundle can have them."""
     return [
@@ -196,14 +200,6 @@ def describe_verdict(word: str, export: str) -> str:
 def faults(gates: Iterable[Gate]) -> list[Gate]:
     """The gates that show a fault of the export."""
     return [gate for gate in gates if gate.verdict == RED]
-
-
-# relative RMS of an isolated update in exact arithmetic, on the same weights
-REAUTHORING = 1e-5
-# defaults of the limits that are the user's
-MAX_KL = 0.05  # nats, mean of a prompt
-MIN_AGREED = 0.95  # share of the tokens of Hugging Face's text
-MIN_STOPS = 0.75  # share of the ends of Hugging Face's text
 
 
 @cache

@@ -147,7 +147,7 @@ def _shape_facts(manifest: Manifest) -> FactPair:
             actual |= {name: state.shape, f"ring of {name}": state.ring}
         for name in expected.keys() | actual.keys():
             on_both_sides = name in expected and name in actual
-            if not on_both_sides and not (shard in blocks and _is_cached(name)):
+            if not on_both_sides and not (shard in blocks and _is_of_cache(name)):
                 continue
             fact = f"{shard.name} {name}"
             if name in expected:
@@ -157,7 +157,7 @@ def _shape_facts(manifest: Manifest) -> FactPair:
     return FactPair(required, listed)
 
 
-def _is_cached(name: str) -> bool:
+def _is_of_cache(name: str) -> bool:
     """Whether a shape belongs to a cache, or to an input that selects the rows that a
     call writes."""
     return is_cache(name) or name == POS or name.startswith(KV_WRITE_MASK)
@@ -177,7 +177,7 @@ def _shapes(manifest: Manifest, shard: Shard) -> Facts:
         layer = manifest.layers[i]
         masked = layer.attends and options.kv_write == "mask"
         for name, shape in options.layer_inputs(layer, halves[layer.rope]).items():
-            if masked or not _is_cached(name):
+            if masked or not _is_of_cache(name):
                 shapes[name] = shape
         if layer.attends:
             shapes |= {} if masked else {POS: [1]}

@@ -170,10 +170,9 @@ def program_errors(
         tables[number] += state_errors(plans[number], passes[number], model, state)
 
     traces = run_passes(decoder, passes, "program", compare_states, head=False)
+    calls = []
     for plan, sequences, table in zip(plans, traces, tables):
         table += trace_errors(plan, sequences)
-    calls = []
-    for plan, sequences in zip(plans, traces):
         calls += plan_head_calls(decoder, plan, sequences)
     tables.append(head_errors(decoder, checkpoint, calls))
     return pd.concat([part for table in tables for part in table], ignore_index=True)
