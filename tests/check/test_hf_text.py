@@ -13,7 +13,7 @@ from tiny import checkpoint_that_knows
 
 import miltorch
 from workbench import Decoder
-from workbench.check import end_tokens, gates, transcript
+from workbench.check import end_tokens, gates, greedy, transcript
 from workbench.check.greedy import ComparedText, RankedText
 from workbench.check.hf import Reference, round_stream
 from workbench.check.transcript import Transcript
@@ -74,8 +74,8 @@ def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama)
     encoded = [
         (text, transcript.encode(tiny_llama.tokenizer, text)) for text in PROMPTS
     ]
-    together = transcript.write_texts(tiny_llama, encoded, 12, batched=True)
-    alone = transcript.write_texts(tiny_llama, encoded, 12, batched=False)
+    together = greedy.write_texts(tiny_llama, encoded, 12, batched=True)
+    alone = greedy.write_texts(tiny_llama, encoded, 12, batched=False)
     assert [text.tokens for text in together] == [text.tokens for text in alone]
     reference = Reference(tiny_llama)
     for text in alone:

@@ -17,7 +17,7 @@ from in_process import cli
 from tiny import DATA, edited_weights
 
 from workbench import Decoder, Experiment, export, log
-from workbench.check import text, transcript
+from workbench.check import greedy, text, transcript
 from workbench.check.gates import Gate
 from workbench.decode.inputs import HostInputs
 from workbench.models.checkpoint import Checkpoint
@@ -342,7 +342,7 @@ def test_a_tie_at_the_first_token_counts_as_agreed(judge, make_bundle, tmp_path)
     fp16 holds."""
     source = copy_checkpoint(tmp_path / "model")
     encoded = transcript.encode_prompts(Checkpoint(source), PROMPTS[:1])
-    (written,) = transcript.write_texts(Checkpoint(source), [*encoded.items()], 1, True)
+    (written,) = greedy.write_texts(Checkpoint(source), [*encoded.items()], 1, True)
     (first,) = written.tokens
     with edited_weights(source) as tensors:
         rows = tensors["model.embed_tokens.weight"]

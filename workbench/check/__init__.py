@@ -42,8 +42,8 @@ What compression costs, and everything at once:
 
 Other comparisons, each asked for by name:
 
-    transcript      Hugging Face's own greedy text, and where it ends; with `greedy` (the
-                    records of such texts) and `end_tokens` (which tokens end one)
+    transcript      a bundle along Hugging Face's own greedy text, and where it ends; with
+                    `greedy` (writes such texts) and `end_tokens` (which tokens end one)
     tasks           prompts with known answers
     evaluate        perplexity over a text
     reuse           sequences that a stored cache restores

@@ -1,14 +1,21 @@
-"""Records of Hugging Face's own greedy texts, and how the file of a golden stores them.
+"""Hugging Face's own greedy texts: their records, how they are written, and how the file
+of a golden stores them.
 
-A text is written (`GreedyText`), its two best tokens are ranked at every position
-(`RankedText`), and a bundle is compared with it (`ComparedText`). Each record has all
-fields of the one before."""
+A text is written (`write_texts`: `GreedyText`), its two best tokens are ranked at every
+position (`rank_tokens`: `RankedText`), and a bundle is compared with it (`transcript`:
+`ComparedText`). Each record has all fields of the one before."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from workbench.check.hf import Reference, round_stream, whole_model
+from workbench.decode.sampling import suppress
+from workbench.models.checkpoint import Checkpoint
+from workbench.progress import bar
 
 METADATA = "workbench-transcript"  # the texts' JSON in a golden's metadata
 ARRAYS = tuple(
@@ -148,3 +155,119 @@ class GreedyTexts:
         if not (fits and are_integers and are_finite):
             raise ValueError("other sizes than its texts have")
         return cls(texts, sigma)
+
+
+def write_texts(
+    checkpoint: Checkpoint,
+    encoded: Sequence[tuple[str, list[int]]],
+    new_tokens: int,
+    batched: bool,
+) -> list[GreedyText]:
+    """Hugging Face's greedy texts after prompts (text, ids).
+
+    Args:
+        batched: all prompts at once, padded on the left, where padding changes nothing
+            but the order of sums; otherwise one after another, as recurrent layers
+            need it.
+    """
+    model = whole_model(checkpoint)
+    ends = set(checkpoint.eos)
+    size = len(encoded) if batched else 1
+    texts = []
+    with bar(total=len(encoded), desc="text", unit="prompt") as progress:
+        for start in range(0, len(encoded), size):
+            group = encoded[start : start + size]
+            suppressed = checkpoint.suppressed
+            rows = _generate(model, group, ends, suppressed, new_tokens)
+            for (prompt, ids), row in zip(group, rows):
+                end = next((i for i, token in enumerate(row) if token in ends), None)
+                tokens = row if end is None else row[: end + 1]
+                texts.append(GreedyText(prompt, ids, tokens, end is not None))
+            progress.update(len(group))
+    return texts
+
+
+def _generate(
+    model,
+    group: Sequence[tuple[str, list[int]]],
+    ends: set[int],
+    suppressed: list[int],
+    new_tokens: int,
+) -> list[list[int]]:
+    """The greedy tokens after each prompt, all of one count."""
+    longest = max(len(ids) for _, ids in group)
+    padding = [longest - len(ids) for _, ids in group]
+    ids = torch.tensor([[0] * n + ids for n, (_, ids) in zip(padding, group)])
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=sorted(ends) or None,
+            suppress_tokens=suppressed or None,
+            pad_token_id=0,
+        )
+    return output[:, longest:].tolist()
+
+
+def rank_tokens(
+    reference: Reference, texts: Sequence[GreedyText], stream_scale: float
+) -> GreedyTexts:
+    """The texts with their two best tokens at each position, and σ.
+
+    Args:
+        reference: Hugging Face's model on the checkpoint's own weights.
+        stream_scale: a bundle stores the stream divided by this number.
+    """
+    padded = np.array(padded_inputs(texts))
+    expected = reference.last_hidden(padded, use_cache=False)
+    rounded = reference.perturbed_hidden(padded, round_stream(stream_scale))
+    ranked, changes = [], []
+    for number, text in enumerate(texts):
+        at = text.predicting_positions
+        hidden = expected[number, at].clone()
+        logits = reference.logits(hidden).numpy()  # [n, V]
+        logits = suppress(logits, reference.checkpoint.suppressed)
+        rounded_logits = reference.logits(rounded[number, at]).numpy()
+        top_two = np.argpartition(logits, -2)[:, -2:]  # in any order
+        top_logits = np.take_along_axis(logits, top_two, 1)
+        order = np.argsort(-top_logits, axis=1, kind="stable")
+        best_tokens = np.take_along_axis(top_two, order, 1)
+        best_logits = np.take_along_axis(top_logits, order, 1)
+        ranked.append(
+            RankedText(
+                **vars(text),
+                best_tokens=best_tokens,
+                best_logits=best_logits,
+                hidden=hidden,
+            )
+        )
+        changes.append(
+            logit_differences(rounded_logits, best_tokens)
+            - logit_differences(logits, best_tokens)
+        )
+    return GreedyTexts(ranked, rms_of_all(np.concatenate(changes)))
+
+
+def padded_inputs(texts: Sequence[GreedyText]) -> list[list[int]]:
+    """What a model reads of each text, in one length: behind a text stand tokens that
+    no causal model reads before them."""
+    length = max(len(text.input_ids) for text in texts)
+    return [
+        text.input_ids + [text.input_ids[-1]] * (length - len(text.input_ids))
+        for text in texts
+    ]
+
+
+def logit_differences(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """[n]: the logit of the second of two tokens [n, 2] less that of the first."""
+    first, second = np.take_along_axis(logits, best, 1).T
+    return np.float64(second) - np.float64(first)
+
+
+def rms_of_all(values: np.ndarray) -> float:
+    """The root mean square of all elements, in logits."""
+    return float(np.sqrt(np.mean(np.square(values))))

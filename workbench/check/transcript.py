@@ -51,8 +51,17 @@ from workbench.check.end_tokens import (
 from workbench.check.evaluate import fill_batch, last_outputs, open_reference
 from workbench.check.gates import Gate
 from workbench.check.golden import stored_weights
-from workbench.check.greedy import ComparedText, GreedyText, GreedyTexts, RankedText
-from workbench.check.hf import Reference, round_stream, whole_model
+from workbench.check.greedy import (
+    ComparedText,
+    GreedyTexts,
+    RankedText,
+    logit_differences,
+    padded_inputs,
+    rank_tokens,
+    rms_of_all,
+    write_texts,
+)
+from workbench.check.hf import Reference
 from workbench.check.program import exact_decoder
 from workbench.check.text import first_known_texts, held_out_tasks
 from workbench.decode import Decoder
@@ -449,100 +458,6 @@ def _check_any_fits(fitting: Sequence, new_tokens: int, S: int) -> None:
         raise InputError("prompts", "none that fits", needed, step)
 
 
-def write_texts(
-    checkpoint: Checkpoint,
-    encoded: Sequence[tuple[str, list[int]]],
-    new_tokens: int,
-    batched: bool,
-) -> list[GreedyText]:
-    """Hugging Face's greedy texts after prompts (text, ids).
-
-    Args:
-        batched: all prompts at once, padded on the left, where padding changes nothing
-            but the order of sums; otherwise one after another, as recurrent layers
-            need it.
-    """
-    model = whole_model(checkpoint)
-    ends = set(checkpoint.eos)
-    size = len(encoded) if batched else 1
-    texts = []
-    with bar(total=len(encoded), desc="text", unit="prompt") as progress:
-        for start in range(0, len(encoded), size):
-            group = encoded[start : start + size]
-            suppressed = checkpoint.suppressed
-            rows = _generate(model, group, ends, suppressed, new_tokens)
-            for (prompt, ids), row in zip(group, rows):
-                end = next((i for i, token in enumerate(row) if token in ends), None)
-                tokens = row if end is None else row[: end + 1]
-                texts.append(GreedyText(prompt, ids, tokens, end is not None))
-            progress.update(len(group))
-    return texts
-
-
-def _generate(
-    model,
-    group: Sequence[tuple[str, list[int]]],
-    ends: set[int],
-    suppressed: list[int],
-    new_tokens: int,
-) -> list[list[int]]:
-    """The greedy tokens after each prompt, all of one count."""
-    longest = max(len(ids) for _, ids in group)
-    padding = [longest - len(ids) for _, ids in group]
-    ids = torch.tensor([[0] * n + ids for n, (_, ids) in zip(padding, group)])
-    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
-    with torch.inference_mode():
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=sorted(ends) or None,
-            suppress_tokens=suppressed or None,
-            pad_token_id=0,
-        )
-    return output[:, longest:].tolist()
-
-
-def rank_tokens(
-    reference: Reference, texts: Sequence[GreedyText], stream_scale: float
-) -> GreedyTexts:
-    """The texts with their two best tokens at each position, and σ.
-
-    Args:
-        reference: Hugging Face's model on the checkpoint's own weights.
-        stream_scale: a bundle stores the stream divided by this number.
-    """
-    padded = np.array(padded_inputs(texts))
-    expected = reference.last_hidden(padded, use_cache=False)
-    rounded = reference.perturbed_hidden(padded, round_stream(stream_scale))
-    ranked, changes = [], []
-    for number, text in enumerate(texts):
-        at = text.predicting_positions
-        hidden = expected[number, at].clone()
-        logits = reference.logits(hidden).numpy()  # [n, V]
-        logits = suppress(logits, reference.checkpoint.suppressed)
-        rounded_logits = reference.logits(rounded[number, at]).numpy()
-        top_two = np.argpartition(logits, -2)[:, -2:]  # in any order
-        top_logits = np.take_along_axis(logits, top_two, 1)
-        order = np.argsort(-top_logits, axis=1, kind="stable")
-        best_tokens = np.take_along_axis(top_two, order, 1)
-        best_logits = np.take_along_axis(top_logits, order, 1)
-        ranked.append(
-            RankedText(
-                **vars(text),
-                best_tokens=best_tokens,
-                best_logits=best_logits,
-                hidden=hidden,
-            )
-        )
-        changes.append(
-            _difference(rounded_logits, best_tokens) - _difference(logits, best_tokens)
-        )
-    return GreedyTexts(ranked, _rms(np.concatenate(changes)))
-
-
 def gaps(
     text: RankedText, tokens: np.ndarray, reference: Reference | None = None
 ) -> np.ndarray:
@@ -679,21 +594,23 @@ class _ErrorSums:
     def add(self, text: RankedText, logits: _TextLogits) -> None:
         """Adds the errors along one text."""
         stored, best = logits.stored, text.best_tokens
-        stored_difference = _difference(stored, best)
-        self.errors.append(_difference(logits.exact, best) - stored_difference)
+        stored_difference = logit_differences(stored, best)
+        self.errors.append(logit_differences(logits.exact, best) - stored_difference)
         fp16_logits = stored.astype(np.float16)
-        self.roundings.append(_difference(fp16_logits, best) - stored_difference)
+        self.roundings.append(logit_differences(fp16_logits, best) - stored_difference)
         self.squares += np.square(logits.exact - stored, dtype=np.float64).sum(0)
         self.count += len(text.tokens)
 
     @property
     def rounding(self) -> float:
         """√(σ² + r²) of the module's text, in logits."""
-        return max(np.hypot(self.sigma, _rms(np.concatenate(self.roundings))), 1e-30)
+        return max(
+            np.hypot(self.sigma, rms_of_all(np.concatenate(self.roundings))), 1e-30
+        )
 
     def error_ratio(self) -> float:
         """See the module's text."""
-        return _rms(np.concatenate(self.errors)) / self.rounding
+        return rms_of_all(np.concatenate(self.errors)) / self.rounding
 
     def token_errors(self) -> np.ndarray:
         """[V]: the RMS error of the logits of each token, in logits."""
@@ -709,16 +626,6 @@ def _why_not_judged(decoder: Decoder, exact: Decoder) -> str | None:
         target = decoder.options.target
         return f"needs fp32 arithmetic, which target {target} lacks"
     return None
-
-
-def padded_inputs(texts: Sequence[GreedyText]) -> list[list[int]]:
-    """What a model reads of each text, in one length: behind a text stand tokens that
-    no causal model reads before them."""
-    length = max(len(text.input_ids) for text in texts)
-    return [
-        text.input_ids + [text.input_ids[-1]] * (length - len(text.input_ids))
-        for text in texts
-    ]
 
 
 def _bundle_outputs(
@@ -745,17 +652,6 @@ def _logits_at(decoder: Decoder, output: np.ndarray, positions: slice) -> np.nda
     head reads it in every sequence of the bundle's batch."""
     batch = np.tile(output[:, positions], (decoder.options.batch, 1, 1))
     return decoder.logits(batch)[0]
-
-
-def _difference(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """[n]: the logit of the second of two tokens [n, 2] less that of the first."""
-    first, second = np.take_along_axis(logits, best, 1).T
-    return np.float64(second) - np.float64(first)
-
-
-def _rms(values: np.ndarray) -> float:
-    """The root mean square of all elements, in logits."""
-    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def _bundle_text(decoder: Decoder, text: ComparedText, place: int) -> list[int]:

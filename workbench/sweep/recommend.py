@@ -19,14 +19,10 @@ from workbench.check import gates
 from workbench.check.compare import kl
 from workbench.check.evaluate import open_reference
 from workbench.check.gates import Gate
+from workbench.check.greedy import padded_inputs
 from workbench.check.hf import Reference
 from workbench.check.text import check_held_out, default_ids
-from workbench.check.transcript import (
-    TIE,
-    Transcript,
-    padded_inputs,
-    resampled_interval,
-)
+from workbench.check.transcript import TIE, Transcript, resampled_interval
 from workbench.decode.sampling import suppress
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
