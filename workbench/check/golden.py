@@ -244,7 +244,8 @@ def check_fits(golden: Golden, bundle: Bundle) -> None:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Reads checkpoint tensors as a bundle stores them, decompressed.
+    """Reads checkpoint tensors as a bundle stores them, decompressed. It is a `TokenTable`
+    and a `SlicedHead` of `hf`.
 
     Attributes:
         slices: the stored values of each tensor, in the order of their rows. The head's
