@@ -28,10 +28,10 @@ from faults.weights import FITTED  # noqa: E402
 from workbench import Bundle, Decoder, InputError  # noqa: E402
 from workbench.check import distinct, host, interface, program, states, weights  # noqa: E402
 from workbench.check.device import DeviceReference, device_gate, device_reference  # noqa: E402
+from workbench.check.fidelity import measure, measure_budget  # noqa: E402
 from workbench.check.gates import GREEN, RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
 from workbench.check.trace import Trace  # noqa: E402
-from workbench.check.validate import measure, measure_budget  # noqa: E402
 from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from tiny import prompt
 
 from workbench import Bundle, Decoder
 from workbench.bundle.manifest import Calibration, FileEntry, Manifest, Selection
-from workbench.check import bug_gates, program, validate, weights
+from workbench.check import bug_gates, fidelity, program, validate, weights
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference
 from workbench.check.shared import SharedResults, StoredKey, golden_digest
@@ -225,7 +225,7 @@ def test_no_shared_result_reads_the_frequencies_of_the_host(
     values = stored_weights(tiny_llama, bundle, keep_dtype=True)
     reference = Reference(tiny_llama, values)
     reference_stretches(bundle.manifest, reference, chained_end=False)
-    validate.measure_budget(bundle, tiny_llama, llama_golden, weights=values)
+    fidelity.measure_budget(bundle, tiny_llama, llama_golden, weights=values)
 
 
 @pytest.mark.slow("validates four times")

@@ -17,13 +17,13 @@ from tiny import as_device, edited_weights, prompt
 
 from workbench import Decoder
 from workbench.check import gates, golden, states
-from workbench.check import validate as validation
 from workbench.check.bug_gates import BUG_GATES, bug_gates
 from workbench.check.compare import compared, furthest
 from workbench.check.cost import cost_table
 from workbench.check.device import device_gate, device_reference
+from workbench.check.fidelity import BUDGET_FACTOR, measure, measure_budget
 from workbench.check.run import trace_bundle
-from workbench.check.validate import Validation, measure, measure_budget, validate
+from workbench.check.validate import Validation, validate
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 
@@ -309,7 +309,7 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
     cells = compared(found.rows.assign(times=found.cost.over_rounding))
     lowest = cells.loc[cells["cosine"].idxmin()]
     assert (lowest["layer"], lowest["tensor"]) == (1, "update")
-    assert lowest["times"] < validation.BUDGET_FACTOR < found.worst["over_rounding"]
+    assert lowest["times"] < BUDGET_FACTOR < found.worst["over_rounding"]
     assert found.worst["layer"] == 0
     assert found.json()["min_cosine"] == pytest.approx(lowest["cosine"])
 

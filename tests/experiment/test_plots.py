@@ -17,7 +17,8 @@ from matplotlib.collections import PolyCollection, QuadMesh
 from tiny import ROOT
 
 from workbench import plots
-from workbench.check import compare, validate
+from workbench.check import compare
+from workbench.check.fidelity import BUDGET_FACTOR
 from workbench.plots import cells
 
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
@@ -54,12 +55,12 @@ def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched(
     assert (faulty[:, 0] == sound[:, 0]).all()
     hatched = [len(c.get_paths()) for c in drawn(figure, PolyCollection)]
     assert sum(hatched) == faulty[:, 1:].size
-    computed = f"error > {validate.BUDGET_FACTOR:g} × √(rounding² + 2⁻²²)"
+    computed = f"error > {BUDGET_FACTOR:g} × √(rounding² + 2⁻²²)"
     assert computed in texts(figure)
 
 
 def test_a_cell_is_hatched_where_its_gate_would_be_red():
-    assert plots.TOLERANCE_FACTOR == validate.BUDGET_FACTOR
+    assert plots.TOLERANCE_FACTOR == BUDGET_FACTOR
     assert plots.HALF_ULP == compare.HALF_ULP
     limit = plots.TOLERANCE_FACTOR * np.hypot(0.003, plots.HALF_ULP)
     rows = fidelity(names=["sound"]).query("T == 1").head(10)

@@ -35,7 +35,9 @@ Gates on the export, which need no tuning:
 
 What compression costs, and everything at once:
 
-    validate        the cost, the gate `budget`, and the result of all gates
+    fidelity        `Cost`: every layer, position and T beside the golden, and the gate
+                    `budget`; `cost` shows the KL as a table
+    validate        all gates and the cost of a bundle
     shared          results that several validations in one process share
     units           one validation for each compute unit
     record          validation.parquet, from which a page is drawn

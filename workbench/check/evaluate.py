@@ -22,9 +22,9 @@ import numpy as np
 
 from workbench.bundle.names import MATRIX_STATE, X
 from workbench.check.compare import resampled_means
+from workbench.check.fidelity import summarize_kl
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
-from workbench.check.validate import summarize_kl
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import check_regular, write_whole

@@ -208,7 +208,7 @@ class Record:
 
     Attributes:
         tokens: the label of the token at each position of `rows`.
-        rows: see `workbench.check.validate.measure`, with `over_rounding`; empty where
+        rows: see `workbench.check.fidelity.measure`, with `over_rounding`; empty where
             nothing was measured.
         is_noted: whether this checkout wrote the file.
     """

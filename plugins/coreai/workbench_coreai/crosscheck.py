@@ -15,6 +15,7 @@ import pandas as pd
 from workbench.bundle import Bundle
 from workbench.check import gates
 from workbench.check.compare import compared
+from workbench.check.fidelity import measure, measure_budget
 from workbench.check.gates import Gate
 from workbench.check.golden import (
     Golden,
@@ -23,7 +24,6 @@ from workbench.check.golden import (
     stored_weights,
 )
 from workbench.check.trace import Trace
-from workbench.check.validate import measure, measure_budget
 from workbench.decode import Decoder
 from workbench.exporter import bundle_for, make_options
 from workbench.models.checkpoint import Checkpoint
