@@ -10,7 +10,7 @@ import workbench
 from workbench import log, sweep
 
 PAGES = """workbench workbench.bundle workbench.decode workbench.check.validate
-workbench.ane.roofline workbench.experiment miltorch""".split()
+workbench.check.fidelity workbench.ane.roofline workbench.experiment miltorch""".split()
 
 
 def write_pages(folder: Path) -> None:
