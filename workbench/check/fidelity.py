@@ -225,12 +225,12 @@ def measure(
         rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
     tables, ratios = [], []
     for T, trace in zip(Ts, isolated, strict=True):
-        table = _fidelity(reference, trace, budget)
+        table = _rows_of_trace(reference, trace, budget)
         tables.append(table.assign(T=T, mode="isolated"))
         if rounded is not None:
             table = with_ratios(errors(reference, trace), reference, rounded)
         ratios.append(table["ratio"])
-    tables.append(_fidelity(reference, chained).assign(mode="chained"))
+    tables.append(_rows_of_trace(reference, chained).assign(mode="chained"))
     rows = pd.concat(tables, ignore_index=True)
     expected, logits = golden["logits"], chained.logits
     kl_nats, same_top = np.full(len(expected), np.nan), np.nan
@@ -265,7 +265,7 @@ def _label_rows(rows: pd.DataFrame, decoder: Decoder, golden: Golden) -> pd.Data
     return rows
 
 
-def _fidelity(
+def _rows_of_trace(
     reference: Trace, actual: Trace, budget: Trace | None = None
 ) -> pd.DataFrame:
     """The columns of `measure` that follow from a trace."""
