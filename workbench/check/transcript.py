@@ -34,6 +34,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +90,14 @@ FOREIGN_ERROR_LIMIT = 8.0
 PAST_DIFFERENCE = 8  # tokens of the bundle's own text that are shown behind one
 
 
+class Stops(NamedTuple):
+    """How many of Hugging Face's texts end, and at how many of these ends the bundle takes
+    an end token."""
+
+    bundle_ends: int
+    ends: int
+
+
 @dataclass
 class Transcript:
     """Every prompt's text, and the figures of all of them.
@@ -140,13 +149,13 @@ class Transcript:
         return resampled_interval(right, count)
 
     @property
-    def stops(self) -> tuple[int, int]:
-        """At how many of Hugging Face's ends the bundle takes an end token, and the
-        number of these ends."""
-        ends = [text for text in self.texts if text.ended]
-        return sum(
-            int(text.bundle_tokens[-1]) in self.end_tokens for text in ends
-        ), len(ends)
+    def stops(self) -> Stops:
+        ended = [text for text in self.texts if text.ended]
+        return Stops(sum(map(self._bundle_ends, ended)), len(ended))
+
+    def _bundle_ends(self, text: ComparedText) -> bool:
+        """Whether the bundle takes an end token where a text ends."""
+        return text.ended and int(text.bundle_tokens[-1]) in self.end_tokens
 
     def judge(
         self, min_agreed: float = gates.MIN_AGREED, min_stops: float = gates.MIN_STOPS
@@ -183,50 +192,24 @@ class Transcript:
         return gates.at_most("text_budget", value, self.limit, reason)
 
     def _stop(self, min_stops: float) -> Gate:
-        right, ends = self.stops
+        bundle_ends, ends = self.stops
+        contradiction = f"; {self.contradiction}" if self.contradiction else ""
         if ends < LEAST_ENDS:
             reason = (
                 f"Hugging Face ended after {ends} of {len(self.texts)} prompts, and "
-                f"{LEAST_ENDS} are needed"
+                f"{LEAST_ENDS} are needed{contradiction}"
             )
-            if self.contradiction:
-                reason += f"; {self.contradiction}"
             return gates.not_run("stop", reason)
+        never = "" if bundle_ends else ": it never ends"
         reason = (
-            f"the bundle ends at {right} of the {ends} places where Hugging Face ends"
+            f"the bundle ends at {bundle_ends} of the {ends} places where Hugging Face "
+            f"ends{never}{contradiction}"
         )
-        if not right:
-            reason += ": it never ends"
-        if self.contradiction:
-            reason += f"; {self.contradiction}"
-        return gates.reached("stop", right / ends, min_stops, reason)
+        return gates.reached("stop", bundle_ends / ends, min_stops, reason)
 
     def json(self, decoder: Decoder) -> tuple[dict, dict]:
         """The objects `transcript` and `stop` of a validation's JSON."""
-        folder = decoder.bundle.root / "tokenizer"
-        prompts = []
-        for text in self.texts:
-            differs = np.flatnonzero(~self.agrees(text))
-            row = {
-                "prompt": text.prompt,
-                "text": text_of(folder, text.tokens),
-                "agreed": float(self.agrees(text).mean()),
-                "ties": int(self.is_tie(text).sum()),
-                "first_difference": int(differs[0]) if len(differs) else None,
-                "bundle_text": None,
-                "cause": None,
-                "ended": text.ended,
-                "bundle_ends": text.ended
-                and int(text.bundle_tokens[-1]) in self.end_tokens,
-            }
-            if len(differs):
-                tokens = _bundle_text(decoder, text, differs[0])
-                row["bundle_text"] = text_of(folder, tokens)
-                if text.weights_explain is not None:
-                    is_program = not text.weights_explain[differs].all()
-                    row["cause"] = "the program" if is_program else "the weights"
-            prompts.append(row)
-        right, ends = self.stops
+        prompts = [self._prompt_json(decoder, text) for text in self.texts]
         transcript = {
             "agreed": self.agreed,
             "interval": self.interval,
@@ -235,10 +218,36 @@ class Transcript:
             "error": self.error_ratio,
             "prompts": prompts,
         }
-        stop = {"ends": ends, "bundle_ends": right}
-        stop["end_tokens"] = self.checkpoint_ends and self.checkpoint_ends.json()
-        stop["contradiction"] = self.contradiction or None
+        bundle_ends, ends = self.stops
+        stop = {
+            "ends": ends,
+            "bundle_ends": bundle_ends,
+            "end_tokens": self.checkpoint_ends and self.checkpoint_ends.json(),
+            "contradiction": self.contradiction or None,
+        }
         return transcript, stop
+
+    def _prompt_json(self, decoder: Decoder, text: ComparedText) -> dict:
+        """One object of `prompts`."""
+        folder = decoder.bundle.root / "tokenizer"
+        differs = np.flatnonzero(~self.agrees(text))
+        bundle_text = cause = None
+        if len(differs):
+            bundle_text = text_of(folder, _bundle_text(decoder, text, differs[0]))
+            if text.weights_explain is not None:
+                is_program = not text.weights_explain[differs].all()
+                cause = "the program" if is_program else "the weights"
+        return {
+            "prompt": text.prompt,
+            "text": text_of(folder, text.tokens),
+            "agreed": float(self.agrees(text).mean()),
+            "ties": int(self.is_tie(text).sum()),
+            "first_difference": int(differs[0]) if len(differs) else None,
+            "bundle_text": bundle_text,
+            "cause": cause,
+            "ended": text.ended,
+            "bundle_ends": self._bundle_ends(text),
+        }
 
 
 def resampled_interval(sums: np.ndarray, counts: np.ndarray) -> list[float]:
