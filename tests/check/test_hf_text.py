@@ -66,7 +66,7 @@ def test_a_sound_export_agrees_and_its_error_is_that_of_rounding(decoder, expect
     verdicts = words(result.judge())
     assert verdicts["text_budget"] == "GREEN" and verdicts["transcript"] == "WITHIN"
     figures, stop = result.json(decoder)
-    assert figures["agreed"] == 1 and stop["ends"] == result.stops[1]
+    assert figures["agreed"] == 1 and stop["ends"] == result.stops.ends
     assert {row["cause"] for row in figures["prompts"]} == {None}
 
 
