@@ -2,7 +2,7 @@
 (`fidelity`). The limits of the bug gates follow from arithmetic and do not depend on the
 compression; their results are stored in the bundle's verdict.json."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -15,7 +15,12 @@ from workbench.check.compare import compared
 from workbench.check.device import run_device_gate
 from workbench.check.fidelity import Cost, measure, measure_budget, measure_rounding
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, check_exported_from, stored_weights
+from workbench.check.golden import (
+    Golden,
+    StoredWeights,
+    check_exported_from,
+    stored_weights,
+)
 from workbench.check.shared import (
     BudgetKey,
     RoundingKey,
@@ -24,6 +29,7 @@ from workbench.check.shared import (
     find_or_compute,
     golden_digest,
 )
+from workbench.check.trace import Trace
 from workbench.decode import Decoder
 from workbench.progress import stage
 
@@ -129,21 +135,35 @@ def validate(
     budget = rounding_kl = None
     if source is not None:
         stage("validate: rounding of Hugging Face's model")
-        shared = shared or SharedResults()
-        inner, digest = decoder.shows_inner_layers, golden_digest(golden)
-        budget = find_or_compute(
-            shared.budgets,
-            BudgetKey(StoredKey.of(bundle, source), digest, inner),
-            lambda: measure_budget(bundle, source, golden, inner, read_weights()),
-        )
-        scale = bundle.manifest.stream_scale
-        rounding_kl = find_or_compute(
-            shared.rounding_kls,
-            RoundingKey(source.sha256, digest, scale),
-            lambda: measure_rounding(source, golden, scale),
+        budget, rounding_kl = _measure_reference(
+            decoder, golden, read_weights, shared or SharedResults()
         )
     read_weights.cache_clear()
     stage("validate: every layer and position")
     cost = measure(decoder, golden, Ts, budget, rounding_kl)
     device = run_device_gate(decoder, golden, single_copy)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)
+
+
+def _measure_reference(
+    decoder: Decoder,
+    golden: Golden,
+    read_weights: Callable[[], StoredWeights],
+    shared: SharedResults,
+) -> tuple[Trace, np.ndarray]:
+    """The results of `measure_budget` and `measure_rounding` for a golden with a
+    checkpoint, those of `shared` where it has them."""
+    bundle, source = decoder.bundle, golden.source
+    inner, digest = decoder.shows_inner_layers, golden_digest(golden)
+    budget = find_or_compute(
+        shared.budgets,
+        BudgetKey(StoredKey.of(bundle, source), digest, inner),
+        lambda: measure_budget(bundle, source, golden, inner, read_weights()),
+    )
+    scale = bundle.manifest.stream_scale
+    rounding_kl = find_or_compute(
+        shared.rounding_kls,
+        RoundingKey(source.sha256, digest, scale),
+        lambda: measure_rounding(source, golden, scale),
+    )
+    return budget, rounding_kl
