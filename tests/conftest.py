@@ -292,9 +292,16 @@ class Swept(NamedTuple):
     """A sweep that has run."""
 
     folder: Path
-    """With log/ and bundles/."""
     counts: dict
     """What `sweep.sweep` returned."""
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def bundles(self) -> Path:
+        return self.folder / "bundles"
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ SLOW_NAME, FAST_NAME = (
 SLOW = {"machine": SLOW_NAME, "software": "24B83, coremltools 9.0, torch 2.13.0"}
 FAST = SLOW | {"machine": FAST_NAME}
 """The chip and system of SLOW in a machine of another model and memory."""
+LAYER_SHARE = 0.25
+"""The time of each of the two layers, relative to that of a call."""
 
 
 def add(
@@ -39,7 +41,8 @@ def add(
             [("call", ms, "ms"), ("tokens_per_s", 1e3 * T / ms, "tok/s")],
             columns=["phase", "value", "unit"],
         )
-        layers = pd.DataFrame({"layer": [0, 1], "layer_ms": ms / 4, "n": 3, "T": T})
+        layer_ms = ms * LAYER_SHARE
+        layers = pd.DataFrame({"layer": [0, 1], "layer_ms": layer_ms, "n": 3, "T": T})
         places = product(range(2), range(len(cell.validate_ids)), plan.run.T)
         fidelity = pd.DataFrame(places, columns=["layer", "position", "T"])
         values = {"tensor": "update", "mode": "isolated", "runtime": runtime}

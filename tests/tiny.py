@@ -28,6 +28,20 @@ DATA, WEIGHTS = ROOT / "data", "model.safetensors"
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+
+# Limits of `logits_error`, the largest deviation of a logit from Hugging Face's relative to the
+# largest logit
+EXACT_LIMIT = (
+    3e-6  # `exact` differs from transformers' float32 in the order of sums alone
+)
+MATRIX_EXACT_LIMIT = (
+    1e-5  # a read of a matrix state is divided by its norm, which may be small
+)
+DECLARED_LIMIT = 1.5e-2  # `declared` rounds every result to fp16, by up to 4.9e-4 of it
+MATRIX_DECLARED_LIMIT = (
+    3e-2  # a slowly decaying state keeps the rounding of earlier tokens
+)
+
 # for families whose default ids lie beyond these vocabularies
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 

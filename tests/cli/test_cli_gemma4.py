@@ -10,6 +10,7 @@ from workbench import Bundle, Checkpoint, Golden
 from workbench.explain.weights import measure_costs
 from workbench.widgets import Explorer
 
+# like a published model → family, changes of its tiny dimensions
 FORMS = {
     "E2B": ("gemma4_text", {}),
     "E4B": ("gemma4_text", {"use_double_wide_mlp": False, "num_key_value_heads": 2}),
@@ -17,9 +18,17 @@ FORMS = {
 }
 PROMPT = [2, 90, 17, 33, 5, 64, 71, 8, 40]
 PROMPT_IDS = "--prompt-ids", ",".join(map(str, PROMPT))
-# sharing layers have seven, others nine, besides a projection and the head; the dense model has no
-# second embeddings
-MATRICES = {"E2B": 4 * 9 + 2 * 7 + 2, "E4B": 4 * 9 + 2 * 7 + 2, "dense": 2 * 7 + 6 + 1}
+# Four layers of E2B and E4B have q, k, v and o of attention, three matrices of the MLP and two of the
+# second embeddings; two layers share k and v. The model adds the projection of those embeddings and
+# the head.
+MATRICES_WITH_EMBEDDINGS = 4 * (4 + 3 + 2) + 2 * (2 + 3 + 2) + 1 + 1
+# Two sliding layers have q, k, v and o and three matrices of the MLP; in the full layer V is K.
+MATRICES_OF_DENSE = 2 * (4 + 3) + (3 + 3) + 1
+MATRICES = {
+    "E2B": MATRICES_WITH_EMBEDDINGS,
+    "E4B": MATRICES_WITH_EMBEDDINGS,
+    "dense": MATRICES_OF_DENSE,
+}
 PROJECTION = "model.per_layer_model_projection.weight"
 
 
@@ -62,7 +71,7 @@ def id_files(tmp_path_factory):
 
 
 def export_fitted(exports, id_files, form: str, preset: str, *options):
-    """The checkpoint of a form, what `export` printed, and the bundle's folder."""
+    """The checkpoint of a form, and the folder of its bundle in a preset."""
     family, changes = FORMS[form]
     source = exports.checkpoint(family, **changes)
     out = exports.root / f"fitted-{form}-{preset}{'-'.join(map(str, options))}"

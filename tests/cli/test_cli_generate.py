@@ -66,20 +66,16 @@ def test_the_text_is_printed_once_and_json_stays_one_object(llama_bundle):
 
 
 def test_sampling_follows_its_seed(llama_bundle):
-    def tokens(*options):
-        command = (
-            "generate",
-            llama_bundle.root,
-            "--prompt-ids",
-            "1,4,69",
-            "--max-new",
-            8,
-        )
-        return invoke(*command, *options)["tokens"]
+    def generate(*options):
+        prompt = "--prompt-ids", "1,4,69", "--max-new", 8
+        return invoke("generate", llama_bundle.root, *prompt, *options)["tokens"]
 
-    warm = "--temperature", "3", "--top-k", "40", "--top-p", "0.9", "--seed"
-    assert tokens(*warm, "1") == tokens(*warm, "1") != tokens(*warm, "2")
-    assert tokens() == tokens("--temperature", "1", "--top-k", "1")
+    sampled = "--temperature", "3", "--top-k", "40", "--top-p", "0.9"
+    tokens = generate(*sampled, "--seed", "1")
+    assert generate(*sampled, "--seed", "1") == tokens
+    assert generate(*sampled, "--seed", "2") != tokens
+    greedy = generate()
+    assert generate("--temperature", "1", "--top-k", "1") == greedy
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +90,11 @@ def chatting(tmp_path_factory):
 def test_chat_runs_the_message_through_the_template(chatting, monkeypatch):
     prompts = []
 
-    def short(decoder, ids, *rest, **options):
+    def generate_one_token(decoder, ids, *rest, **options):
         prompts.append(ids)
         return timed_generation(decoder, ids, 1)
 
-    monkeypatch.setattr("workbench.decode.timed.timed_generation", short)
+    monkeypatch.setattr("workbench.decode.timed.timed_generation", generate_one_token)
     invoke("generate", chatting.root, "--chat", "--prompt", "set river", "--max-new", 1)
     assert prompts == [encode_text(TINY, "user set river ;")]
 

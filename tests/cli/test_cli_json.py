@@ -17,7 +17,8 @@ from workbench.runtime.portable import PortableModel
 
 TINY = DATA / "tiny-llama"
 IDS = "--prompt-ids", "1,69,142,4,100,7,30,31"
-SINGLE_COPY = "--runtime", "stand-in", "--single-copy"
+STAND_IN = "--runtime", "stand-in"
+SINGLE_COPY = *STAND_IN, "--single-copy"
 KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
@@ -57,13 +58,6 @@ def small(exports):
     """A checkpoint and a bundle of its own, since its folder gets a verdict."""
     checkpoint = exports.checkpoint("llama")
     return checkpoint, exports.bundle(checkpoint, max_seq_len=16)
-
-
-@pytest.fixture
-def no_portable(monkeypatch):
-    """Any shard that is loaded as portable ends the test."""
-    refuse = pytest.fail
-    monkeypatch.setattr(PortableModel, "__init__", lambda *_, **__: refuse("portable"))
 
 
 def test_doctor_names_what_is_here():
@@ -122,7 +116,7 @@ def test_red_exits_1_with_its_gates_first_and_withholds_the_quality(
         1.02 * f for f in manifest["rope"][0]["inv_freq"]
     ]
     (folder / "bundle.json").write_text(json.dumps(manifest))
-    command = "validate", folder, "--checkpoint", TINY, IDS[0], IDS[1]
+    command = "validate", folder, "--checkpoint", TINY, *IDS
     result = cli(*command)
     export, quality, gate, *_ = result.stdout.splitlines()
     assert result.exit_code == 1 and export.split() == ["export", "RED"]
@@ -165,24 +159,28 @@ def test_what_makes_a_bundle_ends_with_the_command_that_validates_it(tmp_path, e
 
 @pytest.mark.shim
 def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
-    small, tmp_path, request
+    small, tmp_path, monkeypatch
 ):
     checkpoint, bundle = small
-    out, alone = tmp_path / "g", tmp_path / "alone"
+    out, without_device = tmp_path / "g", tmp_path / "without_device"
     prompt = "--prompt-ids", "1,69,42,4,30,7"
-    invoke("golden", checkpoint, "--out", alone, *prompt)
+    invoke("golden", checkpoint, "--out", without_device, *prompt)
     written = invoke("golden", checkpoint, "--out", out, "--for", bundle.root)
     assert Golden.load(out).ids.tolist() == Prompt().token_ids(bundle)
     assert not lacks(written, "golden")
     assert written["verdict"] == "GREEN" and (bundle.root / "verdict.json").is_file()
     assert (tmp_path / Path(written["reference"]).name).is_file()
-    request.getfixturevalue("no_portable")
-    for where in (SINGLE_COPY, SINGLE_COPY[:2]):
-        document = verdicts(invoke("validate", bundle.root, "--golden", out, *where))
+    # the machine with one copy runs no second one in the portable runtime
+    monkeypatch.setattr(
+        PortableModel, "__init__", lambda *_, **__: pytest.fail("loaded")
+    )
+    for options in (SINGLE_COPY, STAND_IN):
+        result = invoke("validate", bundle.root, "--golden", out, *options)
         for name in ("device", "program", "weights", "host"):
-            assert document[name] == "GREEN"
-    document = invoke("validate", bundle.root, "--golden", alone, *SINGLE_COPY)
-    (device,) = [gate for gate in document["gates"] if gate["name"] == "device"]
+            assert verdicts(result)[name] == "GREEN"
+    golden = "--golden", without_device
+    result = invoke("validate", bundle.root, *golden, *SINGLE_COPY)
+    (device,) = [gate for gate in result["gates"] if gate["name"] == "device"]
     assert device["verdict"] == "not_run"
     assert "workbench golden CHECKPOINT --out G --for" in device["reason"]
 
@@ -241,8 +239,8 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
     inputs = ranges.random_inputs
 
     def overflowing(*arguments):
-        command = inputs(*arguments)
-        return command | {"rope_cos": np.full_like(command["rope_cos"], 6e4)}
+        values = inputs(*arguments)
+        return values | {"rope_cos": np.full_like(values["rope_cos"], 6e4)}
 
     monkeypatch.setattr(ranges, "random_inputs", overflowing)
     result = cli("explain", package)
@@ -252,13 +250,14 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
 
 def test_a_checkpoint_is_planned_and_so_is_its_bundle_with_placement(llama_bundle):
     """tests/ane/test_work.py compares the two."""
-    for source in ([TINY, "--max-seq-len", 32], [llama_bundle.root]):
-        plan = invoke("plan", *source)
+    of_checkpoint = invoke("plan", TINY, "--max-seq-len", 32)
+    of_bundle = invoke("plan", llama_bundle.root)
+    for plan in (of_checkpoint, of_bundle):
         assert not lacks(plan, "plan") and plan["predicted_misfit"] <= 0.3
         assert {"M1", "M4 Max"} <= {row["chip"] for row in plan["chips"]}
         assert plan["bytes"]["kv"] == 2 * 4 * 2 * 32 * 32 * 2
-    assert plan["source"] == "predicted"
-    for shard in plan["shards"]:
+    assert of_bundle["source"] == "predicted"
+    for shard in of_bundle["shards"]:
         assert not lacks(shard, "shard")
         assert shard["ane"] + shard["cpu"] == shard["ops"]
         assert not any(lacks(rule, "rule") for rule in shard["rules"])
@@ -271,12 +270,12 @@ def test_a_plan_for_one_chip_speaks_of_that_chip_alone(llama_bundle):
     assert "M3 Max" not in cli("plan", llama_bundle.root, "--chip", "M1").output
 
 
-def never(name):
+def refuse_constant(name):
     raise AssertionError(f"{name} is not JSON")
 
 
 def test_json_names_numbers_that_json_lacks(capsys):
     nan = {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}
     show({"worst": nan, "n": 3}, True)
-    document = json.loads(capsys.readouterr().out, parse_constant=never)
+    document = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
     assert document == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}

@@ -1,6 +1,8 @@
 """`export --compress mixed` from texts to a bundle, and the commands that read it."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,27 +22,38 @@ TINY = DATA / "tiny-llama"
 LIMIT = 0.001
 
 
+@dataclass(frozen=True)
+class Texts:
+    """The files of two texts that a mixed export needs."""
+
+    calibrate: Path
+    select: Path
+
+    @property
+    def options(self) -> tuple:
+        return "--calibrate", self.calibrate, "--select", self.select
+
+
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Options of a mixed export: two disjoint parts of the held-out tasks."""
+def texts(tmp_path_factory) -> Texts:
+    """Two disjoint parts of the held-out tasks."""
     folder = tmp_path_factory.mktemp("texts")
     words = task_text().split()
-    parts = {"calibrate": words[:1500], "select": words[1600:2900]}
-    for name, part in parts.items():
-        (folder / f"{name}.txt").write_text(" ".join(part))
-    options = [(f"--{name}", folder / f"{name}.txt") for name in parts]
-    return [value for pair in options for value in pair]
+    texts = Texts(folder / "calibrate.txt", folder / "select.txt")
+    texts.calibrate.write_text(" ".join(words[:1500]))
+    texts.select.write_text(" ".join(words[1600:2900]))
+    return texts
 
 
-def export_mixed(out, texts, *target):
+def export_mixed(out, *options):
     command = "export", TINY, out, "--compress", "mixed", "--max-seq-len", 64
-    return invoke(*command, *texts, *target)
+    return invoke(*command, *options)
 
 
 @pytest.fixture(scope="module")
 def exported(texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("mixed") / "b"
-    return export_mixed(out, texts, "--max-kl", LIMIT), out
+    return export_mixed(out, *texts.options, "--max-kl", LIMIT), out
 
 
 def test_it_says_what_was_chosen(exported):
@@ -56,36 +69,35 @@ def test_it_says_what_was_chosen(exported):
 
 def test_fewer_bytes_have_their_limit_too(exported, texts, tmp_path):
     size = exported[0]["mixed"]["matrix_bytes"] - 10_000
-    output = export_mixed(tmp_path / "b", texts, "--bytes", size)["mixed"]
+    output = export_mixed(tmp_path / "b", *texts.options, "--bytes", size)["mixed"]
     assert size - 60_000 < output["matrix_bytes"] <= size
 
 
 def test_milliseconds_have_the_limit_of_validate_by_default(texts, tmp_path):
-    output = export_mixed(tmp_path / "b", texts, "--ms-on", "M1")["mixed"]
+    output = export_mixed(tmp_path / "b", *texts.options, "--ms-on", "M1")["mixed"]
     assert output["predicted_chip"] == "M1" and output["kl"] <= 0.05
     record = json.loads((tmp_path / "b" / "allocation.json").read_text())
     assert (record["minimizes"], record["limit"]["kl"]) == ("ms", 0.05)
 
 
 def test_ids_select_as_their_text_does(exported, texts, tmp_path):
-    calibrate, text, _, select = texts
-    ids = encode_text(TINY, select.read_text())
+    ids = encode_text(TINY, texts.select.read_text())
     np.save(tmp_path / "ids.npy", np.int32(ids))
-    options = calibrate, text, "--select-ids", tmp_path / "ids.npy", "--max-kl", LIMIT
-    output = export_mixed(tmp_path / "b", options)
+    options = "--calibrate", texts.calibrate, "--select-ids", tmp_path / "ids.npy"
+    output = export_mixed(tmp_path / "b", *options, "--max-kl", LIMIT)
     assert output["mixed"] == exported[0]["mixed"]
 
 
 def test_a_text_for_selection_that_calibrates_too_is_refused(texts, tmp_path):
     command = "export", TINY, tmp_path / "b", "--compress", "mixed", "--max-kl", 0.05
-    result = cli(*command, *texts[:2], "--select", texts[1])
+    result = cli(*command, *Texts(texts.calibrate, select=texts.calibrate).options)
     assert result.exit_code == 2 and "a part of calibrate.txt" in result.stderr
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("command", ["evaluate", "validate"])
 def test_no_text_that_chose_the_formats_judges_the_bundle(command, exported, texts):
-    result = cli(command, exported[1], "--checkpoint", TINY, "--text", texts[3])
+    result = cli(command, exported[1], "--checkpoint", TINY, "--text", texts.select)
     assert result.exit_code == 2
     assert "formats were chosen" in result.stderr
 

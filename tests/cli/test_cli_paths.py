@@ -4,6 +4,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from refusal import refused
@@ -14,7 +16,9 @@ from workbench.models.checkpoint import Checkpoint
 
 TINY = DATA / "tiny-llama"
 HEAVY = ("torch", "coremltools", "transformers")
-COMMANDS = {  # what the message names → commands
+# What the message has to name → commands in a folder that has `damaged`, a bundle with a weight file
+# that is cut off, `whole`, a bundle, and nothing else: `wrong` and `nowhere` do not exist.
+COMMANDS = {
     "wrong": [
         "export wrong out",
         "validate wrong",
@@ -63,7 +67,8 @@ def llama(exports):
 
 @pytest.mark.matrix(5, wide=20)
 @pytest.mark.parametrize(
-    "command, named", [(line, name) for name, of in COMMANDS.items() for line in of]
+    "command, named",
+    [(command, named) for named, commands in COMMANDS.items() for command in commands],
 )
 def test_a_wrong_path_costs_one_line_and_no_heavy_import(
     llama, tmp_path, command, named
@@ -81,11 +86,17 @@ def test_a_wrong_path_costs_one_line_and_no_heavy_import(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "whole"]
 
 
-def refusal(open_, path, found="", step="") -> str:
-    """What opening a path says: what it found, and the next step."""
-    with refused(f"found {found}.* Next: .*{step}") as refusal:
-        open_(path)
-    return str(refusal.value)
+class WrongPath(NamedTuple):
+    path: str | Path
+    actual: str
+    """What the message says is there."""
+    step: str
+    """A part of the next step that it names."""
+
+
+def assert_refused(open_path, wrong: WrongPath) -> None:
+    with refused(f"found {wrong.actual}.* Next: .*{wrong.step}"):
+        open_path(wrong.path)
 
 
 def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
@@ -96,7 +107,7 @@ def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
     (tmp_path / "some" / "model-Q4.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     hub = "run: hf download meta-llama/Llama-3.2-1B."
-    for path, *told in [
+    for wrong in [
         ("meta-llama/Llama-3.2-1B", "nothing there", hub),
         ("https://huggingface.co/meta-llama/Llama-3.2-1B", "nothing there", hub),
         ("some/Llama", "nothing there", "hf download"),
@@ -106,12 +117,12 @@ def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
         (llama.root / "head_00.mlpackage", "one Core ML model", "hf download"),
         (TINY / "model.safetensors", "a file", f"give the folder {TINY}"),
     ]:
-        refusal(Checkpoint, path, *told)
+        assert_refused(Checkpoint, WrongPath(*wrong))
     head = llama.root / "head_00.mlpackage"
     shutil.copytree(head, "alone.mlpackage")
     (tmp_path / "compiled.mlmodelc").mkdir()
     inside = f"give the folder {llama.root}"
-    for path, *told in [
+    for wrong in [
         (head, "one Core ML model", inside),
         ("alone.mlpackage", "one Core ML model", "workbench export"),
         ("compiled.mlmodelc", "one Core ML model", "workbench export"),
@@ -120,14 +131,16 @@ def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
         (llama.root / "bundle.json", "a file", inside),
         ("nowhere", "nothing there", "workbench export"),
     ]:
-        refusal(Bundle.open, path, *told)
+        assert_refused(Bundle.open, WrongPath(*wrong))
 
 
 def test_a_pointer_of_git_lfs_is_named_with_the_next_step(llama, tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     copy = shutil.copytree(TINY, tmp_path / "c")
     (copy / "model.safetensors").write_text(pointer)
-    assert "hf download ORG/NAME --local-dir" in refusal(Checkpoint, copy)
+    with refused("found .* Next: .*hf download ORG/NAME --local-dir"):
+        Checkpoint(copy)
     copy = shutil.copytree(llama.root, tmp_path / "b")
     next(copy.rglob("weight.bin")).write_text(pointer)
-    assert "Git LFS" in refusal(Bundle.open, copy)
+    with refused("(?=.*Git LFS)found .* Next: "):
+        Bundle.open(copy)

@@ -9,20 +9,22 @@ TINY = DATA / "tiny-llama"
 DRAFTS = "--draft-acceptance", "0.7", "--verify"
 
 
-def test_every_time_has_an_interval_and_says_what_no_row_is_like(llama_bundle):
-    for source in ([TINY, "--max-seq-len", 32], [llama_bundle.root]):
-        plan = invoke("plan", *source)
+def test_every_time_has_an_interval_and_says_what_no_measured_row_is_like(llama_bundle):
+    """The rows are published measurements (data/sources), to which the times are fitted."""
+    of_checkpoint = invoke("plan", TINY, "--max-seq-len", 32)
+    of_bundle = invoke("plan", llama_bundle.root)
+    for plan in (of_checkpoint, of_bundle):
         assert {"M4 Max", "A17 Pro", "A19 Pro"} <= {
             row["chip"] for row in plan["chips"]
         }
         for row in plan["chips"]:
             assert row["low_ms"] < row["ms"] < row["high_ms"]
-            assert (
-                "attention" in row["extrapolates"]
-            )  # two query heads for each key head
+            # two query heads for each key head, which no measured model has
+            assert "attention" in row["extrapolates"]
         by_chip = {row["chip"]: row["extrapolates"] for row in plan["chips"]}
         assert "chip" in by_chip["M1"] and "chip" not in by_chip["M4 Max"]
-        assert "context" in by_chip["M4 Max"]  # 32 rows are fewer than any row has
+        # the cache of 32 positions is shorter than any that was measured
+        assert "context" in by_chip["M4 Max"]
     output = cli("plan", TINY).output
     assert "extrapolated: " in output and "repeats no K and V" in output
 

@@ -21,36 +21,59 @@ PAGES = FUNCTIONS | {
     for name, functions in SUBCOMMANDS.items()
     for word, function in functions.items()
 }
-ARGUMENT = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)
+# of the section `Args` of a docstring: a parameter and its description, which may go on in lines
+# that are indented further
+PARAMETER = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)
+# of a page 200 columns wide: an option, its type and its description, as in
+# `│ *  --max-seq-len  INT  The longest context. [default: 256] │`
+OPTION = re.compile(r"^│ [* ]*--\S+ *[A-Z. ]* +(?=\S)(.*) │$", re.MULTILINE)
 
 
-def words(text: str) -> str:
-    """The letters and digits of a text without what a table draws around them."""
+def read_page(name: str, columns: int) -> str:
+    return cli(*name.split(), "--help", columns=columns).stdout
+
+
+def letters(text: str) -> str:
+    """The letters and digits of a text: a table breaks lines and draws between them."""
     return re.sub(r"[\W_]+", "", text)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_help_is_whole_at_80_columns_and_explains_every_option(name):
-    names = name.split()
-    narrow, wide = (cli(*names, "--help", columns=n).stdout for n in (80, 200))
-    document = inspect.getdoc(PAGES[name])
-    summary, _, section = document.partition("\n\nArgs:\n")
-    for told in summary.split("\n\n"):
-        assert words(told) in words(narrow)
-    for parameter, told in ARGUMENT.findall(section):
-        # a sentence in a narrow column is broken by the names beside it: its words stay
-        missing = [w for w in told.split() if words(w) not in words(narrow)]
+def test_help_has_the_whole_docstring_at_80_columns(name):
+    page = letters(read_page(name, 80))
+    summary, _, section = inspect.getdoc(PAGES[name]).partition("\n\nArgs:\n")
+    for paragraph in summary.split("\n\n"):
+        assert letters(paragraph) in page
+    for parameter, description in PARAMETER.findall(section):
+        # names beside a narrow column break a sentence: its words stay whole
+        missing = [word for word in description.split() if letters(word) not in page]
         assert not missing, parameter
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_example_of_a_help_page_is_a_command(name):
+    names, document = name.split(), inspect.getdoc(PAGES[name])
     _, *arguments = shlex.split(re.search(r"Example: (.+)", document)[1])
     assert arguments[: len(names)] == names
     app.parse_args(arguments)  # raises for what it does not know
-    # brackets are no markup
-    assert all(part in wide for part in re.findall(r"\[[^\]]*\]", document))
-    assert not re.search(r"--\w+_|--no-", wide)
-    options = re.findall(r"(?m)^│ [* ]*--\S+ *[A-Z. ]* +(?=\S)(.*) │$", wide)
-    assert options
-    for told in options:
-        assert len(re.sub(r"\[(default|required).*", "", told).split()) > 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_brackets_of_a_docstring_are_printed_and_not_read_as_markup(name):
+    page = read_page(name, 200)
+    brackets = re.findall(r"\[[^\]]*\]", inspect.getdoc(PAGES[name]))
+    assert all(bracket in page for bracket in brackets)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_help_describes_every_option_in_more_than_a_word(name):
+    page = read_page(name, 200)
+    assert not re.search(r"--\w+_|--no-", page)
+    descriptions = OPTION.findall(page)
+    assert descriptions
+    for description in descriptions:
+        text = re.sub(r"\[(default|required).*", "", description)
+        assert len(text.split()) > 1
 
 
 def test_help_is_in_groups():
@@ -110,9 +133,9 @@ def test_a_notebook_that_asks_for_the_cost_ends_well_when_it_is_over(
     monkeypatch, number, verdict, code
 ):
     def run_notebook(number, parameters, **_):
-        words = {"verdict": verdict, "quality": "OVER", "conclusion": ""}
-        names = {"experiment": f"{number}_name", "report": "", "executed": ""}
-        return words | names | {"figures": []}
+        judged = {"verdict": verdict, "quality": "OVER", "conclusion": ""}
+        files = {"experiment": f"{number}_name", "report": "", "executed": ""}
+        return judged | files | {"figures": []}
 
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
     assert cli("run", number).exit_code == code
@@ -137,9 +160,18 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
     result |= {"windows": None, "notes": ["It holds."], "units": units}
     lines = [" ".join(line.split()) for line in format_result(result)]
     assert lines == [
-        *("RED", "tokens 9", "size 3.0 MiB", "kl mean 0.001234567, p99 -"),
-        *("RED weights nan one is lost", "GREEN host 1 it agrees", "- It holds."),
-        *("", "units", "unit rate", "a 1343", "b -"),
+        "RED",
+        "tokens 9",
+        "size 3.0 MiB",
+        "kl mean 0.001234567, p99 -",
+        "RED weights nan one is lost",
+        "GREEN host 1 it agrees",
+        "- It holds.",
+        "",
+        "units",
+        "unit rate",
+        "a 1343",
+        "b -",
     ]
 
 

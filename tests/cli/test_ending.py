@@ -26,8 +26,8 @@ from workbench.log import anonymous
 FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
 
 
-def ends(capsys, problem: BaseException) -> tuple[int, str]:
-    """Exit code and stderr of a command that raises."""
+def end_with(capsys, problem: BaseException) -> tuple[int, str]:
+    """Ends a command that raises `problem`. Returns its exit code and stderr."""
 
     def command():
         raise problem
@@ -37,11 +37,15 @@ def ends(capsys, problem: BaseException) -> tuple[int, str]:
     return end.value.code, capsys.readouterr().err
 
 
-def nested(depth: int) -> RecursionError:
-    try:
-        yaml.safe_load("[" * depth)
-    except RecursionError as problem:
-        return problem
+def deep_yaml_error() -> RecursionError:
+    """What PyYAML raises for a file of 100,000 nested lists."""
+    with pytest.raises(RecursionError) as raised:
+        yaml.safe_load("[" * 100_000)
+    return raised.value
+
+
+# what NumPy raises for an array that memory does not hold; it has no public name
+ARRAY_TOO_LARGE = np._core._exceptions._ArrayMemoryError((9,), np.dtype("f4"))
 
 
 @pytest.mark.parametrize(
@@ -64,16 +68,17 @@ def nested(depth: int) -> RecursionError:
             "room on the disk",
         ),
         (MemoryError(), 2, "memory: found "),
-        (np._core._exceptions._ArrayMemoryError((9,), np.dtype("f4")), 2, "Unable to"),
+        (ARRAY_TOO_LARGE, 2, "Unable to"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), 2, "memory"),
-        (nested(100_000), 2, "too many nested levels"),
+        (deep_yaml_error(), 2, "too many nested levels"),
         (CellError("05_toy: the kernel failed"), 3, "05_toy: the kernel failed"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
-    ids=lambda value: type(value).__name__,
+    # of a code and words their values
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_is_one_message_with_its_exit_code(capsys, problem, code, words):
-    exit_code, said = ends(capsys, problem)
+    exit_code, said = end_with(capsys, problem)
     (line,) = said.splitlines()
     assert exit_code == code and words in line and line.startswith("workbench: ")
 
@@ -82,7 +87,7 @@ def test_a_fault_of_the_workbench_names_the_file_of_its_traceback(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code, said = ends(capsys, ZeroDivisionError("division by zero"))
+    code, said = end_with(capsys, ZeroDivisionError("division by zero"))
     (file,) = tmp_path.iterdir()
     assert code == 3 and len(said.splitlines()) == 1
     assert (
@@ -91,7 +96,7 @@ def test_a_fault_of_the_workbench_names_the_file_of_its_traceback(
     )
     assert "in command" in file.read_text()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    code, said = ends(capsys, ZeroDivisionError("division by zero"))
+    code, said = end_with(capsys, ZeroDivisionError("division by zero"))
     assert code == 3 and len(said.splitlines()) == 1
 
 
@@ -101,7 +106,7 @@ def test_an_error_that_is_the_workbench_s_own_recursion_is_its_fault(capsys):
 
     with pytest.raises(RecursionError) as raised:
         recur()
-    assert ends(capsys, raised.value)[0] == 3
+    assert end_with(capsys, raised.value)[0] == 3
 
 
 COMMAND = [sys.executable, "-c", "from workbench.cli import main; main()"]

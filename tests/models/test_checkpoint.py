@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tiny
@@ -24,9 +26,15 @@ IDS = [1, 4, 9, 13, 4]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
-def held(change):
-    """A damage to the bytes of the weights."""
+# --- damages ---------------------------------------------------------------------------------------
+#
+# A damage is a function of a checkpoint's folder. Those with parameters are made by functions whose
+# arguments are the parameters.
 
+Damage = Callable[[Path], object]
+
+
+def change_weight_bytes(change: Callable[[bytes], bytes]) -> Damage:
     def damage(path):
         data = (path / WEIGHTS).read_bytes()
         (path / WEIGHTS).write_bytes(change(data))
@@ -34,39 +42,47 @@ def held(change):
     return damage
 
 
-def indexed(path, *names):
-    """Makes it a checkpoint of several files."""
-    (path / WEIGHTS).unlink(missing_ok=True)
-    index = {"weight_map": dict(enumerate(names))}
-    (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+def write_index(*names: str) -> Damage:
+    """An index of these files of weights in place of the one file."""
+
+    def damage(path):
+        (path / WEIGHTS).unlink(missing_ok=True)
+        index = {"weight_map": dict(enumerate(names))}
+        (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+    return damage
 
 
-def half(path):
+def keep_first_of_two_files(path: Path) -> None:
     (path / WEIGHTS).rename(path / "model-00001.safetensors")
-    indexed(path, "model-00001.safetensors", "model-00002.safetensors")
+    write_index("model-00001.safetensors", "model-00002.safetensors")(path)
 
 
-def odd(path):
-    tiny.edit_json(path / "config.json", ("head_dim", 33))
-
-
-def config(text):
+def write_config(text: str) -> Damage:
     return lambda path: (path / "config.json").write_text(text)
+
+
+def set_config(name: str, value: object) -> Damage:
+    return lambda path: tiny.edit_json(path / "config.json", (name, value))
+
+
+def delete(name: str) -> Damage:
+    return lambda path: (path / name).unlink()
 
 
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (held(lambda data: POINTER), "Git LFS pointer"),
-        (held(lambda data: data[:-100]), "no whole safetensors file"),
-        (held(lambda data: b"\xff" * 4096), "no whole safetensors file"),
-        (half, "model-00002.*half a download"),
-        (lambda p: indexed(p, f"../{WEIGHTS}"), "folder in it"),
-        (config('{"model_type": "no-such-model"}'), "no-such-model"),
-        (odd, "head_dim.*33.*transformers accepts"),
-        (config("{"), "no JSON object"),
-        (lambda p: (p / WEIGHTS).unlink(), "no such file"),
-        (lambda p: (p / "config.json").unlink(), "no config.json"),
+        (change_weight_bytes(lambda data: POINTER), "Git LFS pointer"),
+        (change_weight_bytes(lambda data: data[:-100]), "no whole safetensors file"),
+        (change_weight_bytes(lambda data: b"\xff" * 4096), "no whole safetensors file"),
+        (keep_first_of_two_files, "model-00002.*half a download"),
+        (write_index(f"../{WEIGHTS}"), "folder in it"),
+        (write_config('{"model_type": "no-such-model"}'), "no-such-model"),
+        (set_config("head_dim", 33), "head_dim.*33.*transformers accepts"),
+        (write_config("{"), "no JSON object"),
+        (delete(WEIGHTS), "no such file"),
+        (delete("config.json"), "no config.json"),
         (shutil.rmtree, "nothing there"),
     ],
 )
@@ -76,8 +92,8 @@ def test_damage_is_named(copy, damage, message):
         Checkpoint(copy).config  # noqa: B018
 
 
-def pipe(name):
-    """A file from which a read never returns."""
+def replace_by_pipe(name: str) -> Damage:
+    """A read of the file never returns."""
 
     def damage(path):
         (path / name).unlink(missing_ok=True)
@@ -86,7 +102,9 @@ def pipe(name):
     return damage
 
 
-def device(name):
+def replace_by_device(name: str) -> Damage:
+    """A read of the file never ends."""
+
     def damage(path):
         (path / name).unlink(missing_ok=True)
         (path / name).symlink_to("/dev/zero")
@@ -94,8 +112,8 @@ def device(name):
     return damage
 
 
-def sparse(name):
-    """A sparse file of a terabyte."""
+def enlarge_to_terabyte(name: str) -> Damage:
+    """The file is sparse."""
 
     def damage(path):
         with (path / name).open("ab") as file:
@@ -104,26 +122,28 @@ def sparse(name):
     return damage
 
 
-def counted(name, count=10**9):
-    return lambda path: tiny.edit_json(path / "config.json", (name, count))
+BILLION = 10**9
 
 
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (pipe(WEIGHTS), "found a pipe"),
-        (pipe("tokenizer_config.json"), "found a pipe"),
-        (pipe("chat_template.jinja"), "found a pipe"),
-        (device("generation_config.json"), "found a device"),
-        (device(WEIGHTS), "found a device"),
-        (sparse("config.json"), "1,099,511,627,776 bytes"),
-        (sparse("tokenizer.json"), "1,099,511,627,776 bytes"),
-        (counted("num_hidden_layers"), "num_hidden_layers 1,000,000,000"),
-        (counted("vocab_size"), "vocab_size 1,000,000,000"),
-        (counted("hidden_size"), "hidden_size 1,000,000,000"),
-        (counted("num_key_value_heads"), "num_key_value_heads 1,000,000,000"),
-        (config("[" * 100_000), "no JSON object"),
-        (config('{"a":' * 100_000), "no JSON object"),
+        (replace_by_pipe(WEIGHTS), "found a pipe"),
+        (replace_by_pipe("tokenizer_config.json"), "found a pipe"),
+        (replace_by_pipe("chat_template.jinja"), "found a pipe"),
+        (replace_by_device("generation_config.json"), "found a device"),
+        (replace_by_device(WEIGHTS), "found a device"),
+        (enlarge_to_terabyte("config.json"), "1,099,511,627,776 bytes"),
+        (enlarge_to_terabyte("tokenizer.json"), "1,099,511,627,776 bytes"),
+        (set_config("num_hidden_layers", BILLION), "num_hidden_layers 1,000,000,000"),
+        (set_config("vocab_size", BILLION), "vocab_size 1,000,000,000"),
+        (set_config("hidden_size", BILLION), "hidden_size 1,000,000,000"),
+        (
+            set_config("num_key_value_heads", BILLION),
+            "num_key_value_heads 1,000,000,000",
+        ),
+        (write_config("[" * 100_000), "no JSON object"),
+        (write_config('{"a":' * 100_000), "no JSON object"),
     ],
 )
 def test_what_has_no_end_or_no_measure_is_refused_at_once(copy, damage, message):
@@ -132,17 +152,17 @@ def test_what_has_no_end_or_no_measure_is_refused_at_once(copy, damage, message)
         Checkpoint(copy).config  # noqa: B018
 
 
-FAMILY = "model_type of no family of transformers"
-PARTS = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
+UNKNOWN_FAMILY = "model_type of no family of transformers"
+AUTO_CLASSES = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
 
 
-@pytest.mark.parametrize("model_type", [FAMILY, "llama"])
+@pytest.mark.parametrize("model_type", [UNKNOWN_FAMILY, "llama"])
 def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
     copy, monkeypatch, model_type
 ):
-    ran = copy / "ran"
-    (copy / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    code = dict.fromkeys(PARTS, "code.Anything")
+    trace = copy / "trace"  # the file that the code would write
+    (copy / "code.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    code = dict.fromkeys(AUTO_CLASSES, "code.Anything")
     for file in ("config.json", "tokenizer_config.json"):
         fields = {"auto_map": code}
         if file == "config.json":
@@ -151,18 +171,24 @@ def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
         (copy / file).write_text(json.dumps(old | fields))
     questions = []
     monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
-    if model_type == FAMILY:
+    if model_type == UNKNOWN_FAMILY:
         with refused("auto_map.*never run"):
             Checkpoint(copy).config  # noqa: B018
     else:  # transformers' own class is there
         hf.whole_model(Checkpoint(copy))
         layerwise.empty_model(Checkpoint(copy).config)
-    assert not questions and not ran.exists()
+    assert not questions and not trace.exists()
 
 
 @pytest.mark.parametrize(
     "damaged",
-    ["{", "[1]", *(f'{{"eos_token_id": {id}}}' for id in ('"</s>"', "[1.5]", "true"))],
+    [
+        "{",
+        "[1]",
+        '{"eos_token_id": "</s>"}',
+        '{"eos_token_id": [1.5]}',
+        '{"eos_token_id": true}',
+    ],
 )
 def test_a_damaged_generation_configuration_is_refused(copy, damaged):
     (copy / "generation_config.json").write_text(damaged)
@@ -172,7 +198,7 @@ def test_a_damaged_generation_configuration_is_refused(copy, damaged):
 
 def test_one_file_is_preferred_to_an_index_as_in_transformers(copy):
     whole = (copy / WEIGHTS).read_bytes()
-    indexed(copy, "old.safetensors")
+    write_index("old.safetensors")(copy)
     (copy / WEIGHTS).write_bytes(whole)
     assert [file.name for file in Checkpoint(copy).files] == [WEIGHTS]
 
@@ -202,8 +228,8 @@ def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transfor
     assert torch.equal(loaded.model.norm.weight, a.tensor("model.norm.weight"))
 
 
-def rename(path, change) -> None:
-    """Stores every tensor under another name."""
+def rename_tensors(path, change) -> None:
+    """Stores every tensor under another name, `change` of its name."""
     with tiny.edited_weights(path) as tensors:
         stored = dict(tensors)
         tensors.clear()
@@ -227,7 +253,7 @@ def test_names_without_the_base_model_s_prefix_are_loaded_as_transformers_loads_
     copy,
 ):
     expected = logits_of_hugging_face(copy, IDS)
-    rename(copy, lambda name: name.removeprefix("model."))
+    rename_tensors(copy, lambda name: name.removeprefix("model."))
     assert Checkpoint(copy).prefix == ""
     assert torch.equal(logits_of_hugging_face(copy, IDS), expected)
     assert torch.allclose(reference_logits(copy, IDS), expected, atol=1e-4)
@@ -235,7 +261,7 @@ def test_names_without_the_base_model_s_prefix_are_loaded_as_transformers_loads_
 
 def test_a_wrapper_s_own_head_is_the_head(copy):
     """LLaVA-like wrappers store `language_model.model.…` and `language_model.lm_head`."""
-    rename(copy, lambda name: f"language_model.{name}")
+    rename_tensors(copy, lambda name: f"language_model.{name}")
     with tiny.edited_weights(copy) as tensors:
         table = tensors["language_model.model.embed_tokens.weight"]
         tensors["language_model.lm_head.weight"] = 2 * table
@@ -246,7 +272,7 @@ def test_a_wrapper_s_own_head_is_the_head(copy):
 
 
 def test_names_that_transformers_would_not_load_are_named(copy):
-    rename(copy, lambda name: f"student.{name}")
+    rename_tensors(copy, lambda name: f"student.{name}")
     with refused(r"tensors named like 'student\.model\..*save_pretrained"):
         Checkpoint(copy).prefix  # noqa: B018
 
@@ -283,14 +309,14 @@ def test_eight_bits_are_not_advised_to_be_cast(copy):
         Checkpoint(copy).tensor(name)
 
 
-def adapter(path):
+def replace_by_adapter(path: Path) -> None:
     (path / WEIGHTS).unlink()
     fields = json.dumps({"base_model_name_or_path": "org/Base"})
     (path / "adapter_config.json").write_text(fields)
     (path / "adapter_model.safetensors").write_bytes(b"")
 
 
-def renamed_to(name):
+def rename_weights(name: str) -> Damage:
     return lambda path: (path / WEIGHTS).rename(path / name)
 
 
@@ -298,9 +324,12 @@ def renamed_to(name):
 @pytest.mark.parametrize(
     "change, kind",
     [
-        (adapter, "an adapter of org/Base.*merge"),
-        (renamed_to("model-q4.gguf"), r"GGUF weights, model-q4\.gguf.*gguf_file"),
-        (renamed_to("pytorch_model.bin"), "only pytorch_model.bin.*save_pretrained"),
+        (replace_by_adapter, "an adapter of org/Base.*merge"),
+        (rename_weights("model-q4.gguf"), r"GGUF weights, model-q4\.gguf.*gguf_file"),
+        (
+            rename_weights("pytorch_model.bin"),
+            "only pytorch_model.bin.*save_pretrained",
+        ),
     ],
 )
 def test_another_kind_of_folder_is_named_whatever_its_configuration(

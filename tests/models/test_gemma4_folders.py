@@ -1,9 +1,18 @@
 """Every form in which a folder of Gemma 4 comes gives Hugging Face's tokens and a GREEN export: as
-published and as saved again, with and without the towers and the K and V of sharing layers."""
+published and as saved again, with and without the towers and the K and V of sharing layers.
+
+The published models differ in what these tests need:
+- E2B and E4B (`gemma4_text`): a second embedding for each layer, and last layers that share K and V
+  of earlier ones;
+- 12B (`gemma4_unified_text`): V is K in full layers, which have fewer key heads;
+- 31B (`gemma4_text`): the layers of 12B in a configuration of E2B without its additions.
+A published folder is a multimodal wrapper: the text model beside a vision and an audio tower.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import tiny
@@ -19,26 +28,41 @@ from workbench.models.checkpoint import Checkpoint
 
 IDS, NEW = [2, 17, 42, 3, 88], 12
 PREFIX = "model.language_model."
-E2B = {"num_hidden_layers": 4, "layer_types": tiny.SLIDING[:2] * 2}
-# a family of the text model → changes of its tiny dimensions
-SIZES = {
-    "gemma4_text": E2B,
-    "gemma4_unified_text": {},
-    # 31B: the dense model with the configuration of the smaller ones
-    "dense": tiny.DIMS["gemma4_unified_text"]
+
+
+class TextModel(NamedTuple):
+    """A tiny text model."""
+
+    model_type: str
+    changes: dict
+    """Of the tiny dimensions of this type."""
+
+
+E2B = TextModel(
+    "gemma4_text", {"num_hidden_layers": 4, "layer_types": tiny.SLIDING[:2] * 2}
+)
+SOURCE_OF_SHARING = {2: 0, 3: 1}
+"""Layer of E2B that shares K and V → the layer whose K and V it reads."""
+TWELVE_B = TextModel("gemma4_unified_text", {})
+# the model type of E2B with the dimensions of 12B
+THIRTY_ONE_B = TextModel(
+    "gemma4_text",
+    tiny.DIMS["gemma4_unified_text"]
     | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-}
+)
+
 VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8)
 VISION |= dict(num_attention_heads=2, num_key_value_heads=2, patch_size=4)
 VISION |= dict(position_embedding_size=16)
 AUDIO = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 AUDIO |= dict(output_proj_dims=16, subsampling_conv_channels=[4, 4])
-SEVERAL, ONE = [1, 100, 50], 1
+SEVERAL_EOS, ONE_EOS = [1, 100, 50], 1
+"""Ids that end a text, as in generation_config.json."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a checkpoint of the text model `family` is stored.
+    """How a checkpoint of a text model is stored.
 
     Attributes:
         has_towers: in a multimodal wrapper beside a vision and an audio tower, with its
@@ -49,7 +73,7 @@ class Form:
         eos: in generation_config.json; None: there is no such file.
     """
 
-    family: str
+    text_model: TextModel
     has_towers: bool = True
     has_shared_rows: bool = False
     is_published: bool = True
@@ -57,19 +81,19 @@ class Form:
 
 
 FORMS = {
-    "E2B_as_published": Form("gemma4_text", has_shared_rows=True, eos=SEVERAL),
-    "12B_as_published": Form("gemma4_unified_text", eos=SEVERAL),
+    "E2B_as_published": Form(E2B, has_shared_rows=True, eos=SEVERAL_EOS),
+    "12B_as_published": Form(TWELVE_B, eos=SEVERAL_EOS),
 }
 MORE_FORMS = {
-    "E2B_without_rows_of_sharing_layers": Form("gemma4_text", eos=SEVERAL),
-    "E2B_saved_again": Form("gemma4_text", is_published=False, eos=SEVERAL),
+    "E2B_without_rows_of_sharing_layers": Form(E2B, eos=SEVERAL_EOS),
+    "E2B_saved_again": Form(E2B, is_published=False, eos=SEVERAL_EOS),
     "E2B_text_as_published": Form(
-        "gemma4_text", has_towers=False, has_shared_rows=True, eos=ONE
+        E2B, has_towers=False, has_shared_rows=True, eos=ONE_EOS
     ),
-    "E2B_text_saved_again": Form("gemma4_text", has_towers=False, is_published=False),
-    "12B_saved_again": Form("gemma4_unified_text", is_published=False, eos=ONE),
-    "31B_as_published": Form("dense"),
-    "31B_text_saved_again": Form("dense", has_towers=False, is_published=False),
+    "E2B_text_saved_again": Form(E2B, has_towers=False, is_published=False),
+    "12B_saved_again": Form(TWELVE_B, is_published=False, eos=ONE_EOS),
+    "31B_as_published": Form(THIRTY_ONE_B),
+    "31B_text_saved_again": Form(THIRTY_ONE_B, has_towers=False, is_published=False),
 }
 CASES = [
     *FORMS.items(),
@@ -77,10 +101,9 @@ CASES = [
 ]
 
 
-def text_checkpoint(exports, family: str) -> Path:
+def text_checkpoint(exports, model: TextModel) -> Path:
     """The text model alone, as transformers saves it."""
-    model_type = "gemma4_text" if family == "dense" else family
-    return exports.checkpoint(model_type, **SIZES[family])
+    return exports.checkpoint(model.model_type, **model.changes)
 
 
 def published_fields(config: dict) -> dict:
@@ -94,7 +117,7 @@ def published_fields(config: dict) -> dict:
     return fields
 
 
-def wrap(text: Path, folder: Path) -> None:
+def save_with_towers(text: Path, folder: Path) -> None:
     """Saves a text model as the text part of a multimodal one with random towers."""
     config = json.loads((text / "config.json").read_text())
     towers = {"vision_config": VISION, "audio_config": AUDIO}
@@ -112,35 +135,53 @@ def wrap(text: Path, folder: Path) -> None:
             weights[name] = tensor
 
 
-def store(form: Form, text: Path, folder: Path) -> None:
-    """Writes a checkpoint in a form."""
-    prefix = "model."
-    if form.has_towers:
-        wrap(text, folder)
-        prefix = PREFIX
+def save_alone(text: Path, folder: Path) -> None:
+    """Copies a text model."""
+    folder.mkdir()
+    for name in ("config.json", tiny.WEIGHTS):
+        (folder / name).write_bytes((text / name).read_bytes())
+
+
+def publish_config(folder: Path) -> None:
+    """Gives the configuration of the text model the names of published ones."""
+    config = json.loads((folder / "config.json").read_text())
+    if "text_config" in config:
+        config["text_config"] = published_fields(config["text_config"])
     else:
-        folder.mkdir()
-        for name in ("config.json", tiny.WEIGHTS):
-            (folder / name).write_bytes((text / name).read_bytes())
-    (folder / "generation_config.json").unlink(missing_ok=True)
+        config = published_fields(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def add_rows_of_sharing_layers(folder: Path, prefix: str) -> None:
+    """Stores random projections of K and V for layers that read those of others."""
+    weights = load_file(folder / tiny.WEIGHTS)
+    for sharing, source in SOURCE_OF_SHARING.items():
+        for name in ("k_proj", "v_proj", "k_norm"):
+            weight = weights[f"{prefix}layers.{source}.self_attn.{name}.weight"]
+            name = f"{prefix}layers.{sharing}.self_attn.{name}.weight"
+            weights[name] = torch.randn_like(weight)
+    save_file(weights, folder / tiny.WEIGHTS, metadata={"format": "pt"})
+
+
+def write_eos(folder: Path, eos: list[int] | int | None) -> None:
+    """Writes generation_config.json with these ids, or none."""
+    file = folder / "generation_config.json"
+    file.unlink(missing_ok=True)
+    if eos is not None:
+        file.write_text(json.dumps({"eos_token_id": eos}))
+
+
+def store_form(form: Form, text: Path, folder: Path) -> None:
+    """Writes a checkpoint of a text model in a form."""
+    if form.has_towers:
+        save_with_towers(text, folder)
+    else:
+        save_alone(text, folder)
     if form.is_published:
-        config = json.loads((folder / "config.json").read_text())
-        if form.has_towers:
-            config["text_config"] = published_fields(config["text_config"])
-        else:
-            config = published_fields(config)
-        (folder / "config.json").write_text(json.dumps(config))
+        publish_config(folder)
     if form.has_shared_rows:
-        weights = load_file(folder / tiny.WEIGHTS)
-        for sharing, source in ((2, 0), (3, 1)):
-            for name in ("k_proj", "v_proj", "k_norm"):
-                weight = weights[f"{prefix}layers.{source}.self_attn.{name}.weight"]
-                name = f"{prefix}layers.{sharing}.self_attn.{name}.weight"
-                weights[name] = torch.randn_like(weight)
-        save_file(weights, folder / tiny.WEIGHTS, metadata={"format": "pt"})
-    if form.eos is not None:
-        fields = json.dumps({"eos_token_id": form.eos})
-        (folder / "generation_config.json").write_text(fields)
+        add_rows_of_sharing_layers(folder, PREFIX if form.has_towers else "model.")
+    write_eos(folder, form.eos)
 
 
 def greedy(path: Path) -> list[int]:
@@ -157,9 +198,9 @@ def greedy(path: Path) -> list[int]:
 def test_a_folder_gives_hugging_face_s_tokens_and_is_green(
     exports, tmp_path, name, form
 ):
-    text = text_checkpoint(exports, form.family)
+    text = text_checkpoint(exports, form.text_model)
     path = tmp_path / "checkpoint"
-    store(form, text, path)
+    store_form(form, text, path)
     checkpoint = Checkpoint(path)
     assert checkpoint.prefix == (PREFIX if form.has_towers else "model.")
     others = [name for name in checkpoint.header if not name.startswith(PREFIX)]
@@ -183,8 +224,8 @@ def test_a_folder_gives_hugging_face_s_tokens_and_is_green(
 @pytest.mark.slow("searches the formats of two bundles")
 def test_a_published_folder_is_fitted_as_its_text_model(exports, tmp_path):
     """Its towers, and the K and V of sharing layers, which nothing reads, change no byte."""
-    text = text_checkpoint(exports, "gemma4_text")
-    store(FORMS["E2B_as_published"], text, tmp_path / "published")
+    text = text_checkpoint(exports, E2B)
+    store_form(FORMS["E2B_as_published"], text, tmp_path / "published")
     settings = SearchSettings(tiny.random_text(100, 2, count=256), Limit(kl=0.01))
     bundles = []
     for path in (text, tmp_path / "published"):

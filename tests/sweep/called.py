@@ -1,4 +1,4 @@
-"""What children of test_process.py are called to do."""
+"""What tests of test_process.py and test_killed.py call in a child process."""
 
 import ctypes
 import errno
@@ -19,7 +19,7 @@ def answer(argument):
     return {"got": argument, "pid": os.getpid(), "threads": threads}
 
 
-def refuses_after_core_ml_complained():
+def refuse_after_core_ml_complained():
     print(CORE_ML, file=sys.stderr)
     raise InputError("x", "1", "2", "write 2")
 
@@ -30,30 +30,31 @@ def crash(name):
     os.kill(os.getpid(), getattr(signal, name))
 
 
-def raises():
+def raise_error():
     raise RuntimeError("Error compiling model: no")
 
 
-def sleeps(pid):
-    pid.write_text(str(os.getpid()))
+def sleep(pid_file):
+    pid_file.write_text(str(os.getpid()))
     time.sleep(600)
 
 
-def hangs(pid):  # as a native call may: no other thread of Python runs meanwhile
-    pid.write_text(str(os.getpid()))
+def hang(pid_file):
+    """Sleeps as a native call may: no other thread of Python runs meanwhile."""
+    pid_file.write_text(str(os.getpid()))
     ctypes.PyDLL(None).sleep(600)
 
 
-def loses_its_server():
+def kill_server():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
 
 
-def search_path() -> list[str]:
+def get_search_path() -> list[str]:
     return sys.path
 
 
-def fills_the_disk(kind: str):
+def fill_disk(kind: str):
     full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
     if kind == "OSError":
         raise full
@@ -62,5 +63,5 @@ def fills_the_disk(kind: str):
     raise RuntimeError("I/O error: No space left on device (os error 28)")
 
 
-def misses_a_file():
+def open_missing_file():
     open("/nowhere/file")

@@ -17,13 +17,14 @@ pytestmark = pytest.mark.usefixtures("calls_here")
 
 
 @pytest.fixture(scope="module")
-def stored(exports, tmp_path_factory):
+def stored_golden(exports, tmp_path_factory):
+    """The path of a golden of `IDS`."""
     path = tmp_path_factory.mktemp("golden") / "g.safetensors"
     return golden.make_golden(Checkpoint(exports.checkpoint("llama")), IDS).save(path)
 
 
 @pytest.fixture
-def grid(exports, stored, tmp_path):
+def grid(exports, stored_golden, tmp_path):
     """A grid of two bundles that no checkout has validated."""
     source, roots = exports.checkpoint("llama"), []
     for S in (16, 24):
@@ -31,15 +32,15 @@ def grid(exports, stored, tmp_path):
         root = tmp_path / f"bundle-{S}"
         roots.append(shutil.copytree(bundle, root))
         (root / gates.VERDICT).unlink(missing_ok=True)
-    return {"bundle": [*map(str, roots)], "golden": str(stored), "run": RUN}
+    return {"bundle": [*map(str, roots)], "golden": str(stored_golden), "run": RUN}
 
 
 def test_bundles_are_measured_and_validated_without_their_checkpoint(
-    grid, stored, tmp_path, monkeypatch
+    grid, stored_golden, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(stored.parent)
-    parsed = sweep.make_grid(grid | {"golden": stored.name})
-    assert parsed.validate_ids == IDS and parsed.golden == str(stored)
+    monkeypatch.chdir(stored_golden.parent)
+    parsed = sweep.make_grid(grid | {"golden": stored_golden.name})
+    assert parsed.validate_ids == IDS and parsed.golden == str(stored_golden)
     root = tmp_path / "log"
     counts = sweep.sweep(parsed, root=root, progress=False)
     assert (counts["cells"], counts["done"], counts["failed"]) == (4, 4, 0)
@@ -59,17 +60,17 @@ def test_bundles_are_measured_and_validated_without_their_checkpoint(
 
 
 def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
-    exports, stored, tmp_path
+    exports, stored_golden, tmp_path
 ):
     grid = {
         "checkpoint": str(exports.checkpoint("llama")),
-        "golden": str(stored),
+        "golden": str(stored_golden),
         "export": {"max_seq_len": [16], "tokens": ["1-2"]},
         "run": RUN | {"T": [1]},
     }
-    where = {"root": tmp_path / "log", "bundles": tmp_path / "bundles"}
-    counts = sweep.sweep(sweep.make_grid(grid), progress=False, **where)
-    (row,) = log.load("runs", where["root"]).to_dict("records")
+    folders = {"root": tmp_path / "log", "bundles": tmp_path / "bundles"}
+    counts = sweep.sweep(sweep.make_grid(grid), progress=False, **folders)
+    (row,) = log.load("runs", folders["root"]).to_dict("records")
     assert counts["failed"] == 0 and row["verdict"] == "GREEN"
     assert not (tmp_path / "golden").exists()
     gates = {gate["name"] for gate in json.loads(row["config"])["gates"]}

@@ -1,4 +1,5 @@
-"""Bundles that are kept for later: a damaged one is made again, one that is named stays."""
+"""One cell of a sweep: its cached bundle, which is not deleted when it cannot be read and is
+exported again when it is damaged, and the energy that the counters of a Mac give for its row."""
 
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from workbench import Bundle, sweep
 from workbench.bundle import Options
 from workbench.exporter import bundle_for
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import run as sweeping
+from workbench.sweep import run as cell_runs
 
 
 def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
@@ -21,7 +22,7 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
 ):
     source = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
     arguments = source, Options(max_seq_len=16), tmp_path
-    result = bundle_for(*arguments)
+    bundle_for(*arguments)
     monkeypatch.setattr(
         Checkpoint, "tokenizer_files", lambda _: [source.path / WEIGHTS]
     )
@@ -29,10 +30,10 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
         result = bundle_for(*arguments)
     assert [Path(e.path).name for e in result.manifest.tokens.files] == [WEIGHTS]
 
-    def closed(path):
+    def deny(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("workbench.bundle.bundle.read_manifest", closed)
+    monkeypatch.setattr("workbench.bundle.bundle.read_manifest", deny)
     with refused("Permission denied"):
         bundle_for(*arguments)
     assert (result.root / "bundle.json").is_file()
@@ -42,13 +43,13 @@ def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, calls_here):
     run = grid["run"] | {"T": [1], "rounds": 2}
     parsed = sweep.make_grid(grid | {"validate_ids": [], "run": run})
     first, second = sweep.cells(parsed)
-    where = {"grid": parsed, "bundles": tmp_path / "bundles", "root": tmp_path / "log"}
-    assert sweeping.run_cell(first, **where) == ("ok", None)
+    folders = {"bundles": tmp_path / "bundles", "root": tmp_path / "log"}
+    assert cell_runs.run_cell(first, grid=parsed, **folders) == ("ok", None)
     (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))
     weights = next(root.rglob("weight.bin"))
     weights.write_bytes(weights.read_bytes()[:-64])
     with pytest.warns(UserWarning, match="is exported again: .*weight.bin: found .*"):
-        assert sweeping.run_cell(second, **where) == ("ok", None)
+        assert cell_runs.run_cell(second, grid=parsed, **folders) == ("ok", None)
     Bundle.open(root)
 
 
@@ -63,9 +64,9 @@ def test_what_the_counters_say_of_a_measurement_is_in_its_row(
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)
     parsed = sweep.make_grid(grid | {"validate_ids": []})
     cell, _ = sweep.cells(parsed)
-    bundle = sweeping.export_bundle(cell, swept[0] / "bundles")
-    row, _ = sweeping.measure_in_child(cell, parsed, bundle)
+    bundle = cell_runs.export_bundle(cell, swept.bundles)
+    row, _ = cell_runs.measure_in_child(cell, parsed, bundle)
     monitor.end_window.assert_called_once_with(*monitor.begin_window.call_args.args)
     assert row["ane_joules"] == joules
-    said = row["config"]["energy"]
-    assert said is None if joules else "stayed at zero" in said
+    reason = row["config"]["energy"]  # why there is no energy
+    assert reason is None if joules else "stayed at zero" in reason

@@ -41,13 +41,13 @@ def test_every_cell_is_there_once_though_a_worker_is_killed(
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    where = {"root": root, "bundles": swept[0] / "bundles", "progress": False}
-    counts = sweep.sweep(parsed, scheduler=dask.scheduler_address, **where)
+    options = {"root": root, "bundles": swept.bundles, "progress": False}
+    counts = sweep.sweep(parsed, scheduler=dask.scheduler_address, **options)
     killer.join()
     assert (counts["cells"], counts["done"], counts["failed"]) == (8, 8, 0)
     rows = log.load("runs", root)
     assert len(rows) == 8 and not rows.duplicated(["setting", "round"]).any()
-    assert sweep.sweep(parsed, **where)["resumed"] == 8
+    assert sweep.sweep(parsed, **options)["resumed"] == 8
 
 
 def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkeypatch):
@@ -94,15 +94,15 @@ def test_auto_is_what_it_stands_for_on_the_workers(cluster_here, monkeypatch):
     assert client.status == "closed"
 
 
-def disk_is_full(job):
+def raise_disk_full(job):
     raise OSError(28, "No space left on device")
 
 
-def refuses(job):
+def refuse(job):
     raise InputError("log", "a torn file", "a whole one", "move it")
 
 
-@pytest.mark.parametrize("measure", [disk_is_full, refuses])
+@pytest.mark.parametrize("measure", [raise_disk_full, refuse])
 def test_what_the_system_refuses_a_worker_ends_the_sweep(cluster_here, measure):
     """A cell that fails is a result; a log that cannot be written is none."""
     client = cluster.connect(cluster_here.scheduler_address)

@@ -15,8 +15,14 @@ CALLS = 240
 def rounds(
     count: int, ms: dict, seed: int = 0, speed=lambda number: 1.0, odd_call=None
 ) -> pd.DataFrame:
-    """`count` rounds of one process for each setting, in a random order within each;
-    each process has a speed of its own (1%), its 240 calls are noisy (3%)."""
+    """Simulates `count` rounds of one process for each setting, in a random order within each. A
+    process differs from its setting's mean by 1%, and its 240 calls by 3%.
+
+    Args:
+        ms: max_seq_len → mean time of a call in ms.
+        speed: number of a process → factor of its times.
+        odd_call: factor of the time of the middle call of each process; None: 1.
+    """
     rng, parts = np.random.default_rng(seed), []
     for _ in range(count):
         for key in rng.permutation(list(ms)):
@@ -129,7 +135,9 @@ def test_a_difference_is_that_of_paired_rounds():
 
 
 def settings(**medians: tuple) -> pd.DataFrame:
-    """Processes of settings by name, one after the other in every round."""
+    """Processes of settings, one after the other in every round: name of a setting → the median of
+    its process in each round. The first letter of a name is the value of the column `option`, the
+    digit the value of the column `rest`: `a1` and `b1` differ in the option alone."""
     rows = []
     for round_, values in enumerate(zip(*medians.values())):
         for place, (name, value) in enumerate(zip(medians, values)):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from refusal import refused
-from synthetic import SLOW, SLOW_NAME, add
+from synthetic import LAYER_SHARE, SLOW, SLOW_NAME, add
 from test_machines import CHECKPOINT, HASH
 
 from workbench import log, sweep
@@ -15,7 +15,7 @@ from workbench.exporter import make_options
 from workbench.sweep.grid import Run
 from workbench.widgets import Explorer
 
-OTHER = {
+OTHER_VALUES = {
     "max_seq_len": 32,
     "tokens": "1-2",
     "batch": 2,
@@ -27,7 +27,7 @@ OTHER = {
     "sliding": "ring",
     "target": "other",
 }
-"""Of every export option a value that is not its default."""
+"""Of every export option a value that is not its default. `other_target` makes the target."""
 AXES = {
     "runtime": ["portable", "coreml"],
     "precision": ["declared", "exact"],
@@ -44,11 +44,14 @@ RUNTIMES = {
     "compute_units": ["coreml"] * 2,
     "hints": ["coreml"] * 2,
 }
-"""The runtimes of an axis' two values, where not both are portable."""
+"""Axis → the runtime with which each of its two values is logged; `portable` for other axes."""
+CALL_MS = 1.0, 2.0
+"""The logged times of a call with the two values of an axis."""
 pytestmark = pytest.mark.usefixtures("other_target")
 
 
-def make(**run) -> dict:
+def make_fields(**run) -> dict:
+    """The fields of a grid."""
     grid = {"checkpoint": str(CHECKPOINT), "validate_ids": [1, 4]}
     return grid | {"export": {"max_seq_len": [16]}, "run": {"n_gen": 4} | run}
 
@@ -56,18 +59,18 @@ def make(**run) -> dict:
 def varied(axis: str, *values) -> dict:
     """A grid of an axis with these values."""
     if axis in AXES:
-        return make(**{axis: list(values)})
-    grid = make()
+        return make_fields(**{axis: list(values)})
+    grid = make_fields()
     return grid | {"export": grid["export"] | {axis: list(values)}}
 
 
 def test_every_option_has_a_column_and_another_value_here():
-    assert list(Options.model_fields) == list(OTHER)
-    how_often = {"repetitions", "rounds", "cool_down_s", "timeout_s"}
-    run = Run.model_fields.keys() - how_often
+    assert list(Options.model_fields) == list(OTHER_VALUES)
+    no_settings = {"repetitions", "rounds", "cool_down_s", "timeout_s"}
+    run = Run.model_fields.keys() - no_settings
     assert run == set(AXES) | {"n_gen", "threads", "min_tokens", "min_seconds"}
     assert set(sweep.RUN_AXES) == set(AXES)
-    assert {*OTHER, *run} <= set(log.SETTINGS) <= set(log.SCHEMAS["runs"].names)
+    assert {*OTHER_VALUES, *run} <= set(log.SETTINGS) <= set(log.SCHEMAS["runs"].names)
 
 
 @pytest.mark.matrix(4, wide=14)
@@ -75,17 +78,18 @@ def test_every_option_has_a_column_and_another_value_here():
 def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     root = tmp_path / "experiments" / "log"
     first = 16 if axis == "max_seq_len" else getattr(make_options(), axis, None)
-    values = AXES.get(axis) or [first, OTHER[axis]]
+    values = AXES.get(axis) or [first, OTHER_VALUES[axis]]
     for i, value in enumerate(values):
         runtime = RUNTIMES.get(axis, ["portable"] * 2)[i]
-        add(root, varied(axis, value), SLOW, lambda *_, i=i: 1.0 + i, HASH, runtime)
+        call_ms = lambda *_, i=i: CALL_MS[i]  # noqa: E731
+        add(root, varied(axis, value), SLOW, call_ms, HASH, runtime)
     grid = varied(axis, *values)
     parsed = sweep.make_grid(grid)
     stored = sweep.stored_tables(parsed, root)
     for table in ("samples", "layers"):
         assert stored[table][axis].nunique(dropna=False) == 2
     settings = sweep.configurations(parsed, root)
-    assert (settings["n"] == 1).all() and settings["call_ms"].tolist() == [1.0, 2.0]
+    assert (settings["n"] == 1).all() and settings["call_ms"].tolist() == [*CALL_MS]
     assert settings["name"].nunique() == 2 and settings[axis].nunique(dropna=False) == 2
     assert settings["name"].str.contains(f"{axis} ").all()
 
@@ -93,13 +97,14 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     readings = set()
     for _, value in explorer.axes[axis]._options_full:
         explorer.axes[axis].value = value
-        said = explorer.message.value
-        assert said.endswith(f"on {SLOW_NAME}")
-        rate, ms = re.findall(r"[\d.]+", said)[:2]
-        assert float(rate) == 250 * explorer.axes["T"].value / float(ms)
-        readings.add(ms)
+        message = explorer.message.value
+        assert message.endswith(f"on {SLOW_NAME}")
+        tokens_per_s, layer_ms = re.findall(r"[\d.]+", message)[:2]
+        call_ms = float(layer_ms) / LAYER_SHARE
+        assert float(tokens_per_s) == 1e3 * explorer.axes["T"].value / call_ms
+        readings.add(layer_ms)
         assert len(explorer.shown_rows), "fidelity"
-    assert readings == {"0.25", "0.5"}
+    assert readings == {f"{call_ms * LAYER_SHARE:g}" for call_ms in CALL_MS}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_a_grid_of_more_cells_than_any_sweep_runs_is_refused_before_they_are_lis
     run,
 ):
     with refused("at most 100,000 cells"):
-        sweep.make_grid(make(**run))
+        sweep.make_grid(make_fields(**run))
 
 
 def test_a_grid_s_file_without_an_end_is_refused(tmp_path):
@@ -123,7 +128,7 @@ def test_a_grid_s_file_without_an_end_is_refused(tmp_path):
 
 def test_a_checkpoint_that_changed_within_the_time_of_its_files_has_another_hash(copy):
     """Programs that copy set the time of a file."""
-    grid = sweep.make_grid(make() | {"checkpoint": str(copy)})
+    grid = sweep.make_grid(make_fields() | {"checkpoint": str(copy)})
     first, *_ = sweep.cells(grid)
     path = copy / "config.json"
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns

@@ -12,7 +12,7 @@ import pytest
 
 from workbench import log, process, sweep
 from workbench.errors import InputError
-from workbench.sweep import run
+from workbench.sweep import run as cell_runs
 from workbench.sweep.lock import measuring_alone
 
 HOLDER = """
@@ -71,35 +71,33 @@ def test_the_lock_s_file_names_the_process_and_not_the_machine(tmp_path):
 
 
 @pytest.fixture
-def short(swept, grid, tmp_path, calls_here):
-    """A grid of four short cells, and how they are measured."""
-    changed = grid | {"run": grid["run"] | {"n_gen": 2, "repetitions": 1, "rounds": 2}}
-    where = {"root": tmp_path / "log", "bundles": swept[0] / "bundles"}
-    parsed = sweep.make_grid(changed | {"validate_ids": []})
-    return parsed, where | {"progress": False}
+def short_sweep(swept, grid, tmp_path, calls_here):
+    """A function that sweeps a grid of four short cells into `tmp_path`/log and returns the counts."""
+    run = grid["run"] | {"n_gen": 2, "repetitions": 1, "rounds": 2}
+    parsed = sweep.make_grid(grid | {"run": run, "validate_ids": []})
+    options = {"root": tmp_path / "log", "bundles": swept.bundles, "progress": False}
+    return lambda: sweep.sweep(parsed, **options)
 
 
 def test_two_sweeps_of_a_log_at_once_measure_every_cell_once_and_never_together(
-    short, tmp_path, monkeypatch
+    short_sweep, tmp_path, monkeypatch
 ):
-    grid, where = short
-    together, most = 0, 0
-    measured_cell = run._measure_and_log
+    running, most_running = 0, 0
+    measure_and_log = cell_runs._measure_and_log
 
-    def counts(*arguments):
-        nonlocal together, most
-        together += 1
-        most = max(most, together)
+    def count_running(*arguments):
+        nonlocal running, most_running
+        running += 1
+        most_running = max(most_running, running)
         try:
-            return measured_cell(*arguments)
+            return measure_and_log(*arguments)
         finally:
-            together -= 1
+            running -= 1
 
-    monkeypatch.setattr(run, "_measure_and_log", counts)
+    monkeypatch.setattr(cell_runs, "_measure_and_log", count_running)
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(sweep.sweep(grid, **where)))
-        for _ in range(2)
+        threading.Thread(target=lambda: results.append(short_sweep())) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -107,54 +105,52 @@ def test_two_sweeps_of_a_log_at_once_measure_every_cell_once_and_never_together(
         thread.join(60)
     rows = log.load("runs", tmp_path / "log")
     assert len(rows) == 4 and not rows.duplicated(["setting", "round"]).any()
-    assert most == 1
+    assert most_running == 1
     assert [result["failed"] for result in results] == [0, 0]
 
 
 def test_a_disk_that_fills_in_the_middle_is_one_message_and_the_sweep_resumes(
-    short, tmp_path, monkeypatch
+    short_sweep, tmp_path, monkeypatch
 ):
     """The row of the second cell is not written: none of its tables stays."""
-    grid, where = short
     replace, calls = os.replace, iter(range(1000))
 
-    def fails(source, target):
+    def fail_at_second_row(source, target):
         if "runs" in str(target) and next(calls):
             raise OSError(28, "No space left on device", str(target))
         return replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fails)
+        patch.setattr(os, "replace", fail_at_second_row)
         with pytest.raises(OSError, match="No space left on device") as caught:
-            sweep.sweep(grid, **where)
+            short_sweep()
     assert "1 of 4 cells kept" in caught.value.__notes__[0]
     root = tmp_path / "log"
     (row,) = log.load("runs", root)["run_id"]
     for table in ("samples", "layers"):
         assert {path.stem for path in (root / table).iterdir()} == {row}
-    counts = sweep.sweep(grid, **where)
+    counts = short_sweep()
     assert (counts["done"], counts["resumed"], counts["failed"]) == (3, 1, 0)
 
 
 def test_an_export_without_room_ends_the_sweep_and_is_no_failed_row(
-    short, tmp_path, monkeypatch
+    short_sweep, tmp_path, monkeypatch
 ):
-    grid, where = short
-    measure, calls = run.measure_in_child, iter(range(1000))
+    measure, calls = cell_runs.measure_in_child, iter(range(1000))
     full = InputError("bundle", "9 bytes free", "10 bytes", "choose another disk")
 
-    def fails(*arguments):
+    def fail_at_third_cell(*arguments):
         if next(calls) == 2:
             raise full from OSError(28, "No space left on device")
         return measure(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure_in_child", fails)
+        patch.setattr(cell_runs, "measure_in_child", fail_at_third_cell)
         with pytest.raises(InputError, match="9 bytes free") as caught:
-            sweep.sweep(grid, **where)
+            short_sweep()
     (note,) = caught.value.__notes__
     root = tmp_path / "log"
     assert note == f"2 of 4 cells kept in {root}; the same command resumes"
     assert log.load("runs", root)["status"].tolist() == ["ok", "ok"]
-    counts = sweep.sweep(grid, **where)
+    counts = short_sweep()
     assert (counts["done"], counts["resumed"], counts["failed"]) == (2, 2, 0)

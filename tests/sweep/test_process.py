@@ -18,11 +18,13 @@ import pytest
 from workbench import process
 from workbench.errors import InputError, last_message
 
+ENDS_S = 10
+
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """Children import called.py."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 @pytest.mark.slow("imports what cells need, once and once more")
@@ -59,7 +61,7 @@ def test_a_child_imports_nothing_from_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent / "nowhere")
     outcome = process.call(called.answer, 1)
     assert outcome.failure is None
-    assert str(tmp_path) not in process.call(called.search_path).value
+    assert str(tmp_path) not in process.call(called.get_search_path).value
 
 
 def test_a_child_imports_what_its_caller_does(tmp_path, monkeypatch):
@@ -81,11 +83,11 @@ def test_a_server_that_does_not_start_says_why(monkeypatch):
 )
 def test_a_full_disk_of_a_child_is_an_error_of_the_caller(kind, words):
     with pytest.raises((OSError, InputError), match=words):
-        process.call(called.fills_the_disk, kind)
+        process.call(called.fill_disk, kind)
 
 
 def test_another_error_of_the_system_is_the_failure_of_the_call():
-    assert "/nowhere/file" in process.call(called.misses_a_file).failure
+    assert "/nowhere/file" in process.call(called.open_missing_file).failure
 
 
 @pytest.mark.usefixtures("forked")
@@ -105,10 +107,10 @@ def test_a_crash_is_named_and_keeps_the_lines_that_tell():
 
 @pytest.mark.usefixtures("forked")
 def test_an_exception_is_its_last_line_and_a_refusal_its_message():
-    outcome = process.call(called.raises)
+    outcome = process.call(called.raise_error)
     assert outcome.failure == "exit code 1: RuntimeError: Error compiling model: no"
     assert any("Traceback" in line for line in outcome.lines)
-    outcome = process.call(called.refuses_after_core_ml_complained)
+    outcome = process.call(called.refuse_after_core_ml_complained)
     assert outcome.failure == "x: found 1; needs 2. Next: write 2."
     assert outcome.lines == (called.CORE_ML,)
 
@@ -129,16 +131,16 @@ def test_the_last_message_is_one_line(written, text):
     assert last_message(written.splitlines()) == text
 
 
-def sleeping(file: Path) -> int:
-    """The process that writes its id there and sleeps, once it does."""
-    while not (file.exists() and file.read_text()):
+def wait_for_pid(pid_file: Path) -> int:
+    """Waits until `called.sleep` or `called.hang` has written the id of its process."""
+    while not (pid_file.exists() and pid_file.read_text()):
         time.sleep(0.02)
-    return int(file.read_text())
+    return int(pid_file.read_text())
 
 
-def ends(pid: int) -> bool:
-    """Whether a process ends within ten seconds."""
-    deadline = time.monotonic() + 10
+def ends_in_time(pid: int) -> bool:
+    """Whether a process ends within `ENDS_S`."""
+    deadline = time.monotonic() + ENDS_S
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             if time.monotonic() > deadline:
@@ -149,56 +151,57 @@ def ends(pid: int) -> bool:
 
 def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
     """The clock stands at 0 until the child sleeps, however long it takes to start."""
-    pid = tmp_path / "pid"
-    clock = lambda: 5 * (pid.exists() and bool(pid.read_text()))  # noqa: E731
+    pid_file = tmp_path / "pid"
+    clock = lambda: 5 * (pid_file.exists() and bool(pid_file.read_text()))  # noqa: E731
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=clock))
-    outcome = process.call(called.hangs, pid, timeout_s=4)
+    outcome = process.call(called.hang, pid_file, timeout_s=4)
     assert outcome.failure == "no answer in 4 s"
-    assert ends(int(pid.read_text()))
+    assert ends_in_time(int(pid_file.read_text()))
 
 
 def test_a_call_is_cancelled_from_another_thread(tmp_path):
-    stop, pid = threading.Event(), tmp_path / "pid"
+    stop, pid_file = threading.Event(), tmp_path / "pid"
 
     def stop_once_it_sleeps():
-        sleeping(pid)
+        wait_for_pid(pid_file)
         stop.set()
 
     threading.Thread(target=stop_once_it_sleeps).start()
     started = time.monotonic()
     with pytest.raises(process.Cancelled):
-        process.call(called.hangs, pid, stop=stop)
+        process.call(called.hang, pid_file, stop=stop)
     assert time.monotonic() - started < 60  # of 600
-    assert ends(int(pid.read_text()))
+    assert ends_in_time(int(pid_file.read_text()))
 
 
 def test_a_child_ends_when_its_caller_is_killed(tmp_path):
     code = "import called, pathlib; from workbench import process\n"
-    code += "process.call(called.sleeps, pathlib.Path('pid'))"
+    code += "process.call(called.sleep, pathlib.Path('pid'))"
     caller = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    orphan = sleeping(tmp_path / "pid")
+    orphan = wait_for_pid(tmp_path / "pid")
     caller.send_signal(signal.SIGKILL)
     caller.wait(10)
-    assert ends(orphan)
+    assert ends_in_time(orphan)
 
 
 @pytest.mark.skipif(not process.CAN_FORK, reason="on a Mac the child is the server")
 def test_a_server_that_is_killed_keeps_no_caller_waiting_for_its_child():
-    outcome = process.call(called.loses_its_server, timeout_s=60)
+    outcome = process.call(called.kill_server, timeout_s=60)
     assert outcome.failure == "killed by SIGKILL"
 
 
 def test_a_mac_is_kept_awake_and_no_longer_than_needed(tmp_path, monkeypatch):
-    said, fake = tmp_path / "said", tmp_path / "caffeinate"
-    fake.write_text(
-        f'#!/bin/sh\necho "$@" $$ > {said}.new\nmv {said}.new {said}\nexec sleep 60\n'
+    arguments, caffeinate = tmp_path / "arguments", tmp_path / "caffeinate"
+    caffeinate.write_text(
+        f'#!/bin/sh\necho "$@" $$ > {arguments}.new\n'
+        f"mv {arguments}.new {arguments}\nexec sleep 60\n"
     )
-    fake.chmod(0o755)
+    caffeinate.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with process.awake():
-        while not said.exists():
+        while not arguments.exists():
             time.sleep(0.01)
-        *options, pid = said.read_text().split()
+        *options, pid = arguments.read_text().split()
         assert options == ["-i", "-w", str(os.getpid())]
         os.kill(int(pid), 0)
     with pytest.raises(ProcessLookupError):

@@ -4,6 +4,7 @@ Face's model with the weights that an export would store."""
 import shlex
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,7 @@ def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
     return [sound, *more, gates.within("max_kl", cost, limit, "")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def in_a_folder_alone(tmp_path_factory):
     """Copies a bundle to a folder with no other one: finished bundles beside a bundle are
     candidates too, and other tests export to the folder that they share."""
@@ -98,39 +99,63 @@ def test_a_command_names_a_folder_as_a_shell_reads_it(tmp_path, tiny_llama):
     assert shlex.split(command)[:3] == ["workbench", "export", str(folder)]
 
 
-def test_the_smallest_preset_whose_whole_interval_keeps_the_limit_is_named(
-    tiny_llama, exports, in_a_folder_alone
-):
+@pytest.fixture(scope="module")
+def recommend_for(tiny_llama, exports, in_a_folder_alone):
+    """A function that recommends a preset in place of int8-tensor for a limit of KL, as if that
+    bundle's KL were 20; each limit is tried once."""
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
     bundle = in_a_folder_alone(bundle)
-    advice = recommend.recommend(tiny_llama, bundle, results(0.2, 10.0))
-    assert advice is None  # the quality is WITHIN
-    loose = recommend.recommend(tiny_llama, bundle, results(20.0, 10.0))
-    first, *others = loose.trials
+
+    @cache
+    def recommend_for(limit: float) -> recommend.Recommendation | None:
+        return recommend.recommend(tiny_llama, bundle, results(20.0, limit))
+
+    return recommend_for
+
+
+LOOSE_LIMIT = 10.0  # every measured preset keeps it
+
+
+def test_a_bundle_within_its_limit_gets_no_recommendation(recommend_for):
+    assert recommend_for(30.0) is None
+
+
+def test_the_smallest_preset_that_is_measured_and_keeps_a_loose_limit_is_named(
+    recommend_for,
+):
+    advice = recommend_for(LOOSE_LIMIT)
+    first, *others = advice.trials
     assert (first.candidate.compress, first.outcome) == ("lut4-g8", NOT_MEASURED)
-    assert loose.chosen is others[-1] and len(others) == 1
-    assert loose.chosen.candidate.compress == "int4-block32"
-    figure = loose.chosen.figures.kl
-    assert 0 < figure.low < figure.value < figure.high
-    # a limit inside that interval: the next larger preset is named
-    middle = (figure.low + figure.high) / 2
-    near = recommend.recommend(tiny_llama, bundle, results(20.0, middle))
-    outcomes = {t.candidate.compress: t.outcome for t in near.trials}
+    assert advice.chosen is others[-1] and len(others) == 1
+    assert advice.chosen.candidate.compress == "int4-block32"
+    kl = advice.chosen.figures.kl
+    assert 0 < kl.low < kl.value < kl.high
+    document = advice.json()["recommendation"]
+    assert document["compress"] == "int4-block32" and document["kl"] == kl.value
+    assert document["interval"] == [kl.low, kl.high]
+    (sentence, *_) = advice.sentences()
+    assert f"int4-block32: KL {kl}, " in sentence and "MiB instead of" in sentence
+
+
+def test_a_limit_inside_the_interval_of_a_preset_names_the_next_larger_one(
+    recommend_for,
+):
+    smaller = recommend_for(LOOSE_LIMIT).chosen
+    kl = smaller.figures.kl
+    advice = recommend_for((kl.low + kl.high) / 2)
+    outcomes = {t.candidate.compress: t.outcome for t in advice.trials}
     assert outcomes["int4-block32"] == ON_LIMIT
-    assert near.chosen and near.chosen.candidate.bytes > loose.chosen.candidate.bytes
-    # no preset keeps a limit of nothing: all are tried
-    nothing = recommend.recommend(tiny_llama, bundle, results(20.0, 0.0))
-    assert nothing.chosen is None and nothing.trials[-1].candidate.compress == "fp16"
-    assert {t.outcome for t in nothing.trials} == {NOT_MEASURED, EXCEEDED}
-    json = nothing.json()
-    assert json["recommendation"] is None
-    assert len(json["tried"]["presets"]) == len(nothing.trials)
-    assert "No preset that was measured keeps the limits" in nothing.sentences()[0]
-    chosen = loose.json()["recommendation"]
-    assert chosen["compress"] == "int4-block32" and chosen["kl"] == figure.value
-    assert chosen["interval"] == [figure.low, figure.high]
-    (sentence, *_) = loose.sentences()
-    assert f"int4-block32: KL {figure}, " in sentence and "MiB instead of" in sentence
+    assert advice.chosen and advice.chosen.candidate.bytes > smaller.candidate.bytes
+
+
+def test_all_presets_are_tried_for_a_limit_that_none_keeps(recommend_for):
+    advice = recommend_for(0.0)
+    assert advice.chosen is None and advice.trials[-1].candidate.compress == "fp16"
+    assert {t.outcome for t in advice.trials} == {NOT_MEASURED, EXCEEDED}
+    document = advice.json()
+    assert document["recommendation"] is None
+    assert len(document["tried"]["presets"]) == len(advice.trials)
+    assert "No preset that was measured keeps the limits" in advice.sentences()[0]
 
 
 def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(

@@ -18,7 +18,8 @@ import yaml
 from refusal import refused
 
 from workbench import log, process, sweep
-from workbench.sweep import cluster, run, summary
+from workbench.sweep import cluster, summary
+from workbench.sweep import run as cell_runs
 from workbench.sweep.grid import CellResult, locate, stored_cells
 from workbench.sweep.identity import RUNTIMES
 
@@ -26,22 +27,23 @@ NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
 
 
 @pytest.fixture
-def measured(swept, tmp_path, calls_here):
-    """A function that sweeps a grid in this process, in a log of its own; counts."""
+def run_sweep(swept, tmp_path, calls_here):
+    """A function that sweeps a grid in this process, in a log that only the test has, and returns
+    the counts of `sweep.sweep`."""
 
-    def measure(grid: dict, **options) -> dict:
-        where = {"root": tmp_path / "log", "bundles": swept[0] / "bundles"} | options
-        return sweep.sweep(sweep.make_grid(grid), progress=False, **where)
+    def run_sweep(grid: dict, **options) -> dict:
+        folders = {"root": tmp_path / "log", "bundles": swept.bundles}
+        return sweep.sweep(sweep.make_grid(grid), progress=False, **(folders | options))
 
-    return measure
+    return run_sweep
 
 
 @pytest.fixture
 def runs(swept) -> pd.DataFrame:
-    return log.load("runs", swept[0] / "log")
+    return log.load("runs", swept.log)
 
 
-def short(grid: dict, **more) -> dict:
+def shorten_runs(grid: dict, **more) -> dict:
     """The grid with short runs, and without a validation unless `more` has one."""
     run = grid["run"] | {"n_gen": 2, "repetitions": 1} | more.pop("run", {})
     return grid | {"run": run, "validate_ids": []} | more
@@ -50,14 +52,14 @@ def short(grid: dict, **more) -> dict:
 def test_every_cell_is_logged_with_raw_samples_and_each_bundle_validated_once(
     swept, runs
 ):
-    folder, counts = swept
+    counts = swept.counts
     assert (counts["cells"], counts["done"], counts["failed"]) == (2, 2, 0)
     assert sorted(zip(runs["max_seq_len"], runs["T"])) == [(16, 1), (16, 2)]
     assert runs["verdict"].dropna().tolist() == ["GREEN"]
-    samples = log.load("samples", folder / "log")
+    samples = log.load("samples", swept.log)
     timed = samples[(samples["phase"] == "call") & ~samples["warmup"]]
     assert sorted(timed.groupby("run_id").size()) == [4, 8]
-    layers = log.load("layers", folder / "log")
+    layers = log.load("layers", swept.log)
     assert set(layers["layer"]) == {0, 1, 2, 3} and (layers["layer_ms"] > 0).all()
     # 4 layers and a head
     assert (samples[samples["phase"] == "load"].groupby("run_id").size() == 5).all()
@@ -70,7 +72,7 @@ def test_a_run_that_is_made_again_for_its_validation_changes_no_time(
     swept, grid, tmp_path
 ):
     root = tmp_path / "log"
-    shutil.copytree(swept[0] / "log", root)
+    shutil.copytree(swept.log, root)
     parsed = sweep.make_grid(grid)
     before = sweep.processes(parsed, root)
     assert len(before) == 2 and (before["value"] > 0).all()
@@ -96,21 +98,24 @@ def test_a_run_says_how_it_came_about_and_claims_no_placement_off_a_mac(swept, r
 
 
 def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_invalid_one(
-    grid, tmp_path, monkeypatch, measured
+    grid, tmp_path, monkeypatch, run_sweep
 ):
     """tests/runtime/test_standin.py has every way to fail, in processes that crash."""
 
-    changed, lines = short(grid, run={"depth": [2, 4]}), ("ANECCompile() FAILED",)
+    changed, lines = (
+        shorten_runs(grid, run={"depth": [2, 4]}),
+        ("ANECCompile() FAILED",),
+    )
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
     def call(function, cell, *args, **options):
-        if function is run.measure_in_child and cell.run["T"] == 1:
+        if function is cell_runs.measure_in_child and cell.run["T"] == 1:
             return crashed
         return replace(in_process.call(function, cell, *args), lines=lines)
 
     with monkeypatch.context() as patch:
         patch.setattr(process, "call", call)
-        counts = measured(changed)
+        counts = run_sweep(changed)
     assert (counts["done"], counts["failed"], counts["invalid"]) == (2, 2, 2)
     reasons = ["failed: killed by SIGSEGV", "invalid: ANECCompile() FAILED"]
     assert sorted(counts["reasons"]) == reasons
@@ -119,25 +124,26 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
     assert rows["setting"].notna().all()
     for config in rows["config"].map(json.loads):
         assert config["stderr"] == ["ANECCompile() FAILED"]
-    retried = measured(changed)
+    retried = run_sweep(changed)
     assert (retried["resumed"], retried["done"], retried["failed"]) == (2, 2, 0)
 
 
 def test_workers_say_what_is_done_and_what_auto_means_there(
-    swept, grid, monkeypatch, measured
+    swept, grid, monkeypatch, run_sweep
 ):
-    """This machine's log has the two cells of `portable`; workers measure them, too."""
+    """The log of this machine has the two cells of `portable`, and workers, which resolve `auto` to
+    `coreml`, measure those of both runtimes."""
     monkeypatch.setattr(cluster, "connect", bool)
     monkeypatch.setattr(cluster, "runtimes", lambda client, named: ["coreml"])
     measured_cells = []
 
-    def run(client, measure, cells):
+    def run_cells(client, measure, cells):
         measured_cells.extend(cells)
         return [CellResult("ok", None)] * len(cells)
 
-    monkeypatch.setattr(cluster, "run", run)
+    monkeypatch.setattr(cluster, "run", run_cells)
     changed = grid | {"run": grid["run"] | {"runtime": ["auto", "portable"]}}
-    counts = measured(changed, root=swept[0] / "log", scheduler="tcp://host:8786")
+    counts = run_sweep(changed, root=swept.log, scheduler="tcp://host:8786")
     assert (counts["done"], len(counts["settings"])) == (4, 4)
     runtimes = sorted(cell.run["runtime"] for cell in measured_cells)
     assert runtimes == ["coreml", "coreml", "portable", "portable"]
@@ -155,12 +161,13 @@ def test_a_cell_names_its_runtime_and_a_log_of_any_runtime_is_read(grid):
 
 
 def test_a_cell_is_cancelled_while_its_machine_cools_down(swept, grid, tmp_path):
-    parsed = sweep.make_grid(short(grid, run={"cool_down_s": 1e9}))
-    stop, where = threading.Event(), {"bundles": swept[0] / "bundles"}
+    parsed = sweep.make_grid(shorten_runs(grid, run={"cool_down_s": 1e9}))
+    folders = {"root": tmp_path, "bundles": swept.bundles}
+    stop = threading.Event()
     stop.set()
     with pytest.raises(process.Cancelled):
         cell = next(sweep.cells(parsed))
-        run.run_cell(cell, grid=parsed, root=tmp_path, stop=stop, **where)
+        cell_runs.run_cell(cell, grid=parsed, stop=stop, **folders)
 
 
 def test_a_run_s_own_verdict_stands_and_others_have_their_bundle_s_newest(tmp_path):
@@ -176,26 +183,26 @@ def test_a_run_s_own_verdict_stands_and_others_have_their_bundle_s_newest(tmp_pa
 @pytest.mark.slow("two processes import torch and are killed")
 @pytest.mark.wide
 def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(
-    swept, grid, tmp_path, measured
+    swept, grid, tmp_path, run_sweep
 ):
     """Killed once in the middle of a cell, once as soon as a row is there; then resumed."""
-    changed = short(grid, validate_ids=grid["validate_ids"])
-    root, bundles = str(tmp_path / "log"), str(swept[0] / "bundles")
-    where = f"root={root!r}, bundles={bundles!r}, progress=False"
+    changed = shorten_runs(grid, validate_ids=grid["validate_ids"])
+    root, bundles = str(tmp_path / "log"), str(swept.bundles)
+    options = f"root={root!r}, bundles={bundles!r}, progress=False"
     code = "from workbench import sweep\n"
-    code += f"sweep.sweep(sweep.make_grid({changed!r}), {where})"
+    code += f"sweep.sweep(sweep.make_grid({changed!r}), {options})"
     rows = tmp_path / "log" / "runs"
-    for enough in (
+    for is_reached in (
         lambda child: child.children(recursive=True),
         lambda _: [*rows.glob("[!.]*.parquet")],
     ):
         killed = psutil.Popen([sys.executable, "-c", code])
-        while not enough(killed):
+        while not is_reached(killed):
             assert killed.poll() is None
             time.sleep(0.02)
         killed.send_signal(signal.SIGKILL)
         killed.wait(10)
-    measured(changed)
+    run_sweep(changed)
     results = log.load("runs", root)
     assert sorted(results["T"]) == [1, 2] and set(results["status"]) == {"ok"}
     for table in ("samples", "layers"):
@@ -203,11 +210,11 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(
     assert log.load("fidelity", root)["run_id"].nunique() == 1
 
 
-def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, measured):
+def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, run_sweep):
     judged = {"validate_ids": grid["validate_ids"]}
-    changed = short(grid, run={"rounds": 2}, **judged)
+    changed = shorten_runs(grid, run={"rounds": 2}, **judged)
     for part in ((1, 3), (2, 3), (3, 3), (1, 1)):
-        counts = measured(changed, part=part)
+        counts = run_sweep(changed, part=part)
     assert (counts["cells"], counts["resumed"], counts["done"]) == (4, 4, 0)
     rows = log.load("runs", tmp_path / "log")
     assert len(rows) == 4 and not rows.duplicated(["setting", "round"]).any()
@@ -220,9 +227,9 @@ def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, mea
 def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(swept, grid):
     cell = next(sweep.cells(sweep.make_grid(grid)))
     other = replace(cell, source=replace(cell.source, contents="0" * 64))
-    bundle = run.export_bundle(cell, swept[0] / "bundles")
+    bundle = cell_runs.export_bundle(cell, swept.bundles)
     with refused("copy the same to every worker"):
-        run.measure_in_child(other, sweep.make_grid(grid), bundle)
+        cell_runs.measure_in_child(other, sweep.make_grid(grid), bundle)
 
 
 @pytest.mark.parametrize(
@@ -268,20 +275,20 @@ def test_a_file_that_is_no_grid_is_one_message(tmp_path):
     ],
 )
 def test_a_cell_that_no_bundle_could_run_is_refused_before_any_is(
-    change, words, grid, tmp_path, measured
+    change, words, grid, tmp_path, run_sweep
 ):
     with refused(words):
-        measured(grid | change)
+        run_sweep(grid | change)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(
-    grid, tmp_path, monkeypatch, measured
+    grid, tmp_path, monkeypatch, run_sweep
 ):
-    monkeypatch.setattr(run, "run_cell", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(cell_runs, "run_cell", lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "runs").touch()
     with refused("needs a folder that can be written"):
-        measured(grid, root=tmp_path)
+        run_sweep(grid, root=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +304,9 @@ def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(
 
 
 def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(
-    swept, runs, grid, measured
+    swept, runs, grid, run_sweep
 ):
-    root = swept[0] / "log"
+    root = swept.log
     (config,) = runs.dropna(subset="verdict")["config"]
     gates = {gate["name"]: gate["verdict"] for gate in json.loads(config)["gates"]}
     judged = ("weights", "program", "host", "budget")
@@ -310,6 +317,6 @@ def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(
     strict = grid | {"max_kl": float(results["kl_mean"].min()) / 2}
     results = sweep.configurations(sweep.make_grid(strict), root)
     assert set(results["verdict"]) == {"GREEN"} and set(results["quality"]) == {"OVER"}
-    counts = measured(strict, root=root)
+    counts = run_sweep(strict, root=root)
     assert (counts["done"], counts["resumed"]) == (0, 2)
     assert len(log.load("runs", root)) == len(runs)

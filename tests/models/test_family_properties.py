@@ -1,4 +1,5 @@
-"""Properties of single families: the class of experts that adds nothing, a stream beyond fp16."""
+"""Properties of single families: ZAYA's class of experts that adds nothing, and Gemma 3's residual
+stream beyond fp16."""
 
 import numpy as np
 import tiny
@@ -15,8 +16,7 @@ def test_the_skip_class_adds_nothing(exports, tmp_path):
         for i in range(2):
             weights[f"model.layers.{i}.mlp.gate.balancing_biases"][-1] = 0.05
     g = exports.golden(path, 23)
-
-    assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
+    assert tiny.logits_error(exports.decoder(path), g, 4) < tiny.EXACT_LIMIT
 
 
 def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
@@ -27,10 +27,10 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
             weights[f"model.layers.{i}.post_feedforward_layernorm.weight"][7] = 30_000
     g = exports.golden(path, 12)
     reference = make_golden(Checkpoint(path), g.ids)
-    assert np.abs(reference["hidden.1"]).max() > 65504
+    assert np.abs(reference["hidden.1"]).max() > 65504  # the largest fp16
     declared = Decoder(exports.bundle(path), "portable", fast=True)
     exponent = declared.manifest.residual_exponent
     scale = declared.manifest.embedding.scale
     assert exponent >= 2 and scale == 64**0.5 * 2.0**-exponent
-    assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
-    assert tiny.logits_error(declared, g, 4) < 1.5e-2
+    assert tiny.logits_error(exports.decoder(path), g, 4) < tiny.EXACT_LIMIT
+    assert tiny.logits_error(declared, g, 4) < tiny.DECLARED_LIMIT
