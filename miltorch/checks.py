@@ -12,7 +12,7 @@ def check_program(program: Program) -> None:
     kinds = {op.kind for op in program.block.walk()}
     supported_kinds = OPERATIONS.keys() | {"const"}
     # MIL has no such operations: only `fuse` makes them
-    if program.unfused is None:
+    if not program.is_fused:
         supported_kinds -= FUSED.keys()
     missing = kinds - supported_kinds
     if missing:

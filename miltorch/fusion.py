@@ -1,4 +1,10 @@
-"""Groups of operations of a program as one operation each: see `fuse`."""
+"""Groups of operations of a program as one operation each: see `fuse`.
+
+`fuse` walks through the operations. At one that may be the last of a group, `GROUPS` names
+a function below (`fuse_attention`, …), which matches the group's pattern, checks sizes and
+other readers, and notes in `Fusion` what replaces the group; where something differs it
+raises `Unfused`. Convolutions are only noted and joined at the end. `Fusion.fused_ops` is
+then the list of the fused program's operations."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,6 +20,7 @@ from miltorch.errors import check_choice
 from miltorch.graph import Graph
 from miltorch.ops.registry import window
 from miltorch.patterns import (
+    Match,
     Matcher,
     OperationPattern,
     OrFirstOperand,
@@ -23,7 +30,7 @@ from miltorch.patterns import (
     operation,
     resembling,
 )
-from miltorch.program import Op, Program, Ref, Type, operation_errors
+from miltorch.program import Argument, Op, Program, Ref, Type, operation_errors
 from miltorch.stored import StoredWeight, stored_weight
 
 READS = ("all", "used")
@@ -45,7 +52,8 @@ def fuse(program: Program, reads: str = "used") -> Program:
         rotary_embedding   a rotation by the host's tables
 
     Operations that belong to no group stay; the result's `unfused` says why for those
-    that resemble the last one of a group. `docs/runtime.md` bounds the distance of each
+    that resemble the last one of a group. A program with nested blocks stays as it is
+    (`not_fused_because`). `docs/runtime.md` bounds the distance of each
     group's result from that of its operations.
 
     Args:
@@ -58,7 +66,7 @@ def fuse(program: Program, reads: str = "used") -> Program:
     check_choice("reads", reads, READS)
     check_program(program)
     if any(op.blocks for op in program.block.ops):
-        return replace(program, unfused={"program": "it has nested blocks"})
+        return replace(program, not_fused_because="it has nested blocks")
     fusion, unfused = Fusion(program, reads), {}
     for op in fusion.graph.ops:
         if op.kind in GROUPS:
@@ -68,8 +76,8 @@ def fuse(program: Program, reads: str = "used") -> Program:
                 except Unfused as reason:
                     unfused[op.name] = f"{op.kind}: {reason}"
     fusion.join_convolutions()
-    block = replace(program.block, ops=fusion.ops())
-    return replace(program, block=block, unfused=unfused)
+    block = replace(program.block, ops=fusion.fused_ops())
+    return replace(program, block=block, is_fused=True, unfused=unfused)
 
 
 class Unfused(Exception):
@@ -114,9 +122,9 @@ class Fusion:
         self.mask_results: set[str] = set()
         self.convolutions: dict[tuple, list[Convolution]] = defaultdict(list)
 
-    def match(self, pattern: OperationPattern, op: Op, fault: str) -> dict:
-        """Returns the argument or operation that each part of a pattern stands for;
-        raises `Unfused` with `fault` where `op` does not match the pattern."""
+    def match(self, pattern: OperationPattern, op: Op, fault: str) -> Match:
+        """Returns what each part of a pattern stands for; raises `Unfused` with `fault`
+        where `op` does not match the pattern."""
         match = self.matcher.match(pattern, op)
         require(match is not None, fault)
         return match
@@ -176,25 +184,37 @@ class Fusion:
             fused = Op("stored_linear", ops[0].name, inputs, outputs)
             self.replacements[ops[0].key] = [fused]
 
-    def ops(self) -> list[Op]:
-        """The operations of the fused program, those left out whose results nothing
-        reads any more."""
+    def fused_ops(self) -> list[Op]:
+        """The operations of the fused program."""
         ops = []
         for op in self.program.block.ops:
             ops += self.mask_ops.get(op.key, [])
             ops += self.replacements.get(op.key, [op])
-        # the value that a read gives must not change under its readers
-        changed = {op.inputs["state"] for op in ops if op.kind in IN_PLACE}
-        for index, op in enumerate(ops):
-            if op.kind == "read_state" and op.inputs.get("input") in changed:
-                ops[index] = replace(op, kind="copy_state")
-        needed, live = set(self.program.outputs), []
-        for op in reversed(ops):
-            names = {name for name, _ in op.outputs}
-            if not names or names & needed or op.kind in WRITES:
-                needed.update(op.reads())
-                live.append(op)
-        return live[::-1]
+        return _without_dead(_with_copied_states(ops), self.program.outputs)
+
+
+def _with_copied_states(ops: list[Op]) -> list[Op]:
+    """The operations with a copy in place of a read wherever a fused operation writes the
+    state in place: the value that a read gives must not change under its readers."""
+    changed = {op.inputs["state"] for op in ops if op.kind in IN_PLACE}
+    return [
+        replace(op, kind="copy_state")
+        if op.kind == "read_state" and op.inputs.get("input") in changed
+        else op
+        for op in ops
+    ]
+
+
+def _without_dead(ops: list[Op], outputs: list[str]) -> list[Op]:
+    """The operations without those whose results nothing reads any more."""
+    needed, live = set(outputs), []
+    for op in reversed(ops):
+        results = {name for name, _ in op.outputs}
+        # an operation without a result writes a state
+        if not results or results & needed or op.kind in WRITES:
+            needed.update(op.reads())
+            live.append(op)
+    return live[::-1]
 
 
 # ---- products
@@ -214,7 +234,7 @@ CONVOLUTION = operation(
 def fuse_convolution(fusion: Fusion, op: Op) -> None:
     """Adds a 1×1 convolution to `Fusion.convolutions`, which `join_convolutions` reads."""
     match = fusion.match(CONVOLUTION, op, "it has strides, pads or groups")
-    stored = stored_weight(match[WEIGHT], fusion.graph, fusion.constants)
+    stored = stored_weight(match.argument(WEIGHT), fusion.graph, fusion.constants)
     require(stored is not None, "its weight is no constant matrix of fp16 values")
     bias = np.zeros(len(stored), np.float32)
     if "bias" in op.inputs:
@@ -224,9 +244,10 @@ def fuse_convolution(fusion: Fusion, op: Op) -> None:
             "its bias is no constant vector",
         )
         bias = constant.float().numpy()
-    fusion.require_shape(match[X])
+    x = match.argument(X)
+    fusion.require_shape(x)
     fusion.require_fp16(Ref(op.key))
-    group = match[X].name, stored.form
+    group = x.name, stored.form
     fusion.convolutions[group].append(Convolution(op, stored, bias))
 
 
@@ -249,50 +270,61 @@ WRITE_AT_POSITION = operation("slice_update", READ_STATE, UPDATE, **WINDOW)
 WRITE_OF_ALL = operation("slice_update", BEFORE, UPDATE, **WINDOW)
 
 
+NO_CACHE_WRITE = "it writes no rows by a mask or a position"
+
+
 def fuse_cache_write(fusion: Fusion, op: Op) -> None:
     """Replaces a write of rows by a mask, or of a slice at a computed position."""
-    fault = "it writes no rows by a mask or a position"
-    require(op.inputs.keys() == {"input", "data"}, fault)
+    require(op.inputs.keys() == {"input", "data"}, NO_CACHE_WRITE)
+    update = fusion.matcher.computed(op.inputs["data"], "slice_update")
+    if update and fusion.constants.value_or_none(update.inputs.get("begin")) is None:
+        fuse_slice_write(fusion, op, update)
+    else:
+        fuse_masked_write(fusion, op, update)
+
+
+def fuse_masked_write(fusion: Fusion, op: Op, update: Op | None) -> None:
+    """Replaces a write of rows by a mask. `update` is the slice update whose result the
+    operation writes, if there is one: coremltools writes all of a state as an update of a
+    slice that is the whole."""
     source, inner = op.inputs["data"], [op]
-    if slice_update := fusion.matcher.computed(source, "slice_update"):
-        if fusion.constants.value_or_none(slice_update.inputs.get("begin")) is None:
-            match = fusion.match(WRITE_AT_POSITION, slice_update, fault)
-            return fuse_slice_write(fusion, op, match)
-        # coremltools writes all of a state as an update of a slice that is the whole
-        match = fusion.match(WRITE_OF_ALL, slice_update, fault)
+    if update:
+        match = fusion.match(WRITE_OF_ALL, update, NO_CACHE_WRITE)
         sizes = fusion.require_shape(op.inputs["input"])
         whole = [(0, size) for size in sizes]
+        fault = f"{NO_CACHE_WRITE}: a slice that is not the whole state"
         require(bounds(match, sizes) == whole, fault)
-        source = match[UPDATE]
-        inner.append(slice_update)
+        source = match.argument(UPDATE)
+        inner.append(update)
     placed = fusion.matcher.computed(source, "add")
-    require(placed is not None, fault)
-    match = fusion.match(WRITE_BY_MASK, placed, fault)
-    check_only_access(fusion, op, match[READ_STATE], [*inner, match[OLD_ROWS]])
+    require(placed is not None, NO_CACHE_WRITE)
+    match = fusion.match(WRITE_BY_MASK, placed, NO_CACHE_WRITE)
+    inner.append(match.operation(OLD_ROWS))
+    check_only_access(fusion, op, match.operation(READ_STATE), inner)
+    rows, mask = match.argument(ROWS), match.argument(WRITE_MASK)
+    is_transposed = match.attribute(IS_TRANSPOSED)
     B, H, S, D = fusion.require_shape(op.inputs["input"])
-    heads = list(fusion.require_shape(match[ROWS]))
-    width = heads[2 if match[IS_TRANSPOSED] else 3]
+    heads = list(fusion.require_shape(rows))
+    width = heads[2 if is_transposed else 3]
     require((*heads[:2], width) == (B, H, D), "rows of another shape than the state's")
-    require(
-        fusion.require_shape(match[WRITE_MASK])[:3] == (B, 1, S),
-        "a mask of another shape",
-    )
+    mask_sizes = fusion.require_shape(mask)[:3]
+    require(mask_sizes == (B, 1, S), "a mask of another shape")
     fusion.replace_operation(
         op,
         "write_cache_rows",
         state=op.inputs["input"],
-        rows=fusion.require_fp16(match[ROWS]),
-        mask=fusion.require_fp16(match[WRITE_MASK]),
-        places=fusion.add_mask_operation(op, "one_hot_places", match[WRITE_MASK]),
-        transposed=match[IS_TRANSPOSED],
+        rows=fusion.require_fp16(rows),
+        mask=fusion.require_fp16(mask),
+        places=fusion.add_mask_operation(op, "one_hot_places", mask),
+        transposed=is_transposed,
     )
 
 
-def bounds(match: dict, sizes) -> list[tuple[int, int | None]]:
+def bounds(match: Match, sizes) -> list[tuple[int, int | None]]:
     """The first index of a slice and the one behind its last, on every axis of a value
     of some sizes. Raises `Unfused` unless they are constant and the slice has no steps."""
     fault = "a slice at a computed position, or one with steps"
-    parameters = [match[pattern] for pattern in WINDOW.values()]
+    parameters = [match.attribute(pattern) for pattern in WINDOW.values()]
     require(all(isinstance(value, list) for value in parameters[:2]), fault)
     for value in parameters:
         require(not isinstance(value, Ref), fault)
@@ -304,13 +336,14 @@ def bounds(match: dict, sizes) -> list[tuple[int, int | None]]:
     return pairs
 
 
-def fuse_slice_write(fusion: Fusion, op: Op, match: dict) -> None:
-    """Replaces a write of a slice at a computed position."""
-    slice_update = match[WRITE_AT_POSITION]
-    check_only_access(fusion, op, match[READ_STATE], [slice_update])
+def fuse_slice_write(fusion: Fusion, op: Op, slice_update: Op) -> None:
+    """Replaces a write of a slice at a computed position, the result of
+    `slice_update`."""
+    match = fusion.match(WRITE_AT_POSITION, slice_update, NO_CACHE_WRITE)
+    check_only_access(fusion, op, match.operation(READ_STATE), [slice_update])
     only = fusion.graph.readers(slice_update.key) == [op]
     require(only, "another operation reads what it writes")
-    stride = match[WINDOW["stride"]]
+    stride = match.attribute(WINDOW["stride"])
     is_forward = not isinstance(stride, Ref) and min(stride or [1]) > 0
     require(is_forward, "a slice that runs backwards")
     inputs = {
@@ -320,7 +353,7 @@ def fuse_slice_write(fusion: Fusion, op: Op, match: dict) -> None:
     }
     inputs |= {
         "state": op.inputs["input"],
-        "update": fusion.require_fp16(match[UPDATE]),
+        "update": fusion.require_fp16(match.argument(UPDATE)),
     }
     fusion.replace_operation(op, "write_cache_slice", **inputs)
 
@@ -361,45 +394,77 @@ LIKE_ATTENTION = resembling(
 )
 
 
+NO_ATTENTION = "no attention over a cache with an additive mask"
+
+
 def fuse_attention(fusion: Fusion, op: Op) -> None:
     """Replaces softmax(q @ keyᵀ + mask) @ value over two states."""
     if fusion.matcher.match(LIKE_ATTENTION, op) is None:
         return
-    fault = "no attention over a cache with an additive mask"
-    match = fusion.match(ATTENTION, op, fault)
-    for pattern, shape in ((SCORES, SCORES_SHAPE), (WEIGHTS, WEIGHTS_SHAPE)):
-        if isinstance(match.get(shape), list):
-            declared = fusion.graph.types[match[pattern].key]
-            require(declared.allows(match[shape]), fault)
-    B, H, S, D = fusion.require_shape(match[KEY])
-    heads = fusion.require_shape(match[Q])
-    columns = fusion.require_shape(match[SCORE_MASK])
-    require(fusion.require_shape(match[VALUE]) == (B, H, S, D), fault)
-    require((*heads[:2], heads[3]) == (B, H, D), fault)
-    require((*columns[:2], columns[3]) == (B, 1, S), fault)
-    axis = match[SOFTMAX_AXIS]
-    rank = len(fusion.graph.types[match[SOFTMAX].key].shape)
-    # beside [B, H, N, S], scores may be [1, H, G, T, S], to which a mask adds alike
-    require(axis == -1 or (axis == 3 and rank == 4), fault)
-    require(rank == 4 or B == 1, fault)
-    for cell, reading in ((match[KEY], READ_KEY), (match[VALUE], READ_VALUE)):
-        # attention reads the state itself, so nothing may write it after the read
-        for other in fusion.graph.readers(cell.name):
-            is_before = fusion.order[other.key] < fusion.order[match[reading].key]
-            require(other.kind not in WRITES or is_before, fault)
+    match = fusion.match(ATTENTION, op, NO_ATTENTION)
+    check_reshapes(fusion, match)
+    check_attention_shapes(fusion, match)
+    check_softmax_axis(fusion, match)
+    for state, reading in ((KEY, READ_KEY), (VALUE, READ_VALUE)):
+        check_not_written_after(fusion, match.argument(state), match.operation(reading))
+    mask = match.argument(SCORE_MASK)
     inputs = {
-        "q": fusion.require_fp16(match[Q]),
-        "mask": fusion.require_fp16(match[SCORE_MASK]),
+        "q": fusion.require_fp16(match.argument(Q)),
+        "mask": fusion.require_fp16(mask),
     }
     if fusion.reads == "used":
-        inputs["columns"] = fusion.add_mask_operation(
-            op, "visible_columns", match[SCORE_MASK]
-        )
+        inputs["columns"] = fusion.add_mask_operation(op, "visible_columns", mask)
     else:
-        require(match[SCORE_MASK].name in fusion.program.inputs, fault)
-    fusion.replace_operation(
-        op, "cached_attention", key=match[KEY], value=match[VALUE], **inputs
-    )
+        fault = f"{NO_ATTENTION}: the program computes the mask"
+        require(mask.name in fusion.program.inputs, fault)
+    key, value = match.argument(KEY), match.argument(VALUE)
+    fusion.replace_operation(op, "cached_attention", key=key, value=value, **inputs)
+
+
+def check_reshapes(fusion: Fusion, match: Match) -> None:
+    """Requires that reshapes of scores and weights, where there are any, have the shape
+    that is declared for their result."""
+    for pattern, shape in ((SCORES, SCORES_SHAPE), (WEIGHTS, WEIGHTS_SHAPE)):
+        sizes = match.attribute(shape)
+        if isinstance(sizes, list):
+            declared = fusion.graph.types[match.operation(pattern).key]
+            fault = f"{NO_ATTENTION}: a reshape to {sizes}, which is not declared"
+            require(declared.allows(sizes), fault)
+
+
+def check_attention_shapes(fusion: Fusion, match: Match) -> None:
+    """Requires states [B, H_kv, S, D], queries [B, H_kv, N, D], a mask [B, 1, T, S]."""
+    B, H, S, D = fusion.require_shape(match.argument(KEY))
+    heads = fusion.require_shape(match.argument(Q))
+    columns = fusion.require_shape(match.argument(SCORE_MASK))
+    values = fusion.require_shape(match.argument(VALUE))
+    fault = f"{NO_ATTENTION}: keys and values of different shapes"
+    require(values == (B, H, S, D), fault)
+    fault = f"{NO_ATTENTION}: queries {heads} for keys {(B, H, S, D)}"
+    require((*heads[:2], heads[3]) == (B, H, D), fault)
+    fault = f"{NO_ATTENTION}: a mask {columns} for keys {(B, H, S, D)}"
+    require((*columns[:2], columns[3]) == (B, 1, S), fault)
+
+
+def check_softmax_axis(fusion: Fusion, match: Match) -> None:
+    """Requires a softmax over the columns. Beside [B, H, N, S], scores may be [1, H, G, T,
+    S], to which a mask adds alike."""
+    axis = match.attribute(SOFTMAX_AXIS)
+    rank = len(fusion.graph.types[match.operation(SOFTMAX).key].shape)
+    B = fusion.require_shape(match.argument(KEY))[0]
+    fault = f"{NO_ATTENTION}: a softmax over axis {axis} of {rank}"
+    require(axis == -1 or (axis == 3 and rank == 4), fault)
+    fault = f"{NO_ATTENTION}: scores of rank {rank} in a batch of {B}"
+    require(rank == 4 or B == 1, fault)
+
+
+def check_not_written_after(fusion: Fusion, state: Ref, reading: Op) -> None:
+    """Requires that nothing writes a state after `reading`: attention reads the state
+    itself."""
+    for other in fusion.graph.readers(state.name):
+        is_before = fusion.order[other.key] < fusion.order[reading.key]
+        fault = f"{NO_ATTENTION}: {state.name} is written after it is read"
+        require(other.kind not in WRITES or is_before, fault)
 
 
 # ---- norms and rotations
@@ -438,28 +503,34 @@ def fuse_rms_norm(fusion: Fusion, op: Op) -> None:
     if match is None:  # any other product
         return
     fault = "a norm of another form"
-    rank = len(fusion.graph.types[fusion.require_fp16(match[NORM_INPUT]).name].shape)
-    require(len(match[AXES]) == 1 and match[AXES][0] in range(-rank, rank), fault)
-    (axis,) = match[AXES]
-    width = fusion.require_shape(match[NORM_INPUT], rank)[axis]
+    x = fusion.require_fp16(match.argument(NORM_INPUT))
+    rank = len(fusion.graph.types[x.name].shape)
+    axes = match.attribute(AXES)
+    is_one_axis = len(axes) == 1 and axes[0] in range(-rank, rank)
+    require(is_one_axis, f"{fault}: over axes {axes}")
+    (axis,) = axes
+    width = fusion.require_shape(x, rank)[axis]
+    require(bool(width), f"{fault}: over an axis of unknown size")
     shape = [1] * rank
     shape[axis] = width
-    require(bool(width), fault)
-    require(gains.numel() == 1 or list(gains.shape) == shape, fault)
+    fits = gains.numel() == 1 or list(gains.shape) == shape
+    require(fits, f"{fault}: gains {list(gains.shape)}")
+    lowest, highest = match.attribute(LOWEST), match.attribute(HIGHEST)
     # the bounds of normal fp16 values
-    require(0 < match[LOWEST] < 1e-3 and match[HIGHEST] > 6e4, fault)
-    factors = [fusion.constants.scalar(match[pattern]) for pattern in (EPS0, EPS1)]
-    require(None not in factors, fault)
-    eps = match[SCALED_EPS0] * match[SCALED_EPS1]
+    is_normal = 0 < lowest < 1e-3 and highest > 6e4
+    require(is_normal, f"{fault}: a peak between {lowest} and {highest}")
+    eps = match.factor(SCALED_EPS0) * match.factor(SCALED_EPS1)
+    factors = [fusion.constants.scalar(match.argument(part)) for part in (EPS0, EPS1)]
+    require(None not in factors, f"{fault}: epsilon is no constant")
     eps *= factors[0] * factors[1]
-    gains = match[SCALED_ROOT] * gains.flatten().expand(width).float()
+    gains = match.factor(SCALED_ROOT) * gains.flatten().expand(width).float()
     fusion.replace_operation(
         op,
         "rms_norm",
-        x=match[NORM_INPUT],
+        x=x,
         gains=gains.numpy(),
         axis=axis,
-        epsilon=eps + match[EPSILON],
+        epsilon=eps + match.attribute(EPSILON),
     )
 
 
@@ -476,37 +547,55 @@ SLICED = Value()
 SLICE = operation("slice_by_index", SLICED, **WINDOW)
 
 
+NO_ROTATION = "a rotation of another form"
+
+
 def fuse_rotation(fusion: Fusion, op: Op) -> None:
     """Replaces a rotary embedding."""
     match = fusion.matcher.match(ROTATED, op)
     if match is None:  # any other concat
         return
-    fault = "a rotation of another form"
-    require(match[CONCAT_AXIS] in (-1, 3) and not match[INTERLEAVE], fault)
-    whole = None
-    sizes = []
-    for source in (match[FIRST], match[SECOND], *op.inputs["values"][2:]):
-        slicing = fusion.matcher.computed(source, "slice_by_index")
-        require(slicing is not None, fault)
-        piece = fusion.match(SLICE, slicing, fault)
-        if whole is None:
-            whole = fusion.require_fp16(piece[SLICED])
-        require(fusion.require_fp16(piece[SLICED]) == whole, fault)
+    is_plain = match.attribute(CONCAT_AXIS) in (-1, 3) and not match.attribute(
+        INTERLEAVE
+    )
+    require(is_plain, f"{NO_ROTATION}: its parts are not one behind the other")
+    parts = [match.argument(FIRST), match.argument(SECOND), *op.inputs["values"][2:]]
+    x, sizes = require_consecutive_slices(fusion, parts)
+    require(sizes[0] == sizes[1], f"{NO_ROTATION}: slices of {sizes} channels")
+    cos, sin = match.argument(COS), match.argument(SIN)
+    for table in (cos, sin):
+        name = fusion.require_fp16(table).name
+        is_input = name in fusion.program.inputs
+        require(is_input, f"{NO_ROTATION}: the program computes {name}")
+        width = fusion.graph.types[name].shape[-1:]
+        require(width == (sizes[0],), f"{NO_ROTATION}: {name} has another width")
+    fusion.replace_operation(op, "rotary_embedding", x=x, cos=cos, sin=sin, sizes=sizes)
+
+
+def require_consecutive_slices(
+    fusion: Fusion, parts: list[Argument]
+) -> tuple[Ref, list[int]]:
+    """Returns the value [B, H, T, D] that is cut into `parts` along D, and the size of each.
+    Raises `Unfused` unless the parts are slices of one value, one behind the other, that
+    together are the whole."""
+    whole, sizes = None, []
+    for part in parts:
+        slicing = fusion.matcher.computed(part, "slice_by_index")
+        require(slicing is not None, f"{NO_ROTATION}: a part that is no slice")
+        match = fusion.match(SLICE, slicing, f"{NO_ROTATION}: a slice of another form")
+        source = fusion.require_fp16(match.argument(SLICED))
+        whole = whole or source
+        require(source == whole, f"{NO_ROTATION}: slices of two values")
         shape = fusion.require_shape(whole)
-        width = fusion.require_shape(source)[-1]
-        require(bool(width), fault)
+        width = fusion.require_shape(part)[-1]
+        require(bool(width), f"{NO_ROTATION}: a slice of unknown size")
         start = sum(sizes)
         expected = [*((0, size) for size in shape[:3]), (start, start + width)]
-        require(bounds(piece, shape) == expected, fault)
+        is_next = bounds(match, shape) == expected
+        require(is_next, f"{NO_ROTATION}: slices that leave a gap, or overlap")
         sizes.append(width)
-    require(sum(sizes) == shape[-1] and sizes[0] == sizes[1], fault)
-    for table in (match[COS], match[SIN]):
-        name = fusion.require_fp16(table).name
-        require(name in fusion.program.inputs, fault)
-        require(fusion.graph.types[name].shape[-1:] == (sizes[0],), fault)
-    fusion.replace_operation(
-        op, "rotary_embedding", x=whole, cos=match[COS], sin=match[SIN], sizes=sizes
-    )
+    require(sum(sizes) == shape[-1], f"{NO_ROTATION}: slices of a part")
+    return whole, sizes
 
 
 # kind of the last operation of a group → the function that recognises and replaces it

@@ -5,8 +5,8 @@ Where every column of a result comes from the same column of the operands alone,
 computes the columns of several calls, one call behind another."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,6 @@ from miltorch.steps import Body, Step, is_pointwise_weight
 
 # but for those that take vectors over the channels
 POINTWISE = rules(elementwise).keys() - {"prelu", "softplus_parametric"}
-ALONG_AXIS = {"concat", "softmax", "split"}
-REDUCTIONS = {"reduce_max", "reduce_mean", "reduce_sum"}
-COLUMNWISE = POINTWISE | ALONG_AXIS | REDUCTIONS
-COLUMNWISE |= {"reshape", "slice_by_index", "transpose"}
 NO_VALUE = torch.zeros(())
 MORE_THAN_ANY_SIZE = 1 << 40
 # elements of inputs of calls that run together: bounds their memory
@@ -44,6 +40,10 @@ class Joined(NamedTuple):
     value: torch.Tensor
     axis: int
     sizes: tuple[int, ...]
+
+    def has_columns_of(self, other: "Joined") -> bool:
+        """Whether the columns of both lie along one axis and belong to the same calls."""
+        return (self.axis, self.sizes) == (other.axis, other.sizes)
 
 
 @torch.inference_mode()
@@ -72,12 +72,20 @@ def run_calls(
 
 def _batches(calls: list[Call]) -> Iterator[list[Call]]:
     """The calls that run together, in order."""
-    totals = accumulate(sum(x.numel() for x in call.inputs.values()) for call in calls)
-    # Calls stay in their order, because each may read a state that the one before wrote.
-    # The first call of a batch may take it past MOST_ELEMENTS: a call is never cut.
-    with_totals = zip(totals, calls)
-    for _, batch in groupby(with_totals, lambda pair: pair[0] // MOST_ELEMENTS):
-        yield [call for _, call in batch]
+    # Calls stay in their order, because each may read a state that the one before wrote. A
+    # batch ends where the sum over all calls so far passes a multiple of MOST_ELEMENTS: its
+    # first call may take it past MOST_ELEMENTS, because a call is never cut.
+    batch, batch_number, total = [], 0, 0
+    for call in calls:
+        total += sum(x.numel() for x in call.inputs.values())
+        number = total // MOST_ELEMENTS
+        if batch and number > batch_number:
+            yield batch
+            batch = []
+        batch_number = number
+        batch.append(call)
+    if batch:
+        yield batch
 
 
 class JoinedCalls:
@@ -161,7 +169,7 @@ class JoinedCalls:
         operands = {}
         for name in names:
             operand = self.joined.get(name) or self.join(name, first.axis)
-            if operand is None or operand[1:] != first[1:]:
+            if operand is None or not operand.has_columns_of(first):
                 return None
             operands[name] = operand
         return operands
@@ -222,12 +230,13 @@ def _stages(body: Body, program: Program) -> Iterator[Stage]:
 
 
 def is_columnwise(step: Step) -> bool:
-    """Whether `result_axis` knows the operation: one of `COLUMNWISE`, or a 1×1
-    convolution with a constant weight."""
+    """Whether `result_axis` knows the operation and its attributes are constant. A
+    convolution must be a 1×1 one with a constant weight."""
+    kind = step.op.kind
     if any(operand.is_attribute for operand in step.operands):
         return False
-    if step.op.kind in COLUMNWISE:
-        return True
+    if kind != "conv":
+        return kind in POINTWISE or kind in AXIS_AFTER
     constants = step.constants
     return (
         [operand.parameter for operand in step.operands] == ["x"]
@@ -241,49 +250,82 @@ def is_columnwise(step: Step) -> bool:
 def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
     """The axis of the columns of a step's results; None where a result may mix columns.
 
+    Column i of a result must be computed from column i of every operand alone.
+
     Args:
         shape: of the first operand.
-        axis: of the columns of every operand.
+        axis: of the columns of every operand, from the end.
     """
-    kind = step.op.kind
-    constants = step.constants
-    place = axis + len(shape)  # `axis`, counted from the front
-    if kind == "transpose":
-        order = [p % len(shape) for p in constants["perm"]]
-        return order.index(place) - len(shape)
-    if kind == "reshape":
-        return _reshaped(constants["shape"], shape, place)
-    if kind == "conv":
-        # axis 1 has the channels, which a convolution mixes
-        return axis if place != 1 else None
-    if kind in POINTWISE:
-        # a constant operand may have one value for all columns, not one for each
-        tensors = [v for v in constants.values() if isinstance(v, torch.Tensor)]
-        serves_all = all(v.dim() < -axis or v.shape[axis] == 1 for v in tensors)
-        return axis if serves_all else None
-    if kind == "slice_by_index":
-        index = window(**constants)
-        # an index in place of a slice drops its axis, and the others move
-        if not all(isinstance(piece, slice) for piece in index):
-            return None
-        window_of_columns = index[place].indices(MORE_THAN_ANY_SIZE)
-        takes_every_column = window_of_columns == (0, MORE_THAN_ANY_SIZE, 1)
-        return axis if takes_every_column else None
-    # without axes a reduction is over all of them, the columns' too
-    over = constants.get("axes") or [constants.get("axis", axis)]
-    if not {axis, place}.isdisjoint(over):
-        return None
-    # a reduction that drops its axes moves the others
-    keeps_axes = kind in ALONG_AXIS or bool(constants.get("keep_dims"))
-    return axis if keeps_axes else None
+    if step.op.kind in POINTWISE:
+        return _axis_after_pointwise(step.constants, shape, axis)
+    return AXIS_AFTER[step.op.kind](step.constants, shape, axis)
 
 
-def _reshaped(sizes: list[int], shape: torch.Size, place: int) -> int | None:
-    """The axis of unknown size, where a reshape of `shape` to `sizes` keeps the elements
-    before and behind `place`; otherwise None."""
+def _axis_after_pointwise(constants: dict, shape: torch.Size, axis: int) -> int | None:
+    # a constant operand may have one value for all columns, not one for each
+    tensors = [v for v in constants.values() if isinstance(v, torch.Tensor)]
+    serves_all = all(v.dim() < -axis or v.shape[axis] == 1 for v in tensors)
+    return axis if serves_all else None
+
+
+def _axis_after_transpose(constants: dict, shape: torch.Size, axis: int) -> int:
+    order = [p % len(shape) for p in constants["perm"]]
+    return order.index(axis + len(shape)) - len(shape)
+
+
+def _axis_after_reshape(constants: dict, shape: torch.Size, axis: int) -> int | None:
+    """The axis of unknown size, where a reshape keeps the elements before and behind the
+    axis of the columns."""
+    sizes = constants["shape"]
     if -1 not in sizes:
         return None
+    axis_from_front = axis + len(shape)
+    before, behind = shape[:axis_from_front], shape[axis_from_front + 1 :]
     new = sizes.index(-1)
     products = math.prod(sizes[:new]), math.prod(sizes[new + 1 :])
-    same = products == (shape[:place].numel(), shape[place + 1 :].numel())
-    return new - len(sizes) if same else None
+    return new - len(sizes) if products == (before.numel(), behind.numel()) else None
+
+
+def _axis_after_convolution(
+    constants: dict, shape: torch.Size, axis: int
+) -> int | None:
+    # axis 1 has the channels, which a convolution mixes
+    return axis if axis + len(shape) != 1 else None
+
+
+def _axis_after_slice(constants: dict, shape: torch.Size, axis: int) -> int | None:
+    index = window(**constants)
+    # an index in place of a slice drops its axis, and the others move
+    if not all(isinstance(piece, slice) for piece in index):
+        return None
+    window_of_columns = index[axis + len(shape)].indices(MORE_THAN_ANY_SIZE)
+    takes_every_column = window_of_columns == (0, MORE_THAN_ANY_SIZE, 1)
+    return axis if takes_every_column else None
+
+
+def _axis_after_operation_along(
+    constants: dict, shape: torch.Size, axis: int
+) -> int | None:
+    along = constants.get("axis", axis)
+    return None if along in (axis, axis + len(shape)) else axis
+
+
+def _axis_after_reduction(constants: dict, shape: torch.Size, axis: int) -> int | None:
+    # without axes a reduction is over all of them, the columns' too
+    over = constants.get("axes") or [axis]
+    if not {axis, axis + len(shape)}.isdisjoint(over):
+        return None
+    # a reduction that drops its axes moves the others
+    return axis if constants.get("keep_dims") else None
+
+
+# kind → the axis of the columns of the results, given the constant arguments, the shape of
+# the first operand and the axis of the operands' columns
+AXIS_AFTER: dict[str, Callable[[dict, torch.Size, int], int | None]] = {
+    "transpose": _axis_after_transpose,
+    "reshape": _axis_after_reshape,
+    "conv": _axis_after_convolution,
+    "slice_by_index": _axis_after_slice,
+    **dict.fromkeys(("concat", "softmax", "split"), _axis_after_operation_along),
+    **dict.fromkeys(("reduce_max", "reduce_mean", "reduce_sum"), _axis_after_reduction),
+}

@@ -162,7 +162,8 @@ def multiply_int4(codes, scale, x, bias, out):
 
 @njit
 def _expand(table, pairs):
-    """pairs [256]: for every byte of two codes, the values of both, the low code's first."""
+    """pairs [256]: for every byte of two codes into a table of 16 entries, the values of
+    both, the low code's first."""
     for high in range(16):
         upper = np.uint64(table[high]) << np.uint64(32)
         for low in range(16):
@@ -171,9 +172,9 @@ def _expand(table, pairs):
 
 @njit
 def _look_up(codes, table, pairs, row):
-    """row [K]: the table's value of every code. With a table of 16 a byte has two codes,
-    which one lookup in `pairs` decodes."""
-    if len(table) == 16:
+    """row [K]: the table's value of every code. Where a byte has two codes, one lookup in
+    `pairs` decodes both."""
+    if len(codes) < len(row):
         both = row.view(np.uint64)
         for k in range(len(codes)):
             both[k] = pairs[codes[k]]
@@ -188,6 +189,7 @@ def multiply_table(codes, table_of_row, tables, x, bias, out):
     """Codes [R, bytes] by lookup tables, see `dense`. A group's pairs are made where its
     first row is read: stored for each group, they would take as many bytes as the codes
     of 8 rows."""
+    has_pairs = codes.shape[1] < x.shape[1]
     for part in prange((len(codes) + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         row = np.empty(x.shape[1], np.float32)
         pairs = np.empty(256, np.uint64)
@@ -196,7 +198,7 @@ def multiply_table(codes, table_of_row, tables, x, bias, out):
             part * ROWS_PER_TASK, min(part * ROWS_PER_TASK + ROWS_PER_TASK, len(codes))
         ):
             prefetch_row_after(r, codes)
-            if tables.shape[1] == 16 and table_of_row[r] != expanded:
+            if has_pairs and table_of_row[r] != expanded:
                 _expand(tables[table_of_row[r]], pairs)
                 expanded = table_of_row[r]
             _look_up(codes[r], tables[table_of_row[r]], pairs, row)
@@ -212,17 +214,20 @@ def dense(codes, table_of_row, tables, out):
     """out [R, K] float32: the weights of codes [R, bytes].
 
     Args:
+        codes: a byte has two codes, the first column's in its low half, where there are
+            half as many bytes as columns K; otherwise it has one.
         table_of_row: [R] indices into `tables`.
-        tables: [P, entries] the bits of float32 values (uint32): 16 of them where a byte
-            has two codes, more where it has one.
+        tables: [P, entries] the bits of float32 values (uint32), 16 entries where a byte
+            has two codes.
     """
+    has_pairs = codes.shape[1] < out.shape[1]
     for part in prange((len(codes) + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
         pairs = np.empty(256, np.uint64)
         expanded = -1
         for r in range(
             part * ROWS_PER_TASK, min(part * ROWS_PER_TASK + ROWS_PER_TASK, len(codes))
         ):
-            if tables.shape[1] == 16 and table_of_row[r] != expanded:
+            if has_pairs and table_of_row[r] != expanded:
                 _expand(tables[table_of_row[r]], pairs)
                 expanded = table_of_row[r]
             _look_up(codes[r], tables[table_of_row[r]], pairs, out[r])

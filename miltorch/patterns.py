@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from miltorch.constants import Constants, python_value
 from miltorch.graph import Graph
 from miltorch.ops import OPERATIONS
-from miltorch.program import Op, Ref
+from miltorch.program import Argument, Op, Ref
 
 # a list attribute with elements that the program computes
 MIXED = object()
@@ -18,13 +18,13 @@ class Pattern:
     a, b, cos, sin = Value(), Value(), Value(), Value()
     axis = Value(int)
     rotated = operation("concat", [a * cos - b * sin, b * cos + a * sin], axis=axis)
-    match = matcher.match(rotated, op)
+    match = matcher.match(rotated, op)  # a `Match`
     ```
     `op` matches if it is a `concat` whose first two values are the results of `sub` and
     `add`, whose operands are four products, and if `a`, `b`, `cos` and `sin` are each
-    the same value in both. `match` is None if it does not; otherwise it maps every
-    pattern to the thing that it stands for: `match[cos]` is an argument (a `Ref` or a
-    literal), `match[axis]` an attribute (a Python number), `match[rotated]` the `Op`.
+    the same value in both. `match` is None if it does not; otherwise it has the thing that
+    every pattern stands for: `match.argument(cos)` is a `Ref` or a literal,
+    `match.attribute(axis)` a Python number, `match.operation(rotated)` the `Op`.
 
     | pattern | argument |
     |---|---|
@@ -35,7 +35,7 @@ class Pattern:
     | `one_of(-1, 3)` | an attribute that equals one of these |
     | `1` | a constant of one element, of this value; an attribute that equals it |
     | `[x, y]` | a list that begins with these |
-    | `Scaled(x)` | x times any number of constants of one element; `match` has their product |
+    | `Scaled(x)` | x times any constants of one element; `match.factor` is their product |
     | `OrFirstOperand(x)` | the result of the operation x, or what its first operand stands for |
 
     Operands stand in the order of the operation's rule in `miltorch.ops`; a pattern may
@@ -114,6 +114,31 @@ class OrFirstOperand(Pattern):
     operation: OperationPattern
 
 
+class Match:
+    """What each pattern within a pattern stands for. Parts of an operation that is missing
+    (see `OrFirstOperand`) stand for nothing: None."""
+
+    def __init__(self):
+        self.bound: dict[Pattern, object] = {}
+
+    def argument(self, pattern: Value) -> Argument | None:
+        """The argument of an operation that `Value()` stands for."""
+        return self.bound.get(pattern)
+
+    def attribute(self, pattern: Value):
+        """The attribute that `Value(types)` stands for: a Python number, bool, string or
+        list, or a `Ref` where it is computed."""
+        return self.bound.get(pattern)
+
+    def operation(self, pattern: OperationPattern) -> Op | None:
+        """The operation that `operation(...)` or a formula stands for."""
+        return self.bound.get(pattern)
+
+    def factor(self, pattern: Scaled) -> float:
+        """The product of the constants in `Scaled`."""
+        return self.bound[pattern]
+
+
 class Matcher:
     """Matches patterns with the operations of a program."""
 
@@ -121,11 +146,10 @@ class Matcher:
         self.graph = graph
         self.constants = constants
 
-    def match(self, pattern: OperationPattern, op: Op) -> dict[Pattern, object] | None:
-        """The argument or operation that every pattern within `pattern` stands for; None
-        if `op` does not match."""
-        bound: dict[Pattern, object] = {}
-        return bound if self._binds_operation(pattern, op, bound) else None
+    def match(self, pattern: OperationPattern, op: Op) -> Match | None:
+        """What every pattern within `pattern` stands for; None if `op` does not match."""
+        match = Match()
+        return match if self._binds_operation(pattern, op, match.bound) else None
 
     def computed(self, source, kind: str) -> Op | None:
         """The operation of a kind that computes an argument at run time, if all its

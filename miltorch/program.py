@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from miltorch.blob import DTYPE_BITS, NUMPY, BlobFile, unpack_bits
+from miltorch.coremltools_import import protobuf_module
 from miltorch.errors import InputError
-from miltorch.quiet import messages
 
 MAX_SPEC_BYTES = 1 << 30
 # suffix → what a file or folder without a manifest is
@@ -41,22 +41,35 @@ class Type:
         return agrees or set(self.shape) == {None}  # no size is known: any rank passes
 
 
+@dataclass(frozen=True)
+class Ref:
+    """The name of a value computed elsewhere in the program."""
+
+    name: str
+
+
+# The value of a MIL parameter: computed elsewhere, or a literal (a plain string is one)
+Literal = np.ndarray | str | dict
+Argument = Ref | Literal | list["Ref | Literal"]
+
+
 @dataclass
 class Op:
-    """One operation. `inputs` maps a MIL parameter to a value name, a literal array, or
-    a list of them."""
+    """One operation. `inputs` maps each MIL parameter that is given to its argument: a
+    `Ref`, a literal (an array, a string, a dict), or a list of these. Attributes are
+    parameters, too."""
 
     kind: str
     name: str
-    inputs: dict[str, object]
+    inputs: dict[str, Argument]
     outputs: list[tuple[str, Type]]
     blocks: list["Block"] = field(default_factory=list)
 
     @property
     def key(self) -> str | int:
-        """Identifies the operation in its program: the name of its first result. An
-        operation without a result, such as a write, has its `id`, which is valid as
-        long as the operation exists."""
+        """Identifies the operation in its program: the name of its first result, since no
+        two values have one name. An operation without a result, such as a write, has its
+        `id`, which is valid as long as the operation exists."""
         if self.outputs:
             return self.outputs[0][0]
         return id(self)
@@ -90,14 +103,7 @@ class Block:
                 yield from block.walk()
 
 
-@dataclass(frozen=True)
-class Ref:
-    """The name of a value computed elsewhere in the program."""
-
-    name: str
-
-
-def refs(source) -> list[Ref]:
+def refs(source: Argument) -> list[Ref]:
     """The values that an argument names."""
     if not isinstance(source, list):
         source = [source]
@@ -111,8 +117,12 @@ class Program:
     Attributes:
         block: its operations; None where they were released, so that the file of the
             weights is mapped no longer.
-        unfused: for a program that `miltorch.fuse` returned, the operations that resemble the
-            last one of a group and belong to none: name → reason. None for any other program.
+        description: the protobuf message FunctionDescription: dtypes at the package's
+            boundary.
+        is_fused: whether `miltorch.fuse` returned it with operations in place of groups.
+        unfused: for such a program, the operations that resemble the last one of a group and
+            belong to none: name → reason.
+        not_fused_because: why `miltorch.fuse` returned the program as it was; "" otherwise.
     """
 
     package: Path
@@ -121,9 +131,10 @@ class Program:
     states: dict[str, Type]
     outputs: list[str]
     block: Block | None
-    # the protobuf message FunctionDescription: dtypes at the package's boundary
     description: object
-    unfused: dict[str, str] | None = None
+    is_fused: bool = False
+    unfused: dict[str, str] = field(default_factory=dict)
+    not_fused_because: str = ""
 
 
 @contextmanager
@@ -266,7 +277,7 @@ def read_spec(package: Path):
     if data.startswith(b"version https://git-lfs"):
         _refuse(path, "a Git LFS pointer", "the model file itself", "run: git lfs pull")
     try:
-        spec = messages("Model_pb2").Model.FromString(data)
+        spec = protobuf_module("Model_pb2").Model.FromString(data)
     except Exception as problem:  # DecodeError differs between implementations
         _refuse(path, f"bytes that are no model ({type(problem).__name__})")
     kind = spec.WhichOneof("Type")
@@ -307,7 +318,7 @@ class _Reader:
         self.package = package
         self.files: dict[str, BlobFile] = {}
         self.types: dict[bytes, Type] = {}
-        self.dtype_name = messages("MIL_pb2").DataType.Name
+        self.dtype_name = protobuf_module("MIL_pb2").DataType.Name
 
     def program(self, name, function, description) -> Program:
         """One function, with the description of its interface."""

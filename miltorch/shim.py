@@ -32,10 +32,10 @@ import numpy as np
 import torch
 
 import miltorch
+from miltorch.coremltools_import import coremltools
 from miltorch.errors import InputError
 from miltorch.execute import check_precision
 from miltorch.program import files
-from miltorch.quiet import coremltools
 
 # the version that coremltools reads: the system whose features (iOS 18) miltorch has
 MACOS = (15, 5)

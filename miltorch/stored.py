@@ -19,7 +19,9 @@ from miltorch.ops.sums import panel_product
 # rows of activations for which a compiled kernel reads stored weights; more rows meet
 # panels of float32, which torch multiplies faster
 FEW_ROWS = 8
-PACKED = 16  # entries of a table whose codes are stored two a byte
+# entries of the smallest table that is stored; codes into it have four bits, and two of them
+# fit into a byte
+SMALL_TABLE = 16
 
 
 @cache
@@ -148,12 +150,13 @@ class Int4Weight(StoredWeight):
 
 @dataclass(frozen=True, eq=False)
 class TableWeight(StoredWeight):
-    """Codes of 4 bits, two a byte, or of up to 8, one a byte, into lookup tables of
-    groups of rows; see `kernels.dense`."""
+    """Codes of up to 8 bits into lookup tables of groups of rows; see `kernels.dense`.
+    A byte has one code or, with tables of `SMALL_TABLE` entries, two."""
 
-    codes: np.ndarray  # uint8 [R, bytes]
+    codes: np.ndarray  # uint8 [R, K / codes_per_byte]
     table_of_row: np.ndarray  # int32 [R], an index into `tables`
     tables: np.ndarray  # uint32 [P, entries], the bits of float32 values
+    codes_per_byte: int
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -161,8 +164,11 @@ class TableWeight(StoredWeight):
 
     @property
     def columns(self) -> int:
-        codes_in_byte = 2 if self.tables.shape[1] == PACKED else 1
-        return self.codes.shape[1] * codes_in_byte
+        return self.codes.shape[1] * self.codes_per_byte
+
+    @property
+    def form(self) -> tuple:
+        return *super().form, self.codes_per_byte
 
     @classmethod
     def concatenated(cls, weights: Sequence[Self]) -> Self:
@@ -175,7 +181,7 @@ class TableWeight(StoredWeight):
                 for weight, first in zip(weights, first_tables)
             ]
         )
-        return cls(codes, table_of_row, tables)
+        return cls(codes, table_of_row, tables, weights[0].codes_per_byte)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         codes = self.codes[rows]
@@ -246,14 +252,14 @@ def table_weight(indices: np.ndarray, lut: np.ndarray, **others) -> TableWeight 
     if indices.max(initial=0) >= entries:
         return None
     table_of_row = np.repeat(np.arange(parts, dtype=np.int32), R // parts)
-    codes = indices.reshape(R, -1).astype(np.uint8)
-    is_packed = entries <= PACKED and codes.shape[1] % 2 == 0
-    # a table of more entries than PACKED says that a byte has one code
-    values = np.zeros((parts, PACKED if is_packed else max(entries, PACKED + 1)))
+    # one size for all small tables, so that their weights can be joined
+    values = np.zeros((parts, max(entries, SMALL_TABLE)), np.float32)
     values[:, :entries] = lut.reshape(parts, entries)
-    if is_packed:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return TableWeight(codes, table_of_row, np.float32(values).view(np.uint32))
+    codes, codes_per_byte = indices.reshape(R, -1).astype(np.uint8), 1
+    if entries <= SMALL_TABLE and codes.shape[1] % 2 == 0:
+        # column 2k in the low half of byte k, column 2k + 1 in its high half
+        codes, codes_per_byte = codes[:, ::2] | codes[:, 1::2] << 4, 2
+    return TableWeight(codes, table_of_row, values.view(np.uint32), codes_per_byte)
 
 
 # operations that decompress a weight → what reads it as it is stored

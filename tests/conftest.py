@@ -186,7 +186,7 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(scope="session")
 def ct():
     """coremltools with its torch frontend loaded."""
-    from miltorch.quiet import coremltools, quiet
+    from miltorch.coremltools_import import coremltools, quiet
 
     with quiet():
         module = coremltools()
@@ -224,10 +224,10 @@ def small_project(tmp_path_factory) -> Path:
 def shimmed():
     """The shim in the place of Core ML's native layer."""
     from miltorch import shim
-    from miltorch.quiet import frozen
+    from miltorch.coremltools_import import frozen_gc
 
     shim.install()
-    with frozen():
+    with frozen_gc():
         yield
     shim.uninstall()
 

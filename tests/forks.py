@@ -139,11 +139,11 @@ def serve(listener: int, command: str, starter: int) -> list[str]:
     sys.executable = command
     from numba import njit
 
-    from miltorch import quiet
+    from miltorch.coremltools_import import protobuf_module
 
     for name in MODULES:
         importlib.import_module(name)
-    quiet.messages("Model_pb2")
+    protobuf_module("Model_pb2")
     njit("()")(lambda: None)  # reads what every compiled function needs
     gc.freeze()  # what forks share is neither traversed nor copied
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the forks

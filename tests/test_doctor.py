@@ -6,7 +6,7 @@ import in_process
 import pytest
 from refusal import refused
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench import doctor, process
 from workbench.ane import memory
 

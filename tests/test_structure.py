@@ -19,7 +19,7 @@ STANDALONE_MODULES = set(
 )
 LEAVES = {
     "miltorch.errors",
-    "miltorch.quiet",
+    "miltorch.coremltools_import",
     *(f"workbench.{name}" for name in STANDALONE_MODULES),
 }
 RUN = "runtime miltorch bundle"  # what running a bundle needs

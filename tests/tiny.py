@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, Decoder
-from workbench.models import checkpoint
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).parents[1]
 DATA, WEIGHTS = ROOT / "data", "model.safetensors"
@@ -224,7 +225,7 @@ DIMS = {
 
 def random_checkpoint(path: Path, family: str, **changes) -> Path:
     """A random float16 checkpoint of `family` with its tiny dimensions and these changes."""
-    return checkpoint.random(path, family, **(DIMS[family] | changes))
+    return write_random_checkpoint(path, family, **(DIMS[family] | changes))
 
 
 @contextmanager
@@ -254,7 +255,7 @@ def hf(path: Path):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
-    source = checkpoint.Checkpoint(path)
+    source = Checkpoint(path)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             # the towers of a multimodal model have numbers
@@ -392,11 +393,11 @@ def export(path: Path, folder: Path, /, **options) -> Bundle:
 
     if "calibration" in options:
         return exporter.export(path, folder, **options)
-    source = checkpoint.Checkpoint(path)
+    source = Checkpoint(path)
     return exporter._export(source, exporter.make_options(**options), folder)
 
 
-def checkpoint_that_knows(words: list[str], folder: Path) -> checkpoint.Checkpoint:
+def checkpoint_that_knows(words: list[str], folder: Path) -> Checkpoint:
     """The checkpoint in a folder with a tokenizer that knows these words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -406,7 +407,7 @@ def checkpoint_that_knows(words: list[str], folder: Path) -> checkpoint.Checkpoi
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     fast.save_pretrained(folder)
-    return checkpoint.Checkpoint(folder)
+    return Checkpoint(folder)
 
 
 def random_text(V: int, seed: int = 0, count: int = 1024):

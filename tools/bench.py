@@ -41,7 +41,7 @@ from workbench.errors import InputError
 from workbench.exporter import make_options, shards, template, weights
 from workbench.log import machine
 from workbench.models.checkpoint import Checkpoint
-from workbench.models.checkpoint import random as write_random_checkpoint
+from workbench.models.random_checkpoint import write_random_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_record import (

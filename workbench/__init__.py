@@ -6,7 +6,7 @@ so `import workbench` loads neither torch nor coremltools."""
 import os
 from importlib import import_module
 
-from miltorch.quiet import uncollected
+from miltorch.coremltools_import import without_gc
 
 # Threads of OpenMP that wait spinning take the processor from each other beside another
 # process: a step took ten times as long. Read when torch is loaded.
@@ -34,7 +34,7 @@ __all__ = sorted([*_MODULES, *_NAMES])
 
 
 def __getattr__(name: str):
-    with uncollected():
+    with without_gc():
         if name in _MODULES:
             return import_module(_MODULES[name])
         if name in _NAMES:

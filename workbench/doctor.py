@@ -6,7 +6,7 @@ import tempfile
 
 import numpy as np
 
-from miltorch.quiet import coremltools, frozen, quiet
+from miltorch.coremltools_import import coremltools, frozen_gc, quiet
 from workbench import log, plugins, process, runtime
 from workbench.errors import InputError, one_line
 from workbench.log.machine import hardware
@@ -161,7 +161,7 @@ def _counter(ct):
         return mb.identity(x=mb.coreml_update_state(state=count, value=total), name="y")
 
     target = ct.target.iOS18
-    with frozen():
+    with frozen_gc():
         return ct.convert(
             program, minimum_deployment_target=target, skip_model_load=True
         )

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
-from miltorch.quiet import coremltools, uncollected
+from miltorch.coremltools_import import coremltools, without_gc
 from workbench.core_ml_log import is_invalidating, select_messages
 from workbench.errors import InputError, is_full_disk, last_message
 
@@ -342,7 +342,7 @@ def _calls() -> Iterator[Files]:
         with files.stderr.open("a+b") as file:
             os.dup2(file.fileno(), 2)
         os.dup2(2, 1)
-        with uncollected():
+        with without_gc():
             pickle.loads(files.job.read_bytes())
         yield files
 
@@ -365,14 +365,14 @@ def _wait(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
-@uncollected()
+@without_gc()
 def _import_late() -> None:
     coremltools()
     for name in LATE:
         importlib.import_module(name)
 
 
-@uncollected()
+@without_gc()
 def _run(files: Files) -> NoReturn:
     """Runs a call and ends this process, the child: writes what the call returned, why it
     was refused, or the error of a full disk. Any other error ends it with a traceback on

@@ -2,6 +2,8 @@
 activations at run time.
 
 Computed in float32; the interpreter rounds each result once, to its declared dtype.
+
+Every function without an underscore, and every entry of TABLE, is a rule, see `registry`.
 """
 
 import torch
@@ -58,19 +60,30 @@ def _unpacked(packed: torch.Tensor, bits: int, shape) -> torch.Tensor:
     return torch.from_numpy(values).long().reshape(shape)
 
 
+def _table_of(shape: torch.Size, blocks: list[int]) -> torch.Tensor:
+    """For each element of a weight of `shape` the number of its table, in a shape that
+    meets `shape`.
+
+    Axis i is cut into `blocks[i]` equal blocks, and tables are numbered along the last
+    axis first. For a weight [4, 6] and blocks [2, 3] the numbers are
+    [[0, 0, 1, 1, 2, 2]] in the first two rows and [[3, 3, 4, 4, 5, 5]] in the others."""
+    number = torch.zeros((), dtype=torch.int)
+    for axis, count in enumerate(blocks):
+        if count > 1:
+            size = shape[axis]
+            block = torch.arange(size, dtype=torch.int) // (size // count)
+            number = number * count + _along(block, axis, len(shape))
+    return number
+
+
 def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
     """iOS 18: `lut` [blocks…, 2^bits, vector], `indices` one per (group of) element(s);
     iOS 16: one packed table."""
     if shape is not None:
         return lut[_unpacked(indices, lut.numel().bit_length() - 1, shape)]
     *blocks, _, width = lut.shape
-    block_of = torch.zeros((), dtype=torch.int)
-    for axis, count in enumerate(blocks):
-        if count > 1:
-            size = indices.shape[axis]
-            position = torch.arange(size, dtype=torch.int) // (size // count)
-            block_of = block_of * count + _along(position, axis, indices.dim())
-    values = lut.flatten(0, len(blocks) - 1)[block_of, indices.int()]  # [..., width]
+    tables = lut.flatten(0, len(blocks) - 1)  # [number of tables, 2^bits, vector]
+    values = tables[_table_of(indices.shape, blocks), indices.int()]  # [..., vector]
     if width == 1:
         return values[..., 0]
     axis = vector_axis % indices.dim()

@@ -1,11 +1,20 @@
 """Control flow, lists and class labels. A MIL list is a Python list that is never
-changed in place."""
+changed in place.
+
+Every function without an underscore, and every entry of TABLE, is a rule, see `registry`.
+"""
 
 import torch
 
 from miltorch.ops.registry import bounded
 
 MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
+
+TABLE = {
+    "list_length": lambda ls: torch.tensor(len(ls)),
+    "list_read": lambda ls, *, index: ls[index],
+    "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
+}
 
 
 def cond(*, pred, blocks):
@@ -34,13 +43,6 @@ def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
         return [None] * init_length
     bounded([init_length, *elem_shape])
     return [torch.zeros(elem_shape)] * init_length
-
-
-TABLE = {
-    "list_length": lambda ls: torch.tensor(len(ls)),
-    "list_read": lambda ls, *, index: ls[index],
-    "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
-}
 
 
 def list_write(ls, value, *, index):

@@ -1,5 +1,8 @@
 """Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C,
-C_out/groups, *kernel])."""
+C_out/groups, *kernel]).
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""Elementwise arithmetic, comparison and activation."""
+"""Elementwise arithmetic, comparison and activation.
+
+Every function without an underscore, and every entry of TABLE, is a rule, see `registry`.
+"""
 
 import torch
 import torch.nn.functional as F

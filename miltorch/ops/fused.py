@@ -1,7 +1,10 @@
 """Operations that `miltorch.fuse` puts in the place of groups of MIL's operations.
 
 They take and return fp16. Each docstring says what the operation rounds that its group
-does not, or the reverse; `docs/runtime.md` bounds the difference."""
+does not, or the reverse; `docs/runtime.md` bounds the difference.
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import numpy as np
 import torch

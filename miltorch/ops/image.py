@@ -1,5 +1,8 @@
 """Resizing, cropping and sampling of images, and the choice among boxes. The last two
-axes are height and width."""
+axes are height and width.
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import numpy as np
 import torch
@@ -117,6 +120,16 @@ def _corners(boxes, mode: str, scale: float, extent):
     return first * extent, second * extent
 
 
+def _from_roi(roi: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`roi` [N, 1, 5, 1, 1] (the index of an image, then a box) or [N, 1, 4, 1, 1] (boxes
+    alone, each of which is cut out of every image) → boxes [N, 4] and the indices of each
+    box's images [N, 1 or batch]."""
+    boxes = roi[:, 0, -4:, 0, 0]
+    if roi.shape[2] == 4:
+        return boxes, torch.arange(batch).expand(len(boxes), -1)
+    return boxes, roi[:, 0, 0, 0, :].long()
+
+
 def crop_resize(
     x,
     boxes=None,
@@ -133,32 +146,31 @@ def crop_resize(
 ):
     """Boxes cut out of x [B, C, H, W]; samples outside the image are `pad_value`.
 
-    iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1,
-    1] (with the image's index first, or every box on every image) and results keep an
-    axis for it."""
+    iOS 17 gives `boxes` [N, 4] and `box_indices` [N], the image of each box (default:
+    box i is cut out of image i). Before it there was `roi`, see `_from_roi`, and results
+    have an axis more, for the images of a box: [N, images, C, target sizes]."""
     if roi is not None:
-        boxes = roi[:, 0, -4:, 0, 0]
-        box_indices = roi[:, 0, 0, 0, 0]
+        boxes, image_indices = _from_roi(roi, len(x))
     elif box_indices is None:
-        box_indices = torch.arange(len(boxes))
-    images = box_indices[:, None].long()  # [N, images of a box]
-    if roi is not None and roi.shape[2] == 4:
-        images = torch.arange(len(x)).expand(len(boxes), -1)
+        image_indices = torch.arange(len(boxes))[:, None]
+    else:
+        image_indices = box_indices[:, None].long()
     outer = torch.tensor(x.shape[2:]) - 1
     extent = outer if normalized_coordinates else 1.0
     start, end = _corners(boxes, box_coordinate_mode, spatial_scale, extent)
     most = max(x.shape[2:].numel(), target_height * target_width)
-    bounded([images.numel(), x.shape[1], most])
+    bounded([image_indices.numel(), x.shape[1], most])
     rows, columns = (
         start[:, axis, None] + _grid((end - start)[:, axis], size, sampling_mode)
         for axis, size in enumerate((target_height, target_width))
     )
     pixels = torch.broadcast_tensors(columns[:, None], rows[:, :, None])
-    pixels = torch.stack(pixels, -1).repeat_interleave(images.shape[1], 0)
+    pixels = torch.stack(pixels, -1).repeat_interleave(image_indices.shape[1], 0)
     inside = ((pixels >= 0) & (pixels <= outer.flip(0))).all(-1)
-    crops = _sampled(x[images.flatten()], pixels.float(), "bilinear", "border")
+    images = x[image_indices.flatten()]
+    crops = _sampled(images, pixels.float(), "bilinear", "border")
     crops = torch.where(inside[:, None], crops, pad_value)
-    return crops if roi is None else crops.unflatten(0, images.shape)
+    return crops if roi is None else crops.unflatten(0, image_indices.shape)
 
 
 def _sampled(x, pixels, sampling_mode: str, padding_mode: str, centres: bool = True):

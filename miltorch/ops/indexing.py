@@ -1,7 +1,10 @@
 """Reading and writing parts of tensors: slices, gather and scatter.
 
 A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One
-past the end raises: MIL leaves it undefined."""
+past the end raises: MIL leaves it undefined.
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 from functools import partial
 
@@ -38,11 +41,12 @@ def slice_update(
 
 
 def slice_by_size(x, *, begin, size):
+    """`size` has the elements to take along each axis; -1 takes all from `begin` on."""
     for axis, (first, count) in enumerate(zip(begin, size, strict=True)):
-        size = x.shape[axis]
+        length = x.shape[axis]
         if first < 0:
-            first += size
-        x = x.narrow(axis, first, size - first if count == -1 else count)
+            first += length
+        x = x.narrow(axis, first, length - first if count == -1 else count)
     return x
 
 

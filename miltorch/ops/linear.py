@@ -1,4 +1,7 @@
-"""Matrix products and attention."""
+"""Matrix products and attention.
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Softmax and normalisation."""
+"""Softmax and normalisation.
+
+Every function without an underscore, and every entry of TABLE, is a rule, see `registry`.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""Pooling over the spatial axes of x [N, C, *spatial]."""
+"""Pooling over the spatial axes of x [N, C, *spatial].
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import math
 

@@ -1,5 +1,8 @@
 """Random tensors: MIL's distributions, torch's values. A seed that is not negative
-makes every call the same."""
+makes every call the same.
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import torch
 

@@ -1,7 +1,10 @@
 """Recurrent layers over x [s, b, I]: one Python step per time step, states in float32.
 
 Direction `reverse` reads x from its end and gives the sequence in the order it was
-computed; only the backward half of `bidirectional` is put back in the order of x."""
+computed; only the backward half of `bidirectional` is put back in the order of x.
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 import math
 

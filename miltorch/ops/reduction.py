@@ -1,4 +1,7 @@
-"""Reductions, running sums and orderings."""
+"""Reductions, running sums and orderings.
+
+Every function without an underscore, and every entry of TABLE, is a rule, see `registry`.
+"""
 
 import math
 

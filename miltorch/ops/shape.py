@@ -1,4 +1,7 @@
-"""Moving and making data without computing on it: reshape, concat, tile, pad, fill."""
+"""Moving and making data without computing on it: reshape, concat, tile, pad, fill.
+
+Every function without an underscore, and every entry of TABLE, is a rule, see `registry`.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,8 @@
 """State: a mutable cell that outlives a call. The rules replace the value in it and never
-write into the value; fused steps may (`miltorch.fuse`)."""
+write into the value; fused steps may (`miltorch.fuse`).
+
+Every function without an underscore is a rule, see `registry`.
+"""
 
 
 class StateCell:

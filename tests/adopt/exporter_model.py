@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from miltorch import shim
-from miltorch.quiet import coremltools, no_progress, quiet
+from miltorch.coremltools_import import coremltools, no_progress, quiet
 
 
 class Model(nn.Module):

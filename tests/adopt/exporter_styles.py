@@ -9,7 +9,7 @@ import torch
 from exporter_model import Model, integers, plain, saved
 from torch import nn
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench.exporter.template import join_functions
 
 INT4 = {"dtype": "int4", "granularity": "per_block", "block_size": 32}

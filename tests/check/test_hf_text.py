@@ -411,6 +411,6 @@ def test_end_tokens_that_contradict_each_other_are_named(
         (folder / "generation_config.json").write_text(fields)
     checkpoint = Checkpoint(folder)
     ends = end_tokens.read_end_tokens(checkpoint)
-    assert ends.has_template and ends.configuration == tiny_llama.configured_eos
+    assert ends.has_template and ends.configuration == tiny_llama.tokens.configured_eos
     sentence = end_tokens.describe_contradictions(ends, checkpoint)
     assert clause in sentence and bool(sentence) == bool(clause)

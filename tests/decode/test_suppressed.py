@@ -81,7 +81,7 @@ def test_the_manifest_names_them_and_none_where_there_are_none(
     plain = exports.bundle("gemma4_unified_text")
     assert "suppressed" not in (plain.root / "bundle.json").read_text()
     with refused("suppress_tokens 'x'.*a list of them"):
-        changed_checkpoint(path, bundle.root.parent / "wrong", "x").suppressed  # noqa: B018
+        changed_checkpoint(path, bundle.root.parent / "wrong", "x").tokens.suppressed  # noqa: B018
 
 
 def changed_checkpoint(path: Path, folder: Path, value) -> Checkpoint:

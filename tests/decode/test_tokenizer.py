@@ -25,7 +25,7 @@ def test_a_tokenizer_that_is_not_whole_is_refused(tmp_path, damage):
         load_tokenizer(source)
     if damage != b"{}":
         with refused("tokenizer.json: found a Git LFS pointer"):
-            Checkpoint(source).save_tokenizer(tmp_path)
+            Checkpoint(source).tokens.save(tmp_path)
 
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

@@ -22,7 +22,7 @@ from workbench.explain import variants
 from workbench.exporter import export
 from workbench.models import llama
 from workbench.models.checkpoint import Checkpoint
-from workbench.models.layers import Attention, AttentionGeometry, GatedMLP
+from workbench.models.layers import Attention, CachedAttention, GatedMLP
 
 pytestmark = pytest.mark.slow("an export, and every variant of its configuration")
 # family → changes of its tiny dimensions: llama needs layers 1 and 2, which a test exchanges
@@ -134,23 +134,24 @@ def test_a_variant_that_fits_only_the_first_layers_is_not_named(
 # Functions that take the place of methods in `workbench.models.layers` during an export, with
 # their signatures; `original_*` are the methods themselves.
 
-original_rotate = AttentionGeometry.rotate
-original_attend = AttentionGeometry.attend
+original_rotate = CachedAttention.rotate
+original_attend = CachedAttention.attend
 original_forward = Attention.forward
 original_mlp_init = GatedMLP.__init__
 
 
-def rotate_interleaved_pairs(geometry, x, io):
+def rotate_interleaved_pairs(core, x, io):
     """Rotates channels 2i and 2i + 1 together, instead of i and i + rotary / 2."""
-    order = torch.arange(geometry.rotary).reshape(-1, 2).T.reshape(-1)
-    rotated = original_rotate(geometry, x[..., order], io)
+    order = torch.arange(core.rotary).reshape(-1, 2).T.reshape(-1)
+    rotated = original_rotate(core, x[..., order], io)
     return rotated[..., torch.argsort(order)]
 
 
-def attend_to_tiled_heads(geometry, q, *arguments):
+def attend_to_tiled_heads(core, q, *arguments):
     """Query head h attends to key/value head h % H_kv, instead of h // (H / H_kv)."""
-    order = torch.arange(geometry.H).reshape(-1, geometry.H_kv).T.reshape(-1)
-    attended = original_attend(geometry, q[:, order], *arguments)
+    H, H_kv = core.queries.count, core.keys.count
+    order = torch.arange(H).reshape(-1, H_kv).T.reshape(-1)
+    attended = original_attend(core, q[:, order], *arguments)
     return attended[:, torch.argsort(order)]
 
 
@@ -177,7 +178,7 @@ def halve_attention(module, x, cache, io):
     return original_forward(module, x, cache, io) * 0.5
 
 
-def layer_without_biases(plan, index, options, **_):
+def layer_without_biases(plan, index, options, settings):
     return llama.DecoderLayer(plan, index, options)
 
 
@@ -199,10 +200,10 @@ class ModuleChange:
 # the variant's name → the change that must be found
 MODULES = {
     "rope pairs interleaved": ModuleChange(
-        "llama", AttentionGeometry, "rotate", rotate_interleaved_pairs
+        "llama", CachedAttention, "rotate", rotate_interleaved_pairs
     ),
     "key/value heads tiled over the query heads": ModuleChange(
-        "llama", AttentionGeometry, "attend", attend_to_tiled_heads
+        "llama", CachedAttention, "attend", attend_to_tiled_heads
     ),
     "q/k norm after rope": ModuleChange(
         "qwen3", Attention, "forward", normalize_at("rotated")

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import tiny
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
 from workbench.exporter import read_plan, template
 from workbench.exporter.shards import specs

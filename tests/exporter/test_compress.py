@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench import exporter
 from workbench.bundle import Options, find_preset
 from workbench.check.interface import interface_gate

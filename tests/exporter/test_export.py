@@ -88,13 +88,13 @@ def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path):
     whole = exports.checkpoint("llama", num_hidden_layers=1, eos_token_id=3)
     path = shutil.copytree(whole, tmp_path / "c")
     (path / "generation_config.json").unlink(missing_ok=True)
-    assert Checkpoint(path).eos == [3]
+    assert Checkpoint(path).tokens.eos == [3]
     for eos, expected in (({}, []), (5, [5]), ([5, 7], [5, 7])):
         fields = {"eos_token_id": eos} if eos else {}
         (path / "generation_config.json").write_text(json.dumps(fields))
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         assert model.generation_config.eos_token_id == (eos or None)
-        assert Checkpoint(path).eos == expected
+        assert Checkpoint(path).tokens.eos == expected
     assert small(path, tmp_path / "b").manifest.tokens.eos == expected
 
 

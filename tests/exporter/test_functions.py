@@ -3,7 +3,7 @@
 import pytest
 from refusal import refused
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench.bundle import Options
 from workbench.exporter import make_options
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from memory import export
 
-from miltorch.quiet import quiet
+from miltorch.coremltools_import import quiet
 
 
 @pytest.fixture(scope="session")

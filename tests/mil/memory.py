@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from miltorch.quiet import coremltools, quiet
+from miltorch.coremltools_import import coremltools, quiet
 
 WIDTH, ROWS = 64, 8
 

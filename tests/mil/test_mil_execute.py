@@ -113,7 +113,7 @@ def test_an_unknown_precision_is_refused():
 
 def test_a_fused_program_is_refused_in_another_precision_than_declared():
     copied = op("copy_state", {"input": Ref("s")}, "copy")
-    fused = replace(program([copied], {}, [], {"s": F16}), unfused={})
+    fused = replace(program([copied], {}, [], {"s": F16}), is_fused=True)
     with refused("fused steps: found 'exact'.*declared"):
         Executable(fused, "exact")
 

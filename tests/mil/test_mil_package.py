@@ -18,7 +18,7 @@ from refusal import refused
 
 import miltorch
 from miltorch import program
-from miltorch.quiet import messages, quiet
+from miltorch.coremltools_import import protobuf_module, quiet
 
 MODEL = "Data/com.apple.CoreML/model.mlmodel"
 WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
@@ -56,10 +56,10 @@ def test_a_package_is_read_without_coremltools_and_coremltools_imported_without_
     packages,
 ):
     code = """import sys, miltorch
-from miltorch.quiet import coremltools, messages
+from miltorch.coremltools_import import coremltools, protobuf_module
 miltorch.read(sys.argv[1])
 assert "coremltools" not in sys.modules
-assert messages("Model_pb2").Model is coremltools().proto.Model_pb2.Model
+assert protobuf_module("Model_pb2").Model is coremltools().proto.Model_pb2.Model
 assert not {"sklearn", "transformers"} & set(sys.modules)
 import transformers
 from miltorch import shim
@@ -235,7 +235,7 @@ def replace_by_model(kind: str) -> Callable[[Path], None]:
     """An edit that writes an empty model of another kind than an ML Program."""
 
     def write(path: Path) -> None:
-        model = messages("Model_pb2").Model()
+        model = protobuf_module("Model_pb2").Model()
         getattr(model, kind).SetInParent()
         path.write_bytes(model.SerializeToString())
 

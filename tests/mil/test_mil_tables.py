@@ -90,7 +90,7 @@ def test_a_package_of_grouped_tables_has_the_weights_of_coremltools(
 
     import miltorch
     from miltorch.constants import Constants
-    from miltorch.quiet import quiet
+    from miltorch.coremltools_import import quiet
 
     config = cto.OptimizationConfig(
         global_config=cto.OpPalettizerConfig(

@@ -193,7 +193,7 @@ def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
 def test_a_damaged_generation_configuration_is_refused(copy, damaged):
     (copy / "generation_config.json").write_text(damaged)
     with refused("no JSON object|eos_token_id .*a token id"):
-        Checkpoint(copy).eos  # noqa: B018
+        Checkpoint(copy).tokens.eos  # noqa: B018
 
 
 def test_one_file_is_preferred_to_an_index_as_in_transformers(copy):
@@ -220,7 +220,7 @@ def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transfor
 
     a, b = checkpoint("one"), checkpoint("many", shard_bytes=20_000)
     assert len(list(b.path.glob("*.safetensors"))) > 2
-    assert a.facts["dtype"] == "BF16" and a.header.keys() == b.header.keys()
+    assert a.manifest_entry["dtype"] == "BF16" and a.header.keys() == b.header.keys()
     assert all(torch.equal(a.tensor(n), b.tensor(n)) for n in a.header)
     assert checkpoint("again").sha256 == a.sha256
     assert len({a.sha256, b.sha256, checkpoint("other", 4).sha256}) == 3
@@ -374,5 +374,5 @@ def test_an_older_tokenizer_is_converted_as_transformers_reads_it(copy):
     ids = encode_text(checkpoint.tokenizer, "the cat")
     expected = transformers.AutoTokenizer.from_pretrained(copy)("the cat").input_ids
     assert ids == expected and len(ids) == 5
-    assert "tokenizer.json" in {file.name for file in checkpoint.tokenizer_files()}
+    assert "tokenizer.json" in {file.name for file in checkpoint.tokens.files()}
     assert not (copy / "tokenizer.json").exists()

@@ -14,7 +14,7 @@ from faulty_stand_ins import Plan
 from refusal import refused
 
 from miltorch import shim
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench import Decoder
 from workbench.ane import placement
 from workbench.runtime import Settings, coreml, load_package, load_shard, resolve

@@ -9,7 +9,7 @@ import torch
 from refusal import refused
 
 from miltorch import shim
-from miltorch.quiet import coremltools, quiet
+from miltorch.coremltools_import import coremltools, quiet
 from workbench.exporter import template
 
 pytestmark = pytest.mark.shim

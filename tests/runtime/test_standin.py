@@ -13,7 +13,7 @@ from in_process import cli
 from refusal import refused
 
 from miltorch import shim
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench import Decoder, core_ml_log, log, plugins, process, runtime, sweep
 from workbench.ane import placement
 from workbench.check import golden, units

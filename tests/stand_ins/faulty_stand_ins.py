@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import miltorch
+from miltorch.coremltools_import import coremltools
 from miltorch.program import read_spec
-from miltorch.quiet import coremltools
 from miltorch.shim import Proxy, StateProxy, _error
 from workbench.runtime.coreml import KINDS
 from workbench.runtime.standin import StandInModel

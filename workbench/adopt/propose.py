@@ -254,8 +254,8 @@ def describe(
         layers=plan.layers,
         shards=[shard],
         embedding=Embedding(file=table, scale=plan.embedding_scale),
-        tokens=checkpoint.save_tokenizer(root),
-        checkpoint=checkpoint.facts,
+        tokens=checkpoint.tokens.save(root),
+        checkpoint=checkpoint.manifest_entry,
         packages=versions(options),
     )
 

@@ -72,7 +72,8 @@ def read_end_tokens(checkpoint: Checkpoint) -> EndTokens:
     Raises:
         InputError: end tokens that are no token ids.
     """
-    configuration, generation = checkpoint.configured_eos, checkpoint.generation_eos
+    tokens = checkpoint.tokens
+    configuration, generation = tokens.configured_eos, tokens.generation_eos
     try:
         template, has_template = end_of_answer(checkpoint.tokenizer), True
     except InputError:  # no tokenizer, no template, or one that renders no answer

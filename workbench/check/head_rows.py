@@ -46,7 +46,7 @@ def lost_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[LostRow]:
     Raises:
         KeyError, ValueError: a head that does not fit its entry in the manifest.
     """
-    ends = {*checkpoint.eos, *bundle.manifest.tokens.eos}
+    ends = {*checkpoint.tokens.eos, *bundle.manifest.tokens.eos}
     rows = []
     for shard in bundle.manifest.shards:
         if checkpoint.head not in shard.weights:

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from miltorch.quiet import no_progress
+from miltorch.coremltools_import import no_progress
 from workbench.check.trace import Trace, unstack
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
-from workbench.models.checkpoint import LOCAL, Checkpoint
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.folder import LOCAL
 from workbench.models.layerwise import WrappedLayer, empty_model, run_base
 
 # The name of a tensor in the checkpoint → its values. A reader may be a `TokenTable` or a

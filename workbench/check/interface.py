@@ -8,8 +8,8 @@ RED."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from miltorch.coremltools_import import protobuf_module
 from miltorch.program import read_spec
-from miltorch.quiet import messages
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.manifest import Manifest
 from workbench.bundle.names import (
@@ -259,7 +259,7 @@ def description_facts(shard: Shard, description, low: int, high: int) -> FactPai
     of `low` to `high` tokens. An output without a shape in the description takes the
     manifest's."""
     facts = {}
-    dtype_name = messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name
+    dtype_name = protobuf_module("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name
     for kind in ("input", "output", "state"):
         for value in getattr(description, kind):
             array = value.type.multiArrayType
@@ -376,7 +376,7 @@ def _axes_of_type(message) -> list[int | str]:
 
 def _dtype_of_type(message) -> str:
     """The name of a tensor type's dtype in MIL, such as FLOAT16."""
-    return messages("MIL_pb2").DataType.Name(message.tensorType.dataType)
+    return protobuf_module("MIL_pb2").DataType.Name(message.tensorType.dataType)
 
 
 def storage_of(op) -> tuple:
@@ -418,8 +418,8 @@ def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> FactPair:
     in_checkpoint = {
         "family": config.model_type,
         "bos": config.bos_token_id,
-        "eos": checkpoint.eos,
-        "suppressed": checkpoint.suppressed,
+        "eos": checkpoint.tokens.eos,
+        "suppressed": checkpoint.tokens.suppressed,
     }
     sizes_of_model = dict(SIZES)
     if getattr(config, "is_heterogeneous", False):
@@ -432,7 +432,7 @@ def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> FactPair:
     for entry in manifest.tokens.files:
         name = entry.path.rpartition("/")[2]
         in_manifest[f"tokenizer file {name}"] = entry.sha256[:12]
-    for path in checkpoint.tokenizer_files():
+    for path in checkpoint.tokens.files():
         in_checkpoint[f"tokenizer file {path.name}"] = sha256(path)[:12]
     return FactPair(in_manifest, in_checkpoint)
 

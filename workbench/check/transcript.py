@@ -485,7 +485,7 @@ def gaps(
     if reference is not None and len(others):
         logits = reference.logits(text.hidden[others]).numpy()
         # a suppressed token's logit may be above the best one that may be picked
-        logits = suppress(logits, reference.checkpoint.suppressed)
+        logits = suppress(logits, reference.checkpoint.tokens.suppressed)
         of_tokens = logits[np.arange(len(others)), tokens[others]]
         gap[others] = text.best_logits[others, 0] - of_tokens
     return gap

@@ -7,9 +7,15 @@ import numpy as np
 
 import miltorch
 from miltorch.constants import Constants
+from miltorch.coremltools_import import (
+    coremltools,
+    frozen_gc,
+    no_progress,
+    protobuf_module,
+    quiet,
+)
 from miltorch.graph import Graph
 from miltorch.program import Op, Ref, read_spec
-from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
 
 # A package takes values of these dtypes as int32, and casts them to what the operation
 # `cast` calls them.
@@ -87,7 +93,7 @@ def cut(
         "minimum_deployment_target": builder.version,
         "pass_pipeline": ct.PassPipeline.EMPTY,
     }
-    with quiet(), no_progress(), frozen():
+    with quiet(), no_progress(), frozen_gc():
         model = ct.convert(program, **options)
     model.save(str(target))
     return target
@@ -133,7 +139,7 @@ class _FunctionBuilder:
         """coremltools' dtype of a value of the program."""
         from coremltools.converters.mil.mil import types
 
-        dtype = messages("MIL_pb2").DataType.Value(self.flow.types[name].dtype)
+        dtype = protobuf_module("MIL_pb2").DataType.Value(self.flow.types[name].dtype)
         return types.PROTO_TO_BUILTIN_TYPE[dtype]
 
     def _placeholder(self, name: str, shape: tuple[int, ...]):

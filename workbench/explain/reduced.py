@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import miltorch
+from miltorch.coremltools_import import coremltools
 from miltorch.program import refs
-from miltorch.quiet import coremltools
 from workbench.explain.running import Arrays
 from workbench.explain.search import Finding, Proof, Search
 from workbench.runtime import is_device

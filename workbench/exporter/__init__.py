@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench import paths
 from workbench.bundle import Bundle, Options, new_bundle
 from workbench.bundle.manifest import MANIFEST_VERSION
@@ -219,7 +219,7 @@ def bundle_for(
         try:
             cached = Bundle.open(path)
             stored = {Path(e.path).name: e.sha256 for e in cached.manifest.tokens.files}
-            current = {file.name: sha256(file) for file in checkpoint.tokenizer_files()}
+            current = {file.name: sha256(file) for file in checkpoint.tokens.files()}
             if stored == current:
                 return cached
         except InputError as problem:

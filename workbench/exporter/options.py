@@ -140,7 +140,9 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         needed, step = "a number wherever the family reads one", "check config.json"
         raise InputError("config.json", str(problem), needed, step) from problem
     check_options(options, plan)
-    return family.settle(plan, source) if hasattr(family, "settle") else plan
+    if hasattr(family, "with_weights"):
+        return family.with_weights(plan, source)
+    return plan
 
 
 def check_options(options: Options, plan: Plan) -> None:

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from miltorch.quiet import no_progress
+from miltorch.coremltools_import import no_progress
 from workbench.errors import InputError
 from workbench.exporter.allocation import Quality
-from workbench.models.checkpoint import LOCAL, Checkpoint
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.folder import LOCAL
 
 SCORED_TOKENS = 32
 """Tokens whose logits are computed at a time."""

@@ -29,7 +29,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
+from miltorch.coremltools_import import (
+    coremltools,
+    frozen_gc,
+    no_progress,
+    protobuf_module,
+    quiet,
+)
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
@@ -171,7 +177,7 @@ def convert_shard(
     module = _placeholder_module(spec, plan, options, weights)
     programs: dict[str, Path] = {}  # function → its package
     modules: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
+    with tempfile.TemporaryDirectory() as folder, frozen_gc(), _no_search():
         for name, T in (options.tiling.functions or {"main": None}).items():
             mlmodel = convert_module(module, spec, options, weights, T)
             programs[name] = Path(folder, f"{name}.mlpackage")
@@ -461,7 +467,7 @@ def read_pinned_manifest(package: Path) -> str:
 
 def read_package(package: Path) -> Proto:
     """Reads the Model protobuf of a package that this export wrote."""
-    return messages("Model_pb2").Model.FromString((package / MODEL).read_bytes())
+    return protobuf_module("Model_pb2").Model.FromString((package / MODEL).read_bytes())
 
 
 def serialize(proto: Proto) -> bytes:

@@ -87,7 +87,7 @@ def write_bundle(
     _check_space(planned, plan, folder)
     with _writing_threads() as pool:
         # each future runs while coremltools converts in this thread
-        checkpoint_facts = pool.submit(lambda: source.facts)
+        checkpoint_entry = pool.submit(lambda: source.manifest_entry)
         embedding_file = pool.submit(write_embedding, source, plan, folder)
         shards = _write_shards(planned, folder, source, plan, options, matrices, pool)
         return Manifest(
@@ -100,8 +100,8 @@ def write_bundle(
             embedding=Embedding(
                 file=embedding_file.result(), scale=plan.embedding_scale
             ),
-            tokens=source.save_tokenizer(folder),
-            checkpoint=checkpoint_facts.result(),
+            tokens=source.tokens.save(folder),
+            checkpoint=checkpoint_entry.result(),
             packages=versions(options),
             residual_exponent=plan.residual_exponent,
             formats=_differing_presets(planned, options),

@@ -1,13 +1,23 @@
 """Model families as modules in the shape that suits the Neural Engine. Nothing here
 depends on Core ML.
 
-A family is a module, or an entry of the table in `llama`, with `plan(config)`,
-`layer(plan, index, options)` and `head(plan, rows)`; a family with experts also has
-`expert(plan, options)`, and one whose layers share weights within a shard
-`shared(plan, first, last)`, a module that gives every layer of the shard its input
-`LAYER_INPUT`. A family whose plan depends on the weights has `settle(plan,
-source)`, which completes it. Parameters are named as in the checkpoint, so that loading
-them needs no table."""
+From a checkpoint's folder to a shard's module:
+
+1. `checkpoint.py` reads the configuration and, one at a time, the tensors of a Hugging
+   Face folder. It uses `folder.py` (JSON and safetensors files), `weight_names.py` (how
+   the folder spells the names of tensors) and `tokens.py` (tokenizer, ends of texts).
+2. `family_of` finds the family of the configuration. A family is described in `family.py`
+   (`Family`). Its `plan` turns the configuration into a `Plan`; its `layer` and `head`
+   build modules from the plan and the options of the export.
+3. `llama.py` has Llama and the families that are Llama with other settings. `gemma3.py`,
+   `gemma4.py`, `granitemoehybrid.py`, `lfm2.py`, `qwen3_5.py` and `zaya.py` are families
+   with layers of their own.
+4. All of them use the parts in `layers.py` (attention, norms, MLP, head; its docstring
+   says how a layer is called) and `recurrence.py` (states other than K and V).
+
+The exporter loads the weights and converts the modules. Two files serve others:
+`layerwise.py` runs Hugging Face's own model layer by layer, and `random_checkpoint.py`
+writes folders of random weights."""
 
 from workbench.models import (
     gemma3,

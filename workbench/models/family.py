@@ -1,17 +1,19 @@
-"""The plan that every model family returns for a configuration, and helpers that
-families share."""
+"""What a model family is (`Family`), the plan that it returns for a configuration
+(`Plan`), and functions with which families read configurations."""
 
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
+from torch import nn
 
 from workbench.bundle import Dims, Layer, Options, Rope
 from workbench.bundle.names import CONV_STATE, K_STATE, MATRIX_STATE, V_STATE
 from workbench.errors import InputError
-from workbench.models.layers import AttentionGeometry, RMSNorm
+from workbench.models.layers import CachedAttention, Heads, RMSNorm
 
-# the entry of `io` in which a layer finds what its shard computed for it alone
+# the entry of `io` (see `layers`) in which a layer finds what its shard computed for it
+# alone
 LAYER_INPUT = "layer_input"
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -26,12 +28,13 @@ class Plan:
         rope: the rotary tables.
         layers: attention window and rope table of every decoder layer.
         embedding_scale: multiplies embeddings.
-        embedding: names of the checkpoint's vectors [C] `bias` and `scale`, applied as
-            (e + bias) · scale.
-        side_states: for each layer, further states: name → shape after the batch axis.
-            Empty: no layer has any.
-        router_width: R of a mixture of experts.
-        experts: E of a mixture of experts.
+        embedding: arrays that the host needs beside the embedding table: name in the
+            bundle → tensor of the checkpoint. `bias` and `scale` are vectors [C], applied
+            as (e + bias) · scale; `PER_LAYER` is a second table [V, L·P].
+        side_states: for each layer, its states other than K and V: name → shape after
+            the batch axis. Empty: no layer has any.
+        router_width: R of a mixture of experts (0: the family has none).
+        experts: E of a mixture of experts (0: the family has none).
         residual_exponent: shards hold the residual stream as 2^-residual_exponent of
             the model's.
         names: part of a parameter's path (`q_norm`) → the checkpoint's name for it,
@@ -73,14 +76,42 @@ class Plan:
             states |= self.side_states[index]
         return states
 
-    def attention_geometry(self, index: int, options: Options) -> AttentionGeometry:
-        """Sizes of the attention of decoder layer `index`."""
-        d = self.dims
+    def attention(self, index: int, options: Options) -> CachedAttention:
+        """The attention of decoder layer `index`, without its weights."""
         layer = self.layers[index]
         (half,) = (len(r.inv_freq) for r in self.rope if r.name == layer.rope)
-        H_kv, D = layer.heads(d)
-        sizes = options.batch, d.H, H_kv, D, options.cache_rows(layer.window)
-        return AttentionGeometry(*sizes, options.layout, 2 * half, layer.suffix)
+        H_kv, D = layer.heads(self.dims)
+        return CachedAttention(
+            queries=Heads(options.batch, options.layout, self.dims.H, D),
+            keys=Heads(options.batch, options.layout, H_kv, D),
+            S=options.cache_rows(layer.window),
+            rotary=2 * half,
+            suffix=layer.suffix,
+        )
+
+
+class Family(Protocol):
+    """What the exporter calls to build the shards of a model. A family is a module with
+    these functions, or a `llama.LlamaLike`.
+
+    Three more functions are optional, and callers look for them by `hasattr`:
+
+    - `with_weights(plan, source) -> Plan` returns the plan with what depends on the weights
+      of the checkpoint `source`, such as the residual exponent.
+    - `expert(plan, options) -> nn.Module` is one expert, for a family with experts.
+    - `shared(plan, first, last) -> nn.Module | None` is what the layers [first, last) of a
+      shard share: a module that computes from `io` the `LAYER_INPUT` of each of them."""
+
+    def plan(self, config) -> Plan:
+        """The plan of a configuration; raises an InputError for one that the family's
+        layers cannot compute."""
+
+    def layer(self, plan: Plan, index: int, options: Options) -> nn.Module:
+        """Decoder layer `index`. Its parameters are named as in the checkpoint, so that
+        loading them needs no table beyond the plan's `names`."""
+
+    def head(self, plan: Plan, rows: int) -> nn.Module:
+        """Final norm and `rows` rows of the vocabulary."""
 
 
 def refuse(config, actual: str, needed: str) -> NoReturn:
@@ -100,7 +131,7 @@ def flag(config, name: str) -> bool:
     return hasattr(type(config), name) and bool(getattr(config, name))
 
 
-def rope(
+def rope_table(
     config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES
 ) -> Rope:
     """The rotary table of a configuration, by transformers' own functions.
@@ -137,14 +168,17 @@ def rope(
     return Rope(name=name, inv_freq=inv_freq.tolist(), scale=float(scale))
 
 
-def no_rope(config) -> Rope:
+def no_rope_table(config) -> Rope:
     """The table of layers that rotate nothing: cos is 1 and sin 0."""
     return Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
 
 
-def alternating(config, full: str, sliding: str, kinds=ROPE_TYPES) -> dict:
-    """`rope` and `layers` of a configuration whose `layer_types` are full or sliding
-    attention; where both occur, the tables are named `global` and `local`."""
+def alternating(
+    config, full: str, sliding: str, kinds=ROPE_TYPES
+) -> tuple[list[Rope], list[Layer]]:
+    """The plan's `rope` and `layers` for a configuration whose `layer_types` are `full` or
+    `sliding` attention; where both occur, the tables are named `global` and `local`.
+    `kinds` are the rope types that the family supports."""
     window = config.sliding_window
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
@@ -158,28 +192,44 @@ def alternating(config, full: str, sliding: str, kinds=ROPE_TYPES) -> dict:
         Layer(rope=names[kind], window=window if kind == sliding else None)
         for kind in config.layer_types
     ]
-    tables = [rope(config, kind, names[kind], kinds) for kind in present]
-    return {"rope": tables, "layers": layers}
+    tables = [rope_table(config, kind, names[kind], kinds) for kind in present]
+    return tables, layers
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The layers of a configuration that keep other states than K and V.
+
+    Args:
+        layer_type: their name in the configuration's `layer_types`.
+        taps, channels: of their convolution over time.
+        matrix: the shape [H, D_k, D_v] of their matrix state, if they keep one.
+    """
+
+    layer_type: str
+    taps: int
+    channels: int
+    matrix: tuple[int, int, int] | None = None
+
+    @property
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """The states of such a layer: name → shape after the batch axis."""
+        states = {CONV_STATE: (self.taps - 1, self.channels)}
+        if self.matrix:
+            states[MATRIX_STATE] = self.matrix
+        return states
 
 
 def hybrid(
-    config, recurrent: str, taps: int, width: int, *matrix: int, table: str = ""
-) -> dict:
-    """`layers` and `side_states` of a configuration whose `layer_types` are full
-    attention or a recurrent kind.
-
-    Args:
-        recurrent: the name of the recurrent layer type.
-        taps, width: of its convolution.
-        matrix: the shape [H, D_k, D_v] of its matrix state, if it keeps one.
-        table: the name of the rope table of the attending layers.
+    config, recurrence: Recurrence, table: str = ""
+) -> tuple[list[Layer], list[dict[str, tuple[int, ...]]]]:
+    """The plan's `layers` and `side_states` for a configuration whose `layer_types` are
+    full attention, with the rope table named `table`, or recurrent.
 
     Raises:
         InputError: another layer type, or no attending layer.
     """
-    state = {CONV_STATE: (taps - 1, width)}
-    if matrix:
-        state[MATRIX_STATE] = matrix
+    recurrent = recurrence.layer_type
     attends = [kind == "full_attention" for kind in config.layer_types]
     if others := set(config.layer_types) - {recurrent, "full_attention"}:
         needed = f"{recurrent} or full_attention"
@@ -188,8 +238,8 @@ def hybrid(
         needed = "a layer of full_attention, at least"
         refuse(config, f"layers of {recurrent} alone", needed)
     layers = [Layer(attends=attending, rope=table) for attending in attends]
-    sides = [{} if attending else state for attending in attends]
-    return {"layers": layers, "side_states": sides}
+    side_states = [{} if attending else recurrence.states for attending in attends]
+    return layers, side_states
 
 
 def head_dim(config) -> int:

@@ -4,14 +4,9 @@ its smaller models. The last layers attend to the K and V rows of the last layer
 their type that has some; here they keep a copy of its cache. And each layer adds a
 function of a second embedding (per-layer embeddings)."""
 
-import math
-from dataclasses import replace
-from functools import partial
-
-import torch
 from torch import nn
 
-from workbench.bundle import Options
+from workbench.bundle import Layer, Options
 from workbench.bundle.names import PER_LAYER, X0
 from workbench.models import llama
 from workbench.models.checkpoint import Checkpoint
@@ -23,41 +18,30 @@ from workbench.models.family import (
     dims,
     refuse,
 )
-from workbench.models.gemma3 import ADDING, CHUNK, NORMS
-from workbench.models.layers import (
-    NORMAL,
-    AttentionGeometry,
-    Conv,
-    RMSNorm,
-    cut,
-    scaled,
-    vector,
-)
+from workbench.models.gemma3 import ADDING, NORMS, embedding_bound, gelu, with_peak
+from workbench.models.layers import CachedAttention, Conv, RMSNorm, cut, scaled, vector
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-KINDS = *ROPE_TYPES, "proportional"
-
-
-def gelu():
-    return partial(nn.functional.gelu, approximate="tanh")
+ROPE_KINDS = *ROPE_TYPES, "proportional"
 
 
 class Attention(nn.Module):
     """Attention with normed queries, keys and values, which are not scaled further.
 
     Args:
-        geometry: sizes of the layer.
+        core: the attention itself, which has no weights.
         norm: builds an RMSNorm from a width and an axis.
         has_v_proj: whether V has a projection; otherwise V is K before norm and rope.
         copies: whether K and V rows come from an earlier layer.
-        shared_rows: the entries of `io` that hold these rows; None: the rows are this
-            layer's, and no other layer reads them.
+        shared_rows: the two entries of `io` that hold these rows: read by a layer that
+            copies, written by its source. None: the rows are this layer's, and no other
+            layer reads them.
     """
 
     def __init__(
         self,
         C: int,
-        geometry: AttentionGeometry,
+        core: CachedAttention,
         *,
         norm,
         has_v_proj: bool,
@@ -65,39 +49,41 @@ class Attention(nn.Module):
         shared_rows: tuple[str, str] | None,
     ):
         super().__init__()
-        self.geometry = geometry
+        self.core = core
         self.copies = copies
         self.has_v_proj = has_v_proj
         self.shared_rows = shared_rows
-        self.q_proj = Conv(C, geometry.width)
-        self.q_norm = norm(geometry.D, dim=3)
+        queries, keys = core.queries, core.keys
+        self.q_proj = Conv(C, queries.width)
+        self.q_norm = norm(queries.D, dim=3)
         if not copies:
-            self.k_proj = Conv(C, geometry.key_width)
+            self.k_proj = Conv(C, keys.width)
             if has_v_proj:
-                self.v_proj = Conv(C, geometry.key_width)
-            self.k_norm = norm(geometry.D, dim=3)
-            self.v_norm = norm(geometry.D, dim=3, has_weight=False)
-        self.o_proj = Conv(geometry.width, C)
+                self.v_proj = Conv(C, keys.width)
+            self.k_norm = norm(keys.D, dim=3)
+            self.v_norm = norm(keys.D, dim=3, has_weight=False)
+        self.o_proj = Conv(queries.width, C)
 
     def rows(self, x, io: dict):
-        """K and V rows [B, H_kv, T, D] of this call."""
-        s = self.geometry
+        """K and V rows [B, H_kv, T, D] of this call; adds them to `io` where another layer
+        copies them."""
+        core = self.core
         if self.copies:
             k, v = (io[name] for name in self.shared_rows)
             return k, v
-        k = s.heads(self.k_proj(x), s.H_kv)
-        v = s.heads(self.v_proj(x), s.H_kv) if self.has_v_proj else k
-        k = s.rotate(self.k_norm(k), io)
+        k = core.keys.split(self.k_proj(x))
+        v = core.keys.split(self.v_proj(x)) if self.has_v_proj else k
+        k = core.rotate(self.k_norm(k), io)
         v = self.v_norm(v)
         if self.shared_rows:
             io |= dict(zip(self.shared_rows, (k, v)))
         return k, v
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.geometry
-        q = s.rotate(self.q_norm(s.heads(self.q_proj(x), s.H)), io)
+        core = self.core
+        q = core.rotate(self.q_norm(core.queries.split(self.q_proj(x))), io)
         k, v = self.rows(x, io)
-        return self.o_proj(s.merge(s.attend(q, k, v, cache, io)))
+        return self.o_proj(core.queries.merge(core.attend(q, k, v, cache, io)))
 
 
 class DecoderLayer(llama.DecoderLayer):
@@ -105,11 +91,18 @@ class DecoderLayer(llama.DecoderLayer):
     adds W_out(gelu(W_in x) · p), normed; p is the layer's input `LAYER_INPUT`. A number
     multiplies the whole stream at the end."""
 
-    def __init__(self, plan: Plan, index: int, options: Options, **keywords):
-        super().__init__(plan, index, options, **keywords)
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        options: Options,
+        settings: llama.LayerSettings,
+        mixer: llama.Mixer,
+    ):
+        super().__init__(plan, index, options, settings, mixer)
         C, P = plan.dims.C, plan.dims.P
         self.layer_scalar = vector(1)
-        self.has_embedding = bool(P)
+        self.has_layer_input = bool(P)
         if P:
             self.act = gelu()
             # brings the shard's stream back to the model's size
@@ -120,7 +113,7 @@ class DecoderLayer(llama.DecoderLayer):
 
     def forward(self, x, cache: dict, io: dict):
         x = super().forward(x, cache, io)
-        if self.has_embedding:
+        if self.has_layer_input:
             gate = self.act(scaled(self.per_layer_input_gate(x), self.stream_scale))
             added = self.per_layer_projection(gate * io[LAYER_INPUT])
             x = x + self.post_per_layer_input_norm(added)
@@ -160,52 +153,61 @@ class LayerInputs(nn.Module):
 
 
 def plan(config) -> Plan:
-    if getattr(config, "enable_moe_block", False):
-        refuse(config, "enable_moe_block = true", "a dense model, without experts")
-    if config.use_bidirectional_attention == "all":
-        refuse(config, "use_bidirectional_attention = all", "causal attention")
     P = getattr(config, "hidden_size_per_layer_input", None) or 0
-    if P and config.vocab_size_per_layer_input != config.vocab_size:
-        actual = f"vocab_size_per_layer_input = {config.vocab_size_per_layer_input}"
-        refuse(config, actual, f"{config.vocab_size}, as vocab_size")
-    if config.attention_bias:
-        refuse(config, "attention_bias = true", "attention without biases")
-    fields = alternating(config, FULL, SLIDING, KINDS)
+    refuse_unsupported(config, P)
+    tables, layers = alternating(config, FULL, SLIDING, ROPE_KINDS)
     sources = read_sources(config)
-    sizes = [
-        (layer.num_key_value_heads, layer.head_dim) for layer in layer_configs(config)
-    ]
     # The model's sizes are those of its sliding layers, of which there are most.
     types = config.layer_types
-    H_kv, D = sizes[types.index(SLIDING if SLIDING in types else FULL)]
-    layers = []
-    for i, layer in enumerate(fields.pop("layers")):
-        differing = {}
-        if sizes[i][0] != H_kv:
-            differing["H_kv"] = sizes[i][0]
-        if sizes[i][1] != D:
-            differing["D"] = sizes[i][1]
-        if i in sources:
-            differing["source"] = sources[i]
-        layers.append(layer.model_copy(update=differing))
-    embedding = {}
-    if P:
-        embedding[PER_LAYER] = "embed_tokens_per_layer.weight"
+    typical = types.index(SLIDING if SLIDING in types else FULL)
+    H_kv, D = key_heads(config, typical)
     return llama.plan(
         config,
         act="gelu_pytorch_tanh",
         partial_rotary=True,
         sizes=dims(config, H_kv=H_kv, D=D, P=P),
         embedding_scale=config.hidden_size**0.5,
-        embedding=embedding,
-        layers=layers,
-        **fields,
+        embedding={PER_LAYER: "embed_tokens_per_layer.weight"} if P else {},
+        rope=tables,
+        layers=[
+            with_differences(layer, key_heads(config, i), (H_kv, D), sources.get(i))
+            for i, layer in enumerate(layers)
+        ],
     )
 
 
-def layer_configs(config) -> list:
-    """The configuration of each layer, whose head sizes differ by its type."""
-    return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+def refuse_unsupported(config, P: int) -> None:
+    """Refuses configurations that the layers of this file cannot compute. P is the width
+    of the second embedding."""
+    if getattr(config, "enable_moe_block", False):
+        refuse(config, "enable_moe_block = true", "a dense model, without experts")
+    if config.use_bidirectional_attention == "all":
+        refuse(config, "use_bidirectional_attention = all", "causal attention")
+    if P and config.vocab_size_per_layer_input != config.vocab_size:
+        actual = f"vocab_size_per_layer_input = {config.vocab_size_per_layer_input}"
+        refuse(config, actual, f"{config.vocab_size}, as vocab_size")
+    if config.attention_bias:
+        refuse(config, "attention_bias = true", "attention without biases")
+
+
+def key_heads(config, index: int) -> tuple[int, int]:
+    """H_kv and D of layer `index`: both differ between the types of layers."""
+    layer = config.per_layer_config[index]
+    return layer.num_key_value_heads, layer.head_dim
+
+
+def with_differences(
+    layer: Layer, sizes: tuple[int, int], typical: tuple[int, int], source: int | None
+) -> Layer:
+    """A layer of the plan with H_kv and D where they differ from the model's (`typical`),
+    and the layer whose K and V rows it copies, if it copies any."""
+    differences = {}
+    for name, size, typical_size in zip(("H_kv", "D"), sizes, typical):
+        if size != typical_size:
+            differences[name] = size
+    if source is not None:
+        differences["source"] = source
+    return layer.model_copy(update=differences)
 
 
 def read_sources(config) -> dict[int, int]:
@@ -221,16 +223,10 @@ def read_sources(config) -> dict[int, int]:
     return {i: owners[types[i]] for i, mode in enumerate(modes) if mode == "reuse"}
 
 
-def settle(plan: Plan, source: Checkpoint) -> Plan:
+def with_weights(plan: Plan, source: Checkpoint) -> Plan:
     """The plan with the smallest residual exponent that keeps the stream inside fp16
     for every input, as Gemma 3's; each layer's number multiplies the bound, too."""
-    C = plan.dims.C
-    # the largest magnitude that each channel can have, in units of √C
-    bound = torch.zeros(C)
-    table = f"{source.prefix}embed_tokens.weight"
-    for start in range(0, plan.dims.V, CHUNK):
-        rows = source.tensor(table, slice(start, start + CHUNK))
-        bound = torch.maximum(bound, rows.abs().amax(0))
+    bound = embedding_bound(plan, source)
     names = [*ADDING]
     if plan.dims.P:
         names.append("post_per_layer_input_norm")
@@ -242,9 +238,7 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
         peak = max(peak, float(bound.max()))
         bound = bound * source.tensor(f"{layer}layer_scalar").abs()
         peak = max(peak, float(bound.max()))
-    exponent = max(0, math.frexp(peak * C**0.5 / NORMAL[1])[1])
-    scale = plan.embedding_scale * 2.0**-exponent
-    return replace(plan, residual_exponent=exponent, embedding_scale=scale)
+    return with_peak(plan, peak)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
@@ -254,22 +248,18 @@ def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     equal_kv = config.attention_k_eq_v and config.layer_types[index] == FULL
     attention = Attention(
         plan.dims.C,
-        plan.attention_geometry(index, options),
+        plan.attention(index, options),
         norm=plan.norm,
         has_v_proj=not equal_kv,
         copies=copies,
         shared_rows=description.shared_rows if copies or is_source else None,
     )
     is_wide = getattr(config, "use_double_wide_mlp", False) and copies
-    return DecoderLayer(
-        plan,
-        index,
-        options,
-        norms=NORMS,
-        act=gelu(),
-        mixer=("self_attn", attention),
-        inner=config.intermediate_size * (2 if is_wide else 1),
+    settings = llama.LayerSettings(
+        norms=NORMS, act=gelu(), inner=config.intermediate_size * (2 if is_wide else 1)
     )
+    mixer = llama.Mixer("self_attn", attention)
+    return DecoderLayer(plan, index, options, settings, mixer)
 
 
 def shared(plan: Plan, first: int, last: int) -> nn.Module | None:

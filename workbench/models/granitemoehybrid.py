@@ -2,7 +2,6 @@
 default without rope; embeddings, branches, scores and logits have multipliers."""
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,8 +9,15 @@ from torch import nn
 from workbench.bundle import Options
 from workbench.bundle.names import MATRIX_STATE, ORDER
 from workbench.models import llama
-from workbench.models.family import Plan, hybrid, no_rope, refuse, rope
-from workbench.models.layers import Conv, cut, vector
+from workbench.models.family import (
+    Plan,
+    Recurrence,
+    hybrid,
+    no_rope_table,
+    refuse,
+    rope_table,
+)
+from workbench.models.layers import Conv, Heads, cut, vector
 from workbench.models.recurrence import (
     Depthwise,
     add_tokens,
@@ -37,54 +43,55 @@ class Mamba2(nn.Module):
 
     x, B and C come from a short convolution over time; heads of one group share B and
     C. A layer keeps `matrix_state` [B, H, P, N], where P is the width of a head and N
-    that of B and C."""
+    that of B and C.
 
-    def __init__(self, plan: Plan, index: int, options: Options):
+    `heads` are H heads of P channels, `groups` those of B and C, of N channels each."""
+
+    def __init__(self, plan: Plan, options: Options):
         super().__init__()
         config = plan.config
         C = plan.dims.C
         bias = config.mamba_proj_bias
-        heads = {"H": config.mamba_n_heads, "D": config.mamba_d_head}
-        groups = {"H": config.mamba_n_groups, "D": config.mamba_d_state}
-        geometry = plan.attention_geometry(index, options)
-        self.geometry = s = replace(geometry, **heads)
-        self.groups = replace(s, **groups)
-        self.parts = s.width, self.groups.width, self.groups.width
+        shape = options.batch, options.layout
+        heads = Heads(*shape, config.mamba_n_heads, config.mamba_d_head)
+        groups = Heads(*shape, config.mamba_n_groups, config.mamba_d_state)
+        self.heads, self.groups = heads, groups
+        # what the convolution gives: x, B, C
+        self.parts = heads.width, groups.width, groups.width
         width = sum(self.parts)
-        self.widths = s.width, width, s.H
+        # what the first projection gives: gate, the convolution's input, dt
+        self.widths = heads.width, width, heads.count
         self.in_proj = Conv(C, sum(self.widths), bias)
         taps, has_bias = config.mamba_d_conv, config.mamba_conv_bias
         self.conv1d = Depthwise(options.batch, width, taps, has_bias)
-        self.A_log, self.dt_bias, self.D = (vector(s.H) for _ in range(3))
+        self.A_log, self.dt_bias, self.D = (vector(heads.count) for _ in range(3))
         # over the channels of each group [B, groups, channels, T]
-        channels = s.width // self.groups.H
-        self.norm = plan.norm(channels, dim=2)
-        weight = torch.zeros(1, self.groups.H, channels, 1)
+        self.channels = heads.width // groups.count
+        self.norm = plan.norm(self.channels, dim=2)
+        weight = torch.zeros(1, groups.count, self.channels, 1)
         self.norm.weight = nn.Parameter(weight)
-        self.out_proj = Conv(s.width, C, bias)
+        self.out_proj = Conv(heads.width, C, bias)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.geometry
+        heads = self.heads
         groups = self.groups
         order = io[ORDER]
         gate, u, step = cut(self.in_proj(x), *self.widths)
-        step = softplus(s.numbers(step) + self.dt_bias)
+        step = softplus(heads.numbers(step) + self.dt_bias)
         step = step * order.clamp(0, 1)  # 0 for dummies: they add and decay nothing
         mixed = nn.functional.silu(self.conv1d(u, cache, io))
         x, b, c = cut(mixed, *self.parts)
-        x = s.heads(x, s.H)
-        b, c = (
-            repeated(groups.heads(part, groups.H), groups, s.H // groups.H)
-            for part in (b, c)
-        )
+        x = heads.split(x)
+        times = heads.count // groups.count
+        b, c = (repeated(groups.split(part), groups, times) for part in (b, c))
         among = decays(log_decay(self.A_log, step), order)
         matrix = cache[MATRIX_STATE]
         added = x * step
         y = recall(c, b, added, matrix.transpose(2, 3), among)
         add_tokens(matrix, added, b, among)
-        y = s.merge(y + x * self.D) * nn.functional.silu(gate)
-        y = self.norm(y.reshape(s.B, groups.H, s.width // groups.H, -1))
-        return self.out_proj(s.plane(y, s.width))
+        y = heads.merge(y + x * self.D) * nn.functional.silu(gate)
+        y = self.norm(y.reshape(heads.B, groups.count, self.channels, -1))
+        return self.out_proj(heads.plane(y, heads.width))
 
 
 def plan(config) -> Plan:
@@ -97,31 +104,39 @@ def plan(config) -> Plan:
     H = config.mamba_n_heads
     P = config.mamba_d_head
     N = config.mamba_d_state
-    sizes = config.mamba_d_conv, H * P + 2 * config.mamba_n_groups * N, H, P, N
+    recurrence = Recurrence(
+        "linear_attention",
+        taps=config.mamba_d_conv,
+        channels=H * P + 2 * config.mamba_n_groups * N,
+        matrix=(H, P, N),
+    )
     has_rope = config.position_embedding_type == "rope"
-    table = rope(config) if has_rope else no_rope(config)
-    fields = hybrid(config, "linear_attention", *sizes, table=table.name)
+    table = rope_table(config) if has_rope else no_rope_table(config)
+    layers, side_states = hybrid(config, recurrence, table.name)
     # `llama.plan` and its layers read the width of the MLP under Llama's name
     dense = copy.copy(config)
     dense.intermediate_size = config.shared_intermediate_size
-    scale = float(config.embedding_multiplier)
-    return llama.plan(dense, rope=[table], names=NAMES, embedding_scale=scale, **fields)
+    return llama.plan(
+        dense,
+        rope=[table],
+        layers=layers,
+        side_states=side_states,
+        names=NAMES,
+        embedding_scale=float(config.embedding_multiplier),
+    )
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     config = plan.config
     mixer = None
     if not plan.layers[index].attends:
-        mixer = "mamba", Mamba2(plan, index, options)
-    return llama.layer(
-        plan,
-        index,
-        options,
-        mixer=mixer,
+        mixer = llama.Mixer("mamba", Mamba2(plan, options))
+    settings = llama.LayerSettings(
         fused_mlp=True,
         gain=config.residual_multiplier,
         scale=config.attention_multiplier,
     )
+    return llama.layer(plan, index, options, settings, mixer)
 
 
 def head(plan: Plan, rows: int) -> nn.Module:

@@ -4,12 +4,29 @@ Transformers on the Neural Engine, github.com/apple/ml-ane-transformers).
 
 Every module accepts x [B, C, T, 1] or [B, C, 1, T]: it relies on the channel axis alone
 and gets T by reshaping. A constant that fp16 would round is kept as a product of two or
-three constants that fp16 holds (`split`), so that the exported arithmetic differs from
-the original's only by the rounding of the stored weights. torch.jit.trace names values
-of a program after local variables: another name in traced code changes the bytes of
-bundles."""
+three constants that fp16 holds (`fp16_factors`), so that the exported arithmetic differs
+from the original's only by the rounding of the stored weights. torch.jit.trace names
+values of a program after local variables: another name in traced code changes the bytes
+of bundles.
 
-import math
+A decoder layer and its mixer (attention, or what replaces it) are called as `forward(x,
+cache, io)`. Both dicts are those of `exporter.shards.LayerStack`, which makes a new
+`cache` for every layer and one `io` for all layers of a shard:
+
+- `cache`: name of a state → its tensor. Layers write into these tensors in place.
+- `io`: the shard's inputs by name. Layers add values that a later layer of the shard
+  reads, or that are outputs of the shard. What is not an input is written by:
+
+| entry | written by | read by |
+|---|---|---|
+| `LAYER_INPUT` | `LayerStack`, before each layer | `gemma4.DecoderLayer` |
+| `k_rows`, `v_rows` of a source | `gemma4.Attention` of that layer | that of the copying layers |
+| `ROUTER_STATE_OUT` | `zaya.ZayaDecoderLayer` | that of the next layer |
+| `EXPERT_IN`, `ROUTER_PROBS`, `ROUTER_SCORES`, `BASE` | `zaya.ZayaDecoderLayer` | the host |
+| `HIDDEN` | `LayerStack`, after the last layer | the host |
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -34,7 +51,7 @@ NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
 
 @lru_cache
-def split(value: float) -> tuple[float, ...]:
+def fp16_factors(value: float) -> tuple[float, ...]:
     """fp16 factors of `value`: the value itself where fp16 holds it, else two factors
     whose product is within a relative 1e-6 of it. Where no two are, as for 1e-5, the
     nearest three, the last of which is from 1 to 2."""
@@ -61,8 +78,8 @@ def split(value: float) -> tuple[float, ...]:
 
 
 def scaled(x, value: float):
-    """x · value, as multiplications by the factors of `split`."""
-    for factor in split(value):
+    """x · value, as multiplications by the factors of `fp16_factors`."""
+    for factor in fp16_factors(value):
         x = x if factor == 1 else x * factor
     return x
 
@@ -138,13 +155,13 @@ class RMSNorm(nn.Module):
         self.input_scale = 2.0**-exponent  # x is the model's times this
         self.gain = gain
         self.weight = nn.Parameter(torch.zeros(shape)) if has_weight else None
-        first, second, *rest = (*split(eps), 1.0)
-        self.third = math.prod(rest)
-        for i, factor in enumerate((first, second)):
+        # one to three factors, always read as three: eps0 · eps1 · third = eps
+        eps0, eps1, self.third = (*fp16_factors(eps), 1.0, 1.0)[:3]
+        for name, factor in (("eps0", eps0), ("eps1", eps1)):
             # a tensor, not a float: `float / tensor` converts to MIL's `inverse`, which
             # adds 1e-4
             factor = torch.full((1, 1, 1, 1), factor)
-            self.register_buffer(f"eps{i}", factor, persistent=False)
+            self.register_buffer(name, factor, persistent=False)
 
     def forward(self, x):
         y, peak = by_peak(x, self.dim)
@@ -159,52 +176,63 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class AttentionGeometry:
-    """Static sizes of one attention layer: S cache rows, and H query heads that share
-    H_kv key/value heads of D channels. Rope rotates the first `rotary` channels of a
-    head. `suffix` ends the names of the layer's rope and mask inputs.
-
-    Traced code takes sizes from here: reading them off a tensor would put shape
-    arithmetic into the program. T is the only free size and is always the -1 of a
-    reshape."""
+class ActivationShape:
+    """The shape of activations: [B, channels, T, 1] (layout bct1) or [B, channels, 1, T]
+    (bc1t). Sizes are static: they enter the program as constants. T is the only free size
+    and is always the -1 of a reshape."""
 
     B: int
-    H: int
-    H_kv: int
-    D: int
-    S: int
     layout: str
-    rotary: int
-    suffix: str = ""
-
-    @property
-    def width(self) -> int:
-        """Channels of the query heads."""
-        return self.H * self.D
-
-    @property
-    def key_width(self) -> int:
-        """Channels of the key heads."""
-        return self.H_kv * self.D
 
     def plane(self, x, width: int):
-        """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or
-        [B, width, 1, T] (bc1t)."""
+        """[B, ..., T] of `width` channels in all → [B, width, T, 1] or [B, width, 1,
+        T]."""
         return x.reshape(
             self.B, width, *((-1, 1) if self.layout == "bct1" else (1, -1))
         )
 
-    def heads(self, x, count: int):
+
+@dataclass(frozen=True)
+class Heads(ActivationShape):
+    """The channels of `count` heads, D channels each."""
+
+    count: int
+    D: int
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.count * self.D
+
+    def split(self, x):
         """[B, count·D, T, 1] (or [B, count·D, 1, T]) → [B, count, T, D]."""
-        return x.reshape(self.B, count, self.D, -1).transpose(2, 3)
+        return x.reshape(self.B, self.count, self.D, -1).transpose(2, 3)
 
     def numbers(self, x):
-        """[B, H, T, 1] (or [B, H, 1, T]) → [B, H, T, 1], one number for each head."""
-        return x.reshape(self.B, self.H, -1, 1)
+        """[B, count, T, 1] (or [B, count, 1, T]) → [B, count, T, 1], one number for each
+        head."""
+        return x.reshape(self.B, self.count, -1, 1)
 
     def merge(self, x):
-        """[B, H, T, D] → [B, H·D, T, 1] (or [B, H·D, 1, T])."""
+        """[B, count, T, D] → [B, count·D, T, 1] (or [B, count·D, 1, T])."""
         return self.plane(x.transpose(2, 3), self.width)
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """The part of an attention layer without weights: rotation, the write of this call's
+    rows into the cache, and softmax over all of it.
+
+    `queries` are H heads, `keys` H_kv heads, which hold values, too; each key head serves
+    H / H_kv query heads, and all have D channels. A cache has S rows. Rope rotates the
+    first `rotary` channels of a head. `suffix` ends the names of the layer's rope and
+    mask inputs."""
+
+    queries: Heads
+    keys: Heads
+    S: int
+    rotary: int
+    suffix: str = ""
 
     def rotate(self, x, io: dict):
         """Rotary embedding on the first `rotary` of the D dims of x [B, H, T, D];
@@ -218,11 +246,11 @@ class AttentionGeometry:
         cos = io[ROPE_COS + self.suffix]
         sin = io[ROPE_SIN + self.suffix]
         parts = [a * cos - b * sin, b * cos + a * sin]
-        if width < self.D:
+        if width < self.keys.D:
             parts.append(x[..., width:])
         return torch.cat(parts, dim=-1)
 
-    def append(self, cache, rows, io: dict):
+    def append_to_cache(self, cache, rows, io: dict):
         """Writes `rows` [B, H_kv, T, D] of this call into `cache` [B, H_kv, S, D], in
         place, so that the write becomes a state update in Core ML; returns the cache.
 
@@ -245,17 +273,15 @@ class AttentionGeometry:
         q [B, H, T, D] is already scaled. The query heads of one group are rows of one
         product, so nothing is repeated and no tensor has rank 5."""
         # first the rows of this call: a token attends to itself
-        k = self.append(cache[K_STATE], k, io)
-        v = self.append(cache[V_STATE], v, io)
+        k = self.append_to_cache(cache[K_STATE], k, io)
+        v = self.append_to_cache(cache[V_STATE], v, io)
         mask = io[ATTN_MASK + self.suffix]
+        B, H, D = self.queries.B, self.queries.count, self.queries.D
+        H_kv, S = self.keys.count, self.S
         # [B, H_kv, H/H_kv·T, S]
-        scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)
-        weights = torch.softmax(
-            scores.reshape(self.B, self.H, -1, self.S) + mask, dim=-1
-        )
-        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(
-            self.B, self.H, -1, self.D
-        )
+        scores = q.reshape(B, H_kv, -1, D) @ k.transpose(2, 3)
+        weights = torch.softmax(scores.reshape(B, H, -1, S) + mask, dim=-1)
+        return (weights.reshape(B, H_kv, -1, S) @ v).reshape(B, H, -1, D)
 
 
 class Attention(nn.Module):
@@ -265,6 +291,8 @@ class Attention(nn.Module):
     Scaling q before q kᵀ keeps scores small in fp16.
 
     Args:
+        core: the attention itself, which has no weights.
+        scale: multiplies q.
         fused: whether one projection computes q, k and v, in this order.
         gated: whether `q_proj` computes q and then a gate of D channels for each head;
             the sigmoid of the gate multiplies the head's output.
@@ -276,62 +304,63 @@ class Attention(nn.Module):
     def __init__(
         self,
         C: int,
-        geometry: AttentionGeometry,
+        core: CachedAttention,
         *,
-        scale,
-        qkv_bias=False,
-        o_bias=False,
-        fused=False,
-        gated=False,
+        scale: float,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        fused: bool = False,
+        gated: bool = False,
         norm_at: str = "",
-        norm,
+        norm: Callable[..., RMSNorm],
     ):
         super().__init__()
-        self.geometry = geometry
+        self.core = core
         self.scale = scale
         self.gated = gated
+        queries, keys = core.queries, core.keys
         # gated: q_proj gives each head D channels of q, then D of its gate
-        self.q_geometry = replace(geometry, D=geometry.D * 2) if gated else geometry
-        queries, keys = geometry.width, geometry.key_width
-        self.widths = queries, keys, keys
+        self.projected = replace(queries, D=2 * queries.D) if gated else queries
+        self.widths = queries.width, keys.width, keys.width
         if fused:
             self.qkv_proj = Conv(C, sum(self.widths), qkv_bias)
         else:
-            self.q_proj = Conv(C, geometry.H * self.q_geometry.D, qkv_bias)
-            self.k_proj = Conv(C, keys, qkv_bias)
-            self.v_proj = Conv(C, keys, qkv_bias)
-        self.o_proj = Conv(queries, C, o_bias)
+            self.q_proj = Conv(C, self.projected.width, qkv_bias)
+            self.k_proj = Conv(C, keys.width, qkv_bias)
+            self.v_proj = Conv(C, keys.width, qkv_bias)
+        self.o_proj = Conv(queries.width, C, o_bias)
         self.norm_at = norm_at
         if norm_at == "channels":
-            self.q_norm, self.k_norm = norm(queries), norm(keys)
+            self.q_norm, self.k_norm = norm(queries.width), norm(keys.width)
         elif norm_at:
-            self.q_norm, self.k_norm = (norm(geometry.D, dim=3) for _ in range(2))
+            self.q_norm, self.k_norm = (norm(queries.D, dim=3) for _ in range(2))
 
     def normed(self, place: str, q, k):
         """q and k, normalized if their norms are at this place; see `norm_at`."""
         return (self.q_norm(q), self.k_norm(k)) if self.norm_at == place else (q, k)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.geometry
+        core = self.core
         if hasattr(self, "qkv_proj"):
             q, k, v = cut(self.qkv_proj(x), *self.widths)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k = self.normed("channels", q, k)
-        q = self.q_geometry.heads(q, s.H)
-        k = s.heads(k, s.H_kv)
-        v = s.heads(v, s.H_kv)
+        q = self.projected.split(q)
+        k = core.keys.split(k)
+        v = core.keys.split(v)
         if self.gated:
-            q, gate = q[..., : s.D], q[..., s.D :]
+            D = core.queries.D
+            q, gate = q[..., :D], q[..., D:]
         q, k = self.normed("heads", q, k)
-        q = s.rotate(q, io)
-        k = s.rotate(k, io)
+        q = core.rotate(q, io)
+        k = core.rotate(k, io)
         q, k = self.normed("rotated", q, k)
         # q, not the scores: q kᵀ itself may exceed fp16
-        mixed = s.attend(scaled(q, self.scale), k, v, cache, io)
+        mixed = core.attend(scaled(q, self.scale), k, v, cache, io)
         if self.gated:
             mixed = mixed * torch.sigmoid(gate)
-        return self.o_proj(s.merge(mixed))
+        return self.o_proj(core.queries.merge(mixed))
 
 
 class GatedMLP(nn.Module):

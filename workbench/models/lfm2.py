@@ -7,8 +7,8 @@ from torch import nn
 
 from workbench.bundle import Options
 from workbench.models import llama
-from workbench.models.family import Plan, hybrid, refuse
-from workbench.models.layers import Conv, cut
+from workbench.models.family import Plan, Recurrence, hybrid, refuse
+from workbench.models.layers import ActivationShape, Conv, cut
 from workbench.models.recurrence import Depthwise
 
 NAMES = {
@@ -30,11 +30,11 @@ class ShortConv(nn.Module):
     """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has a few
     taps over time for each channel."""
 
-    def __init__(self, plan: Plan, index: int, options: Options):
+    def __init__(self, plan: Plan, options: Options):
         super().__init__()
         config = plan.config
         self.C = C = plan.dims.C
-        self.geometry = plan.attention_geometry(index, options)
+        self.shape = ActivationShape(options.batch, options.layout)
         self.in_proj = Conv(C, 3 * C, config.conv_bias)
         self.out_proj = Conv(C, C, config.conv_bias)
         self.conv = Depthwise(options.batch, C, config.conv_L_cache, config.conv_bias)
@@ -42,13 +42,16 @@ class ShortConv(nn.Module):
     def forward(self, x, cache: dict, io: dict):
         b, c, x = cut(self.in_proj(x), self.C, self.C, self.C)
         mixed = self.conv(b * x, cache, io)
-        return self.out_proj(c * self.geometry.plane(mixed, self.C))
+        return self.out_proj(c * self.shape.plane(mixed, self.C))
 
 
 def plan(config) -> Plan:
     """The plan of an LFM 2 model; its configuration is given Llama's names for the
     fields that LFM 2 names differently."""
-    fields = hybrid(config, "conv", config.conv_L_cache, config.hidden_size)
+    recurrence = Recurrence(
+        "conv", taps=config.conv_L_cache, channels=config.hidden_size
+    )
+    layers, side_states = hybrid(config, recurrence)
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")
     # transformers' object stays as it is: others read it
@@ -59,11 +62,12 @@ def plan(config) -> Plan:
         width = int(2 * config.intermediate_size / 3)
         width = int(config.block_ffn_dim_multiplier * width)
         as_llama.intermediate_size = -(-width // multiple) * multiple
-    return llama.plan(as_llama, names=NAMES, **fields)
+    return llama.plan(as_llama, names=NAMES, layers=layers, side_states=side_states)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     mixer = None
     if not plan.layers[index].attends:
-        mixer = "conv", ShortConv(plan, index, options)
-    return llama.layer(plan, index, options, mixer=mixer, norm_at="heads")
+        mixer = llama.Mixer("conv", ShortConv(plan, options))
+    settings = llama.LayerSettings(norm_at="heads")
+    return llama.layer(plan, index, options, settings, mixer)

@@ -1,16 +1,14 @@
 """Qwen 3.5 (text): gated DeltaNet in most layers, gated attention with q/k norm in the
 others; norms of 1 + γ, except the norm of DeltaNet's outputs."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from workbench.bundle import Options
 from workbench.bundle.names import MATRIX_STATE, ORDER
 from workbench.models import llama
-from workbench.models.family import Plan, hybrid
-from workbench.models.layers import Conv, cut, scaled, vector
+from workbench.models.family import Plan, Recurrence, hybrid
+from workbench.models.layers import Conv, Heads, cut, scaled, vector
 from workbench.models.recurrence import (
     Depthwise,
     add_tokens,
@@ -38,16 +36,18 @@ class GatedDeltaNet(nn.Module):
     A strictly lower triangular: t_max - 1 steps of δ ← R - A δ are exact. A product of
     powers of A takes fewer, but in fp16 it errs by 1 at T = 16."""
 
-    def __init__(self, plan: Plan, index: int, options: Options):
+    def __init__(self, plan: Plan, options: Options):
         super().__init__()
         config = plan.config
         C = plan.dims.C
         H = config.linear_num_value_heads
         D = config.linear_value_head_dim
         self.t_max = options.t_max
-        self.values = replace(plan.attention_geometry(index, options), H=H, D=D)
-        heads = {"H": config.linear_num_key_heads, "D": config.linear_key_head_dim}
-        self.keys = replace(self.values, **heads)
+        shape = options.batch, options.layout
+        self.values = Heads(*shape, H, D)
+        self.keys = Heads(
+            *shape, config.linear_num_key_heads, config.linear_key_head_dim
+        )
         self.widths = self.keys.width, self.keys.width, self.values.width
         width = sum(self.widths)
         self.in_proj_qkv = Conv(C, width)
@@ -61,19 +61,19 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Conv(self.values.width, C)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.values
+        values = self.values
         keys = self.keys
         order = io[ORDER]
         mixed = nn.functional.silu(self.conv1d(self.in_proj_qkv(x), cache, io))
         q, k, v = cut(mixed, *self.widths)
-        q = scaled(unit_length(keys.heads(q, keys.H), EPS), keys.D**-0.5)
-        k = unit_length(keys.heads(k, keys.H), EPS)
-        q, k = (repeated(part, keys, s.H // keys.H) for part in (q, k))
-        v = s.heads(v, s.H)
-        step = softplus(s.numbers(self.in_proj_a(x)) + self.dt_bias)
+        q = scaled(unit_length(keys.split(q), EPS), keys.D**-0.5)
+        k = unit_length(keys.split(k), EPS)
+        q, k = (repeated(part, keys, values.count // keys.count) for part in (q, k))
+        v = values.split(v)
+        step = softplus(values.numbers(self.in_proj_a(x)) + self.dt_bias)
         among = decays(log_decay(self.A_log, step), order)
         matrix = cache[MATRIX_STATE]
-        beta = torch.sigmoid(s.numbers(self.in_proj_b(x))) * order.clamp(0, 1)
+        beta = torch.sigmoid(values.numbers(self.in_proj_b(x))) * order.clamp(0, 1)
         system = (k @ k.transpose(2, 3)) * among.between * beta
         right = delta = (v - (k @ matrix) * among.enter) * beta
         # A is strictly lower triangular: its power of T is 0, and T - 1 steps are exact
@@ -81,22 +81,33 @@ class GatedDeltaNet(nn.Module):
             delta = right - system @ delta
         o = recall(q, k, delta, matrix, among)
         add_tokens(matrix, k, delta, among)
-        gate = nn.functional.silu(s.heads(self.in_proj_z(x), s.H))
-        return self.out_proj(s.merge(self.norm(o) * gate))
+        gate = nn.functional.silu(values.split(self.in_proj_z(x)))
+        return self.out_proj(values.merge(self.norm(o) * gate))
 
 
 def plan(config) -> Plan:
     H = config.linear_num_value_heads
     D_k = config.linear_key_head_dim
     D_v = config.linear_value_head_dim
-    width = 2 * config.linear_num_key_heads * D_k + H * D_v
-    sizes = config.linear_conv_kernel_dim, width, H, D_k, D_v
-    fields = hybrid(config, "linear_attention", *sizes)
-    return llama.plan(config, partial_rotary=True, norm_offset=1.0, **fields)
+    recurrence = Recurrence(
+        "linear_attention",
+        taps=config.linear_conv_kernel_dim,
+        channels=2 * config.linear_num_key_heads * D_k + H * D_v,
+        matrix=(H, D_k, D_v),
+    )
+    layers, side_states = hybrid(config, recurrence)
+    return llama.plan(
+        config,
+        partial_rotary=True,
+        norm_offset=1.0,
+        layers=layers,
+        side_states=side_states,
+    )
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     mixer = None
     if not plan.layers[index].attends:
-        mixer = "linear_attn", GatedDeltaNet(plan, index, options)
-    return llama.layer(plan, index, options, mixer=mixer, gated=True, norm_at="heads")
+        mixer = llama.Mixer("linear_attn", GatedDeltaNet(plan, options))
+    settings = llama.LayerSettings(gated=True, norm_at="heads")
+    return llama.layer(plan, index, options, settings, mixer)

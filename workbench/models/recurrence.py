@@ -20,23 +20,17 @@ import torch
 from torch import nn
 
 from workbench.bundle.names import CONV_STATE, TAIL_KEEP, TAIL_SELECT
-from workbench.models.layers import (
-    AttentionGeometry,
-    Conv,
-    by_peak,
-    scaled,
-    split,
-    vector,
-)
+from workbench.models.layers import Conv, Heads, by_peak, fp16_factors, scaled, vector
 
 # from this number of channels on, a depthwise convolution runs on another unit than the
 # Neural Engine (lint rule S7)
 WIDE = 1024
 
 
-def extended(B: int, x, old, select, keep=None):
-    """Puts x of W channels behind the n columns of the state `old` [B, n, W]: [B, W, 1,
-    n + T]. The state then holds the last n columns.
+def append_to_tail(B: int, x, old, select, keep=None):
+    """Returns the n columns of the state `old` [B, n, W] and, behind them, x of W
+    channels: [B, W, 1, n + T]. Then changes the state, in place, to the last n columns of
+    both.
 
     `select` [B, n, T] has a one-hot row for each of the last n valid columns, zeros
     where there are fewer: invalid columns are never stored in the state. `keep` [B, n,
@@ -48,16 +42,20 @@ def extended(B: int, x, old, select, keep=None):
         [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
     )
     rows = x.reshape(B, width, -1).transpose(1, 2)
-    # n ≤ 2: counts[i] is 1 where row i comes from this call. Without a token every old row
-    # stays; with one token the newest old row moves up; otherwise none stays.
-    if keep is None:
-        counts = select.sum(-1, keepdim=True)  # [B, n, 1]
-        last = counts[:, -1:]
-        kept = (1 - last) * old + (last - counts) * old[:, -1:]
-    else:
-        kept = keep @ old
+    kept = _kept_up_to_two(old, select) if keep is None else keep @ old
     old[:] = select @ rows + kept
     return joined
+
+
+def _kept_up_to_two(old, select):
+    """The old columns that stay in the state `old` [B, n, W], n ≤ 2, in their new places,
+    zeros elsewhere.
+
+    For n = 2 and old columns a, b: without a token in this call a, b; with one token b, 0;
+    with more 0, 0."""
+    counts = select.sum(-1, keepdim=True)  # [B, n, 1]: 1 where a column comes from x
+    last = counts[:, -1:]
+    return (1 - last) * old + (last - counts) * old[:, -1:]
 
 
 class Depthwise(Conv):
@@ -79,7 +77,7 @@ class Depthwise(Conv):
 
     def forward(self, x, cache: dict, io: dict):
         tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
-        x = extended(self.B, x, cache[CONV_STATE], *tail)
+        x = append_to_tail(self.B, x, cache[CONV_STATE], *tail)
         if not self.is_wide:
             return super().forward(x)
         last = self.last
@@ -133,14 +131,11 @@ def recall(q, k, v, matrix, among: Decays):
     return (q @ matrix) * among.enter + (earlier + own)
 
 
-def repeated(x, geometry: AttentionGeometry, times: int):
-    """The heads x [B, H, T, D] of `geometry`, every head `times` times in a row: [B, H ·
-    times, T, D]."""
+def repeated(x, heads: Heads, times: int):
+    """x [B, count, T, D], every head `times` times in a row: [B, count · times, T, D]."""
     if times == 1:
         return x
-    return torch.cat([x] * times, 2).reshape(
-        geometry.B, geometry.H * times, -1, geometry.D
-    )
+    return torch.cat([x] * times, 2).reshape(heads.B, heads.count * times, -1, heads.D)
 
 
 def log_decay(A_log, step):
@@ -173,7 +168,7 @@ def softplus(x):
 def unit_length(x, eps: float):
     """x over the root of Σx² + eps along its last axis, in fp16 for every finite x."""
     y, peak = by_peak(x, -1)
-    first, *others = split(eps**0.5)
+    first, *others = fp16_factors(eps**0.5)
     # a tensor, as in `RMSNorm`
     root = peak.new_full((1,) * peak.dim(), first) / peak
     for factor in others:

@@ -24,15 +24,17 @@ from workbench.models import llama
 from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import (
     NORMAL,
-    AttentionGeometry,
+    ActivationShape,
+    CachedAttention,
     Conv,
     by_peak,
     cut,
     vector,
 )
-from workbench.models.recurrence import extended
+from workbench.models.recurrence import append_to_tail
 
-TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
+TAPS = 2  # kernel size of each of the two convolutions
+TAIL = 2 * TAPS - 2  # earlier inputs that both together read
 
 
 class Projection(nn.Module):
@@ -41,48 +43,50 @@ class Projection(nn.Module):
     Queries and keys are mixed over time by two short convolutions and pulled towards
     their means; half of the value channels are the previous token's."""
 
-    def __init__(self, C: int, geometry: AttentionGeometry):
+    def __init__(self, C: int, core: CachedAttention):
         super().__init__()
-        self.geometry = geometry
-        keys = geometry.key_width
-        self.widths = geometry.width, keys
+        self.queries, self.keys = core.queries, core.keys
+        queries, keys = core.queries, core.keys
+        self.widths = queries.width, keys.width
         width = sum(self.widths)
         conv = {"bias": True, "kernel": (1, TAPS)}
-        self.q_proj = Conv(C, geometry.width)
-        self.k_proj = Conv(C, keys)
-        self.v_proj_current = Conv(C, keys // 2)
-        self.v_proj_delayed = Conv(C, keys // 2)
+        self.q_proj = Conv(C, queries.width)
+        self.k_proj = Conv(C, keys.width)
+        self.v_proj_current = Conv(C, keys.width // 2)
+        self.v_proj_delayed = Conv(C, keys.width // 2)
         self.conv_qk_depthwise = Conv(width, width, groups=width, **conv)
-        groups = geometry.H + geometry.H_kv
+        groups = queries.count + keys.count
         self.conv_qk_grouped = Conv(width, width, groups=groups, **conv)
 
     def forward(self, x, cache: dict, select):
-        s = self.geometry
+        queries, keys = self.queries, self.keys
+        B = queries.B
         q = self.q_proj(x)
         k = self.k_proj(x)
-        mixed = extended(s.B, torch.cat([q, k], 1), cache[CONV_STATE], select)
+        mixed = append_to_tail(B, torch.cat([q, k], 1), cache[CONV_STATE], select)
         mixed = self.conv_qk_grouped(self.conv_qk_depthwise(mixed))
-        mean_q, mean_k = self.means(s.heads(q, s.H), s.heads(k, s.H_kv))
+        mean_q, mean_k = self.means(queries.split(q), keys.split(k))
         q, k = cut(mixed, *self.widths)
-        q = s.heads(q, s.H) + mean_q
-        k = s.heads(k, s.H_kv) + mean_k
+        q = queries.split(q) + mean_q
+        k = keys.split(k) + mean_k
         # this state is one row shorter than the convolutions'
         delayed = cache[V_DELAYED_STATE]
-        delayed = extended(s.B, self.v_proj_delayed(x), delayed, select[:, 1:])
-        current = self.v_proj_current(x).reshape(s.B, s.key_width // 2, 1, -1)
+        delayed = append_to_tail(B, self.v_proj_delayed(x), delayed, select[:, 1:])
+        current = self.v_proj_current(x).reshape(B, keys.width // 2, 1, -1)
         v = torch.cat([current, delayed[..., :-1]], 1)
-        return q, k, s.heads(v, s.H_kv)
+        return q, k, keys.split(v)
 
     def means(self, q, k):
         """Mean of each query with its group's key, and the mean of those over the
         group; [B, H, T, D], [B, H_kv, T, D]."""
-        s = self.geometry
-        groups = s.B * s.H_kv
+        B, D = self.queries.B, self.queries.D
+        H, H_kv = self.queries.count, self.keys.count
+        groups = B * H_kv
         # rank 4: batch and groups share the first axis
-        queries = q.reshape(groups, s.H // s.H_kv, -1, s.D)
-        mean_q = (queries + k.reshape(groups, 1, -1, s.D)) * 0.5
+        queries = q.reshape(groups, H // H_kv, -1, D)
+        mean_q = (queries + k.reshape(groups, 1, -1, D)) * 0.5
         mean_k = mean_q.mean(1, keepdim=True)
-        return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
+        return mean_q.reshape(B, H, -1, D), mean_k.reshape(B, H_kv, -1, D)
 
 
 class QKNorm(nn.Module):
@@ -91,9 +95,9 @@ class QKNorm(nn.Module):
     The score scale D^-½ and q's own √D cancel, so neither is applied.
     """
 
-    def __init__(self, geometry: AttentionGeometry):
+    def __init__(self, H_kv: int):
         super().__init__()
-        self.temp = vector(geometry.H_kv)
+        self.temp = vector(H_kv)
 
     def forward(self, q, k):
         # 0 stays 0
@@ -110,19 +114,19 @@ class CompressedConvAttention(nn.Module):
     the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start
     as zeros."""
 
-    def __init__(self, C: int, geometry: AttentionGeometry):
+    def __init__(self, C: int, core: CachedAttention):
         super().__init__()
-        self.geometry = geometry
-        self.qkv_proj = Projection(C, geometry)
-        self.qk_norm = QKNorm(geometry)
-        self.o_proj = Conv(geometry.width, C)
+        self.core = core
+        self.qkv_proj = Projection(C, core)
+        self.qk_norm = QKNorm(core.keys.count)
+        self.o_proj = Conv(core.queries.width, C)
 
     def forward(self, x, cache: dict, io: dict):
-        s = self.geometry
+        core = self.core
         q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT])
         q, k = self.qk_norm(q, k)
-        mixed = s.attend(s.rotate(q, io), s.rotate(k, io), v, cache, io)
-        return self.o_proj(s.merge(mixed))
+        mixed = core.attend(core.rotate(q, io), core.rotate(k, io), v, cache, io)
+        return self.o_proj(core.queries.merge(mixed))
 
 
 class RouterMLP(nn.Module):
@@ -168,29 +172,29 @@ class Experts(nn.Module):
     """Gated experts stacked as one wide convolution up and one grouped convolution
     down."""
 
-    def __init__(self, count: int, C: int, inner: int, geometry: AttentionGeometry):
+    def __init__(self, count: int, C: int, inner: int, shape: ActivationShape):
         super().__init__()
         self.count = count
         self.C = C
         self.inner = inner
-        self.geometry = geometry
+        self.shape = shape
         self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))
         self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
 
     def forward(self, x, weights):
         """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C,
         T, 1]."""
-        s = self.geometry
-        E = self.count
+        shape = self.shape
+        B, E = shape.B, self.count
         # one convolution for all experts: gates and ups of an expert lie side by side
         both = nn.functional.conv2d(x, self.gate_up_proj)
-        both = both.reshape(s.B, E, 2 * self.inner, -1)
+        both = both.reshape(B, E, 2 * self.inner, -1)
         # [B, E, inner, T]
         inner = nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]
-        inner = s.plane(inner, E * self.inner)
+        inner = shape.plane(inner, E * self.inner)
         down = nn.functional.conv2d(inner, self.down_proj, groups=E)
-        weighted = down.reshape(s.B, E, self.C, -1) * weights.reshape(s.B, E, 1, -1)
-        return s.plane(weighted.sum(1), self.C)
+        weighted = down.reshape(B, E, self.C, -1) * weights.reshape(B, E, 1, -1)
+        return shape.plane(weighted.sum(1), self.C)
 
 
 class Mixture(nn.Module):
@@ -238,14 +242,15 @@ class ZayaDecoderLayer(nn.Module):
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
         C = plan.dims.C
-        geometry = plan.attention_geometry(index, options)
+        core = plan.attention(index, options)
         self.input_layernorm = plan.norm(C)
         self.post_attention_layernorm = plan.norm(C)
-        self.self_attn = CompressedConvAttention(C, geometry)
+        self.self_attn = CompressedConvAttention(C, core)
         experts = None
         if options.moe == "dense":
             inner = plan.config.moe_intermediate_size
-            experts = Experts(plan.experts, C, inner, geometry)
+            shape = ActivationShape(options.batch, options.layout)
+            experts = Experts(plan.experts, C, inner, shape)
         self.mlp = Mixture(Router(plan, first=index == 0), experts)
         self.post_attention_residual_scale = ResidualScaling(C)
         self.post_mlp_residual_scale = ResidualScaling(C)
@@ -254,6 +259,7 @@ class ZayaDecoderLayer(nn.Module):
         added = self.self_attn(self.input_layernorm(x), cache, io)
         x = self.post_attention_residual_scale(added, x)
         normed = self.post_attention_layernorm(x)
+        # an earlier layer of this shard has left its state; the first one reads the input
         before = io.get(ROUTER_STATE_OUT, io[ROUTER_STATE])
         state, probabilities, scores = self.mlp.gate(normed, before)
         io[ROUTER_STATE_OUT] = state
@@ -274,7 +280,7 @@ class Expert(nn.Module):
         super().__init__()
         C = plan.dims.C
         inner = plan.config.moe_intermediate_size
-        experts = Experts(1, C, inner, plan.attention_geometry(0, options))
+        experts = Experts(1, C, inner, ActivationShape(options.batch, options.layout))
         self.mlp = nn.ModuleDict({"experts": experts})
         scale = nn.ParameterDict({"hidden_states_scale": vector(C)})
         self.post_mlp_residual_scale = scale
@@ -291,8 +297,9 @@ def plan(config) -> Plan:
         actual = f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}"
         refuse(config, actual, f"{TAPS} and {TAPS}")
     d = dims(config)
+    tables, layers = alternating(config, "hybrid", "hybrid_sliding")
     side = {
-        CONV_STATE: (2 * TAPS - 2, (d.H + d.H_kv) * d.D),
+        CONV_STATE: (TAIL, (d.H + d.H_kv) * d.D),
         V_DELAYED_STATE: (1, d.H_kv * d.D // 2),
     }
     return llama.plan(
@@ -305,7 +312,8 @@ def plan(config) -> Plan:
         side_states=[side] * d.L,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
-        **alternating(config, "hybrid", "hybrid_sliding"),
+        rope=tables,
+        layers=layers,
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miltorch.quiet import coremltools
+from miltorch.coremltools_import import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice, one_line
 from workbench.files import check_free_space

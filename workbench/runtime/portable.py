@@ -12,8 +12,8 @@ import torch
 
 import miltorch
 from miltorch.checks import check_program
+from miltorch.coremltools_import import protobuf_module
 from miltorch.joined import run_calls
-from miltorch.quiet import messages
 from workbench.bundle import Shard
 from workbench.errors import InputError
 from workbench.runtime.base import (
@@ -68,7 +68,7 @@ class PortableModel(PackageModel):
     shows_inner_layers = True
 
     def __init__(self, package: Package, settings: Settings):
-        messages("Model_pb2")  # import first, so that the load time excludes it
+        protobuf_module("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
         super().__init__(package, settings)
         self.weight_bytes = _read_ahead(package.path)

@@ -318,7 +318,7 @@ class _TranscriptText:
         """The figures of Hugging Face's model with other weights; prompts are
         resampled."""
         transcript = self.transcript
-        suppressed = self.original.checkpoint.suppressed
+        suppressed = self.original.checkpoint.tokens.suppressed
         hidden = model.last_hidden(
             np.array(padded_inputs(transcript.texts)), use_cache=False
         )

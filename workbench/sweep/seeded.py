@@ -11,7 +11,7 @@ import yaml
 
 from workbench import paths
 from workbench.files import locked
-from workbench.models.checkpoint import random
+from workbench.models.random_checkpoint import write_random_checkpoint
 from workbench.sweep.grid import Grid, make_grid
 from workbench.sweep.identity import digest
 
@@ -61,4 +61,4 @@ def _write_checkpoint(path: Path, config: dict) -> None:
             return
         partial = paths.unfinished_folder(path)
         shutil.rmtree(partial, ignore_errors=True)  # of an earlier, interrupted call
-        random(partial, noise=noise(0), **config).rename(path)
+        write_random_checkpoint(partial, noise=noise(0), **config).rename(path)

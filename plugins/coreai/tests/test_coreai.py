@@ -19,7 +19,7 @@ from workbench.bundle.presets import PRESETS
 from workbench.check.program import program_gate
 from workbench.exporter import export, make_options
 from workbench.models.checkpoint import Checkpoint
-from workbench.models.layers import AttentionGeometry
+from workbench.models.layers import CachedAttention, Heads
 
 aimodel = pytest.importorskip("workbench_coreai.aimodel", reason="needs plugins/coreai")
 pytestmark = [
@@ -155,7 +155,7 @@ def test_every_family_computes_what_hugging_face_does(family, chosen, exports):
     assert gate.verdict == "GREEN", gate
 
 
-def rows_shifted(self, cache, rows, io, append=AttentionGeometry.append):
+def rows_shifted(self, cache, rows, io, append=CachedAttention.append_to_cache):
     """Every token is written one row too far."""
     mask = io[KV_WRITE_MASK]
     shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
@@ -164,26 +164,26 @@ def rows_shifted(self, cache, rows, io, append=AttentionGeometry.append):
 
 def merged_without_transpose(self, x):
     """Heads and tokens are exchanged, which has no effect at T = 1."""
-    return self.plane(x, self.H * self.D)
+    return self.plane(x, self.width)
 
 
-def mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.attend):
+def mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=CachedAttention.attend):
     name = ATTN_MASK + self.suffix
     return attend(self, q, k, v, cache, io | {name: (io[name] > -1).to(io[name].dtype)})
 
 
 @pytest.mark.parametrize(
-    "name, fault",
+    "target, name, fault",
     [
-        ("append", rows_shifted),
-        ("merge", merged_without_transpose),
-        ("attend", mask_of_ones_and_zeros),
+        (CachedAttention, "append_to_cache", rows_shifted),
+        (Heads, "merge", merged_without_transpose),
+        (CachedAttention, "attend", mask_of_ones_and_zeros),
     ],
 )
-def test_a_fault_in_a_module_is_red(name, fault, small, tmp_path, monkeypatch):
+def test_a_fault_in_a_module_is_red(target, name, fault, small, tmp_path, monkeypatch):
     export_options = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
     with monkeypatch.context() as planted:
-        planted.setattr(AttentionGeometry, name, fault)
+        planted.setattr(target, name, fault)
         bundle = export(small, tmp_path / "b", **export_options)
     assert program_gate(Decoder(bundle), Checkpoint(small)).verdict == "RED"
 

@@ -8,7 +8,7 @@ from threading import Lock
 import torch
 from torch import nn
 
-from miltorch.quiet import quiet
+from miltorch.coremltools_import import quiet
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.exporter.shards import Spec
 from workbench.exporter.weights import WeightSource, empty_module

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from miltorch.coremltools_import import coremltools, protobuf_module
 from miltorch.program import DTYPE_BITS, NUMPY, _Reader, spec_path
-from miltorch.quiet import coremltools, messages
 from workbench.files import sha256
 
 
@@ -24,7 +24,7 @@ class StoredArray:
     def __init__(self, value, package: Path):
         tensor = value.type.tensorType
         self.value, self.package = value, package
-        self.dtype = messages("MIL_pb2").DataType.Name(tensor.dataType)
+        self.dtype = protobuf_module("MIL_pb2").DataType.Name(tensor.dataType)
         self.shape = tuple(d.constant.size for d in tensor.dimensions)
 
     def read(self) -> np.ndarray:
@@ -222,7 +222,7 @@ class Copy:
         """The Model protobuf of a shard; edits of it are written by `seal`."""
         path = spec_path(self.root / shard["path"])
         if path not in self._specs:
-            model = messages("Model_pb2").Model
+            model = protobuf_module("Model_pb2").Model
             self._specs[path] = model.FromString(path.read_bytes())
         return self._specs[path]
 

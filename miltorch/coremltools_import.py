@@ -1,5 +1,7 @@
-"""Imports coremltools late (it takes over a second) and without its messages about a
-machine that is not a Mac, or its protobuf messages alone, which take 20 ms.
+"""The import of coremltools (`coremltools()`), which takes over a second and is therefore
+left until it is needed, or of its protobuf definitions alone (`protobuf_module`), which
+takes 20 ms; and context managers under which its work is quiet and fast: `quiet`,
+`no_progress`, `without_gc`, `frozen_gc`.
 
 Imports nothing of miltorch; every other module imports coremltools through this one.
 """
@@ -17,7 +19,7 @@ from functools import partialmethod
 from pathlib import Path
 
 # a package of this process alone: coremltools' folder `proto`
-_MESSAGES = "miltorch._messages"
+_PROTO = "miltorch._proto"
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def no_progress():
 
 
 @contextmanager
-def uncollected():
+def without_gc():
     """Defers garbage collection: an import makes many objects that stay, and visiting
     them again and again takes a fifth of its time."""
     enabled = gc.isenabled()
@@ -61,7 +63,7 @@ def uncollected():
 
 
 @contextmanager
-def frozen():
+def frozen_gc():
     """Leaves the objects that exist now out of garbage collection. coremltools collects
     after every conversion: half of a small one's time, and seconds in a process with
     many objects."""
@@ -98,18 +100,18 @@ def coremltools():
     """The package, imported. It looks for scikit-learn, whose import takes a second and
     whose release here is too new for it, and for transformers, half a second and never
     used (`coremltools._deps`): these imports fail at once."""
-    with hidden("sklearn", "transformers"), quiet(), uncollected():
+    with hidden("sklearn", "transformers"), quiet(), without_gc():
         import coremltools as ct
     return ct
 
 
-def messages(name: str):
+def protobuf_module(name: str):
     """The module `coremltools.proto.NAME`, without an import of coremltools itself:
     protobuf gives the same classes for the same definitions whichever module asks for
     them."""
-    if _MESSAGES not in sys.modules:
-        package = types.ModuleType(_MESSAGES)
+    if _PROTO not in sys.modules:
+        package = types.ModuleType(_PROTO)
         coremltools = Path(importlib.util.find_spec("coremltools").origin).parent
         package.__path__ = [str(coremltools / "proto")]
-        sys.modules[_MESSAGES] = package
-    return importlib.import_module(f"{_MESSAGES}.{name}")
+        sys.modules[_PROTO] = package
+    return importlib.import_module(f"{_PROTO}.{name}")
