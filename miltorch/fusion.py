@@ -268,9 +268,10 @@ WINDOW = {
 UPDATE, BEFORE = Value(), Value()
 WRITE_AT_POSITION = operation("slice_update", READ_STATE, UPDATE, **WINDOW)
 WRITE_OF_ALL = operation("slice_update", BEFORE, UPDATE, **WINDOW)
-
-
+# beginnings of reasons in `Program.unfused`
 NO_CACHE_WRITE = "it writes no rows by a mask or a position"
+NO_ATTENTION = "no attention over a cache with an additive mask"
+NO_ROTATION = "a rotation of another form"
 
 
 def fuse_cache_write(fusion: Fusion, op: Op) -> None:
@@ -392,9 +393,6 @@ LIKE_ATTENTION = resembling(
     OrFirstOperand(resembling("reshape", resembling("softmax"))),
     resembling("read_state"),
 )
-
-
-NO_ATTENTION = "no attention over a cache with an additive mask"
 
 
 def fuse_attention(fusion: Fusion, op: Op) -> None:
@@ -545,9 +543,6 @@ ROTATED = operation(
 )
 SLICED = Value()
 SLICE = operation("slice_by_index", SLICED, **WINDOW)
-
-
-NO_ROTATION = "a rotation of another form"
 
 
 def fuse_rotation(fusion: Fusion, op: Op) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from miltorch.ops import OPERATIONS
-from miltorch.stored import PACKED, TableWeight, table_weight
+from miltorch.stored import SMALL_TABLE, TableWeight, table_weight
 
 SHAPES = [  # (rows, columns, rows of a group)
     (12, 10, 1),  # a table for each row
@@ -78,7 +78,7 @@ def test_tables_take_the_bytes_of_their_entries_alone():
     codes."""
     bits4 = table_weight(*draw_codes_and_tables(4, rows=64, columns=576, group=8))
     bits6 = table_weight(*draw_codes_and_tables(6, rows=64, columns=576, group=16))
-    assert bits4.codes.nbytes == 64 * 288 and bits4.tables.shape == (8, PACKED)
+    assert bits4.codes.nbytes == 64 * 288 and bits4.tables.shape == (8, SMALL_TABLE)
     assert bits6.codes.nbytes == 64 * 576 and bits6.tables.shape == (4, 64)
 
 

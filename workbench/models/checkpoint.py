@@ -88,6 +88,7 @@ class Checkpoint:
             )
 
     def _weight_files(self) -> list[Path]:
+        """The safetensors files of the folder: one, or those that its index names."""
         single = self.path / "model.safetensors"  # transformers prefers it to an index
         index = self.path / "model.safetensors.index.json"
         if single.exists() or not index.is_file():

@@ -81,9 +81,10 @@ class Plan:
         layer = self.layers[index]
         (half,) = (len(r.inv_freq) for r in self.rope if r.name == layer.rope)
         H_kv, D = layer.heads(self.dims)
+        shape = options.batch, options.layout
         return CachedAttention(
-            queries=Heads(options.batch, options.layout, self.dims.H, D),
-            keys=Heads(options.batch, options.layout, H_kv, D),
+            queries=Heads(*shape, count=self.dims.H, D=D),
+            keys=Heads(*shape, count=H_kv, D=D),
             S=options.cache_rows(layer.window),
             rotary=2 * half,
             suffix=layer.suffix,
@@ -149,16 +150,17 @@ def rope_table(
     kind = parameters["rope_type"]
     if kind not in kinds:
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
-    sizes = config
+    layer_config = config
     if layer_type and getattr(config, "is_heterogeneous", False):
-        sizes = config.per_layer_config[layer_type]
-    width = int(head_dim(sizes) * parameters.get("partial_rotary_factor", 1.0))
+        layer_config = config.per_layer_config[layer_type]
+    width = int(head_dim(layer_config) * parameters.get("partial_rotary_factor", 1.0))
     if width % 2:
         needed = "an even width, so that it splits into two halves"
         refuse(config, f"a rotary width of {width}", needed)
     if kind in ("default", "dynamic"):
         theta = parameters["rope_theta"]
-        if kind == "dynamic":  # of HunYuan, where the length changes nothing
+        # HunYuan's: of all families, it alone has alpha and a table that no length changes
+        if kind == "dynamic":
             theta *= parameters["alpha"] ** (width / (width - 2))
         exponents = torch.arange(0, width, 2, dtype=torch.float) / width
         inv_freq, scale = 1.0 / theta**exponents, 1.0

@@ -53,8 +53,8 @@ class Mamba2(nn.Module):
         C = plan.dims.C
         bias = config.mamba_proj_bias
         shape = options.batch, options.layout
-        heads = Heads(*shape, config.mamba_n_heads, config.mamba_d_head)
-        groups = Heads(*shape, config.mamba_n_groups, config.mamba_d_state)
+        heads = Heads(*shape, count=config.mamba_n_heads, D=config.mamba_d_head)
+        groups = Heads(*shape, count=config.mamba_n_groups, D=config.mamba_d_state)
         self.heads, self.groups = heads, groups
         # what the convolution gives: x, B, C
         self.parts = heads.width, groups.width, groups.width

@@ -293,7 +293,7 @@ class Attention(nn.Module):
     Args:
         core: the attention itself, which has no weights.
         scale: multiplies q.
-        fused: whether one projection computes q, k and v, in this order.
+        fused_qkv: whether one projection computes q, k and v, in this order.
         gated: whether `q_proj` computes q and then a gate of D channels for each head;
             the sigmoid of the gate multiplies the head's output.
         norm_at: what the RMSNorms of q and k normalize: each head (`heads`), each head
@@ -309,7 +309,7 @@ class Attention(nn.Module):
         scale: float,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        fused: bool = False,
+        fused_qkv: bool = False,
         gated: bool = False,
         norm_at: str = "",
         norm: Callable[..., RMSNorm],
@@ -322,7 +322,7 @@ class Attention(nn.Module):
         # gated: q_proj gives each head D channels of q, then D of its gate
         self.projected = replace(queries, D=2 * queries.D) if gated else queries
         self.widths = queries.width, keys.width, keys.width
-        if fused:
+        if fused_qkv:
             self.qkv_proj = Conv(C, sum(self.widths), qkv_bias)
         else:
             self.q_proj = Conv(C, self.projected.width, qkv_bias)

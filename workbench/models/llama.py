@@ -103,7 +103,7 @@ class DecoderLayer(nn.Module):
                 self.add_module(name, plan.norm(C, **scaling))
         mixer = mixer or Mixer("self_attn", attention(plan, index, options, settings))
         # the checkpoint names the mixer, and parameters have its names
-        self.mixer = mixer.name
+        self.mixer_name = mixer.name
         self.add_module(mixer.name, mixer.module)
         inner = settings.inner or config.intermediate_size
         bias = flag(config, "mlp_bias")
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x, cache: dict, io: dict):
         norms = self.norms
-        mixer = self.get_submodule(self.mixer)
+        mixer = self.get_submodule(self.mixer_name)
         added = mixer(self.normed(norms.before_mixer, x), cache, io)
         x = x + scaled(self.normed(norms.after_mixer, added), self.gain)
         return x + scaled(
@@ -137,7 +137,7 @@ def attention(
         scale=plan.dims.D**-0.5 if scale is None else scale,
         qkv_bias=o_bias if qkv_bias is None else qkv_bias,
         o_bias=o_bias,
-        fused=settings.fused_qkv,
+        fused_qkv=settings.fused_qkv,
         gated=settings.gated,
         norm_at=settings.norm_at,
         norm=plan.norm,
@@ -258,10 +258,11 @@ def smollm3(config) -> Plan:
     """Every fourth layer is without rope, unless the configuration says otherwise: the
     frequencies of its table are all zero, so that cos is 1 and sin 0."""
     without_rope, with_rope = no_rope_table(config), rope_table(config)
-    flags = [bool(flag) for flag in config.no_rope_layers[: config.num_hidden_layers]]
-    if len(flags) < config.num_hidden_layers:
-        refuse(config, f"no_rope_layers of {len(flags)}", "one for each layer")
-    tables = [with_rope if flag else without_rope for flag in flags]
+    # transformers names the field by the opposite of what its numbers say: 1 is with rope
+    has_rope = config.no_rope_layers[: config.num_hidden_layers]
+    if len(has_rope) < config.num_hidden_layers:
+        refuse(config, f"no_rope_layers of {len(has_rope)}", "one for each layer")
+    tables = [with_rope if rotates else without_rope for rotates in has_rope]
     check_full_attention(config)
     return plan(
         config,

@@ -44,9 +44,9 @@ class GatedDeltaNet(nn.Module):
         D = config.linear_value_head_dim
         self.t_max = options.t_max
         shape = options.batch, options.layout
-        self.values = Heads(*shape, H, D)
+        self.values = Heads(*shape, count=H, D=D)
         self.keys = Heads(
-            *shape, config.linear_num_key_heads, config.linear_key_head_dim
+            *shape, count=config.linear_num_key_heads, D=config.linear_key_head_dim
         )
         self.widths = self.keys.width, self.keys.width, self.values.width
         width = sum(self.widths)
