@@ -171,13 +171,13 @@ def write_texts(
             need it.
     """
     model = whole_model(checkpoint)
-    ends = set(checkpoint.eos)
+    ends = set(checkpoint.tokens.eos)
     size = len(encoded) if batched else 1
     texts = []
     with bar(total=len(encoded), desc="text", unit="prompt") as progress:
         for start in range(0, len(encoded), size):
             group = encoded[start : start + size]
-            suppressed = checkpoint.suppressed
+            suppressed = checkpoint.tokens.suppressed
             rows = _generate(model, group, ends, suppressed, new_tokens)
             for (prompt, ids), row in zip(group, rows):
                 end = next((i for i, token in enumerate(row) if token in ends), None)
@@ -230,7 +230,7 @@ def rank_tokens(
         at = text.predicting_positions
         hidden = expected[number, at].clone()
         logits = reference.logits(hidden).numpy()  # [n, V]
-        logits = suppress(logits, reference.checkpoint.suppressed)
+        logits = suppress(logits, reference.checkpoint.tokens.suppressed)
         rounded_logits = reference.logits(rounded[number, at]).numpy()
         top_two = np.argpartition(logits, -2)[:, -2:]  # in any order
         top_logits = np.take_along_axis(logits, top_two, 1)

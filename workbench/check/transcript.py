@@ -569,7 +569,7 @@ def _compare_text(
     them."""
     tokens = _pick(decoder, logits.bundle)
     of_tokens = logits.stored[np.arange(len(tokens)), tokens]
-    largest = suppress(logits.stored, expected.checkpoint.suppressed).max(-1)
+    largest = suppress(logits.stored, expected.checkpoint.tokens.suppressed).max(-1)
     return ComparedText(
         **vars(text),
         bundle_tokens=tokens,
