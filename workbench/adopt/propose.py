@@ -257,7 +257,9 @@ def link_and_describe(
         **vars(spec),
         path="layers",
         template="layers",
-        foreign=Foreign(parts=parts, roles=roles, **calls._asdict()),
+        foreign=Foreign(
+            parts=parts, roles=roles, functions=calls.functions, moves=calls.moves
+        ),
         weights=find_weights([package.program for package in packages], checkpoint),
         bytes=sum(file.bytes for file in entries),
         files=entries,
