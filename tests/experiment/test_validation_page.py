@@ -80,6 +80,9 @@ def test_a_red_export_withholds_the_quality_and_keeps_the_figures(record):
     soup = read(replace(record, results=results))
     assert [card.b.text for card in soup(class_="verdict")] == ["RED", "not judged"]
     assert "0.2" in soup.text
+    rows = [[cell.text for cell in row("td")] for row in soup("tr") if row("td")]
+    verdicts = {row[0]: row[1] for row in rows if row[0] in ("budget", "max_kl")}
+    assert verdicts == {"budget": "✗ RED", "max_kl": "– not judged"}
 
 
 def test_texts_that_utf_8_cannot_hold_are_written_as_escapes(record):

@@ -100,7 +100,7 @@ def first_producer(flow: Flow, index: int) -> int:
     operation at `index`."""
     producers = {
         result: earlier
-        for earlier in sorted(flow.before([index]))
+        for earlier in sorted(flow.producers_of([index]))
         for result in flow.results(earlier)
     }
     # by name, because conversion does not fix the order of operands

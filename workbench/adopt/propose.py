@@ -6,6 +6,12 @@ state holds is recognised by values: the keys and values of one token are compar
 the checkpoint's. At position 0 neither rope nor masks matter, so that a fault of the
 export rarely prevents this.
 
+`propose` is the entry; below it the file has the steps in order: `open_packages` reads
+the packages, finds the roles of their inputs and outputs and sorts them as they run;
+`link_and_describe` links them and makes a manifest in which caches and planes of equal sizes may
+be confused; `match_caches` runs one token and puts them right; `list_assumptions` lists
+what was guessed. weights.py finds the checkpoint's matrices among the constants.
+
 The manifest only names roles; `workbench/runtime/foreign_call.py` computes what an input
 with a role is fed. For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch
 where `describe_functions`, `describe_calls` or `count_tokens` decide by names."""
@@ -49,7 +55,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
 LARGEST_CALL = 64  # tokens of a call where a package takes any number
-# pattern in the lower-case name of an input or an output → its role; the first decides
+# Pattern in the lower-case name of an input or an output → its role; the first one that
+# occurs in the name decides. So a special pattern stands before a general one that it
+# contains: `write|update` before `mask` (update_mask), `cos_s$` before `cos`,
+# `current_?pos` before `position` (current_position).
 INPUTS = {
     "write|update": "write",
     "per_layer_raw": "per_layer",
@@ -77,6 +86,10 @@ OUTPUTS = {
     # any other output is the stream, which the next package takes
     "": "x",
 }
+# parts of the names that ANEMLL gives functions: one that moves the rows of full caches,
+# and one that gives no logits
+ROTATE = "rotate"
+PREFILL = "prefill"
 UNMATCHED = 1e9  # in place of an error that is not finite; larger than any other
 # a file that ANEMLL writes beside its packages, whose causal masks are of 0 and −inf
 ANEMLL_FILE = "meta.yaml"
@@ -120,14 +133,6 @@ class Package:
         """Input or output → its role."""
         return self.input_roles | self.output_roles
 
-    @property
-    def running_order(self) -> tuple[bool, bool, list]:
-        """Sorts packages as they run: first one that looks tokens up, then those with
-        states, then the head; among these by the numbers in their names."""
-        looks_up = "ids" in self.input_roles.values()
-        # False sorts before True
-        return not looks_up, not self.program.states, natural_key(self.name)
-
 
 def open_package(path: Path) -> Package:
     """Reads the programs of a package and the roles of its inputs and outputs."""
@@ -149,11 +154,23 @@ def open_package(path: Path) -> Package:
     )
 
 
+def running_order(package: Package) -> tuple[bool, bool, list]:
+    """The key that sorts packages as they run: first one that looks tokens up, then
+    those with states, then the head; among these by the numbers in their names."""
+    looks_up = "ids" in package.input_roles.values()
+    # False sorts before True
+    return not looks_up, not package.program.states, natural_key(package.name)
+
+
 def connect(packages: list[Package]) -> list[Package]:
-    """Packages in the order in which they run, with the role `carried` of inputs that
-    have no other role and of the outputs of earlier packages that they are."""
+    """Gives the role `carried` to every input without a known role that an earlier
+    package outputs, under the same name or with `_out` behind it, and to that output.
+
+    Args:
+        packages: in the order in which they run.
+    """
     earlier_outputs: set[str] = set()
-    carried: set[str] = set()  # names of inputs; an output may add _out
+    carried: set[str] = set()  # names of inputs
     for package in packages:
         for name, role in package.input_roles.items():
             if role == "zeros" and {name, f"{name}_out"} & earlier_outputs:
@@ -170,8 +187,8 @@ def connect(packages: list[Package]) -> list[Package]:
 
 
 def with_carried(roles: dict[str, str], carried: set[str]) -> dict[str, str]:
-    """Roles by name, with the role `carried` of the inputs in `carried` and the outputs that
-    they are."""
+    """Roles by name, with the role `carried` in place of those of the inputs in `carried`
+    and of the outputs of the same names, with or without `_out`."""
     return {
         name: "carried" if name.removesuffix("_out") in carried else role
         for name, role in roles.items()
@@ -194,7 +211,7 @@ def propose(
     config = layerwise.empty_model(checkpoint.config).config
     plan = family_of(config).plan(config)
     with new_bundle(out) as root:
-        manifest = describe(opened_packages, checkpoint, plan, root)
+        manifest = link_and_describe(opened_packages, checkpoint, plan, root)
         manifest, error = match_caches(manifest, checkpoint, root)
         manifest.save(root)
     assumptions = list_assumptions(manifest, checkpoint, error)
@@ -213,7 +230,7 @@ def open_packages(sources: Sequence[Path]) -> list[Package]:
         if not paths.is_package(source):
             package_paths = source.glob("[!.]*.mlpackage")
         packages += map(open_package, package_paths)
-    packages.sort(key=lambda package: package.running_order)
+    packages.sort(key=running_order)
     names = [package.path.name for package in packages]
     if len({*names}) < len(names):
         step = "rename one of them, or leave it out"
@@ -221,11 +238,11 @@ def open_packages(sources: Sequence[Path]) -> list[Package]:
     return connect(packages)
 
 
-def describe(
+def link_and_describe(
     packages: list[Package], checkpoint: Checkpoint, plan: Plan, root: Path
 ) -> Manifest:
-    """Links packages into the folder `root` and describes them; their caches are still
-    in any order."""
+    """Links packages into the folder `root`, writes the embedding table and the tokenizer
+    there, and describes them; caches of equal sizes may still be confused."""
     parts, cache_shapes = link_packages(packages, plan, root)
     check_caches(cache_shapes, plan)
     roles = {}
@@ -240,7 +257,9 @@ def describe(
         **vars(spec),
         path="layers",
         template="layers",
-        foreign=Foreign(parts=parts, roles=roles, **calls._asdict()),
+        foreign=Foreign(
+            parts=parts, roles=roles, functions=calls.functions, moves=calls.moves
+        ),
         weights=find_weights([package.program for package in packages], checkpoint),
         bytes=sum(file.bytes for file in entries),
         files=entries,
@@ -275,9 +294,9 @@ def describe_shard(
         for name, entry in spec.states.items()
         if source_layer(plan, name) is None
     }
-    # Caches of as many heads and rows are in any order here; `match_caches` puts them
-    # right. It permutes names and planes, so that each plane needs a name of its own
-    # heads and rows now.
+    # Provisional: any one-to-one mapping between caches and planes of equal heads and
+    # rows will do, since `match_caches` only exchanges planes. Sorting both sides by
+    # their shape gives one.
     planes = sorted(cache_shapes, key=cache_shapes.get)
     names = sorted(states, key=lambda name: states[name].shape)
     spec.states = {
@@ -304,9 +323,7 @@ def link_packages(
     parts, cache_shapes = [], {}
     for index, package in enumerate(packages):
         states = package.program.states
-        # packages that each declare all caches share one state
-        is_shared = len(caches(0, states)) == len(cache_sizes(plan))
-        number = 0 if is_shared else index
+        number = state_number(package, index, plan)
         cache_shapes |= caches(number, states)
         name = package.path.name
         if states:
@@ -316,6 +333,13 @@ def link_packages(
         parts.append(part)
         link_package(package.path, root / "layers" / name)
     return parts, cache_shapes
+
+
+def state_number(package: Package, index: int, plan: Plan) -> int:
+    """The number of the state that a package reads. Packages that each declare all
+    caches of the model share state 0; otherwise each has the state of its index."""
+    declares_all = len(caches(0, package.program.states)) == len(cache_sizes(plan))
+    return 0 if declares_all else index
 
 
 def describe_options(
@@ -363,7 +387,8 @@ def cache_sizes(plan: Plan) -> list[tuple[int, int]]:
 def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
     """Raises an InputError unless there are keys and values of every layer that has
     some, of its heads and head width, or padded to the largest width."""
-    # heads and width of [1, heads, rows, width]; a state of another rank has other sizes
+    # Heads and width of [1, heads, rows, width]. A state of another rank gives another
+    # number of sizes, so that it is refused below.
     sizes = sorted(tuple(shape[1::2]) for shape in shapes.values())
     needed = cache_sizes(plan)
     largest = max(width for _, width in needed)
@@ -397,6 +422,14 @@ def describe_calls(
 ) -> Calls:
     """The functions of packages with states, and the moves of their caches' rows.
 
+    Exporters move rows in one of three ways, which are told apart by names:
+
+        a function's name contains `rotate`    caches of a window's rows: `shift`
+        an input is a mask, and none says      the largest caches: `right`
+        where rows are written
+        anything else                          no row moves: an input says where rows
+                                               are written
+
     Args:
         roles: of all inputs and outputs.
     """
@@ -404,6 +437,7 @@ def describe_calls(
     window = max(windows, default=None)
     first_with_states = next(package for package in packages if package.program.states)
     functions = describe_functions(first_with_states.programs, window)
+    # functions are in the order of their names: `infer` before `infer_rotate`
     if functions[0].until:
         return Calls(functions, {window: "shift"})
     if "mask" in roles and not roles & {"start", "write", "ring_start"}:
@@ -431,16 +465,19 @@ def nearest_preset(entries: Sequence, checkpoint: Checkpoint) -> str:
 def describe_functions(
     programs: dict[str | None, miltorch.Program], window: int | None
 ) -> list[Function]:
-    """The functions of packages with states. Some may rotate caches from position `window`
-    on."""
-    rotates = any("rotate" in str(name) for name in programs)
+    """The functions of packages with states. If some rotate caches, these serve the
+    positions from `window` on, and the others those before."""
+    # a single function has the name None
+    has_rotating = any(ROTATE in str(name) for name in programs)
     functions = []
     for name, program in programs.items():
         fewest, most = count_tokens(program)
         limits = {"t_min": fewest, "t_max": most}
-        if rotates:
-            limits["first" if "rotate" in name else "until"] = window
-        logits = "prefill" not in str(name)
+        if has_rotating and ROTATE in name:
+            limits["first"] = window
+        elif has_rotating:
+            limits["until"] = window
+        logits = PREFILL not in str(name)
         functions.append(Function(name=name, logits=logits, **limits))
     return functions
 

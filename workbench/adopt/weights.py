@@ -40,7 +40,10 @@ def find_weights(
 
 def find_pieces(matrix: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[str]:
     """The names of constants whose rows are those of a matrix, in order; none if rows
-    are missing."""
+    are missing.
+
+    A constant's place is looked for by its first row alone: if another row of the
+    matrix has the same direction, the constant may not be found."""
     pieces: dict[int, str] = {}  # first row of the matrix that it contains → constant
     for name, constant in constants.items():
         if constant.shape[1] != matrix.shape[1]:

@@ -19,6 +19,7 @@ SIGNS = {
     "OVER": "✗ OVER",
     "GREEN": "✓ GREEN",
     "WITHIN": "✓ WITHIN",
+    gates.NOT_JUDGED: "– not judged",
     "not_run": "– not run",
 }
 # a verdict with its sign → the attribute of a page's cell that colours it

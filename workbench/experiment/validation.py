@@ -67,7 +67,7 @@ def validation_page(record: Record) -> Page:
     blocks += _cost(record)
     blocks += [Heading("What was run"), _setup_table(record)]
     checked = [_without_places(gate) for gate in results.gates]
-    blocks += [Heading("Gates"), Table(_gates(checked, record.is_noted))]
+    blocks += [Heading("Gates"), Table(_gates(checked, record))]
     blocks += _transcript(record)
     blocks += [Heading("Reproduce"), *_reproduce(record.setup, record.bundle)]
     return Page(page_title(record), tuple(blocks))
@@ -355,9 +355,15 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
     return Table(worst.dropna(axis="columns", how="all"), caption)
 
 
-def _gates(checked: list[Gate], is_noted: bool) -> pd.DataFrame:
-    table = gate_table(checked)
-    if is_noted:
+def _gates(checked: list[Gate], record: Record) -> pd.DataFrame:
+    """The table of gates. A check of quality is `not judged` where a RED export
+    withholds the quality, as the verdict above the table says."""
+    export = record.results.verdict
+    words = [gates.describe_verdict(gate.verdict, export) for gate in checked]
+    table = gate_table(
+        replace(gate, verdict=word) for gate, word in zip(checked, words)
+    )
+    if record.is_noted:
         return table
     # a claim has no sign of a pass
     stated = table["verdict"].str.replace("^[✗✓–] ", "stated: ", regex=True)

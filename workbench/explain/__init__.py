@@ -1,2 +1,13 @@
-"""Where an error comes from: its parts, the weights that cost most, the range of every
-operation, the variant of the model, the operation that a runtime computes wrongly."""
+"""Where an error comes from. Each question has a file of its own:
+
+    error.py      which part of the export adds how much of the error
+    weights.py    which compressed weights cost most
+    ranges.py     the range of every operation's results
+    variants.py   which variant of Hugging Face's model a faulty bundle computes
+    calls.py      which functions of other exporters' packages are wrong for several tokens
+    operation.py  which operation a runtime computes wrongly
+
+The last one reads four files more: `operation.find` records a bundle's calls and gives
+them to the bisection in search.py, which builds small packages with cut.py and runs them
+with running.py; reduced.py then writes the smallest one for a bug report, with a copy of
+show.py."""

@@ -16,9 +16,9 @@ from workbench.check.trace import Trace
 from workbench.decode import Decoder
 
 CALLS_GATE = "multi_token_calls"
-# Largest relative RMS of a difference that rounding explains: another function of a
-# package, or another number of columns, adds up the same terms in another order.
-SUMMATION_ORDER = 1e-3
+# Largest relative RMS of a row that rounding explains: another function of a package, or
+# another number of columns, adds up the same terms in another order.
+MAX_REORDER_ERROR = 1e-3
 CORRECTION = "correct it in its exporter"
 REMOVAL = ", or remove it from functions in bundle.json, so that other functions take its tokens"
 
@@ -92,9 +92,9 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
         called = {call.function for call in calls if call.count > 1}
         uncalled = [function for function in uncalled if function not in called]
         rows = compare.errors(single, multi, ("k", "v"))
-        rows["error"] = rows["error"].fillna(np.inf)
+        rows["error"] = rows["error"].fillna(np.inf)  # a row with NaN is wrong
         errors.append(float(rows["error"].max()))
-        wrong = rows[rows["error"] > SUMMATION_ORDER]
+        wrong = rows[rows["error"] > MAX_REORDER_ERROR]
         if wrong.empty:
             continue
         first = wrong.loc[wrong["position"].idxmin()]
@@ -104,13 +104,13 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
             faults[function] = replace(fault, Ts=(*fault.Ts, T))
             continue
         faults[function] = CallFault(
-            (T,),
-            function,
-            first["tensor"],
-            int(first["layer"]),
-            position,
-            float(first["error"]),
-            not later_tokens_matter(decoder, golden, multi, T, position),
+            Ts=(T,),
+            function=function,
+            tensor=first["tensor"],
+            layer=int(first["layer"]),
+            position=position,
+            error=float(first["error"]),
+            is_causal=not later_tokens_matter(decoder, golden, multi, T, position),
         )
     if faults:
         reason = f"{'; '.join(map(str, faults.values()))}; {CORRECTION}"
@@ -120,7 +120,7 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
         return gates.not_run(CALLS_GATE, _describe_uncalled(uncalled, golden))
     else:
         reason = "K and V of calls of T tokens against calls of one, relative RMS"
-    return gates.at_most(CALLS_GATE, max(errors), SUMMATION_ORDER, reason)
+    return gates.at_most(CALLS_GATE, max(errors), MAX_REORDER_ERROR, reason)
 
 
 def _functions_of_several(decoder: Decoder) -> list[Function]:

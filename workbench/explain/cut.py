@@ -41,7 +41,7 @@ class Flow(Graph):
             names += [name for name in op.reads() if name in self.program.states]
         return names
 
-    def before(self, indices: Collection[int]) -> set[int]:
+    def producers_of(self, indices: Collection[int]) -> set[int]:
         """The operations whose results or states any of `indices` reads."""
         producers = set()
         for index in indices:
@@ -58,13 +58,15 @@ class Flow(Graph):
         read = {name for index in indices for name in self.ops[index].reads()}
         return sorted(read - results)
 
-    def source(self, name: str, indices: Collection[int]) -> str:
-        """The name under which the values of the whole program hold an operand of some
-        operations as it is before they run. This is the operand's own name, except for a
-        state: operations before them may have written it. Where the first of them that
-        reads the state is a `read_state`, the name is that of its result."""
-        first = next(self.ops[i] for i in indices if name in self.ops[i].reads())
-        return first.outputs[0][0] if first.kind == "read_state" else name
+    def recorded_name(self, operand: str, indices: Collection[int]) -> str:
+        """The name under which a run of the whole program records an operand of some
+        operations, as it is before they run.
+
+        An operand is recorded under its own name. A state may have been written since
+        the call began, though: if a `read_state` is the first of the operations that
+        reads it, the result of this `read_state` is what the operations start from."""
+        first = next(self.ops[i] for i in indices if operand in self.ops[i].reads())
+        return first.outputs[0][0] if first.kind == "read_state" else operand
 
 
 def cut(
@@ -104,6 +106,8 @@ class _FunctionBuilder:
 
     Attributes:
         version: of packages, at least that of the program's.
+        stored: value of the program → the operation in the package's protobuf that
+            computes it.
         values: coremltools' values by the program's names.
     """
 
@@ -158,7 +162,7 @@ class _FunctionBuilder:
         results = {}
         for index in indices:
             op = self.flow.ops[index]
-            added = self._add(op)
+            added = self._add_operation(op)
             if not isinstance(added, (list, tuple)):
                 added = [added]
             names = list(dict(op.outputs))
@@ -185,25 +189,37 @@ class _FunctionBuilder:
             outputs.append(value)
         return outputs
 
-    def _add(self, op: Op):
-        """Adds one operation of the program to the function."""
-        from coremltools.converters.mil.mil import Builder, types
+    def _add_operation(self, op: Op):
+        """Adds one operation of the program to the function, after the constants that it
+        reads (see `_argument`)."""
+        from coremltools.converters.mil.mil import Builder
 
         arguments = {n: self._argument(source) for n, source in op.inputs.items()}
         if op.kind == "write_state":
             state, value = arguments["input"], arguments["data"]
             return Builder.coreml_update_state(state=state, value=value)
         if op.constant:
-            # compressed weights keep the dtype in which the package stores them
-            for name, bound in self.stored[op.key].inputs.items():
-                dtype = bound.arguments[0].value.type.tensorType.dataType
-                if dtype:
-                    builtin = types.PROTO_TO_BUILTIN_TYPE[dtype]
-                    arguments[name] = _as_dtype(arguments[name], builtin)
+            arguments = self._with_stored_dtypes(op, arguments)
         return getattr(Builder, op.kind)(**arguments, name=op.name)
 
+    def _with_stored_dtypes(self, op: Op, arguments: dict) -> dict:
+        """The arguments of an operation on compressed weights, each in the dtype in which
+        the package stores it, which may be smaller than NumPy's smallest one."""
+        from coremltools.converters.mil.mil import types
+
+        with_dtypes = dict(arguments)
+        for name, bound in self.stored[op.key].inputs.items():
+            # 0 for an argument that is the result of another operation
+            dtype = bound.arguments[0].value.type.tensorType.dataType
+            if dtype:
+                builtin = types.PROTO_TO_BUILTIN_TYPE[dtype]
+                with_dtypes[name] = _as_dtype(arguments[name], builtin)
+        return with_dtypes
+
     def _argument(self, source):
-        """An argument of an operation, as coremltools takes it."""
+        """An argument of an operation, as coremltools takes it. The first time that an
+        operation reads a constant of the program, the constant is added to the
+        function."""
         if isinstance(source, list):
             return [self._argument(part) for part in source]
         if isinstance(source, np.ndarray):
@@ -216,7 +232,7 @@ class _FunctionBuilder:
             if op.kind == "const":
                 value = _as_dtype(op.inputs["val"], self._dtype(name))
             else:
-                value = self._add(op)
+                value = self._add_operation(op)
             self.values[name] = value
         return self.values[name]
 

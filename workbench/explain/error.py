@@ -10,7 +10,8 @@ difference to every layer's update:
     precision     every result rounded to the dtype it declares        portable, declared
     runtime       the device in place of the portable runtime          Core ML, on a Mac alone
 
-A plug-in's target in fp32 has the first three parts alone.
+A plug-in's target has the first three parts alone, and only one in fp32 can be split:
+`exact_runtime` refuses any other.
 
 The vectors add up to the total; their norms do not. A fault of the bundle's program is
 re-authoring error in whatever format the weights are stored."""
@@ -113,9 +114,8 @@ def split_error(
     }
     expected = updates(source.trace)
     splits = {mode: Split(expected, {}) for mode in MODES}
-    before = dict.fromkeys(
-        MODES, expected
-    )  # mode → updates before the change of a part
+    # mode → updates before the change of a part
+    before = dict.fromkeys(MODES, expected)
     for part in bar([*weights, *runs], "error", unit="stage"):
         if part in weights:
             model = Reference(checkpoint, weights[part])
@@ -142,27 +142,42 @@ class Execution:
 
 
 def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Execution]:
-    """The run that measures each part that needs one; see `split_error`."""
+    """Part → the run of the bundle that measures it, for the parts after
+    `quantization`.
+
+    Raises:
+        InputError: see `split_error`.
+    """
     options = bundle.manifest.options
     runs = {"reauthoring": Execution(exact_runtime(bundle), "exact")}
     if not options.plugin:
         runs["precision"] = Execution("portable", "declared")
         if (device := resolve(runtime)) != "portable":
             runs["runtime"] = Execution(device, "declared")
+    check_shows_updates(bundle, runs)
+    return runs
+
+
+def check_shows_updates(bundle: Bundle, runs: dict[str, Execution]) -> None:
+    """Refuses a bundle if one of the runs does not give the update of every layer.
+
+    Raises:
+        InputError: packages of another exporter, or shards of several layers on another
+            runtime than the portable one.
+    """
     subject = f"updates of {bundle.root.name}"
     if not bundle.manifest.shows_hidden:
         actual = "packages of another exporter, which output only caches and logits"
         step = "run: workbench explain variant BUNDLE, or explain ranges BUNDLE"
         raise InputError(subject, actual, "a bundle of workbench export", step)
-    # other runtimes show only the output of a shard's last layer
-    without_inner = [
-        planned.runtime for planned in runs.values() if planned.runtime != "portable"
-    ]
-    if without_inner and options.layers_per_shard > 1:
-        actual = f"layers inside a shard that {without_inner[0]} does not show"
-        step = "export with --layers-per-shard 1"
-        raise InputError(subject, actual, "one layer a shard", step)
-    return runs
+    if bundle.manifest.options.layers_per_shard == 1:
+        return
+    # runtimes other than the portable one show only the output of a shard's last layer
+    for planned in runs.values():
+        if planned.runtime != "portable":
+            actual = f"layers inside a shard that {planned.runtime} does not show"
+            step = "export with --layers-per-shard 1"
+            raise InputError(subject, actual, "one layer a shard", step)
 
 
 def updates(trace: Trace) -> np.ndarray:

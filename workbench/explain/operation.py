@@ -59,6 +59,10 @@ class PromptCall:
     counts: np.ndarray
     inputs: Arrays
 
+    def contains(self, position: int | None) -> bool:
+        """Whether a column is that of the position; None: any position."""
+        return position is None or self.start <= position < self.start + self.width
+
 
 def prompt_calls(decoder: Decoder, ids: Sequence[int], T: int) -> Iterator[PromptCall]:
     """The calls of at most T tokens over a prompt that every sequence of the batch
@@ -86,31 +90,45 @@ def record_calls(
         layer: record the shards of this layer alone, and no head.
         position: record the calls that contain this position alone.
     """
-    calls = [call for T in Ts for call in prompt_calls(decoder, ids, T)]
+    # the outer loop is over shards, so that the calls of one are in memory at a time
+    calls_of_each_T = [list(prompt_calls(decoder, ids, T)) for T in Ts]
     for model in (*decoder.layer_shards, *decoder.heads):
         shard = model.shard
         is_wanted = layer is None or layer in shard.layer_range
         recorded: dict[tuple[Path, str | None], RecordedCalls] = {}
-        state = None
-        for call in calls:
-            if call.start == 0:
-                state = model.make_state()
-            has_position = position is None or (
-                call.start <= position < call.start + call.width
-            )
-            on_call = None
-            if is_wanted and has_position:
-                on_call = partial(record_call, recorded, shard, call)
-            if shard.kind != "head":
-                call.inputs = decoder.run_calls(
-                    model, [call.inputs], [call.counts], [state], [None], on_call
-                )[0]
-            elif on_call:
-                # every head slice reads the last hidden state; its logits are not needed
-                on_call(model, {X: call.inputs[X]}, None)
+        for calls in calls_of_each_T:
+            state = model.make_state()
+            for call in calls:
+                on_call = None
+                if is_wanted and call.contains(position):
+                    on_call = partial(record_call, recorded, shard, call)
+                if shard.kind != "head":
+                    call.inputs = run_shard(decoder, model, call, state, on_call)
+                elif on_call:
+                    # every head slice reads the last hidden state; its logits are not
+                    # needed
+                    on_call(model, {X: call.inputs[X]}, None)
         yield from recorded.values()
         # an expert belongs to one layer: its weights are not needed again
         decoder.experts.models.clear()
+
+
+def run_shard(
+    decoder: Decoder,
+    model: Model,
+    call: PromptCall,
+    state: State,
+    on_call: Callable | None,
+) -> Arrays:
+    """What the shard after `model` reads in a call: `Decoder.run_calls` for one call.
+
+    Args:
+        on_call: called before every call of a package, see `record_call`.
+    """
+    (values,) = decoder.run_calls(
+        model, [call.inputs], [call.counts], [state], hooks=[None], on_call=on_call
+    )
+    return values
 
 
 def record_call(
@@ -196,7 +214,7 @@ def find(
                 precision,
                 folder,
             )
-            finding = search.find(program.calls)
+            finding, proof = search.find(program.calls)
             if finding.verdict != "none":
                 break
         if not finding:
@@ -204,8 +222,8 @@ def find(
             needed = "one of the bundle and the prompt"
             raise InputError("cell", actual, needed, "see --help")
         finding.packages = runner.packages
-        if out and search.proof:
-            finding.reduced = reduce(search, finding, out)
+        if out and proof:
+            finding.reduced = reduce(search, finding, proof, out)
     return finding
 
 
@@ -218,6 +236,6 @@ def find_in_package(package: Path, inputs: Arrays) -> Finding:
         zeros = {}
         for name, kind in search.flow.program.states.items():
             zeros[name] = np.zeros(kind.shape, np.float32)
-        finding = search.find([PackageCall(inputs | zeros)])
+        finding, _ = search.find([PackageCall(inputs | zeros)])
     finding.packages = runner.packages
     return finding

@@ -18,22 +18,24 @@ from workbench.runtime import is_device
 SIZES = "shape", "begin", "end", "size", "reps", "split_sizes"
 
 
-def reduce(search: Search, finding: Finding, out: Path) -> dict:
+def reduce(search: Search, finding: Finding, proof: Proof, out: Path) -> dict:
     """Writes into `out` the package, its inputs, states and expected values (.npz), a
     script, and a text for a bug report.
+
+    Args:
+        search: that gave `finding` and `proof`.
 
     Returns:
         The kinds of its operations `ops`, the `shapes` of its arrays, `bytes`, and
         `times`, the error over what rounding explains.
     """
     flow = search.flow
-    proof = search.proof
     arrays = proof.arrays.copy()
     # constants become arrays too, so that their axes can be shortened
     for name in flow.operands(proof.indices):
         if name in flow.constants.ops and np.ndim(flow.constants[name]):
             arrays[name] = np.asarray(flow.constants[name])
-    with_arrays = search.test(proof.indices, arrays)
+    with_arrays = search.prove_wrong(proof.indices, arrays)
     # with constants as inputs the fault may vanish: the first proof stays then
     if with_arrays:
         proof = with_arrays
@@ -72,7 +74,7 @@ def _shorten(search: Search, proof: Proof) -> Proof:
     for size in sorted(sizes, reverse=True):
         for shorter in sorted({1, 2, size // 4, size // 2} - {0, size}):
             arrays = _with_size(search, proof, size, shorter)
-            smaller = search.test(proof.indices, arrays)
+            smaller = search.prove_wrong(proof.indices, arrays)
             if smaller:
                 proof = smaller
                 break
@@ -89,7 +91,7 @@ def _with_size(search: Search, proof: Proof, size: int, shorter: int) -> Arrays:
     arrays = {}
     for name, array in proof.arrays.items():
         if name in lists_of_sizes:
-            # Two axes of one size are shortened together. `Search.test` gives no proof
+            # Two axes of one size are shortened together. `Search.prove_wrong` gives none
             # where operations and arrays then no longer fit.
             arrays[name] = np.where(array == size, shorter, array)
         else:

@@ -132,6 +132,14 @@ class Proof:
         return max(self.wrong.values(), default=np.inf)
 
 
+class SearchResult(NamedTuple):
+    """A finding, and the package that shows it; None unless the verdict is `operation`,
+    `together` or `breaks`."""
+
+    finding: Finding
+    proof: Proof | None
+
+
 @dataclass
 class Search:
     """Searches one function of a package.
@@ -145,8 +153,8 @@ class Search:
 
     Attributes:
         has_run: whether any package has run.
-        proof: of the finding.
-        values: every value of the wrong call, in portable arithmetic.
+        values: every value of the wrong call, in portable arithmetic, and its inputs and
+            states; `find` sets them once it knows the call.
     """
 
     package: Path
@@ -156,17 +164,17 @@ class Search:
     reference_precision: str
     folder: str
     has_run: bool = False
-    proof: Proof | None = None
     values: Arrays = field(default_factory=dict)
 
     def __post_init__(self):
         self.flow = Flow(miltorch.read(self.package, self.function))
 
-    def find(self, calls: Sequence[PackageCall]) -> Finding:
+    def find(self, calls: Sequence[PackageCall]) -> SearchResult:
         """The earliest operation that is wrong in the first call with a wrong value."""
         call = self.first_wrong_call(calls)
         if not call:
-            return Finding("none", "it runs as the program says, within fp16 rounding")
+            reason = "it runs as the program says, within fp16 rounding"
+            return SearchResult(Finding("none", reason), None)
         model, _ = self._open_portable(self.package, self.function)
         self.values = evaluate_every_value(model, call.arrays) | call.arrays
         end, proof = self._locate()
@@ -176,32 +184,37 @@ class Search:
         """The index of the operation from which on packages of the first operations are
         wrong (None: none is), and the proof that it is wrong alone or with few others."""
         count = len(self.flow.ops)
-
-        def is_wrong(end: int) -> bool:
-            """Whether the package of the operations up to number `end` is wrong."""
-            return bool(self.test(range(end + 1)))
-
-        end = bisect_left(range(count), True, key=is_wrong)
+        end = self._first_wrong_prefix(count)
         if end == count:
             return None, None
         proof = self._find_smallest({end})
         while not proof:
-            # Bisection needs prefixes that stay wrong as they grow. They need not: a
-            # package outputs only values that none of its operations reads, and what
-            # reads a wrong value may hide its fault. So each operation that produces an
-            # operand of this one is tried as the last of a prefix. `end` falls every
-            # time, so that the loop ends.
-            producers = sorted(self.flow.before({end}))
-            wrong = next(filter(is_wrong, producers), None)
+            # Bisection has passed the fault by: a longer prefix may be right again. A
+            # package outputs only values that none of its operations reads, so that a
+            # later operation can hide the fault. Then the search goes on from the
+            # operations that compute this one's operands. `end` falls every time, so
+            # that the loop ends.
+            producers = sorted(self.flow.producers_of({end}))
+            wrong = next(filter(self._is_prefix_wrong, producers), None)
             if wrong is None:
                 break
-            end = bisect_left(range(wrong), True, key=is_wrong)
+            end = self._first_wrong_prefix(wrong)
             proof = self._find_smallest({end})
         return end, proof
 
+    def _first_wrong_prefix(self, stop: int) -> int:
+        """The index of the last operation in the shortest wrong prefix of the program, of
+        those that end before `stop`; `stop` if bisection finds none. Bisection would be
+        certain only if every prefix stayed wrong as it grows."""
+        return bisect_left(range(stop), True, key=self._is_prefix_wrong)
+
+    def _is_prefix_wrong(self, end: int) -> bool:
+        """Whether the package of all operations up to the one at index `end` is wrong."""
+        return bool(self.prove_wrong(range(end + 1)))
+
     def _conclude(
         self, call: PackageCall, end: int | None, proof: Proof | None
-    ) -> Finding:
+    ) -> SearchResult:
         """The finding of a wrong call.
 
         Args:
@@ -209,16 +222,17 @@ class Search:
         """
         if end is None:
             reason = "packages of its operations are right"
-            return Finding("uncertain", reason, where=call.place)
+            finding = Finding("uncertain", reason, where=call.place)
+            return SearchResult(finding, None)
         if not proof:
             reason = "wrong from this operation on; correct in isolation"
             ops = self._describe([end])
-            return Finding("uncertain", reason, ops, None, call.place)
-        # where nothing has run so far, the last operation alone shows whether anything can
-        if proof.failure and not self.has_run and self.test([len(self.flow.ops) - 1]):
+            finding = Finding("uncertain", reason, ops, None, call.place)
+            return SearchResult(finding, None)
+        if proof.failure and self._nothing_runs():
             reason = f"no package runs: {proof.failure}"
-            return Finding("uncertain", reason, where=call.place)
-        self.proof = proof
+            finding = Finding("uncertain", reason, where=call.place)
+            return SearchResult(finding, None)
         ops = self._describe(proof.indices)
         if proof.failure:
             verdict, reason = "breaks", f"alone, it fails: {proof.failure}"
@@ -226,7 +240,13 @@ class Search:
             verdict = "together" if len(ops) > 1 else "operation"
             error = f"{proof.rounding_ratio:.3g} times what rounding explains"
             reason = f"alone, its error is {error}"
-        return Finding(verdict, reason, ops, proof.rounding_ratio, call.place)
+        finding = Finding(verdict, reason, ops, proof.rounding_ratio, call.place)
+        return SearchResult(finding, proof)
+
+    def _nothing_runs(self) -> bool:
+        """Whether no package has run so far, and the program's last operation alone,
+        which is tried now, fails as well."""
+        return not self.has_run and bool(self.prove_wrong([len(self.flow.ops) - 1]))
 
     def first_wrong_call(self, calls: Sequence[PackageCall]) -> PackageCall | None:
         """The first call for which the package does not run or gives a wrong value."""
@@ -249,8 +269,8 @@ class Search:
     def _find_smallest(self, indices: set[int]) -> Proof | None:
         """The proof with the fewest operations: some of these or, if a package of these
         alone is right, of these and the operations that produce their inputs."""
-        while not (proof := self.test(sorted(indices))):
-            with_producers = indices | self.flow.before(indices)
+        while not (proof := self.prove_wrong(sorted(indices))):
+            with_producers = indices | self.flow.producers_of(indices)
             if with_producers == indices or len(with_producers) > MAX_OPS:
                 return None
             indices = with_producers
@@ -258,26 +278,26 @@ class Search:
             without_one = sorted({*proof.indices} - {index})
             if not without_one:
                 continue
-            smaller = self.test(without_one)
+            smaller = self.prove_wrong(without_one)
             if smaller:
                 proof = smaller
         return proof
 
-    def test(
+    def prove_wrong(
         self, indices: Sequence[int], arrays: Arrays | None = None
     ) -> Proof | None:
-        """The proof that a package of operations is wrong, if it is.
+        """Builds a package of operations and runs it in portable arithmetic and on the
+        runtime that is tested. Returns the proof that the runtime is wrong; None if it is
+        right. None, too, if coremltools cannot build the package or PyTorch cannot run
+        it: that is no evidence against the runtime.
 
         Args:
             indices: of the operations.
-            arrays: its inputs and states (default: their values in the wrong call).
+            arrays: the package's inputs and states (default: their values in the wrong
+                call).
         """
-        if not arrays:
-            arrays = {}
-            for name in self.flow.operands(indices):
-                value = self.values.get(self.flow.source(name, indices))
-                if np.ndim(value):
-                    arrays[name] = value
+        if arrays is None:
+            arrays = self._recorded_operands(indices)
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
             package = cut(self.flow, indices, arrays, target)
@@ -295,6 +315,16 @@ class Search:
             )
         shutil.rmtree(target)
         return None
+
+    def _recorded_operands(self, indices: Sequence[int]) -> Arrays:
+        """The values in the wrong call of what operations read and do not compute;
+        constants and scalars, which stay in the package, are left out."""
+        arrays = {}
+        for operand in self.flow.operands(indices):
+            value = self.values.get(self.flow.recorded_name(operand, indices))
+            if np.ndim(value):
+                arrays[operand] = value
+        return arrays
 
     def _open_portable(self, package: Path, function: str | None = None) -> list[Model]:
         """The package in the arithmetic that the runtime is compared with, and in

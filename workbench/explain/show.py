@@ -1,5 +1,6 @@
-"""Runs the reduced package beside this file with coremltools alone, and prints what it
-computes beside what it should compute."""
+"""Runs a reduced package with coremltools alone, and prints what it computes beside what
+it should compute. `reduced.reduce` copies this file beside the package that it writes,
+where `reduced.mlpackage` and the arrays are."""
 
 import sys
 from pathlib import Path

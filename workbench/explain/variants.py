@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Literal
 from unittest import mock
 
 import numpy as np
@@ -52,13 +53,6 @@ EPSILONS = 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 # The function in transformers' modules that rotates q and k.
 ROTATE = "apply_rotary_pos_emb"
-# Names of the norms of q and k in transformers' modules. Hunyuan, which uses the second
-# pair, applies them after rope.
-QK_NORMS = (
-    ("q_norm", "k_norm"),
-    ("query_layernorm", "key_layernorm"),
-    ("q_layernorm", "k_layernorm"),
-)
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -68,6 +62,26 @@ LLAMA3 = {
 }
 # yields the name of a variant, and the attributes of the configuration to set
 ConfigChanges = Iterator[tuple[str, dict]]
+
+
+@dataclass(frozen=True)
+class NormPair:
+    """The names of the norms of q and k in transformers' modules.
+
+    Attributes:
+        is_after_rope: whether the family applies them to what rope has turned.
+    """
+
+    q: str
+    k: str
+    is_after_rope: bool = False
+
+
+QK_NORMS = (
+    NormPair("q_norm", "k_norm"),
+    NormPair("query_layernorm", "key_layernorm", is_after_rope=True),  # Hunyuan
+    NormPair("q_layernorm", "k_layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -166,20 +180,20 @@ def _try_variants(
 
 
 def _count_first_layers(config, configured: np.ndarray, fit_limit: float) -> int:
-    """How many of the first layers show every fault: at least one layer of every kind, and
-    all that are wrong unless every layer is.
+    """How many of the first layers show every fault: up to the first layer of every kind
+    and, if only some layers are wrong, up to the last wrong one; at least two.
 
     Args:
         configured, fit_limit: as in `_try_variants`.
     """
     L = len(configured)
     kinds = getattr(config, "layer_types", None) or [""] * L
-    last_needed = max(map(kinds.index, kinds))  # the first layer of the last kind
+    first_of_each_kind = {kind: kinds.index(kind) for kind in kinds}
+    last_needed = max(1, *first_of_each_kind.values())
     wrong = np.flatnonzero(configured > fit_limit)
     if len(wrong) < L:
         last_needed = max(last_needed, int(wrong.max()))
-    # two layers at least
-    return min(L, max(last_needed, 1) + 1)
+    return min(L, last_needed + 1)
 
 
 def conclusion(variant: str | None) -> str:
@@ -426,25 +440,30 @@ def _module_changes(config) -> Iterator[tuple[str, Change]]:
     layer = next(filter(hf.has_attention, layerwise.empty_model(config).model.layers))
     attention = layer.self_attn
     for names in QK_NORMS:
-        if not hasattr(attention, names[0]):
+        if not hasattr(attention, names.q):
             continue
-        yield "q/k norm left out", partial(_place_norms, names, "")
+        yield "q/k norm left out", partial(_leave_out_norms, names)
         if not _rotates_together(attention):
             continue  # a rotation of one tensor does not know whether it is q or k
-        if getattr(attention, names[0]).weight.numel() == attention.head_dim:
-            side = "before" if names == QK_NORMS[1] else "after"
-            yield f"q/k norm {side} rope", partial(_place_norms, names, side)
+        if getattr(attention, names.q).weight.numel() == attention.head_dim:
+            side = "before" if names.is_after_rope else "after"
+            yield f"q/k norm {side} rope", partial(_move_norms, names, side)
     D = attention.head_dim
     C = config.hidden_size
-    scales = {  # of two equal scales the last name counts
-        C**-0.5: "1/√hidden_size",
-        1.0 / D: "1/head_dim",
-        1.0: "1",
-        getattr(config, "query_pre_attn_scalar", D) ** -0.5: "1/√query_pre_attn_scalar",
-        (C / config.num_attention_heads) ** -0.5: "1/√(hidden_size/heads)",
-        D**-0.5: "1/√head_dim",
-    }
-    for scale, name in scales.items():
+    scales = (
+        ("1/√hidden_size", C**-0.5),
+        ("1/head_dim", 1.0 / D),
+        ("1", 1.0),
+        (
+            "1/√query_pre_attn_scalar",
+            getattr(config, "query_pre_attn_scalar", D) ** -0.5,
+        ),
+        ("1/√(hidden_size/heads)", (C / config.num_attention_heads) ** -0.5),
+        ("1/√head_dim", D**-0.5),
+    )
+    # a scale is tried once; of two names for it, the last one is printed
+    name_of_scale = {scale: name for name, scale in scales}
+    for scale, name in name_of_scale.items():
         if scale != attention.scaling:  # the configured scale is no variant
             yield f"attention scale {name}", partial(_set_scale, scale)
 
@@ -518,35 +537,23 @@ def _set_scale(scale: float, base: nn.Module) -> None:
         layer.self_attn.scaling = scale
 
 
-def _place_norms(names: tuple[str, str], side: str, base: nn.Module):
-    """Applies the norms of q and k `before` or `after` rope, or not at all."""
-    running = {}  # the norms of the layer that runs
+def _leave_out_norms(names: NormPair, base: nn.Module) -> None:
+    """Makes the norms of q and k return what they are given."""
     for layer in filter(hf.has_attention, base.layers):
-        norms = {}
-        for name in names:
-            module = getattr(layer.self_attn, name, None)
-            if module is None:  # a layer that copies its keys has no norm of keys
-                continue
-            norms[name] = module.forward
-            module.forward = _unchanged
-        layer.self_attn.register_forward_pre_hook(partial(_note_norms, running, norms))
+        _replace_norms(layer.self_attn, names)
 
-    if not side:
-        return None
 
-    def normalize(*heads):
-        return [running[name](x) for name, x in zip(names, heads)]
-
-    def wrap(rotate):
-        def rotated(q, k, *tables):
-            if side == "before":
-                q, k = normalize(q, k)
-            q, k = rotate(q, k, *tables)
-            return normalize(q, k) if side == "after" else (q, k)
-
-        return rotated
-
-    return _patched(ROTATE, wrap)(base)
+def _replace_norms(attention: nn.Module, names: NormPair) -> dict[str, Callable]:
+    """Makes the norms of one layer return what they are given; returns what they computed
+    before, by their names."""
+    replaced = {}
+    for name in (names.q, names.k):
+        norm = getattr(attention, name, None)
+        if norm is None:  # a layer that copies its keys has no norm of keys
+            continue
+        replaced[name] = norm.forward
+        norm.forward = _unchanged
+    return replaced
 
 
 def _unchanged(x: torch.Tensor) -> torch.Tensor:
@@ -554,9 +561,46 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _note_norms(running: dict, norms: dict, module: nn.Module, args: tuple) -> None:
-    """Hook of an attention layer: its norms become those of the layer that runs."""
-    running.update(norms)
+def _move_norms(
+    names: NormPair, side: Literal["before", "after"], base: nn.Module
+) -> AbstractContextManager:
+    """Applies the norms of q and k before or after rope, on the side where the family does
+    not; the context replaces the rotation, which then applies them."""
+    current = CurrentNorms(names)
+    for layer in filter(hf.has_attention, base.layers):
+        norms = _replace_norms(layer.self_attn, names)
+        layer.self_attn.register_forward_pre_hook(partial(current.enter_layer, norms))
+
+    def wrap(rotate: Callable) -> Callable:
+        def rotated(q, k, *tables):
+            if side == "before":
+                return rotate(*current.normalize(q, k), *tables)
+            return current.normalize(*rotate(q, k, *tables))
+
+        return rotated
+
+    return _patched(ROTATE, wrap)(base)
+
+
+class CurrentNorms:
+    """The norms of q and k of the layer that runs: the rotation, a function of
+    transformers' module, is not told which layer calls it."""
+
+    def __init__(self, names: NormPair):
+        self.names = names
+        self.norms: dict[str, Callable] = {}
+
+    def enter_layer(self, norms: dict, attention: nn.Module, args: tuple) -> None:
+        """The hook that an attention layer calls before it runs.
+
+        Args:
+            norms: those of this layer.
+        """
+        self.norms.update(norms)
+
+    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        """q and k after their norms."""
+        return [self.norms[self.names.q](q), self.norms[self.names.k](k)]
 
 
 def _set_tables(manifest, config, base: nn.Module) -> None:
