@@ -2,7 +2,7 @@ import shutil
 
 import cases
 import pytest
-from faults import FAULTS
+from faults import find_fault
 from faults.copies import Copy
 
 from workbench import Bundle
@@ -15,13 +15,13 @@ def bundle(llama_bundle, tmp_path):
 
 @pytest.fixture
 def broken(exports, tmp_path):
-    """Plants a fault, by name or as a function of a `Copy`, in a copy of a bundle. Returns the
+    """Plants a fault, by its name or as a function of a `Copy`, in a copy of a bundle. Returns the
     copy's folder and its checkpoint."""
 
     def plant_fault(fault, preset: str = "fp16", base: str = "llama"):
         plant = fault
         if isinstance(fault, str):
-            named = FAULTS[f"disk/{fault}"]
+            named = find_fault("disk", fault)
             base, plant = named.bundle, named.plant_in
         sound = cases.Case("base", base, preset)
         source, checkpoint = cases.export_sound(exports, sound)

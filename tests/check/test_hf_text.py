@@ -193,7 +193,14 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
 
 
 def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
-    """A transcript of texts of tokens 1, whose last one is the end token 0."""
+    """A transcript of texts that are tokens 1; those whose numbers are in `ended` end with the end
+    token 0. The stored weights explain every token of the texts of even numbers and none of the
+    others.
+
+    Args:
+        bundle_tokens: for each text, the tokens of the bundle.
+        gap: for each text, the gaps of its tokens.
+    """
     texts = []
     for number, (row, gaps) in enumerate(zip(bundle_tokens, gap)):
         ids = [1] * (tokens - 1) + [0 if number in ended else 1]
