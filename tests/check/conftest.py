@@ -1,3 +1,15 @@
+"""Fixtures of the tests of `workbench/check`, and a map of this folder.
+
+    faults/      what can be planted: rows of tables, each with the gate that must be RED
+    recipe.py    what the bundle of a case is exported from
+    clean.py     random recipes of sound bundles
+    cases.py     a case: a recipe, perhaps with a fault, and the gates that run on it
+    faults.md    what `python -m tests.prove` (tests/prove.py) measured on every case
+
+test_faults runs some of these cases. The other files test one module of `workbench/check` each, or
+plant a fault by its name with the fixture `broken`.
+"""
+
 import shutil
 
 import cases

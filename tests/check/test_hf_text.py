@@ -216,7 +216,14 @@ def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
             weights_explain=np.full(tokens, number % 2 == 0),
         )
         texts.append(text)
-    return Transcript(texts, 0.01, 1.0, 1.0, 0, frozenset({0}))
+    return Transcript(
+        texts,
+        sigma=0.01,
+        error_ratio=1.0,
+        token_error_ratio=1.0,
+        worst_token=0,
+        end_tokens=frozenset({0}),
+    )
 
 
 def test_a_small_gap_is_a_tie_and_later_positions_count():
