@@ -75,10 +75,10 @@ def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama)
         (text, transcript.encode(tiny_llama.tokenizer, text)) for text in PROMPTS
     ]
     together = greedy.write_texts(tiny_llama, encoded, 12, batched=True)
-    alone = greedy.write_texts(tiny_llama, encoded, 12, batched=False)
-    assert [text.tokens for text in together] == [text.tokens for text in alone]
+    one_by_one = greedy.write_texts(tiny_llama, encoded, 12, batched=False)
+    assert [text.tokens for text in together] == [text.tokens for text in one_by_one]
     reference = Reference(tiny_llama)
-    for text in alone:
+    for text in one_by_one:
         logits = reference.run(text.input_ids).logits[text.predicting_positions]
         assert logits.argmax(-1).tolist() == text.tokens
 
@@ -252,8 +252,8 @@ def test_rounding_of_the_stream_needs_no_bundle(tiny_llama):
     ids = np.array([[1, 5, 9, 30], [1, 7, 7, 7]])
     rounded = reference.perturbed_hidden(ids, round_stream(1.0))
     for row, hidden in zip(ids, rounded):
-        alone = reference.run(row, perturb=round_stream(1.0)).normed
-        np.testing.assert_allclose(hidden.numpy(), alone, rtol=1e-5, atol=1e-6)
+        expected = reference.run(row, perturb=round_stream(1.0)).normed
+        np.testing.assert_allclose(hidden.numpy(), expected, rtol=1e-5, atol=1e-6)
     plain = reference.last_hidden(ids, use_cache=False)
     assert not np.array_equal(plain.numpy(), rounded.numpy())
 

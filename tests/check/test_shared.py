@@ -236,7 +236,9 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
         "llama", plant_of("one frequency off by a hundredth")
     )
     golden = Golden.of(checkpoint, prompt(64, 8), sound.root.parent / "golden")
-    alone = validate.validate(Decoder(faulty, "portable"), golden, ignore_stored=True)
+    without_shared = validate.validate(
+        Decoder(faulty, "portable"), golden, ignore_stored=True
+    )
     calls = []
 
     def counted(module, name):
@@ -258,8 +260,8 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
         for decoder in decoders
     )
     assert sorted(calls) == ["measure_budget", "reference_stretches", "weights_gate"]
-    assert last.json() == alone.json()
-    assert last.rows.equals(alone.rows)
+    assert last.json() == without_shared.json()
+    assert last.rows.equals(without_shared.rows)
 
 
 def change_ids(golden):

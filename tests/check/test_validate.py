@@ -75,8 +75,8 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     bundle, tiny_llama, llama_golden
 ):
     path = llama_golden.save(bundle.root.parent / "g.safetensors")
-    alone = invoke("validate", bundle.root, "--golden", path)
-    missing = {g["name"] for g in alone["gates"] if g["verdict"] == "not_run"}
+    without_verdict = invoke("validate", bundle.root, "--golden", path)
+    missing = {g["name"] for g in without_verdict["gates"] if g["verdict"] == "not_run"}
     assert missing == {"weights", "host", "program", "device", "budget"}
     checkpoint = "--checkpoint", tiny_llama.path
     validation = invoke("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
@@ -305,13 +305,13 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
     budget = None
     if given == "checkpoint":
         budget = measure_budget(bundle, checkpoint, reference)
-    found = Validation([], measure(decoder, reference, (4,), budget))
-    cells = compared(found.rows.assign(times=found.cost.over_rounding))
+    result = Validation([], measure(decoder, reference, (4,), budget))
+    cells = compared(result.rows.assign(times=result.cost.over_rounding))
     lowest = cells.loc[cells["cosine"].idxmin()]
     assert (lowest["layer"], lowest["tensor"]) == (1, "update")
-    assert lowest["times"] < BUDGET_FACTOR < found.worst["over_rounding"]
-    assert found.worst["layer"] == 0
-    assert found.json()["min_cosine"] == pytest.approx(lowest["cosine"])
+    assert lowest["times"] < BUDGET_FACTOR < result.worst["over_rounding"]
+    assert result.worst["layer"] == 0
+    assert result.json()["min_cosine"] == pytest.approx(lowest["cosine"])
 
 
 # --- device ---------------------------------------------------------------------------------------
