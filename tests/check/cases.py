@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from faults import FAULTS  # noqa: E402
 from faults.copies import Copy  # noqa: E402
 from faults.fault import Fault  # noqa: E402
 from faults.weights import FITTED  # noqa: E402
+from recipe import Recipe  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
 from workbench.check import distinct, host, interface, program, states, weights  # noqa: E402
@@ -39,17 +39,6 @@ STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut6-g16")
 TRAINED = [f"tiny-{name}" for name in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
 LLAMA = "data/tiny-llama"
-
-
-class Recipe(NamedTuple):
-    """What a bundle is exported from, and how."""
-
-    source: str
-    """A checkpoint's folder, or its family."""
-    changes: dict
-    """Of the family's tiny dimensions."""
-    options: dict
-    """Of the export."""
 
 
 # Bundles that faults are planted in.
@@ -190,7 +179,7 @@ class Case:
         """Of the bundle, in the case's preset."""
         match self.kind:
             case "clean":
-                return Recipe(*clean.draw(int(self.name), self.preset))
+                return clean.draw(int(self.name), self.preset)
             case "trained":
                 recipe = Recipe(f"data/{self.name}", {}, {})
             case "massive":
@@ -277,16 +266,18 @@ def relocated_cases() -> list[Case]:
 
 def export_sound(exports: tiny.Exports, case: Case) -> tuple[Path, Checkpoint]:
     """The bundle of a case without its fault, and the bundle's checkpoint."""
-    family, changes, options = case.recipe
-    if family == "massive":
-        path = make_massive(exports)
-    elif family == "small_scalar":
-        path = make_small_scalar(exports)
-    elif "/" in family:
-        path = ROOT / family
-    else:
-        path = exports.checkpoint(family, **changes)
-    return exports.bundle(path, **options).root, Checkpoint(path)
+    recipe = case.recipe
+    path = find_checkpoint(exports, recipe)
+    return exports.bundle(path, **recipe.options).root, Checkpoint(path)
+
+
+def find_checkpoint(exports: tiny.Exports, recipe: Recipe) -> Path:
+    """The checkpoint of a recipe, which is made where it is not there."""
+    if recipe.source.startswith("data/"):
+        return ROOT / recipe.source
+    if recipe.source in MAKERS:
+        return MAKERS[recipe.source](exports)
+    return exports.checkpoint(recipe.source, **recipe.changes)
 
 
 def make_massive(exports: tiny.Exports) -> Path:
@@ -316,6 +307,13 @@ def make_small_scalar(exports: tiny.Exports) -> Path:
                 tensors[f"model.layers.{layer}.layer_scalar"][:] = 0.02
 
     return tiny.once(exports.root / "small_scalar", make)
+
+
+# `Recipe.source` → a function that makes the checkpoint
+MAKERS: dict[str, Callable[[tiny.Exports], Path]] = {
+    "massive": make_massive,
+    "small_scalar": make_small_scalar,
+}
 
 
 class Subject:
@@ -358,11 +356,11 @@ class Subject:
     def gates(self) -> list[Gate]:
         """Every gate; those on files only where no decoder is faulty."""
         gates = []
-        for names, run_gates in STEPS.items():
-            if self.fault and names[0] in ("interface", "weights"):
+        for step in STEPS:
+            if self.fault and step.reads_files_alone:
                 continue
             try:
-                gates += run_gates(self)
+                gates += step.run(self)
             except InputError:
                 # no decoder opens or runs a bundle whose interface is RED
                 if RED not in [gate.verdict for gate in gates]:
@@ -428,24 +426,34 @@ def device_gates(subject: Subject) -> list[Gate]:
     return [device_gate(decoder, golden_of(*paths), reference_of(*paths))]
 
 
-# What is run, in this order: the names of gates → a function that runs them.
-STEPS: dict[tuple[str, ...], Callable[[Subject], list[Gate]]] = {
-    ("interface",): interface_gates,
-    ("weights",): weights_gates,
-    ("host",): host_gates,
-    ("program",): program_gates,
-    tuple(states.STATE_GATES): state_gates,
-    ("budget",): budget_gates,
-    ("device",): device_gates,
-}
-GATE_NAMES = [name for names in STEPS for name in names]
+@dataclass(frozen=True)
+class Step:
+    """A part of a proof: the gates of these names, which `run` runs."""
+
+    names: tuple[str, ...]
+    run: Callable[[Subject], list[Gate]]
+    reads_files_alone: bool = False
+    """No fault in a loaded decoder can turn its gates RED."""
+
+
+# in the order in which they run
+STEPS = [
+    Step(("interface",), interface_gates, reads_files_alone=True),
+    Step(("weights",), weights_gates, reads_files_alone=True),
+    Step(("host",), host_gates),
+    Step(("program",), program_gates),
+    Step(tuple(states.STATE_GATES), state_gates),
+    Step(("budget",), budget_gates),
+    Step(("device",), device_gates),
+]
+GATE_NAMES = [name for step in STEPS for name in step.names]
 
 
 def run_gate(subject: Subject, name: str) -> Gate:
     """The gate of this name."""
-    for names, run_gates in STEPS.items():
-        if name in names:
-            gates = {gate.name: gate for gate in run_gates(subject)}
+    for step in STEPS:
+        if name in step.names:
+            gates = {gate.name: gate for gate in step.run(subject)}
             return gates[name]
     raise LookupError(name)
 

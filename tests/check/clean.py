@@ -1,8 +1,8 @@
 """Clean bundles of random family, seed, dimensions, compression and options: no bug gate may be RED
 on any of them.
 
-`python -m tests.prove clean` runs every gate on all of them. What goes in is a number, what comes out is what to
-make and export.
+`python -m tests.prove clean` runs every gate on all of them. `draw` makes a `Recipe`, which is what
+to make and export, from a number.
 """
 
 import sys
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from recipe import Recipe  # noqa: E402
 from tiny import DIMS  # noqa: E402
 
 from workbench.bundle.presets import PRESETS as ALL_PRESETS  # noqa: E402
 
 FAMILIES, PRESETS = sorted(DIMS), sorted(ALL_PRESETS)
 COUNT = 6 * len(FAMILIES)  # draws of a whole proof
-# Numbers of query and key/value heads to choose from; those of the first divide every width.
+# Numbers of query and key/value heads to choose from; the query heads of EVEN divide every width.
 EVEN, ANY = [(4, 2), (4, 1), (2, 2)], [(4, 2), (3, 1), (3, 3)]
 HEADS = dict.fromkeys(("llama", "olmo2", "olmo3"), EVEN) | dict.fromkeys(
     ("qwen2", "qwen3", "mistral", "ministral3", "smollm3", "hunyuan_v1_dense"), ANY
@@ -45,43 +46,55 @@ def family_of(seed: int) -> str:
     return FAMILIES[seed % len(FAMILIES)]
 
 
-def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
-    """A family, changes to its tiny dimensions, and export options; families take turns, and
-    presets unless one is given."""
+def draw(seed: int, preset: str | None = None) -> Recipe:
+    """A family with random dimensions and export options; families take turns, and presets unless
+    one is given."""
     rng = np.random.default_rng(seed)
+    family = family_of(seed)
+    compress = preset or PRESETS[seed // len(FAMILIES) % len(PRESETS)]
+    # the order of the draws is part of what a seed stands for
+    changes = {"seed": seed} | draw_dimensions(rng, family, compress)
+    options = draw_options(rng, family, changes, compress)
+    return Recipe(family, changes, options)
+
+
+def draw_dimensions(rng: np.random.Generator, family: str, compress: str) -> dict:
+    """Changes to a family's tiny dimensions with which it can be stored in a preset."""
     changes = {
-        "seed": seed,
         "hidden_size": int(rng.choice([64, 96, 128])),
         "num_hidden_layers": int(rng.choice([2, 3])),
     }
-    family = family_of(seed)
     if key_heads := FIXED_LAYERS.get(family):
         del changes["num_hidden_layers"]
         changes["num_key_value_heads"] = int(rng.choice(key_heads))
     elif kinds := sorted(set(DIMS[family].get("layer_types", []))):
-        changes["layer_types"] = rng.choice(
-            kinds[::-1], changes["num_hidden_layers"]
-        ).tolist()
+        kinds = rng.choice(kinds[::-1], changes["num_hidden_layers"])
+        changes["layer_types"] = kinds.tolist()
     if family in HYBRID:
-        changes |= {
-            name: int(rng.choice(sizes)) for name, sizes in HYBRID[family].items()
-        }
+        for name, sizes in HYBRID[family].items():
+            changes[name] = int(rng.choice(sizes))
         changes["layer_types"][-1] = "full_attention"  # one at least is needed
     if heads := HEADS.get(family):
-        queries, pairs = heads[rng.integers(3)]
-        changes |= {"num_attention_heads": queries, "num_key_value_heads": pairs}
-    compress = preset or PRESETS[seed // len(FAMILIES) % len(PRESETS)]
-    is_odd = changes["hidden_size"] == 64 or ALL_PRESETS[compress].block
-    if changes.get("num_attention_heads") == 3 and is_odd:
-        # three heads of another width have an odd one, or give no whole blocks
-        changes["hidden_size"] = 96
+        queries, keys = heads[rng.integers(3)]
+        changes |= {"num_attention_heads": queries, "num_key_value_heads": keys}
+    if changes.get("num_attention_heads") == 3:
+        # 64 channels would give three heads an odd width, 21, and 128 channels one of 42, which
+        # blocks do not fill
+        if changes["hidden_size"] == 64 or ALL_PRESETS[compress].block:
+            changes["hidden_size"] = 96
     if family == "phi3":  # whose factors of longrope fit heads of 32 channels
-        heads = changes["hidden_size"] // 32
-        changes |= {
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(rng.choice([1, heads])),
-        }
+        queries = changes["hidden_size"] // 32
+        keys = int(rng.choice([1, queries]))
+        changes |= {"num_attention_heads": queries, "num_key_value_heads": keys}
+    return changes
+
+
+def draw_options(
+    rng: np.random.Generator, family: str, changes: dict, compress: str
+) -> dict:
+    """Options with which a family of these dimensions can be exported."""
     options = {
+        "max_seq_len": 32,
         "compress": compress,
         "tokens": f"1-{rng.choice([2, 4])}",
         "layers_per_shard": int(rng.choice([1, 2])),
@@ -89,9 +102,11 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "layout": str(rng.choice(["bct1", "bc1t"])),
         "batch": int(rng.choice([1, 1, 3])),
     }
-    windows = "sliding_attention" in changes.get("layer_types", ["sliding_attention"])
-    if family in WINDOWED and windows and options["kv_write"] == "mask":
+    has_windows = family in WINDOWED and "sliding_attention" in changes.get(
+        "layer_types", ["sliding_attention"]
+    )
+    if has_windows and options["kv_write"] == "mask":
         options["sliding"] = str(rng.choice(["mask", "ring"]))
     if family == "zaya" and rng.integers(2):
         options |= {"moe": "routed", "layers_per_shard": 1}
-    return family, changes, {"max_seq_len": 32} | options
+    return options

@@ -6,7 +6,7 @@ from dataclasses import replace
 import cases
 import numpy as np
 import pytest
-from faults import FAULTS
+from faults import find_fault
 from faults.copies import Copy, find_source
 from faults.programs import scale_constants, scale_scores, set_softmax_axis
 
@@ -143,21 +143,21 @@ def test_another_program_in_one_shard_is_distinct_or_red(broken, plant, base, se
 @pytest.mark.matrix(4, wide=18)
 @pytest.mark.parametrize("layer", [FIRST, MIDDLE, LAST])
 @pytest.mark.parametrize(
-    "fault",
+    "name",
     [
-        "silu_become_relu",
-        "one_row_in_the_middle_of_the_cache_damaged",
-        "the_last_row_of_the_cache_is_lost",
-        "mask_a_thousand_times_too_weak",
-        "softmax_over_the_queries",
-        "states_exchanged",
+        "silu become relu",
+        "one row in the middle of the cache damaged",
+        "the last row of the cache is lost",
+        "mask a thousand times too weak",
+        "softmax over the queries",
+        "states exchanged",
     ],
 )
-def test_a_fault_in_any_one_shard_is_red(exports, tmp_path, fault, layer):
+def test_a_fault_in_any_one_shard_is_red(exports, tmp_path, name, layer):
     case = cases.Case("base", "llama", "int8-channel")
     folder, checkpoint = cases.export_sound(exports, case)
     copy = Copy(folder, tmp_path / "copy")
-    replace(FAULTS[f"disk/{fault}"], layer=layer).plant_in(copy)
+    replace(find_fault("disk", name), layer=layer).plant_in(copy)
     results = bug_gates(Bundle.open(copy.seal()), checkpoint)
     assert "RED" in {gate.verdict for gate in results}
 

@@ -47,9 +47,9 @@ def bundle(exports):
     return exports.bundle(TINY, max_seq_len=32, compress="int8-tensor")
 
 
-def strided(logits_of, ids: list[int], window: int, stride: int):
-    """transformers' documented loop: perplexity, and log probabilities [V] of each scored token.
-    logits_of(ids [1, n]) [n, V]."""
+def evaluate_in_windows(logits_of, ids: list[int], window: int, stride: int):
+    """transformers' documented loop. Returns the perplexity and, for each scored token, its row of
+    log probabilities [V]. `logits_of` gives the logits [n, V] of ids [1, n]."""
     rows, losses, before = [], [], 0
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
@@ -65,17 +65,17 @@ def strided(logits_of, ids: list[int], window: int, stride: int):
     return float(np.exp(np.mean(losses))), rows
 
 
-evaluated = partial(invoke, "evaluate")
+run_evaluate = partial(invoke, "evaluate")
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def empty_working_folder(tmp_path, monkeypatch):
     """Finished windows are stored below the working directory."""
     monkeypatch.chdir(tmp_path)
 
 
 def test_both_perplexities_and_kl_are_transformers(exports, bundle, text):
-    result = evaluated(
+    result = run_evaluate(
         bundle.root, "--text", text, "--checkpoint", TINY, *SIZES, *EXACT
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
@@ -87,7 +87,7 @@ def test_both_perplexities_and_kl_are_transformers(exports, bundle, text):
         return stored.logits(stored.last_hidden(ids.numpy(), use_cache=False))[0]
 
     (golden_perplexity, p), (perplexity, q) = (
-        strided(logits_of, ids, WINDOW, STRIDE)
+        evaluate_in_windows(logits_of, ids, WINDOW, STRIDE)
         for logits_of in (lambda ids: model(ids).logits[0], logits_of_stored)
     )
     assert result["golden_perplexity"] == pytest.approx(golden_perplexity, rel=1e-6)
@@ -103,17 +103,17 @@ def test_both_perplexities_and_kl_are_transformers(exports, bundle, text):
 
 def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
-    whole = evaluated(*arguments)
+    whole = run_evaluate(*arguments)
     (path,) = Path("data/evaluations").glob("*.npy")
     rows = np.load(path)
     np.save(path, rows[: WINDOW - 1 + 3 * STRIDE])  # of four windows
-    resumed = evaluated(*arguments)
+    resumed = run_evaluate(*arguments)
     assert 0 < resumed["resumed"] < resumed["windows"] and whole["resumed"] == 0
     np.testing.assert_allclose(np.load(path), rows, rtol=1e-4, atol=1e-7)
     assert resumed["perplexity"] == whole["perplexity"]
-    assert evaluated(*arguments, *EXACT)["resumed"] == 0
+    assert run_evaluate(*arguments, *EXACT)["resumed"] == 0
     monkeypatch.setattr(Decoder, "run_calls", None)  # nothing is left to run
-    assert evaluated(*arguments)["resumed"] == 9
+    assert run_evaluate(*arguments)["resumed"] == 9
 
 
 # Runs the command in its own process, whose file of rows is written often, and ends the
@@ -154,13 +154,13 @@ main()
 )
 def test_a_killed_evaluation_resumes_to_the_same_figures(bundle, text, moment, stored):
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
-    whole = evaluated(*arguments)
+    whole = run_evaluate(*arguments)
     shutil.rmtree("data/evaluations")
     # the first window, which has a shape of its own, then two windows for each writing
     program = [sys.executable, "-c", KILLED, moment, str(2 * WINDOW), "evaluate"]
     process = subprocess.run([*program, *map(str, arguments)], capture_output=True)
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()
-    resumed = evaluated(*arguments)
+    resumed = run_evaluate(*arguments)
     assert resumed["resumed"] == stored
     # the reference's windows run in groups, which differ in the order of sums alone
     for name in ("perplexity", "golden_perplexity", "same_top"):
@@ -168,12 +168,13 @@ def test_a_killed_evaluation_resumes_to_the_same_figures(bundle, text, moment, s
     assert resumed["kl"] == pytest.approx(whole["kl"], rel=1e-4, abs=1e-9)
 
 
-def torn(path, rows):
+def tear(path, rows):
     path.write_bytes(path.read_bytes()[:-7])
 
 
-STORED = {
-    "torn": torn,
+# what a file of rows has become → a function of its path and its rows that makes it so
+DAMAGES = {
+    "torn": tear,
     "another number of rows": lambda path, rows: np.save(path, rows[:5]),
     "more rows": lambda path, rows: np.save(path, np.concatenate([rows, rows])),
     "other columns": lambda path, rows: np.save(path, rows[:, :2]),
@@ -184,33 +185,33 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("damage", STORED)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_stored_rows_of_another_form_are_computed_again(bundle, text, damage):
     sizes = "--window", 24, "--stride", 23
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *sizes
-    whole = evaluated(*arguments)
+    whole = run_evaluate(*arguments)
     (path,) = Path("data/evaluations").glob("*.npy")
-    STORED[damage](path, np.load(path))
-    again = evaluated(*arguments)
+    DAMAGES[damage](path, np.load(path))
+    again = run_evaluate(*arguments)
     assert again["resumed"] == 0 and again["perplexity"] == whole["perplexity"]
 
 
 def test_an_evaluation_does_not_go_on_over_changed_weights(bundle, text, tmp_path):
     copy = shutil.copytree(bundle.root, tmp_path / "copy")
-    evaluated(copy, "--text", text)
+    run_evaluate(copy, "--text", text)
     path = max(copy.rglob("weight.bin"), key=lambda file: file.stat().st_size)
     status, weights = path.stat(), np.memmap(path, np.uint8, mode="r+")
     weights[-64:] ^= 1
     weights.flush()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with refused("weight.bin: found bytes that differ"):
-        evaluated(copy, "--text", text)
+        run_evaluate(copy, "--text", text)
 
 
 def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):
     arguments = ("--text", text, "--window", 20, *EXACT)
     one, three = (
-        evaluated(
+        run_evaluate(
             exports.bundle(TINY, max_seq_len=32, batch=B, **options).root, *arguments
         )
         for B, options in [(1, {}), (3, {"kv_write": "slice"})]
@@ -220,13 +221,17 @@ def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):
 
 
 def test_intervals_hold_the_figure_and_are_null_for_few_windows(bundle, text):
-    many = evaluated(bundle.root, "--text", text, "--checkpoint", TINY, "--window", 9)
+    many = run_evaluate(
+        bundle.root, "--text", text, "--checkpoint", TINY, "--window", 9
+    )
     for name, (low, high) in many["intervals"].items():
         figure = many["kl"]["mean"] if name == "kl_mean" else many[name]
         assert low <= figure <= high and (low < high or name == "same_top"), name
     ratio = many["perplexity"] / many["golden_perplexity"]
     assert many["perplexity_ratio"] == pytest.approx(ratio, rel=1e-12)
-    few = evaluated(bundle.root, "--text", text, "--checkpoint", TINY, "--window", 32)
+    few = run_evaluate(
+        bundle.root, "--text", text, "--checkpoint", TINY, "--window", 32
+    )
     assert few["windows"] < evaluate.MIN_WINDOWS and few["intervals"] is None
 
 
@@ -269,20 +274,20 @@ def test_segments_and_slices_do_not_change_the_figures(bundle, text, monkeypatch
     """They bound the memory of calls and of logits."""
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
     monkeypatch.setattr(evaluate, "COLUMNS", 5)
-    whole = evaluated(*arguments)
+    whole = run_evaluate(*arguments)
     shutil.rmtree("data/evaluations")
     monkeypatch.setattr(evaluate, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(evaluate, "SCORED_NUMBERS", 3 * bundle.manifest.dims.V)
-    parts = evaluated(*arguments)
+    parts = run_evaluate(*arguments)
     for name in ("perplexity", "golden_perplexity", "same_top"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-6)
 
 
 def test_rows_of_calls_of_another_width_are_computed_again(bundle, text, monkeypatch):
     arguments = bundle.root, "--text", text, *SIZES
-    evaluated(*arguments)
+    run_evaluate(*arguments)
     monkeypatch.setattr(evaluate, "COLUMNS", 8)
-    assert evaluated(*arguments)["resumed"] == 0
+    assert run_evaluate(*arguments)["resumed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -303,7 +308,7 @@ def test_what_cannot_be_evaluated_is_refused(bundle, text, arguments, words):
     Path("latin").write_bytes("ä".encode("latin-1"))
     named = [] if "--text" in arguments else ["--text", str(text)]
     with refused(words):
-        evaluated(bundle.root, *named, *arguments)
+        run_evaluate(bundle.root, *named, *arguments)
     assert not Path("data").exists()
 
 
@@ -311,7 +316,7 @@ def test_a_bundle_without_a_tokenizer_takes_token_ids(exports, text):
     plain = exports.bundle("llama", max_seq_len=16)
     ids = prompt(97, 40)
     given = ",".join(map(str, ids))
-    assert evaluated(plain.root, "--prompt-ids", given)["tokens"] == 39
-    assert evaluated(plain.root, "--prompt-ids", "1,2")["windows"] == 1
+    assert run_evaluate(plain.root, "--prompt-ids", given)["tokens"] == 39
+    assert run_evaluate(plain.root, "--prompt-ids", "1,2")["windows"] == 1
     with refused("no tokenizer.json.*--prompt-ids"):
-        evaluated(plain.root, "--text", text)
+        run_evaluate(plain.root, "--text", text)

@@ -75,13 +75,12 @@ def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports)
         golden.stored_weights(Checkpoint(exports.checkpoint("llama")), llama_bundle)
 
 
-def changed(name, change):
+def change_array(name, change):
+    """A damage to the arrays of a golden: one is `change` of it."""
     return lambda arrays: arrays.__setitem__(name, change(arrays[name]))
 
 
-def spoilt(value):
-    """One number of a matrix is another."""
-
+def set_last_number(value):
     def change(array):
         array = array.copy()
         array[-1, -1] = value
@@ -90,29 +89,29 @@ def spoilt(value):
     return change
 
 
-WRONG = [  # of a golden's arrays, and what is named
-    (changed("ids", lambda ids: ids + 97), "ids from .* needs ids from 0 to 96"),
-    (changed("ids", lambda ids: -ids), "ids from -"),
-    (changed("ids", lambda ids: ids.astype(np.float32)), "ids float32"),
-    (changed("ids", lambda ids: ids[None]), "ids int64 .1, 8."),
-    (changed("ids", lambda ids: ids[:0]), "ids int64 .0."),
-    (changed("ids", lambda ids: ids[:5]), "a row for each id"),
+DAMAGES = [  # a function that changes the arrays of a golden, words of the message
+    (change_array("ids", lambda ids: ids + 97), "ids from .* needs ids from 0 to 96"),
+    (change_array("ids", lambda ids: -ids), "ids from -"),
+    (change_array("ids", lambda ids: ids.astype(np.float32)), "ids float32"),
+    (change_array("ids", lambda ids: ids[None]), "ids int64 .1, 8."),
+    (change_array("ids", lambda ids: ids[:0]), "ids int64 .0."),
+    (change_array("ids", lambda ids: ids[:5]), "a row for each id"),
     (lambda arrays: arrays.pop("x.1"), "an array 'hidden.1'"),
     (lambda arrays: arrays.pop("x.0"), "no 'hidden|no 'x.0'"),
     (lambda arrays: arrays.pop("hidden.1"), "no 'hidden.1'"),
     (lambda arrays: arrays.pop("k.1"), "no 'k.1'"),
     (lambda arrays: arrays.pop("logits"), "no 'logits'"),
     (lambda arrays: arrays.update(k=arrays["k.1"]), "an array 'k'"),
-    (changed("logits", lambda x: x[:, :5]), "ids from"),
-    (changed("logits", lambda x: x[:5]), "a row for each id"),
-    (changed("hidden.1", lambda x: x[:, :5]), "the shape"),
-    (changed("k.0", lambda x: x.astype(np.int32)), "'k.0' int32"),
-    (changed("k.0", lambda x: x[..., None]), "'k.0' float32"),
+    (change_array("logits", lambda x: x[:, :5]), "ids from"),
+    (change_array("logits", lambda x: x[:5]), "a row for each id"),
+    (change_array("hidden.1", lambda x: x[:, :5]), "the shape"),
+    (change_array("k.0", lambda x: x.astype(np.int32)), "'k.0' int32"),
+    (change_array("k.0", lambda x: x[..., None]), "'k.0' float32"),
     *(
-        (changed(n, spoilt(np.nan)), f"{n}.*inf or nan in row 7")
-        for n in ("x.1", "v.0")
+        (change_array(name, set_last_number(np.nan)), f"{name}.*inf or nan in row 7")
+        for name in ("x.1", "v.0")
     ),
-    (changed("logits", spoilt(np.inf)), "logits.*inf or nan in row 7"),
+    (change_array("logits", set_last_number(np.inf)), "logits.*inf or nan in row 7"),
 ]
 
 
@@ -122,15 +121,15 @@ def stored(exports, tmp_path_factory):
     return golden.make_golden(exports.checkpoint("llama"), IDS), file
 
 
-@pytest.mark.parametrize("damage, found", WRONG)
+@pytest.mark.parametrize("damage, words", DAMAGES)
 def test_arrays_of_another_form_are_refused_when_a_golden_is_read(
-    stored, damage, found
+    stored, damage, words
 ):
     whole, file = stored
     arrays, metadata = load_arrays(whole.save(file))
     damage(arrays)
     save_arrays(file, arrays, metadata)
-    with refused(found):
+    with refused(words):
         Golden.load(file)
 
 

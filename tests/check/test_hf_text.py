@@ -75,10 +75,10 @@ def test_the_text_is_hugging_face_s_greedy_one_however_it_is_batched(tiny_llama)
         (text, transcript.encode(tiny_llama.tokenizer, text)) for text in PROMPTS
     ]
     together = greedy.write_texts(tiny_llama, encoded, 12, batched=True)
-    alone = greedy.write_texts(tiny_llama, encoded, 12, batched=False)
-    assert [text.tokens for text in together] == [text.tokens for text in alone]
+    one_by_one = greedy.write_texts(tiny_llama, encoded, 12, batched=False)
+    assert [text.tokens for text in together] == [text.tokens for text in one_by_one]
     reference = Reference(tiny_llama)
-    for text in alone:
+    for text in one_by_one:
         logits = reference.run(text.input_ids).logits[text.predicting_positions]
         assert logits.argmax(-1).tolist() == text.tokens
 
@@ -193,7 +193,14 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
 
 
 def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
-    """A transcript of texts of tokens 1, whose last one is the end token 0."""
+    """A transcript of texts that are tokens 1; those whose numbers are in `ended` end with the end
+    token 0. The stored weights explain every token of the texts of even numbers and none of the
+    others.
+
+    Args:
+        bundle_tokens: for each text, the tokens of the bundle.
+        gap: for each text, the gaps of its tokens.
+    """
     texts = []
     for number, (row, gaps) in enumerate(zip(bundle_tokens, gap)):
         ids = [1] * (tokens - 1) + [0 if number in ended else 1]
@@ -209,7 +216,14 @@ def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
             weights_explain=np.full(tokens, number % 2 == 0),
         )
         texts.append(text)
-    return Transcript(texts, 0.01, 1.0, 1.0, 0, frozenset({0}))
+    return Transcript(
+        texts,
+        sigma=0.01,
+        error_ratio=1.0,
+        token_error_ratio=1.0,
+        worst_token=0,
+        end_tokens=frozenset({0}),
+    )
 
 
 def test_a_small_gap_is_a_tie_and_later_positions_count():
@@ -238,8 +252,8 @@ def test_rounding_of_the_stream_needs_no_bundle(tiny_llama):
     ids = np.array([[1, 5, 9, 30], [1, 7, 7, 7]])
     rounded = reference.perturbed_hidden(ids, round_stream(1.0))
     for row, hidden in zip(ids, rounded):
-        alone = reference.run(row, perturb=round_stream(1.0)).normed
-        np.testing.assert_allclose(hidden.numpy(), alone, rtol=1e-5, atol=1e-6)
+        expected = reference.run(row, perturb=round_stream(1.0)).normed
+        np.testing.assert_allclose(hidden.numpy(), expected, rtol=1e-5, atol=1e-6)
     plain = reference.last_hidden(ids, use_cache=False)
     assert not np.array_equal(plain.numpy(), rounded.numpy())
 

@@ -6,7 +6,7 @@ import pytest
 import real
 import tiny
 from cases import Subject, run_gate
-from faults import FAULTS
+from faults import find_fault
 from faults.copies import Copy
 
 from workbench import Decoder, InputError, validate
@@ -101,23 +101,23 @@ def test_a_sound_bundle_is_green(real_model, golden_of, exports, name, preset):
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("place", "name"),
     [
-        "memory/future_left_visible",
-        "memory/write_address_off_by_one_at_t_above_1",
-        "disk/one_frequency_off_by_a_hundredth",
-        "disk/one_weight_of_another_sign",
-        "disk/rms_epsilon_times_10_in_one_norm",
+        ("memory", "future left visible"),
+        ("memory", "write address off by one at T above 1"),
+        ("disk", "one frequency off by a hundredth"),
+        ("disk", "one weight of another sign"),
+        ("disk", "RMS epsilon times 10 in one norm"),
     ],
 )
-def test_a_planted_fault_is_red(real_model, exports, tmp_path, fault):
+def test_a_planted_fault_is_red(real_model, exports, tmp_path, place, name):
     source = real_model("smollm2")
     bundle = bundle_of(exports, source, "fp16")
-    planted = FAULTS[fault]
-    if fault.startswith("disk/"):
+    fault = find_fault(place, name)
+    if place == "disk":
         copy = Copy(bundle.root, tmp_path / "copy")
-        planted.plant_in(copy)
+        fault.plant_in(copy)
         subject = Subject(copy.seal(), source)
     else:
-        subject = Subject(bundle.root, source, planted)
-    assert run_gate(subject, planted.gate).verdict == RED
+        subject = Subject(bundle.root, source, fault)
+    assert run_gate(subject, fault.gate).verdict == RED

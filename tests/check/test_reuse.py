@@ -32,8 +32,8 @@ def test_every_cell_of_a_trained_checkpoint_is_green(name, exports):
 
 
 def test_it_holds_in_fp16_arithmetic_up_to_the_last_row(exports):
-    both = pair(exports, "tiny-llama", "declared")
-    result = check_reuse(*both, lengths=(32, trained.S - 4))
+    decoders = pair(exports, "tiny-llama", "declared")
+    result = check_reuse(*decoders, lengths=(32, trained.S - 4))
     assert reuse_gate(result).verdict == "GREEN"
 
 

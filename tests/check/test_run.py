@@ -1,3 +1,5 @@
+"""The trace of a bundle has the layers within a shard, and the choices of experts."""
+
 import numpy as np
 import pytest
 import tiny

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import cases
 import numpy as np
 import pytest
-from faults import FAULTS
+from faults import find_fault
 from faults.copies import Copy
 from tiny import prompt
 
@@ -22,8 +22,8 @@ from workbench.check.shared import SharedResults, StoredKey, golden_digest
 from workbench.check.stretches import reference_stretches
 
 
-def named_fault(slug):
-    return FAULTS[f"disk/{slug}"].plant_in
+def plant_of(name):
+    return find_fault("disk", name).plant_in
 
 
 def shorten_rings(copy):
@@ -60,10 +60,10 @@ def gates_by_name(bundle, checkpoint, shared=None):
 @pytest.mark.parametrize(
     ("base", "plant", "red"),
     [
-        ("llama", named_fault("attention_limited_to_the_last_40_rows"), "host"),
-        ("gemma", named_fault("window_one_token_too_wide"), "host"),
+        ("llama", plant_of("attention limited to the last 40 rows"), "host"),
+        ("gemma", plant_of("window one token too wide"), "host"),
         ("ring", shorten_rings, "write_address"),
-        ("llama", named_fault("one_frequency_off_by_a_hundredth"), "host"),
+        ("llama", plant_of("one frequency off by a hundredth"), "host"),
     ],
     ids=["window", "wider_window", "ring", "frequencies"],
 )
@@ -233,10 +233,12 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
     pair, monkeypatch
 ):
     sound, faulty, checkpoint = pair(
-        "llama", named_fault("one_frequency_off_by_a_hundredth")
+        "llama", plant_of("one frequency off by a hundredth")
     )
     golden = Golden.of(checkpoint, prompt(64, 8), sound.root.parent / "golden")
-    alone = validate.validate(Decoder(faulty, "portable"), golden, ignore_stored=True)
+    without_shared = validate.validate(
+        Decoder(faulty, "portable"), golden, ignore_stored=True
+    )
     calls = []
 
     def counted(module, name):
@@ -258,8 +260,8 @@ def test_a_second_decoder_and_other_frequencies_take_over_what_is_the_same(
         for decoder in decoders
     )
     assert sorted(calls) == ["measure_budget", "reference_stretches", "weights_gate"]
-    assert last.json() == alone.json()
-    assert last.rows.equals(alone.rows)
+    assert last.json() == without_shared.json()
+    assert last.rows.equals(without_shared.rows)
 
 
 def change_ids(golden):

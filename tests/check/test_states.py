@@ -1,3 +1,5 @@
+"""The gates on states: which numbers of tokens their calls have, and caches that few calls fill."""
+
 import pytest
 
 from workbench.bundle import Options

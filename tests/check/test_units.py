@@ -49,9 +49,9 @@ DEAD = {"CPU_AND_NE": "killed by SIGSEGV"}
     ],
 )
 def test_blame_follows_the_portable_modes(table, outcomes, unit, blame, verdict):
-    found = table(outcomes)
-    assert units.units_verdict(found) == verdict
-    rows = found.set_index("unit")
+    results = table(outcomes)
+    assert units.units_verdict(results) == verdict
+    rows = results.set_index("unit")
     assert rows.loc[unit, "blame"] == blame
     assert rows["verdict"].ne("GREEN").sum() == len(outcomes)
     died = outcomes is DEAD
@@ -61,10 +61,10 @@ def test_blame_follows_the_portable_modes(table, outcomes, unit, blame, verdict)
 
 
 def test_off_a_mac_only_portable_modes_run_and_say_so(table):
-    found = table({}, runtime="portable")
+    results = table({}, runtime="portable")
     modes = ["portable declared", "portable exact", "portable narrow"]
-    assert list(found["unit"]) == modes
-    assert found["blame"].isna().all() and units.units_verdict(found) == "GREEN"
+    assert list(results["unit"]) == modes
+    assert results["blame"].isna().all() and units.units_verdict(results) == "GREEN"
 
 
 def test_a_unit_is_held_against_portable_too(table):
@@ -79,10 +79,10 @@ def test_a_unit_is_held_against_portable_too(table):
 def test_a_cost_above_the_user_s_limit_is_blamed_on_nothing(table):
     """A sound export in every arithmetic, whose cost is above the limit."""
     names = ("declared", "exact", "narrow")
-    found = table(dict.fromkeys(names, "LIMIT"), runtime="portable")
-    assert set(found["verdict"]) == {"GREEN"} == {units.units_verdict(found)}
-    assert set(found["quality"]) == {"OVER"} == {units.units_quality(found)}
-    assert found["blame"].isna().all()
+    results = table(dict.fromkeys(names, "LIMIT"), runtime="portable")
+    assert set(results["verdict"]) == {"GREEN"} == {units.units_verdict(results)}
+    assert set(results["quality"]) == {"OVER"} == {units.units_quality(results)}
+    assert results["blame"].isna().all()
     faulty = table(dict.fromkeys(names, "LIMIT") | {"CPU_ONLY": "RED"})
     rows = faulty.set_index("unit")["blame"]
     assert rows["CPU_ONLY"] == "runtime" and pd.isna(rows["portable exact"])

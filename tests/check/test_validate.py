@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from faults import FAULTS
+from faults import find_fault
 from faults.decoders import wrap_calls
 from in_process import cli, invoke
 from refusal import refused
@@ -49,7 +49,7 @@ def test_gate_program_reads_the_inputs_of_a_host_that_was_changed(
     llama_bundle, tiny_llama
 ):
     decoder = Decoder(llama_bundle, "portable")
-    FAULTS["memory/tokens_of_a_chunk_written_in_reverse"].plant_in(decoder)
+    find_fault("memory", "tokens of a chunk written in reverse").plant_in(decoder)
     results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, decoder=decoder)}
     assert results["program"].verdict == "RED"
 
@@ -58,7 +58,7 @@ def test_gate_program_reads_the_inputs_of_a_host_that_was_changed(
 def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     broken, llama_golden, tmp_path, source
 ):
-    folder, checkpoint = broken("t_max_of_60_over_a_range_of_4")
+    folder, checkpoint = broken("t_max of 60 over a range of 4")
     arguments = [f"--{source}", checkpoint.path]
     if source == "golden":
         arguments[1] = llama_golden.save(tmp_path / "g.safetensors")
@@ -75,8 +75,8 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     bundle, tiny_llama, llama_golden
 ):
     path = llama_golden.save(bundle.root.parent / "g.safetensors")
-    alone = invoke("validate", bundle.root, "--golden", path)
-    missing = {g["name"] for g in alone["gates"] if g["verdict"] == "not_run"}
+    without_verdict = invoke("validate", bundle.root, "--golden", path)
+    missing = {g["name"] for g in without_verdict["gates"] if g["verdict"] == "not_run"}
     assert missing == {"weights", "host", "program", "device", "budget"}
     checkpoint = "--checkpoint", tiny_llama.path
     validation = invoke("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
@@ -146,8 +146,8 @@ def verdicts(cost, max_kl=gates.MAX_KL):
     return {g.name: g.verdict for g in cost.judge(max_kl)}
 
 
-def times(decoder, factor):
-    """What the second layer's shard gives is `factor` times too large."""
+def scale_second_layer(decoder, factor):
+    """Plants: what the second layer's shard returns is `factor` times too large."""
 
     def scaled(predict, inputs, state):
         outputs = predict(inputs, state).items()
@@ -198,7 +198,7 @@ def test_an_error_that_rounding_does_not_explain_is_red(
     budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
     clean = measure(decoder, llama_golden, budget=budget)
     assert verdicts(clean) == {"max_kl": "WITHIN", "budget": "GREEN"}
-    times(decoder, 1.03)
+    scale_second_layer(decoder, 1.03)
     wrong = measure(decoder, llama_golden, budget=budget)
     assert verdicts(wrong, max_kl=9)["budget"] == "RED"
     worst = furthest(compared(wrong.rows))
@@ -244,7 +244,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp
     layers = error.split_error(checkpoint, bundle, prompt(97, 8))["isolated"].layers()
     parts = ["storage", "reauthoring", "precision", "total"]
     assert layers.set_index("layer").loc[1, parts].eq(0).all()
-    times(decoder, 1.01)
+    scale_second_layer(decoder, 1.01)
     budget = measure_budget(bundle, checkpoint, reference)
     _, gate = measure(decoder, reference, (1, 4), budget).judge()
     assert gate.verdict == "RED" and "layer 1, update" in gate.reason
@@ -305,23 +305,23 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
     budget = None
     if given == "checkpoint":
         budget = measure_budget(bundle, checkpoint, reference)
-    found = Validation([], measure(decoder, reference, (4,), budget))
-    cells = compared(found.rows.assign(times=found.cost.over_rounding))
+    result = Validation([], measure(decoder, reference, (4,), budget))
+    cells = compared(result.rows.assign(times=result.cost.over_rounding))
     lowest = cells.loc[cells["cosine"].idxmin()]
     assert (lowest["layer"], lowest["tensor"]) == (1, "update")
-    assert lowest["times"] < BUDGET_FACTOR < found.worst["over_rounding"]
-    assert found.worst["layer"] == 0
-    assert found.json()["min_cosine"] == pytest.approx(lowest["cosine"])
+    assert lowest["times"] < BUDGET_FACTOR < result.worst["over_rounding"]
+    assert result.worst["layer"] == 0
+    assert result.json()["min_cosine"] == pytest.approx(lowest["cosine"])
 
 
 # --- device ---------------------------------------------------------------------------------------
 
 
-def device(bundle, precision="declared", fault=None):
-    """A stand-in for a device: it shows what Core ML shows."""
+def device(bundle, precision="declared", plant=None):
+    """A stand-in for a device, with a fault that `plant` plants: it shows what Core ML shows."""
     decoder = Decoder(bundle, "portable", precision)
-    if fault:
-        fault(decoder)
+    if plant:
+        plant(decoder)
     return as_device(decoder)
 
 
@@ -340,19 +340,21 @@ def test_every_arithmetic_up_to_narrow_sums_is_green(
     assert gate.verdict == "GREEN" and gate.value <= most
 
 
-hundredth = partial(times, factor=1.01)
-
-
 @pytest.mark.parametrize(
-    "fault", [FAULTS["memory/tokens_of_a_chunk_written_in_reverse"].plant, hundredth]
+    ("plant", "reason"),
+    [
+        (find_fault("memory", "tokens of a chunk written in reverse").plant_in, ""),
+        (partial(scale_second_layer, factor=1.01), "hidden of layer 1"),
+    ],
+    ids=["reversed_chunk", "scaled_layer"],
 )
 def test_a_device_that_computes_something_else_is_red(
-    llama_bundle, llama_golden, reference, fault
+    llama_bundle, llama_golden, reference, plant, reason
 ):
-    decoder = device(llama_bundle, fault=fault)
+    decoder = device(llama_bundle, plant=plant)
     gate = device_gate(decoder, llama_golden, reference)
     assert gate.verdict == "RED" and gate.value > 3
-    assert fault is not hundredth or "hidden of layer 1" in gate.reason
+    assert reason in gate.reason
 
 
 def test_a_near_tied_choice_of_an_expert_is_left_out(exports):

@@ -18,45 +18,45 @@ from workbench.check.stored_values import (
 from workbench.check.weights import _is_constant, weights_gate
 
 
-def unplaced(copy):
+def remove_weight_from_shard(copy):
     copy.shard(1)["weights"].pop("model.layers.1.mlp.up_proj.weight")
 
 
-def operands_that_do_not_fit(copy):
+def resize_scale(copy):
     weight = copy.weight("layers.1.self_attn.v_proj.weight")
     weight.arrays["scale"].value.type.tensorType.dimensions[0].constant.size = 7
 
 
-def half_a_file(copy):
+def cut_weight_file_in_half(copy):
     files = copy.shard(0)["files"]
     path = next(e["path"] for e in files if e["path"].endswith("weight.bin"))
     copy.edit_file(path, lambda data: data[: len(data) // 2])
 
 
-def rounded_embedding(copy):
+def scale_embedding(copy):
     copy.edit_embedding(lambda table: table.__imul__(np.float16(1.05)))
 
 
 @pytest.mark.parametrize(
     ("plant", "place"),
     [
-        (unplaced, "no shard stores model.layers.1.mlp.up_proj.weight"),
-        (operands_that_do_not_fit, "layers.1.self_attn.v_proj.weight"),
-        (half_a_file, "layers_00_00"),
-        (rounded_embedding, "host: model.embed_tokens"),
+        (remove_weight_from_shard, "no shard stores model.layers.1.mlp.up_proj.weight"),
+        (resize_scale, "layers.1.self_attn.v_proj.weight"),
+        (cut_weight_file_in_half, "layers_00_00"),
+        (scale_embedding, "host: model.embed_tokens"),
     ],
 )
 def test_what_is_damaged_or_missing_is_red_by_name(broken, plant, place):
     folder, checkpoint = broken(plant, "int8-channel")
     gate = weights_gate(Bundle.open(folder), checkpoint)
     assert gate.verdict == "RED" and place in gate.reason
-    assert "o_proj" not in gate.reason or plant is half_a_file
+    assert "o_proj" not in gate.reason or plant is cut_weight_file_in_half
 
 
 def test_a_tensor_is_compared_in_blocks_and_named_once(broken, monkeypatch):
     def plant(copy):
-        rounded_embedding(copy)
-        operands_that_do_not_fit(copy)
+        scale_embedding(copy)
+        resize_scale(copy)
 
     folder, checkpoint = broken(plant, "int8-channel")
     monkeypatch.setattr(compare, "BLOCK", 64)

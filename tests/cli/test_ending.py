@@ -78,8 +78,8 @@ ARRAY_TOO_LARGE = np._core._exceptions._ArrayMemoryError((9,), np.dtype("f4"))
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_is_one_message_with_its_exit_code(capsys, problem, code, words):
-    exit_code, said = end_with(capsys, problem)
-    (line,) = said.splitlines()
+    exit_code, stderr = end_with(capsys, problem)
+    (line,) = stderr.splitlines()
     assert exit_code == code and words in line and line.startswith("workbench: ")
 
 
@@ -87,17 +87,17 @@ def test_a_fault_of_the_workbench_names_the_file_of_its_traceback(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code, said = end_with(capsys, ZeroDivisionError("division by zero"))
+    code, stderr = end_with(capsys, ZeroDivisionError("division by zero"))
     (file,) = tmp_path.iterdir()
-    assert code == 3 and len(said.splitlines()) == 1
+    assert code == 3 and len(stderr.splitlines()) == 1
     assert (
         f"a fault of the workbench: ZeroDivisionError: division by zero (traceback: {file})"
-        in said
+        in stderr
     )
     assert "in command" in file.read_text()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-    code, said = end_with(capsys, ZeroDivisionError("division by zero"))
-    assert code == 3 and len(said.splitlines()) == 1
+    code, stderr = end_with(capsys, ZeroDivisionError("division by zero"))
+    assert code == 3 and len(stderr.splitlines()) == 1
 
 
 def test_an_error_that_is_the_workbench_s_own_recursion_is_its_fault(capsys):
@@ -158,8 +158,8 @@ def test_what_libraries_print_is_not_in_a_document(capsys, monkeypatch, stored):
 
     monkeypatch.setattr(log, "load", noisy)
     commands.main()
-    said = capsys.readouterr()
-    assert len(json.loads(said.out)) == 0 and "a dump of a library" in said.err
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)) == 0 and "a dump of a library" in printed.err
 
 
 def test_settings_of_tqdm_that_it_cannot_read_are_named(stored):
@@ -173,8 +173,8 @@ def test_settings_of_tqdm_that_it_cannot_read_are_named(stored):
 def test_help_has_its_texts_where_python_removes_docstrings():
     environment = os.environ | {"PYTHONOPTIMIZE": "2"}
     command = [*COMMAND, "log", "--help"]
-    said = subprocess.check_output(command, env=environment, text=True)
-    assert "Prints one row for each setting" in said and "Column to sort by" in said
+    page = subprocess.check_output(command, env=environment, text=True)
+    assert "Prints one row for each setting" in page and "Column to sort by" in page
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_an_interrupted_sweep_says_what_it_kept_and_ends_at_once(tmp_path):
         assert running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=30)
+    _, stderr = running.communicate(timeout=30)
     assert running.returncode == 130
-    assert said.splitlines()[-1].startswith("workbench: 1 of 4 cells kept in ")
-    assert said.splitlines()[-1].endswith("the same command resumes")
+    assert stderr.splitlines()[-1].startswith("workbench: 1 of 4 cells kept in ")
+    assert stderr.splitlines()[-1].endswith("the same command resumes")

@@ -124,10 +124,10 @@ def test_a_cluster_without_workers_says_so_and_goes_on_with_a_new_one(
         target=lambda: results.extend(cluster.run(client, str, [1, 2]))
     )
     running.start()
-    said = ""
-    while "no worker with ANE is left at the scheduler; 2 cells wait" not in said:
+    stderr = ""
+    while "no worker with ANE is left at the scheduler; 2 cells wait" not in stderr:
         time.sleep(0.05)
-        said += capsys.readouterr().err
+        stderr += capsys.readouterr().err
     cluster_here.scale(1)
     running.join(60)
     assert sorted(results) == ["1", "2"]

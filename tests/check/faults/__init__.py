@@ -40,7 +40,7 @@ from faults import (
     weights,
     zaya,
 )
-from faults.fault import Fault
+from faults.fault import Fault, slug
 
 IN_MEMORY: list[Fault] = [
     *host.FAULTS,
@@ -58,6 +58,12 @@ ON_DISK: list[Fault] = [
     *programs.FAULTS,
     *descriptions.FAULTS,
 ]
+# place/slug → fault
 FAULTS = {f"memory/{fault.slug}": fault for fault in IN_MEMORY}
 FAULTS |= {f"disk/{fault.slug}": fault for fault in ON_DISK}
 assert len(FAULTS) == len(IN_MEMORY) + len(ON_DISK), "two faults have one name"
+
+
+def find_fault(place: str, name: str) -> Fault:
+    """The fault of `IN_MEMORY` (place "memory") or `ON_DISK` ("disk") with the name in its row."""
+    return FAULTS[f"{place}/{slug(name)}"]

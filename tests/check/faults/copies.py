@@ -16,6 +16,8 @@ from miltorch.coremltools_import import coremltools, protobuf_module
 from miltorch.program import DTYPE_BITS, NUMPY, _Reader, spec_path
 from workbench.files import sha256
 
+ArrayChange = Callable[[np.ndarray], np.ndarray]
+
 
 class StoredArray:
     """One array of a package, in a protobuf value or at a place of the weight file that this value
@@ -348,3 +350,8 @@ class Copy:
     def _update(self, entry: dict) -> None:
         path = self.root / entry["path"]
         entry |= {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+Plant = Callable[[Copy], None]
+LayerPlant = Callable[[Copy, int], None]
+"""The `plant` of a `Fault` in files, and that of a fault in the shard of one layer."""

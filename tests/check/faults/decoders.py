@@ -32,7 +32,7 @@ def find_steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> lis
     module = module.format(layer=layer)
     steps = []
     for step in model.executable.body.steps:
-        name = step.outputs[0][0] if step.outputs else ""
+        name = step.outputs[0].name if step.outputs else ""
         if step.op.kind == kind and model.shard.modules.get(name, "").endswith(module):
             steps.append(step)
     assert steps, (kind, module)
@@ -42,7 +42,7 @@ def find_steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> lis
 def find_step_returning(decoder: Decoder, layer: int, name: str):
     """The step whose first result has this name."""
     steps = decoder.layer_shards[layer].executable.body.steps
-    return next(step for step in steps if step.outputs and step.outputs[0][0] == name)
+    return next(step for step in steps if step.outputs and step.outputs[0].name == name)
 
 
 def change_result(step, change: TensorChange) -> None:

@@ -1,11 +1,7 @@
 """Faults of the descriptions that a bundle's packages give of their programs."""
 
-from collections.abc import Callable
-
-from faults.copies import Copy
+from faults.copies import Copy, LayerPlant
 from faults.fault import Fault
-
-LayerPlant = Callable[[Copy, int], None]
 
 INT32, FLOAT32, DOUBLE = 0x20000 | 32, 0x10000 | 32, 0x10000 | 64
 """Codes of Core ML's ArrayFeatureType."""

@@ -5,14 +5,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+def slug(name: str) -> str:
+    """A fault's name as one word, which cases and commands use: "T of 2" → "t_of_2"."""
+    return re.sub(r"\W+", "_", name.lower())
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault, and the gate that must be RED once it is planted; other gates may be RED as well.
 
     `plant` changes its first argument in place: a `Decoder` where the fault is in memory, a
-    `copies.Copy` of a bundle's files where it is on disk. A fault of the shard of one layer names
-    this `layer`, and `plant` gets it as the second argument: the fault can be planted in other
-    layers of the same kind, too. `bundle` is the key of `cases.BASES` that says what the fault is
+    `copies.Copy` of a bundle's files where it is on disk (`Plant` of decoders.py and copies.py). A
+    fault of the shard of one layer names this `layer`, and `plant` gets it as the second argument
+    (`LayerPlant`): the fault can be planted in other layers of the same kind, too. `bundle` is the key of `cases.BASES` that says what the fault is
     planted in, `presets` the ones whose files can have it (None: all)."""
 
     name: str
@@ -24,8 +29,7 @@ class Fault:
 
     @property
     def slug(self) -> str:
-        """The name as one word, which cases and commands use: "T of 2" → "t_of_2"."""
-        return re.sub(r"\W+", "_", self.name.lower())
+        return slug(self.name)
 
     @property
     def first_preset(self) -> str:

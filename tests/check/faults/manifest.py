@@ -1,12 +1,9 @@
 """Faults of a bundle's manifest, and of the tokenizer that it lists."""
 
 import json
-from collections.abc import Callable
 
-from faults.copies import Copy
+from faults.copies import Plant
 from faults.fault import Fault
-
-Plant = Callable[[Copy], None]
 
 
 def declare(part: str, field: str, value) -> Plant:

@@ -57,7 +57,7 @@ def read_before_writing(decoder, layer):
 
     states = set()
     for step in find_steps(decoder, layer, "read_state"):
-        state = step.operands[0][1]
+        state = step.operands[0].source
         step.function = read_again if state in states else read_first
         states.add(state)
 
@@ -155,7 +155,7 @@ def reverse_head_slices(decoder):
 def pick_lowest_score(decoder):
     for model in decoder.layer_shards:
         for step in model.executable.body.steps:
-            if step.outputs and step.outputs[0][0] == "router_scores":
+            if step.outputs and step.outputs[0].name == "router_scores":
                 change_result(step, torch.neg)
 
 
@@ -265,7 +265,7 @@ FAULTS = [
         plant=edit_weight("mlp.up_proj.weight", poison),
     ),
     Fault(
-        "key weights transposed",
+        "input channels of the keys reversed",
         gate="program",
         layer=2,
         plant=edit_weight("self_attn.k_proj.weight", lambda weight: weight.flip(1)),

@@ -1,15 +1,16 @@
 """Faults of the programs in a bundle's packages."""
 
-from collections.abc import Callable
-
 import numpy as np
 
-from faults.copies import Copy, find_source, list_arguments, rename_arguments
+from faults.copies import (
+    Copy,
+    LayerPlant,
+    Plant,
+    find_source,
+    list_arguments,
+    rename_arguments,
+)
 from faults.fault import Fault
-
-Plant = Callable[[Copy], None]
-LayerPlant = Callable[[Copy, int], None]
-
 
 # Constants
 
@@ -173,10 +174,12 @@ def write_keys_before_rotation(copy, layer):
     shard = copy.shard(layer)
     products = copy.operations(shard, "matmul", "self_attn")
     write = next(op for op in products if find_source(op, "x") == "kv_write_mask")
-    half = write
-    for parameter in ("y", "values", "x", "x"):  # rows, halves, a turn, a product
-        half = copy.find_operation_returning(shard, find_source(half, parameter))
-    copy.feed(write, "y", find_source(half, "x"))
+    rows = copy.find_operation_returning(shard, find_source(write, "y"))
+    concat = copy.find_operation_returning(shard, find_source(rows, "values"))
+    # a half of the rotated keys is k · cos − k' · sin
+    half = copy.find_operation_returning(shard, find_source(concat, "x"))
+    product = copy.find_operation_returning(shard, find_source(half, "x"))
+    copy.feed(write, "y", find_source(product, "x"))
 
 
 def exchange_states(copy, layer):

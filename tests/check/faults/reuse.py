@@ -16,7 +16,7 @@ from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
 from workbench.decode import Sequences, sequences, store
 from workbench.decode.snapshot import Snapshot
 
-Plant = Callable[[pytest.MonkeyPatch, Decoder, Decoder], None]
+ReusePlant = Callable[[pytest.MonkeyPatch, Decoder, Decoder], None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ReuseFault:
     through `patch`, what both run."""
 
     name: str
-    plant: Plant
+    plant: ReusePlant
     checkpoint: str = "tiny-llama"
 
     @property
@@ -34,7 +34,7 @@ class ReuseFault:
         return self.name.replace(" ", "_")
 
 
-def replace_function(place, attribute: str, function: Callable) -> Plant:
+def replace_function(place, attribute: str, function: Callable) -> ReusePlant:
     """Puts `function` in the place of `place.attribute`, which it gets as its first argument."""
 
     def plant(patch, single, batched):

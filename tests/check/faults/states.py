@@ -57,7 +57,8 @@ def write_first_head_only(decoder, layer):
 def add_new_rows_to_old(decoder, layer):
     for step in find_steps(decoder, layer, "sub", "self_attn"):
         # 1 − Σ write mask is [B, 1, S, 1], the factor of the old rows
-        if step.op.outputs[0][1].shape[-1] == 1:
+        (_, declared), *_ = step.op.outputs
+        if declared.shape[-1] == 1:
             change_result(step, torch.ones_like)
 
 
@@ -150,7 +151,7 @@ def damage_a_value_head(decoder, layer):
         return value
 
     for step in find_steps(decoder, layer, "read_state"):
-        if step.operands[0][1] == "v_state":
+        if step.operands[0].source == "v_state":
             change_result(step, change)
 
 
@@ -165,7 +166,7 @@ def repeat_last_row(value):
 
 def turn_keys_only(decoder, layer):
     # queries are rotated first; each half is a difference or a sum whose y has the sine
-    halves = find_steps(decoder, layer, "concat", "self_attn")[0].operands[0][1]
+    halves = find_steps(decoder, layer, "concat", "self_attn")[0].operands[0].source
     for name in halves:
         step = find_step_returning(decoder, layer, name)
         change_arguments(step, lambda arguments: arguments | {"y": arguments["y"] * 0})

@@ -4,14 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from faults.copies import Copy
+from faults.copies import ArrayChange, Plant
 from faults.fault import Fault
 
-Plant = Callable[[Copy], None]
-Change = Callable[[np.ndarray], np.ndarray]
 
-
-def edit_frequencies(change: Change) -> Plant:
+def edit_frequencies(change: ArrayChange) -> Plant:
     """Changes the inverse frequencies of every rotary table."""
 
     def plant(copy):
@@ -87,7 +84,7 @@ def exchange_frequencies(copy):
     a["inv_freq"], b["inv_freq"] = b["inv_freq"], a["inv_freq"]
 
 
-def edit_embedding(change: Change, name: str = "weight") -> Plant:
+def edit_embedding(change: ArrayChange, name: str = "weight") -> Plant:
     """Changes a table of embeddings: `weight` [V, C] or `per_layer` [V, L·P]."""
     return lambda copy: copy.edit_embedding(change, name)
 

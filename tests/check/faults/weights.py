@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from faults.copies import StoredWeight
+from faults.copies import ArrayChange, StoredWeight
 from faults.fault import Fault
 
 GROUPED = ("lut6-g16",)  # presets of `cases` with a table for each group of rows
 # Presets of the bundle `fitted`, and those with a table for each group of rows.
 FITTED = ("int8-channel", "int4-block32", "lut6-g16", "lut4-g8")
 FITTED_TABLES = ("lut6-g16", "lut4-g8")
-Plant = Callable[..., None]
-Change = Callable[[np.ndarray], np.ndarray]
+WeightPlant = Callable[..., None]
+"""A function of a `Copy`, and of a layer in a fault that has one."""
 
 
 # Edits of stored weights. In a fault with a layer, `tensor` is a weight's name within the layer; in
@@ -23,7 +23,7 @@ def full_name(tensor: str, layer: int | None) -> str:
     return tensor if layer is None else f"layers.{layer}.{tensor}"
 
 
-def edit_stored(tensor: str, change: Callable[[StoredWeight], None]) -> Plant:
+def edit_stored(tensor: str, change: Callable[[StoredWeight], None]) -> WeightPlant:
     """Changes how a weight is stored."""
 
     def plant(copy, layer=None):
@@ -32,7 +32,7 @@ def edit_stored(tensor: str, change: Callable[[StoredWeight], None]) -> Plant:
     return plant
 
 
-def in_every_layer(plant: Plant) -> Plant:
+def in_every_layer(plant: WeightPlant) -> WeightPlant:
     """Plants a fault of a layer in all of them."""
 
     def plant_everywhere(copy):
@@ -42,17 +42,17 @@ def in_every_layer(plant: Plant) -> Plant:
     return plant_everywhere
 
 
-def scale(tensor: str, factor: float) -> Plant:
+def scale(tensor: str, factor: float) -> WeightPlant:
     """Multiplies a weight by way of its scale or table where it has one."""
     return edit_stored(tensor, lambda stored: stored.scale(factor))
 
 
-def scale_row(tensor: str, row: int, factor: float) -> Plant:
+def scale_row(tensor: str, row: int, factor: float) -> WeightPlant:
     """Multiplies one output channel, by its own scale where it has one."""
     return edit_stored(tensor, lambda stored: stored.scale_row(row, factor))
 
 
-def store_scaled_row(tensor: str, row: int, factor: float) -> Plant:
+def store_scaled_row(tensor: str, row: int, factor: float) -> WeightPlant:
     """Multiplies one output channel. An entry of a coarse table stands for its own multiple, too:
     each weight is stored as one of the two entries around its multiple, drawn so that their mean is
     the multiple."""
@@ -66,17 +66,17 @@ def store_scaled_row(tensor: str, row: int, factor: float) -> Plant:
     return edit_stored(tensor, scale_stored)
 
 
-def shift(tensor: str, steps: int) -> Plant:
+def shift(tensor: str, steps: int) -> WeightPlant:
     """Moves every weight by steps of its storage, as a wrong zero point does."""
     return edit_stored(tensor, lambda stored: stored.shift(steps))
 
 
-def edit_values(tensor: str, change: Change) -> Plant:
+def edit_values(tensor: str, change: ArrayChange) -> WeightPlant:
     """Changes the values of a weight, which are stored as its preset can express them."""
     return edit_stored(tensor, lambda stored: stored.write(change(stored.read())))
 
 
-def exchange(tensor: str, other: str) -> Plant:
+def exchange(tensor: str, other: str) -> WeightPlant:
     """Exchanges two weights of one shape."""
 
     def plant(copy, layer):
@@ -99,7 +99,7 @@ def zero_first_rows(values):
     return values
 
 
-def by_head(change: Change, D: int = 32) -> Change:
+def by_head(change: ArrayChange, D: int = 32) -> ArrayChange:
     """A change of values seen as [heads, D, …]."""
 
     def change_heads(values):
@@ -144,7 +144,7 @@ def shuffle(values):
 # Edits of lookup tables
 
 
-def edit_tables(tensor: str, change: Change) -> Plant:
+def edit_tables(tensor: str, change: ArrayChange) -> WeightPlant:
     """Changes the tables [groups, entries] of a weight."""
     return edit_stored(tensor, lambda stored: stored.edit_tables(change))
 
@@ -444,12 +444,12 @@ FAULTS = [
         plant=edit_values("self_attn.q_proj.bias", drop),
     ),
     Fault(
-        "query norm of ones",
+        "query norm constant at 1.125",
         gate="weights",
         bundle="qwen3",
         layer=1,
         plant=edit_values(
-            "self_attn.q_norm.weight", lambda values: np.ones_like(values) * 1.125
+            "self_attn.q_norm.weight", lambda values: np.full_like(values, 1.125)
         ),
     ),
     Fault(
@@ -481,12 +481,12 @@ FAULTS = [
         ),
     ),
     Fault(
-        "balancing biases dropped",
+        "balancing biases constant at 0.01",
         gate="weights",
         bundle="zaya",
         layer=1,
         plant=edit_values(
-            "mlp.gate.balancing_biases", lambda values: values * 0 + np.float32(0.01)
+            "mlp.gate.balancing_biases", lambda values: np.full_like(values, 0.01)
         ),
     ),
     Fault(
@@ -497,22 +497,22 @@ FAULTS = [
         plant=edit_values("mlp.experts.down_proj", roll_experts),
     ),
     Fault(
-        "scale of router states dropped",
+        "scale of router states constant at 0.75",
         gate="weights",
         bundle="zaya",
         layer=1,
         plant=edit_values(
-            "mlp.gate.router_states_scale", lambda values: np.ones_like(values) * 0.75
+            "mlp.gate.router_states_scale", lambda values: np.full_like(values, 0.75)
         ),
     ),
     Fault(
-        "residual scale of ones",
+        "residual scale constant at 1.125",
         gate="weights",
         bundle="zaya",
         layer=2,
         plant=edit_values(
             "post_attention_residual_scale.residual_scale",
-            lambda values: np.ones_like(values) * 1.125,
+            lambda values: np.full_like(values, 1.125),
         ),
     ),
     Fault(

@@ -186,7 +186,7 @@ FAULTS = [
         plant=edit_weight(TEMPERATURE, repeat_first_temperature),
     ),
     Fault(
-        "temperature left out",
+        "temperature halved",
         gate="program",
         bundle="zaya",
         layer=0,
