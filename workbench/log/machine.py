@@ -27,7 +27,8 @@ THERMAL_KEY = "com.apple.system.thermalpressurelevel"
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine now, with those of `state`.
+    """The columns of ``runs`` that describe this machine now, with those of
+    `machine_state`.
 
     Returns:
         machine: the `hardware` in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16
@@ -56,7 +57,7 @@ def environment() -> dict:
         "machine": machine_name(**hardware()),
         "software": software_name(build, versions),
     }
-    return anonymous(columns | state())
+    return anonymous(columns | machine_state())
 
 
 def hardware() -> dict:
@@ -93,9 +94,8 @@ def software_name(build: str | None, versions: dict) -> str:
     return text
 
 
-def state() -> dict:
-    """The conditions that affect timings and change while a machine runs, as columns of
-    ``runs``.
+def machine_state() -> dict:
+    """What affects timings and changes while a machine runs, as columns of ``runs``.
 
     Returns:
         power_source: ``AC Power`` or ``Battery Power``, of a machine with a battery.
@@ -119,9 +119,9 @@ def state() -> dict:
 
 
 @contextmanager
-def disturbance() -> Iterator[dict[str, float | None]]:
-    """Yields the columns of ``runs`` that show whether other work disturbed the block;
-    they are filled in when it ends.
+def measure_disturbance() -> Iterator[dict[str, float | None]]:
+    """Yields the columns of ``runs`` that show whether other work disturbed the block
+    (see `times.disturbance_reasons`); they are filled in when it ends.
 
     ``load_start``, ``load_end``: processes that ran or waited to run, averaged over the
     minute before. ``steal``: the share of the processors' time within the block that a

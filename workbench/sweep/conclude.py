@@ -12,7 +12,7 @@ from itertools import pairwise
 import pandas as pd
 
 from workbench import log
-from workbench.log.times import MIN_ROUNDS, Difference
+from workbench.log.times import MIN_ROUNDS, RatioEstimate
 
 ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
@@ -24,7 +24,7 @@ NOT_SET = "not set"
 class Comparison:
     """Two settings, compared."""
 
-    difference: Difference
+    difference: RatioEstimate
     """The difference of the second setting from the first."""
     objections: list[str]
     """Reasons why nothing is concluded from the difference."""
@@ -89,7 +89,7 @@ def describe_fastest(processes: pd.DataFrame, command: str) -> str:
     if len(order) < 2:
         return f"{speeds}. No other setting was measured."
     first, *others = order
-    slower: dict[str, Difference] = {}
+    slower: dict[str, RatioEstimate] = {}
     undecided: list[Undecided] = []
     for name in others:
         comparison = _compare({first: settings[first], name: settings[name]})
@@ -173,7 +173,7 @@ def _group_processes(processes: pd.DataFrame, column: str) -> ProcessesBySetting
 def _compare(settings: ProcessesBySetting) -> Comparison:
     """The comparison of two settings, the second with the first."""
     first, second = map(_values, settings.values())
-    difference = log.difference(first, second)
+    difference = log.compare_settings(first, second)
     objections = _objections(settings)
     if not objections and not difference.is_decided:
         objections = [_why_undecided(difference)]
@@ -193,7 +193,7 @@ def _describe_median(rows: pd.DataFrame) -> str:
     return f"{summary.median:.4g} ({extent}, {summary.n} processes)"
 
 
-def _describe_ratio(change: Difference) -> str:
+def _describe_ratio(change: RatioEstimate) -> str:
     return (
         f"{change.ratio:.3g} times ({change.low:.3g} to {change.high:.3g}, paired over "
         f"{change.rounds} rounds)"
@@ -214,7 +214,7 @@ def _objections(settings: ProcessesBySetting) -> list[str]:
     return reasons
 
 
-def _why_undecided(change: Difference) -> str:
+def _why_undecided(change: RatioEstimate) -> str:
     """The reason why a difference is not decided."""
     if change.rounds < MIN_ROUNDS:
         plural = "" if change.rounds == 1 else "s"

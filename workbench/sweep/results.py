@@ -28,7 +28,7 @@ def stored_tables(
 
     Times come from the first run of each setting and round, on one machine with the
     software of its newest run. Their column `invalid` is the reason why a run is
-    invalid, `disturbed` the reason why other work disturbed it (see `log.disturbed`);
+    invalid, `disturbed` the reason why other work disturbed it (see `log.disturbance_reasons`);
     both are null otherwise. Fidelity comes from the newest validation of each bundle
     and way to run it, on any machine; validations on the grid's prompt take precedence.
     Rows of another definition are left out (see `log.select_current`), and stderr says
@@ -184,7 +184,7 @@ def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
     """The runs of the log that may be of these cells. The columns `disturbed` and
     `invalid` are the reasons why a run is so, otherwise null."""
     runs = with_kl_p99(log.load("runs", root, {"status": MEASURED}))
-    runs["disturbed"] = log.disturbed(runs)
+    runs["disturbed"] = log.disturbance_reasons(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     # `values` is equal for bundles that were exported alike by different versions
     if grid.bundle:

@@ -340,7 +340,7 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
     # imports and loading, which every process of a user pays once
     startup_s = time.time() - psutil.Process().create_time()
     sizes = {name: run[name] for name in timing.SIZES if name in run}
-    with energy.metered() as energy_used, log.disturbance() as disturbance:
+    with energy.metered() as energy_used, log.measure_disturbance() as disturbance:
         samples = timing.measure_speed(decoder, **sizes)
     tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
     config = {"startup_s": round(startup_s, 3), "energy": None}

@@ -102,9 +102,9 @@ def repeated(
 
 def with_speeds(runs: pd.DataFrame, root: log.Root = None) -> pd.DataFrame:
     """Runs with `SPEEDS` computed from their raw samples, where the log has some, and
-    the column `disturbed` (see `log.disturbed`). The stored speeds of older rows are
+    the column `disturbed` (see `log.disturbance_reasons`). The stored speeds of older rows are
     medians over repetitions."""
-    runs = runs.assign(disturbed=log.disturbed(runs))
+    runs = runs.assign(disturbed=log.disturbance_reasons(runs))
     measured = runs.loc[runs[SPEEDS].notna().any(axis=1), "run_id"]
     if measured.empty:
         return runs
@@ -275,7 +275,7 @@ def compare_runs(run_a: str, run_b: str, root: log.Root = None) -> dict:
     settings, measures, alike = log.compare(run_a, run_b, root)
     runs, gates = log.plain(log.load("runs", root)), {}
     for side, run in {"a": run_a, "b": run_b}.items():
-        logged = json.loads(log.find(run, runs)["config"] or "{}").get("gates", [])
+        logged = json.loads(log.find_run(run, runs)["config"] or "{}").get("gates", [])
         gates[side] = {gate["name"]: gate["verdict"] for gate in logged}
     changed = pd.DataFrame(gates).rename_axis("gate").reset_index()
     changed = changed[changed["a"].ne(changed["b"]) & all(gates.values())]
