@@ -355,7 +355,7 @@ def _matrix_costs(
         for candidate, preset in presets[tensor].items():
             size = matrix_bytes(rows, inputs, preset)
             if settings.minimizes == "ms":
-                prices = settings.timing.prices(rows * inputs, preset)
+                prices = settings.timing.matrix_time(rows * inputs, preset)
             else:
                 prices = (float(size),)
             cost = Cost(

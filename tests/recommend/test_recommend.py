@@ -10,15 +10,14 @@ import pandas as pd
 import pytest
 from in_process import cli, invoke
 
-from workbench import Bundle, export
+from workbench import Bundle, export, recommend
 from workbench.check import gates
 from workbench.check.golden import stored_weights
 from workbench.exporter import make_options, read_plan
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import candidates, recommend
-from workbench.sweep.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT
+from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
 
 
 def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
@@ -125,11 +124,14 @@ def test_the_smallest_preset_whose_whole_interval_keeps_the_limit_is_named(
     json = nothing.json()
     assert json["recommendation"] is None
     assert len(json["tried"]["presets"]) == len(nothing.trials)
-    assert "No preset that was measured keeps the limits" in nothing.sentences()[0]
+    assert (
+        "No preset that was measured keeps the limits"
+        in recommend.describe_recommendation(nothing)[0]
+    )
     chosen = loose.json()["recommendation"]
     assert chosen["compress"] == "int4-block32" and chosen["kl"] == figure.value
     assert chosen["interval"] == [figure.low, figure.high]
-    (sentence, *_) = loose.sentences()
+    (sentence, *_) = recommend.describe_recommendation(loose)
     assert f"int4-block32: KL {figure}, " in sentence and "MiB instead of" in sentence
 
 
