@@ -1,5 +1,8 @@
-"""The log's tables of a grid: times of one machine, fidelity of any, one row per
-configuration."""
+"""The log's tables of a grid: times of one machine, fidelity of any; one row per setting
+(`configurations`) or per process (`processes`).
+
+Runs are in the order of their ids, which begin with their time: the oldest first. Every
+function here relies on this order, in which `log.load` gives them, and keeps it."""
 
 import sys
 from functools import cache
@@ -14,7 +17,7 @@ from workbench.errors import check_choice
 from workbench.sweep.grid import Cell, Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
-from workbench.sweep.summary import SAME_VALUES_COLUMNS, repeated, with_kl_p99
+from workbench.sweep.summary import SAME_VALUES_COLUMNS, summarize_settings, with_kl_p99
 
 LAYER_MS = "layer_ms"
 """A column of the log's `layers` that `processes` takes like a phase."""
@@ -76,7 +79,7 @@ def configurations(
         The columns of the newest run, and:
         name: the values of the axes that vary.
         tokens_per_s, call_ms, call_p90_ms, slowest, fastest, n, run_ids, disturbed: see
-            `summary.repeated`.
+            `summary.summarize_settings`.
         worst_cosine, kl_mean, kl_p99 (nats): of the bundle's validation (see
             `stored_tables`).
         verdict: on the export.
@@ -86,9 +89,9 @@ def configurations(
         invalid: the reason why no run is valid, otherwise null.
     """
     timed, validated = _select_runs(grid, root, machine)
-    validated["quality"] = _qualities(validated, grid.max_kl)
+    validated = validated.assign(quality=_qualities(validated, grid.max_kl))
     # grouped by status too: invalid runs must not count as rounds of valid ones
-    rows = repeated(timed, ["setting", "status"], validated, root)
+    rows = summarize_settings(timed, ["setting", "status"], validated, root)
     for name in ("verdict", "quality"):
         rows[name] = rows[name].fillna("not_run")
     rows["name"] = _names(grid, rows)
@@ -173,16 +176,19 @@ def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRu
     timed = _timed_on_one_machine(runs, of_grid, machine)
     if grid.run.runtime == ["auto"]:
         timed, validated = _on_one_runtime(timed, validated)
-    # A later run of a round was made for its validation. If it counted, a validation
-    # would change the value of a setting and its place in the order of the round.
+    # The oldest run of a round: a later one was made for its validation. If it counted, a
+    # validation would change the value of a setting and its place in the order of the
+    # round.
     timed = timed.drop_duplicates(["setting", "round"], keep="first")
+    # the last validation, which is the one that `_validations` prefers
     validated = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
     return _SelectedRuns(timed, validated)
 
 
 def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
-    """The runs of the log that may be of these cells. The columns `disturbed` and
-    `invalid` are the reasons why a run is so, otherwise null."""
+    """The runs of the log that may be of these cells: of any setting, but of no other
+    finished bundle. The columns `disturbed` and `invalid` are the reasons why a run is
+    so, otherwise null."""
     runs = with_kl_p99(log.load("runs", root, {"status": MEASURED}))
     runs["disturbed"] = log.disturbance_reasons(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
@@ -194,12 +200,13 @@ def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
 
 
 def _validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
-    """The runs that validated a bundle of the grid; the last one of a bundle counts."""
+    """The runs that validated a bundle of the grid, those on the grid's prompt after all
+    others: the last one of a bundle counts."""
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
     validated = validated[validated["values"].isin(of_grid["values"])]
-    # stable sort by False, True: validations on the grid's prompt come last
     on_prompt = validated["prompt"].isin(of_grid["prompt"].dropna())
-    return validated.loc[on_prompt.sort_values(kind="stable").index]
+    index = validated.index
+    return validated.loc[[*index[~on_prompt], *index[on_prompt]]]
 
 
 def _timed_on_one_machine(
@@ -210,7 +217,8 @@ def _timed_on_one_machine(
     if timed.empty and machine is None:
         return timed
     timed = timed[timed["machine"] == _machine(timed, machine)]
-    return timed[timed["software"] == timed["software"].iloc[-1]]
+    newest = timed.iloc[-1]
+    return timed[timed["software"] == newest["software"]]
 
 
 def _on_one_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
