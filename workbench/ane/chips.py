@@ -18,7 +18,7 @@ QUANTITIES = {
 ASSUMED = "assumed"
 """Begins the condition of a rate that nobody measured."""
 PHONE_GENERATIONS = {"A17 Pro": 3, "A19 Pro": 5}
-"""The generation of the M series of the same year."""
+"""Phone → the generation of the M series of the same year."""
 
 
 @cache

@@ -97,7 +97,7 @@ class Grid(BaseModel, extra="forbid"):
     max_kl: NonNegativeFloat = MAX_KL
     experiment: str = Field("sweep", pattern=r"^\w[\w-]*$")
 
-    # pydantic shows the text of each error; `make_grid` prints it after "needs"
+    # the texts say what is needed: `make_grid` prints them after "needs"
     @model_validator(mode="after")
     def _check(self) -> "Grid":
         has_checkpoint, has_bundles = bool(self.checkpoint), bool(self.bundle)

@@ -225,9 +225,9 @@ def _measure_and_log(
     """Exports, measures and logs a cell that the log lacks (see `run_cell`)."""
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     with process.awake():
-        outcome = _exported_in_child(cell, bundles, call, report)
+        outcome = _call_export(cell, bundles, call, report)
         if outcome.failure is None:
-            outcome = _measured_in_child(cell, grid, outcome.value, call, stop, report)
+            outcome = _call_measurement(cell, grid, outcome.value, call, stop, report)
     if outcome.failure is None:
         measured = outcome.value
     else:
@@ -251,7 +251,7 @@ def _measure_and_log(
     return CellResult(row.get("status", "ok"), row.get("reason"))
 
 
-def _measured_in_child(
+def _call_measurement(
     cell: Cell,
     grid: Grid,
     path: Path,
@@ -289,7 +289,7 @@ def _bundle_words(cell: Cell) -> str:
     return f"{cell.source.name} {options.compress} S={options.max_seq_len}"
 
 
-def _exported_in_child(
+def _call_export(
     cell: Cell, bundles: Path, call: Callable, report: Report
 ) -> process.Outcome:
     """The child's outcome, with the path of the cell's bundle as its value. Only a missing
