@@ -85,7 +85,7 @@ def test_bytes_of_a_preset_are_those_of_its_bundle(
     by_name = {candidate.compress: candidate for candidate in predicted}
     for name in presets[1:]:
         assert by_name[name].bytes == pytest.approx(bundles[name].bytes, rel=0.03)
-    assert by_name["lut4-g8"].weights is None and by_name["lut4-g8"].seconds > 0
+    assert by_name["lut4-g8"].weights is None and by_name["lut4-g8"].export_seconds > 0
     assert "--compress lut4-g8" in by_name["lut4-g8"].command
     assert "--calibrate" in by_name["lut4-g8"].command
     assert "--max-seq-len 32" in by_name["fp16"].command

@@ -192,7 +192,8 @@ def _largest_expert(name: str, works: Sequence[ShardWork], calls: int) -> ShardW
 
 
 def join_shards(name: str, works: Sequence[ShardWork]) -> ShardWork:
-    """The work of several shards, or of several packages of one, counted as one call."""
+    """The work of several shards counted as one call, and so of the several packages that a
+    shard of another exporter may have."""
     weights = Counter()
     for work in works:
         weights.update(work.weights)

@@ -61,7 +61,7 @@ class Trial:
         row["MiB"] = self.candidate.bytes / 2**20
         row["bundle_MiB"] = bundle_bytes / 2**20
         row["seconds"] = self.seconds
-        row["export_seconds"] = self.candidate.seconds
+        row["export_seconds"] = self.candidate.export_seconds
         row["command"] = self.candidate.command
         return row
 
