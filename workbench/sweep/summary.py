@@ -182,12 +182,12 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     }
     ids = ["", *rows.index]
     room = width - max(map(len, ids))
-    shown = _choose_columns(cells, _priority(varied, figures, display_order), room)
-    left_out = [_title(name) for name in display_order if name not in shown]
+    fitting = _choose_columns(cells, _priority(varied, figures, display_order), room)
+    left_out = [_title(name) for name in display_order if name not in fitting]
     common_words = "; ".join(f"{name} {_word(value)}" for name, value in common.items())
     return [
         *_wrapped([common_words, *legend], width),
-        *_aligned([ids, *(cells[name] for name in display_order if name in shown)]),
+        *_aligned([ids, *(cells[name] for name in display_order if name in fitting)]),
         *_wrapped(_notes(rows, left_out, width), width),
     ]
 
