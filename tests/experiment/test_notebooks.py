@@ -85,7 +85,8 @@ def answer(number: str, names: dict) -> str:
         conclude=lambda words, *args, **tables: concluded.append(words),
     )
     modules = {"pd": pd, "np": np, "gates": gates, "states": states}
-    modules |= {"compare": compare, "recommend": recommend, "stream": stream}
+    modules |= {"compare": compare, "stream": stream}
+    modules["describe_verdict"] = recommend.describe_verdict
     modules |= {"log": log, "describe_cost": describe_cost} | {
         name: getattr(conclude, name)
         for name in ("describe_axis", "describe_choice", "describe_fastest")
