@@ -61,10 +61,10 @@ def compare(run_a: str, run_b: str, root: Root = None) -> RunComparison:
     """
     runs = load("runs", root)
     a, b = find_run(run_a, runs), find_run(run_b, runs)
-    ids_a, ids_b = _repeats(a, runs), _repeats(b, runs)
+    ids_a, ids_b = _find_repeats(a, runs), _find_repeats(b, runs)
     if set(ids_a) & set(ids_b):  # of one setting: compared without their repetitions
         ids_a, ids_b = [a["run_id"]], [b["run_id"]]
-    measures = _side_by_side(ids_a, ids_b, root)
+    measures = _join_sides(ids_a, ids_b, root)
     if pd.Series([a["machine"], b["machine"]]).nunique(dropna=False) > 1:
         measures["note"] = "two machines"
     else:
@@ -80,10 +80,12 @@ def compare(run_a: str, run_b: str, root: Root = None) -> RunComparison:
     )
 
 
-def _side_by_side(ids_a: list[str], ids_b: list[str], root: Root) -> pd.DataFrame:
+def _join_sides(ids_a: list[str], ids_b: list[str], root: Root) -> pd.DataFrame:
     """A row per measurement of either side, with the `values`, `n` and `median` of each
-    (see `_by_run`), and a null `ratio`."""
-    a, b = (_by_run(load("samples", root, {"run_id": ids})) for ids in (ids_a, ids_b))
+    (see `_values_by_run`), and a null `ratio`."""
+    a, b = (
+        _values_by_run(load("samples", root, {"run_id": ids})) for ids in (ids_a, ids_b)
+    )
     measures = a.merge(b, "outer", MEASUREMENT, suffixes=("_a", "_b"))
     return measures.assign(ratio=None)
 
@@ -131,7 +133,7 @@ def find_run(run: str, runs: pd.DataFrame) -> pd.Series:
     return rows.iloc[0]
 
 
-def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
+def _find_repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
     """The ids of the run and of those with status ok of the same setting, machine and
     code; the run alone where it has no setting."""
     is_run = runs["run_id"] == row["run_id"]
@@ -144,7 +146,7 @@ def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
     return runs.loc[is_run | is_repeat, "run_id"].tolist()
 
 
-def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
+def _values_by_run(samples: pd.DataFrame) -> pd.DataFrame:
     """`values` of each measurement, one per run (see `times.by_process`), their number
     `n` and their `median`."""
     keys = [name for name in MEASUREMENT if name != "phase"]

@@ -126,17 +126,17 @@ def measure_disturbance() -> Iterator[dict[str, float | None]]:
     ``load_start``, ``load_end``: processes that ran or waited to run, averaged over the
     minute before. ``steal``: the share of the processors' time within the block that a
     hypervisor gave to other machines; None off Linux."""
-    columns = {"load_start": _load(), "load_end": None, "steal": None}
+    columns = {"load_start": _load_average(), "load_end": None, "steal": None}
     before = _processor_ticks()
     yield columns
-    columns["load_end"] = _load()
+    columns["load_end"] = _load_average()
     after = _processor_ticks()
     if before and after and after.total > before.total:
         stolen = after.stolen - before.stolen
         columns["steal"] = stolen / (after.total - before.total)
 
 
-def _load() -> float | None:
+def _load_average() -> float | None:
     """The load average of the last minute; None where the system has none."""
     try:
         return os.getloadavg()[0]

@@ -138,7 +138,9 @@ def _read(path: Path) -> dict[str, pa.Table]:
             if name in names:
                 with archive.open(name) as file:
                     contents = read_at_most(file, MOST_FILE_BYTES, name)
-                tables[table] = _decoded(table, contents, MOST_BYTES - decoded_bytes)
+                tables[table] = _decode_table(
+                    table, contents, MOST_BYTES - decoded_bytes
+                )
                 decoded_bytes += tables[table].nbytes
             else:
                 tables[table] = SCHEMAS[table].empty_table()
@@ -173,7 +175,7 @@ def _check_run_ids(tables: dict[str, pa.Table]) -> None:
             )
 
 
-def _decoded(table: str, contents: bytes, most_bytes: int) -> pa.Table:
+def _decode_table(table: str, contents: bytes, most_bytes: int) -> pa.Table:
     """The rows of a table's file, checked as `append` checks rows.
 
     A small file may hold any number of equal values. What its rows will take in memory

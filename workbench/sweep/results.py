@@ -89,12 +89,12 @@ def configurations(
         invalid: the reason why no run is valid, otherwise null.
     """
     timed, validated = _select_runs(grid, root, machine)
-    validated = validated.assign(quality=_qualities(validated, grid.max_kl))
+    validated = validated.assign(quality=_judge_qualities(validated, grid.max_kl))
     # grouped by status too: invalid runs must not count as rounds of valid ones
     rows = summarize_settings(timed, ["setting", "status"], validated, root)
     for name in ("verdict", "quality"):
         rows[name] = rows[name].fillna("not_run")
-    rows["name"] = _names(grid, rows)
+    rows["name"] = _name_settings(grid, rows)
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
     return ranked.drop_duplicates("setting", ignore_index=True)
@@ -122,7 +122,7 @@ def processes(
     """
     tables = stored_tables(grid, root, machine)
     rows = per_process(tables["layers" if phase == LAYER_MS else "samples"], phase)
-    return rows.assign(name=_names(grid, rows)).reset_index(drop=True)
+    return rows.assign(name=_name_settings(grid, rows)).reset_index(drop=True)
 
 
 def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -139,7 +139,7 @@ def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     return processes[log.select_undisturbed(processes, ["setting"])]
 
 
-def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
+def _name_settings(grid: Grid, rows: pd.DataFrame) -> list[str]:
     """The name of each row: the values of T and of the axes of the grid that vary;
     where no axis varies, of T and of all export options in the grid."""
     axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
@@ -171,21 +171,21 @@ def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRu
     """The rows of `runs` that a grid's tables are of."""
     cells = stored_cells(grid, root)
     of_grid = pd.DataFrame(cell.columns() for cell in cells)
-    runs = _measured_runs(grid, cells, root)
-    validated = _validations(runs, of_grid)
-    timed = _timed_on_one_machine(runs, of_grid, machine)
+    runs = _load_measured(grid, cells, root)
+    validated = _select_validations(runs, of_grid)
+    timed = _select_timed(runs, of_grid, machine)
     if grid.run.runtime == ["auto"]:
-        timed, validated = _on_one_runtime(timed, validated)
+        timed, validated = _select_runtime(timed, validated)
     # The oldest run of a round: a later one was made for its validation. If it counted, a
     # validation would change the value of a setting and its place in the order of the
     # round.
     timed = timed.drop_duplicates(["setting", "round"], keep="first")
-    # the last validation, which is the one that `_validations` prefers
+    # the last validation, which is the one that `_select_validations` prefers
     validated = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
     return _SelectedRuns(timed, validated)
 
 
-def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
+def _load_measured(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
     """The runs of the log that may be of these cells: of any setting, but of no other
     finished bundle. The columns `disturbed` and `invalid` are the reasons why a run is
     so, otherwise null."""
@@ -199,7 +199,7 @@ def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
     return runs
 
 
-def _validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
+def _select_validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
     """The runs that validated a bundle of the grid, those on the grid's prompt after all
     others: the last one of a bundle counts."""
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
@@ -209,19 +209,19 @@ def _validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
     return validated.loc[[*index[~on_prompt], *index[on_prompt]]]
 
 
-def _timed_on_one_machine(
+def _select_timed(
     runs: pd.DataFrame, of_grid: pd.DataFrame, machine: str | None
 ) -> pd.DataFrame:
     """The runs of the grid's settings on one machine, with its newest software."""
     timed = runs[runs["setting"].isin(of_grid["setting"]) & runs["round"].notna()]
     if timed.empty and machine is None:
         return timed
-    timed = timed[timed["machine"] == _machine(timed, machine)]
+    timed = timed[timed["machine"] == _choose_machine(timed, machine)]
     newest = timed.iloc[-1]
     return timed[timed["software"] == newest["software"]]
 
 
-def _on_one_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
+def _select_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
     """The runs on one of the runtimes that `auto` stands for. A plug-in's target has
     another one, and its runs stay."""
     names = set((timed if len(timed) else validated)["runtime"])
@@ -231,7 +231,7 @@ def _on_one_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRu
     return _SelectedRuns(timed, validated)
 
 
-def _machine(timed: pd.DataFrame, machine: str | None) -> str:
+def _choose_machine(timed: pd.DataFrame, machine: str | None) -> str:
     """The machine of the times: the one that is named; otherwise this machine, if it
     has timed runs; otherwise the machine of the newest run.
 
@@ -246,7 +246,7 @@ def _machine(timed: pd.DataFrame, machine: str | None) -> str:
     return machine
 
 
-def _qualities(validated: pd.DataFrame, max_kl: float) -> pd.Series:
+def _judge_qualities(validated: pd.DataFrame, max_kl: float) -> pd.Series:
     """The quality of each validation under a grid's limit on the mean KL, which may
     differ from the limit that the validation was run with."""
     over = np.where(validated["kl_mean"] > max_kl, gates.OVER, gates.WITHIN)

@@ -177,18 +177,20 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     rows, legend = _with_letters(rows, [name for name in LETTERED if name in varied])
     display_order = _display_order(varied, figures)
     cells = {
-        name: [_cut(_title(name)), *(_cut(_word(value)) for value in rows[name])]
+        name: [_cut(_title(name)), *(_cut(_cell_text(value)) for value in rows[name])]
         for name in display_order
     }
     ids = ["", *rows.index]
     room = width - max(map(len, ids))
     fitting = _choose_columns(cells, _priority(varied, figures, display_order), room)
     left_out = [_title(name) for name in display_order if name not in fitting]
-    common_words = "; ".join(f"{name} {_word(value)}" for name, value in common.items())
+    common_words = "; ".join(
+        f"{name} {_cell_text(value)}" for name, value in common.items()
+    )
     return [
-        *_wrapped([common_words, *legend], width),
-        *_aligned([ids, *(cells[name] for name in display_order if name in fitting)]),
-        *_wrapped(_notes(rows, left_out, width), width),
+        *_wrap([common_words, *legend], width),
+        *_align([ids, *(cells[name] for name in display_order if name in fitting)]),
+        *_wrap(_notes(rows, left_out, width), width),
     ]
 
 
@@ -286,19 +288,19 @@ def _choose_columns(
     return names
 
 
-def _aligned(columns: list[list[str]]) -> Iterator[str]:
+def _align(columns: list[list[str]]) -> Iterator[str]:
     """The lines of a table, each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in columns]
     for cells in zip(*columns):
         yield "  ".join(cell.rjust(w) for cell, w in zip(cells, widths)).rstrip()
 
 
-def _wrapped(texts: list[str], width: int) -> Iterator[str]:
+def _wrap(texts: list[str], width: int) -> Iterator[str]:
     for text in texts:
         yield from textwrap.wrap(text, width)
 
 
-def _word(value: object) -> str:
+def _cell_text(value: object) -> str:
     """A cell of the table; – where nothing was measured."""
     if pd.isna(value):
         return "–"
