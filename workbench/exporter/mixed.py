@@ -83,7 +83,7 @@ class TimePredictor(Protocol):
 
     chip: str
 
-    def prices(self, weights: int, preset: Preset) -> tuple[float, float]:
+    def matrix_time(self, weights: int, preset: Preset) -> tuple[float, float]:
         """The milliseconds of streaming a matrix, and of unpacking it."""
 
     def milliseconds(self, weights: dict[str, int]) -> float:
