@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "check": f"ane decode models {RUN}",
     "explain": f"check ane decode models {RUN}",
     "adopt": f"exporter check decode models {RUN}",
+    "recommend": "exporter check decode models bundle",
     "log": "",
     "plots": "",
     "kernel": "",

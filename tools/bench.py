@@ -774,7 +774,7 @@ def main(
         runs=runs,
     )
     columns = machine.environment()
-    with machine.disturbance() as disturbance:
+    with machine.measure_disturbance() as disturbance:
         measurement = MEASUREMENTS[command](options, folder)
     conditions = columns | disturbance
     path = measurement.save(out or folder, command, asdict(options), conditions)

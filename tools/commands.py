@@ -190,7 +190,7 @@ def measure_commands(columns: dict, work: Path = WORK) -> list[dict]:
             continue
         words = shlex.split(command.words.replace("MODEL", MODEL))
         program = str(Path(sys.executable).with_name(words[0]))
-        with machine.disturbance() as disturbance:
+        with machine.measure_disturbance() as disturbance:
             row = measure_command([program, *words[1:]], folder, command.words)
         save_rows(add_conditions([row], columns | disturbance), saved)
         print(f"{row}", flush=True)
@@ -289,7 +289,7 @@ def main(what: Literal["measure", "run", "table"]) -> None:
     elif what == "run":
         with (
             tempfile.TemporaryDirectory() as folder,
-            machine.disturbance() as disturbance,
+            machine.measure_disturbance() as disturbance,
         ):
             row = measure_make_run(Path(folder))
         save_rows(add_conditions([row], columns | disturbance))

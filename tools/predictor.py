@@ -11,7 +11,7 @@ Files, each with the functions of its tables:
 - `predictor_public.py`: `public`
 
 `errors` predicts every public measurement (`data/sources/ane_points.csv`) without the
-rows of its source, author or chip, by the formula of `workbench/ane/roofline.py`, by
+rows of its source, author or chip, by the formula of `workbench/ane/formula.py`, by
 the formula with each term taken away, and by the predictor that it replaced; then come
 orders, planted faults and speculation. `score` predicts a table with the same columns,
 whose `ms` may be empty. `public` reads the packed logs of Macs in
@@ -72,7 +72,9 @@ def errors(*, json: bool = False) -> None:
         "doubled_named": int(doubled_sources["named"].sum()),
         "doubled_beyond": int(doubled_sources["beyond"].sum()),
         "factor": calibration.factor,
-        "widths": {kind: float(np.exp(w)) for kind, w in calibration.widths.items()},
+        "widths": {
+            kind: float(np.exp(w)) for kind, w in calibration.extra_log_widths.items()
+        },
     }
     if json:
         records = {name: table.to_dict("records") for name, table in tables.items()}

@@ -1,4 +1,4 @@
-"""The predictor that the formula of `workbench/ane/roofline.py` replaced, as of commit
+"""The predictor that the formula of `workbench/ane/formula.py` replaced, as of commit
 2e6baa47. It is kept because tests/tools/test_predictor.py shows that the formula is
 better."""
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.ane import roofline
+from workbench.ane import features
 from workbench.ane.chips import chips, generation, published
 from workbench.ane.work import stored_bits
 
@@ -24,7 +24,7 @@ def earlier_roofline(rows: pd.DataFrame, by: str) -> pd.Series:
 
     Its two coefficients minimize the squared relative errors of ane-book's rows of parts
     of a model on the M4 Max, without the rows of the same group."""
-    everything = roofline.points()
+    everything = features.points()
     is_part = everything["id"].str.startswith("d") & (everything["chip"] == "M4 Max")
     calibration = earlier_terms(everything[is_part])
     calibration[by] = everything[by]

@@ -12,8 +12,8 @@ import pandas as pd
 from predictor_earlier import earlier_roofline
 from predictor_scores import route_constants, route_rows
 
-from workbench.ane import roofline
-from workbench.ane.roofline import CONSTANT_NAMES, Constants
+from workbench.ane import features, formula, roofline
+from workbench.ane.formula import CONSTANT_NAMES, Constants
 
 GROUPS = ("source", "author", "chip")
 """Columns whose values are left out of a fit, one at a time."""
@@ -27,7 +27,7 @@ MIN_TERM_SHARE = 0.1  # of a row's predicted time: then the row depends on the c
 
 def as_stored(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows whose attention would read K and V as they are stored."""
-    return rows.assign(read_mb=rows["cache_mb"])
+    return rows.assign(read_cache_mb=rows["cache_mb"])
 
 
 Predictor = Callable[[pd.DataFrame, str], pd.Series]
@@ -40,19 +40,19 @@ def without_constant(name: str) -> Predictor:
     names = tuple(other for other in CONSTANT_NAMES if other != name)
 
     def predict(rows: pd.DataFrame, by: str) -> pd.Series:
-        return roofline.cross_validated_ms(rows, by, names)
+        return formula.cross_validated_ms(rows, by, names)
 
     return predict
 
 
 def with_stored_cache(rows: pd.DataFrame, by: str) -> pd.Series:
     """The formula for attention that reads K and V as they are stored."""
-    return roofline.cross_validated_ms(as_stored(rows), by)
+    return formula.cross_validated_ms(as_stored(rows), by)
 
 
 PREDICTORS: dict[str, Predictor] = {
     "earlier roofline": earlier_roofline,
-    "formula": roofline.cross_validated_ms,
+    "formula": formula.cross_validated_ms,
     **{f"without {name}": without_constant(name) for name in CONSTANT_NAMES},
     "cache as stored": with_stored_cache,
 }
@@ -93,15 +93,15 @@ def coverage(rows: pd.DataFrame) -> pd.DataFrame:
     share of rows inside the interval that the errors of the other groups give."""
     lines = []
     for by in GROUPS:
-        logs = np.log(roofline.cross_validated_ms(rows, by) / rows["ms"])
+        logs = np.log(formula.cross_validated_ms(rows, by) / rows["ms"])
         inside = pd.Series(False, rows.index)
         for _, group in rows.groupby(by):
-            factor = roofline.factor_of(logs.drop(group.index))
+            factor = roofline.conformal_factor(logs.drop(group.index))
             inside[group.index] = logs[group.index].abs() <= np.log(factor)
         lines.append(
             {
                 "left_out": by,
-                "factor": roofline.factor_of(logs),
+                "factor": roofline.conformal_factor(logs),
                 "covered": float(inside.mean()),
             }
         )
@@ -117,10 +117,10 @@ def constants_table(rows: pd.DataFrame) -> pd.DataFrame:
     for _ in range(RESAMPLINGS):
         sampled_sources = generator.choice(sources, len(sources))
         sample = pd.concat([rows[rows["source"] == name] for name in sampled_sources])
-        fits.append(roofline.fit(sample.reset_index(drop=True)))
-    best = roofline.fit(rows)
-    parts = roofline.terms(rows, best)
-    ms = roofline.predict_ms(rows, best)
+        fits.append(formula.fit(sample.reset_index(drop=True)))
+    best = formula.fit(rows)
+    parts = formula.terms(rows, best)
+    ms = formula.predict_ms(rows, best)
     unpacks = (parts["unpack"] >= parts["stream"]) & (parts["unpack"] > 0)
     depends_on = {
         "call": parts["call"] >= MIN_TERM_SHARE * ms,
@@ -161,7 +161,7 @@ def beyond_interval(calibration: roofline.Calibration) -> pd.DataFrame:
 
 def checks() -> pd.DataFrame:
     """Rows that are never fitted, with their predictions."""
-    rows = roofline.points()
+    rows = features.points()
     rows = rows[rows["use"] == "check"]
     table = rows[["id", "model", "chip", "format", "T", "ms"]]
     predicted = roofline.predict_with_intervals(rows)
@@ -178,13 +178,13 @@ def routes() -> pd.DataFrame:
     for route in ("Core AI", "private"):
         rows = route_rows(route)
         # two bytes a weight, and no lookup tables
-        rows_in_fp16 = rows.assign(streamed_gb=2 * rows["weights_g"], table=0.0)
+        rows_in_fp16 = rows.assign(streamed_gb=2 * rows["weights_g"], table_share=0.0)
         own_constants = route_constants(route)
-        table = rows[["id", "route", "model", "format", "rows", "ms"]]
-        table = table.assign(
-            by_core_ml=roofline.predict_ms(rows, roofline.calibration().constants),
-            by_own=roofline.predict_ms(rows, own_constants),
-            as_fp16=roofline.predict_ms(rows_in_fp16, own_constants),
+        table = rows[["id", "route", "model", "format", "cache_rows", "ms"]]
+        table = table.rename(columns={"cache_rows": "rows"}).assign(
+            by_core_ml=formula.predict_ms(rows, roofline.calibration().constants),
+            by_own=formula.predict_ms(rows, own_constants),
+            as_fp16=formula.predict_ms(rows_in_fp16, own_constants),
         )
         tables.append(table)
     return pd.concat(tables)
@@ -216,7 +216,7 @@ def all_orders() -> pd.DataFrame:
     lut6.
 
     In each of these sets of rows one thing varies."""
-    points = roofline.points()
+    points = features.points()
     core_ml = roofline.calibration().constants
     core_ai = route_constants("Core AI")
     is_qwen_vl = points["model"].str.startswith("Qwen3-VL-2B")
@@ -225,7 +225,7 @@ def all_orders() -> pd.DataFrame:
     package = points[points["model"].str.contains("version 1")]
     lengths = points[(points["model"] == "Qwen3-4B") & (points["route"] == "Core AI")]
     # with the shortest cache, where weights decide
-    small = points[points["model"].eq("MiniCPM5-2B") & points["rows"].eq(256)]
+    small = points[points["model"].eq("MiniCPM5-2B") & points["cache_rows"].eq(256)]
     return pd.DataFrame(
         [
             orders_of("five formats of Qwen3-VL-2B", formats, core_ml, "format"),
@@ -239,7 +239,7 @@ def all_orders() -> pd.DataFrame:
 
 def orders_of(title: str, rows: pd.DataFrame, constants: Constants, by: str) -> dict:
     """A line of `orders` for rows that differ in the column `by`."""
-    ms = roofline.predict_ms(rows, constants)
+    ms = formula.predict_ms(rows, constants)
     return {"orders": title} | orders(rows["ms"], ms, rows[by])
 
 
@@ -247,7 +247,7 @@ def gain_of_lut4(title: str, rows: pd.DataFrame, constants: Constants) -> dict:
     """A line with the time in lut6 over that in lut4: the published and the predicted one."""
     by_format = rows["format"]
     ms = rows["ms"].groupby(by_format).first()
-    predicted_ms = roofline.predict_ms(rows, constants).groupby(by_format).first()
+    predicted_ms = formula.predict_ms(rows, constants).groupby(by_format).first()
     return {
         "orders": title,
         "published": ms["lut6"] / ms["lut4"],
@@ -262,16 +262,16 @@ def planted(rows: pd.DataFrame) -> pd.DataFrame:
     """Doubles the times of each source in turn. A line says which source the fit then
     misses most, in the median of its rows, whether that is the doubled source, and
     whether the doubled source lies beyond the interval."""
-    misfits = np.log(roofline.cross_validated_ms(rows, "source") / rows["ms"])
-    interval = np.log(roofline.factor_of(misfits))
+    log_errors = np.log(formula.cross_validated_ms(rows, "source") / rows["ms"])
+    interval = np.log(roofline.conformal_factor(log_errors))
     lines = []
     for source in rows["source"].unique():
         doubled = rows.copy()
         is_doubled = doubled["source"] == source
         doubled.loc[is_doubled, "ms"] *= 2
-        predicted_ms = roofline.cross_validated_ms(doubled, "source")
-        misfits = np.log(predicted_ms / doubled["ms"])
-        medians = misfits.groupby(doubled["source"]).median().abs()
+        predicted_ms = formula.cross_validated_ms(doubled, "source")
+        log_errors = np.log(predicted_ms / doubled["ms"])
+        medians = log_errors.groupby(doubled["source"]).median().abs()
         worst = medians.idxmax()
         lines.append(
             {

@@ -9,7 +9,7 @@ import pandas as pd
 from predictor_scores import score_points
 
 from workbench import log
-from workbench.ane import roofline
+from workbench.ane import features, roofline
 from workbench.ane.chips import FIGURE_SOURCES, chips, published
 from workbench.ane.roofline import ROUTE
 from workbench.ane.work import Work
@@ -72,8 +72,8 @@ def public_row(id: str, source: str, runs: pd.DataFrame) -> dict:
         return row | {"use": "no", "why": "logged by a version that notes no features"}
     if chip not in set(chips()["chip"]):
         return row | {"use": "no", "why": f"no rate of an {chip}"}
-    features = roofline.on_chip(Work.from_json(work), chip)
-    row |= {name: features[name] for name in roofline.FEATURES if name != "T"}
+    point = features.on_chip(Work.from_json(work), chip).point()
+    row |= {name: value for name, value in point.items() if name != "T"}
     if row["T"] > 1:
         return row | {"use": "check", "why": f"T = {row['T']}"}
     return row | {"use": "fit", "why": None}
@@ -81,7 +81,7 @@ def public_row(id: str, source: str, runs: pd.DataFrame) -> dict:
 
 def format_page() -> str:
     """The page of every measurement beside its prediction, as Markdown."""
-    rows = roofline.points()
+    rows = features.points()
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
     predictions = score_points(rows)["rows"]
     # id → predicted by a fit without the rows of the same author
@@ -149,7 +149,7 @@ def write_public(folder: Path, points: Path) -> None:
     rows = public_rows(folder)
     rows.to_csv(points, index=False)
     published.cache_clear()
-    roofline.points.cache_clear()
+    features.points.cache_clear()
     roofline.calibration.cache_clear()
     (folder / "README.md").write_text(format_page(), encoding="utf-8")
     print(f"{len(rows)} measurements in {len(list(folder.glob('*.zip')))} packed logs")

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from workbench.ane import roofline
-from workbench.ane.roofline import ROUTE, Constants
+from workbench.ane import features, formula, roofline
+from workbench.ane.formula import Constants
+from workbench.ane.roofline import ROUTE
 from workbench.errors import InputError
 
 ROUTE_CONSTANTS = {"Core AI": ("call", "attend")}
@@ -17,7 +18,7 @@ ROUTE_CONSTANTS = {"Core AI": ("call", "attend")}
 
 
 def read_points(path: Path) -> pd.DataFrame:
-    """A table with an id, a chip, `ms` and the features of `roofline.FEATURES`.
+    """A table with an id, a chip, `ms` and the features of `features.FEATURES`.
 
     Raises:
         InputError: no file, another kind of file, or missing columns.
@@ -28,10 +29,10 @@ def read_points(path: Path) -> pd.DataFrame:
     except (OSError, ValueError) as problem:
         actual = " ".join(str(problem).split())
         raise InputError(f"points {path}", actual, needed, "check the path") from None
-    if missing := {"id", "ms", *roofline.FEATURES} - set(rows.columns):
+    if missing := {"id", "ms", *features.FEATURES} - set(rows.columns):
         actual = f"no column {', '.join(sorted(missing))}"
         raise InputError(f"points {path}", actual, needed, "add these columns")
-    numbers = set(roofline.FEATURES) - set(roofline.TEXT_FEATURES) | {"ms"}
+    numbers = set(features.FEATURES) - set(features.TEXT_FEATURES) | {"ms"}
     for name in sorted(numbers):
         values = pd.to_numeric(rows[name], errors="coerce")
         wrong = rows.loc[values.isna() & rows[name].notna(), name]
@@ -45,8 +46,10 @@ def read_points(path: Path) -> pd.DataFrame:
 
 
 def score_points(rows: pd.DataFrame) -> dict:
-    """Predictions of a table: rows with their intervals, the median error, the factor
-    that 90% of the errors are within, and the share of times inside their interval."""
+    """Predictions of a table of points or of calls: rows with their intervals, the median
+    error, the factor that 90% of the errors are within, and the share of times inside
+    their interval."""
+    rows = features.with_rates(features.read_points(rows))
     if "route" not in rows:
         rows = rows.assign(route=ROUTE)
     rows = rows.assign(route=rows["route"].fillna(ROUTE))
@@ -62,16 +65,16 @@ def score_points(rows: pd.DataFrame) -> dict:
         }
     ).to_dict("records")
     ratio = predicted["ms"] / rows["ms"]
-    misfits = np.log(ratio).dropna().abs()
-    if misfits.empty:
+    log_errors = np.log(ratio).dropna().abs()
+    if log_errors.empty:
         figures = {"median_error": None, "factor_90": None, "covered": None}
         return {"rows": lines} | figures
     is_inside = rows["ms"].between(predicted["low_ms"], predicted["high_ms"])
     return {
         "rows": lines,
         "median_error": float((ratio - 1).abs().median()),
-        "factor_90": float(np.exp(misfits.quantile(0.9))),
-        "covered": float(is_inside[misfits.index].mean()),
+        "factor_90": float(np.exp(log_errors.quantile(0.9))),
+        "covered": float(is_inside[log_errors.index].mean()),
     }
 
 
@@ -93,11 +96,11 @@ def route_calibration(route: str) -> roofline.Calibration:
     calibration = roofline.calibration()
     rows = route_rows(route).reset_index(drop=True)
     names = ROUTE_CONSTANTS[route]
-    rows["source_ms"] = roofline.cross_validated_ms(
+    rows["source_ms"] = formula.cross_validated_ms(
         rows, "source", names, calibration.constants
     )
     rows["author_ms"] = rows["source_ms"]
-    factor = roofline.factor_of(np.log(rows["source_ms"] / rows["ms"]))
+    factor = roofline.conformal_factor(np.log(rows["source_ms"] / rows["ms"]))
     factor = max(factor, calibration.factor)
     constants = route_constants(route)
     return replace(calibration, constants=constants, rows=rows, factor=factor)
@@ -110,10 +113,10 @@ def route_constants(route: str) -> Constants:
     rows = route_rows(route)
     if route not in ROUTE_CONSTANTS or rows.empty:
         return base
-    return roofline.fit(rows, ROUTE_CONSTANTS[route], base)
+    return formula.fit(rows, ROUTE_CONSTANTS[route], base)
 
 
 def route_rows(route: str) -> pd.DataFrame:
     """The public rows of a route that have features."""
-    rows = roofline.points()
+    rows = features.points()
     return rows[(rows["route"] == route) & (rows["use"] == "route")]

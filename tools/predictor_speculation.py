@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.ane import roofline, speculation
+from workbench.ane import features, formula, roofline, speculation
 from workbench.ane.chips import published
 
 DESCRIBED = ("dense", "experts called for each token")
@@ -110,7 +110,7 @@ def zaya_verification_cost(row: dict) -> float:
 
 def shard_points(row: dict) -> pd.DataFrame:
     """The public points that a line of `speculation.csv` names, in its order."""
-    points = roofline.points().set_index("id", drop=False)
+    points = features.points().set_index("id", drop=False)
     return points.loc[row["points"].split()]
 
 
@@ -122,4 +122,4 @@ def for_tokens(points: pd.DataFrame, T: int) -> pd.DataFrame:
 
 def predict_ms(points: pd.DataFrame) -> pd.Series:
     """The formula's times."""
-    return roofline.predict_ms(points, roofline.calibration().constants)
+    return formula.predict_ms(points, roofline.calibration().constants)

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from workbench.bundle import Options
 from workbench.log import SCHEMAS, SHIPPED, default_root, parquet, store
 from workbench.log.machine import machine_name, software_name
-from workbench.log.runs import scalars
+from workbench.log.runs import summary_columns
 from workbench.log.schema import VERSION
 from workbench.sweep import identity
 
@@ -149,7 +149,7 @@ def from_version_1_to_3(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     memory, cores = row.get("memory_bytes"), row.get("cores")
     row["machine"] = machine_name(row.get("chip"), row.get("model"), memory, cores)
     row["software"] = software_name(row.get("os_build"), versions)
-    row |= scalars(**tables) | {"kl_mean": kl_mean(config)}
+    row |= summary_columns(**tables) | {"kl_mean": kl_mean(config)}
     if row["checkpoint_hash"] and row["runtime"]:
         row["values"] = identity.values_hash(
             row["checkpoint_hash"], options_hashed(row), row

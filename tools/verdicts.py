@@ -32,7 +32,7 @@ from workbench.check.transcript import PROMPTS
 from workbench.files import sha256
 from workbench.log import machine
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep.candidates import CALIBRATION_TEXT
+from workbench.recommend.candidates import CALIBRATION_TEXT
 
 ROWS = ROOT / "experiments" / "verdicts"
 # build/verdicts has this checkout's notes on verdict.json files

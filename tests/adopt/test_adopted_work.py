@@ -21,5 +21,5 @@ def test_an_adopted_bundle_has_its_matrices_and_reads_its_caches(adoptions, styl
         layer.shape[-2] for s in bundle.manifest.shards for layer in s.states.values()
     ]
     stored = sum(2 * d.H_kv * n * d.D for n in rows)
-    assert stored <= work.cache_bytes <= work.spread_bytes
+    assert stored <= work.cache_bytes <= work.repeated_cache_bytes
     assert work.calls >= 1 and roofline.by_chip(work)["ms"].gt(0).all()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from workbench.ane import roofline
+from workbench.ane import features, roofline
 from workbench.ane.advice import advise
 from workbench.ane.work import ShardWork, Work, call_work
 from workbench.exporter import make_options
@@ -33,13 +33,17 @@ def test_fewer_calls_are_proposed_where_calls_cost_most():
 
 
 def test_shards_stay_below_what_leaves_the_neural_engine():
-    small = {"weights": {"int8": 300_000_000}, "cache_bytes": 0, "spread_bytes": 0}
+    small = {
+        "weights": {"int8": 300_000_000},
+        "cache_bytes": 0,
+        "repeated_cache_bytes": 0,
+    }
     result = advised(work(8, **small))
     assert "layers_per_shard" not in result or result["layers_per_shard"].value <= 3
 
 
 def test_a_shorter_cache_is_proposed_where_the_cache_costs_most():
-    heavy = {"cache_bytes": 200_000_000, "spread_bytes": 200_000_000}
+    heavy = {"cache_bytes": 200_000_000, "repeated_cache_bytes": 200_000_000}
     result = advised(work(**heavy))["max_seq_len"]
     assert result.value < 2048 and result.ms < result.ms_now
     assert "max_seq_len" not in advised(work())
@@ -65,9 +69,9 @@ def test_a_finer_table_is_proposed_where_unpacking_is_the_limit(chip, proposed):
 def test_a_head_in_integers_is_not_unpacked():
     """Streaming then takes longer than unpacking, and finer tables take longer still."""
     tables = work(weights={"lut4": 50_000_000})
-    row = roofline.on_chip(tables, "M4 Max")
-    assert row["table"] == pytest.approx(200 / 300)
-    assert row["format"] == "lut4 and int8"
+    call = features.on_chip(tables, "M4 Max")
+    assert call.table_share == pytest.approx(200 / 300)
+    assert call.format == "lut4 and int8"
     reasons = roofline.by_chip(tables, ["M4 Max"])["extrapolates"].item()
     assert "lut4 and int8" in reasons["format"]
     assert "compress" not in advised(tables, compress="lut4-g8")

@@ -39,7 +39,9 @@ def test_half_of_the_weights_in_tables_unpack_in_half_the_time(source):
     """On a chip that streams four bits faster than it unpacks them."""
     count = sum(work_of(source, "fp16").weights.values())
     timing = Timing(work_of(source, "fp16"), "M4 Max")
-    prices = [timing.prices(count, find_preset(name)) for name in ("lut4-g8", "fp16")]
+    prices = [
+        timing.matrix_time(count, find_preset(name)) for name in ("lut4-g8", "fp16")
+    ]
     (stream, unpack), (fp16_stream, no_unpack) = prices
     assert no_unpack == 0 and unpack > stream
     others = timing.milliseconds({"lut4-g8": count}) - unpack
@@ -51,18 +53,18 @@ def test_half_of_the_weights_in_tables_unpack_in_half_the_time(source):
 def test_prices_are_times_of_streamed_bytes_and_of_unpacked_weights(source):
     timing = Timing(work_of(source, "fp16"), "M4")
     fp16, int8, lut4, lut6 = (
-        timing.prices(1_000_000, find_preset(name))
+        timing.matrix_time(1_000_000, find_preset(name))
         for name in ("fp16", "int8-channel", "lut4-g8", "lut6-g16")
     )
     assert fp16[0] == pytest.approx(2 * int8[0]) == pytest.approx(4 * lut4[0])
     assert fp16[1] == int8[1] == 0
     assert lut4[1] == pytest.approx(lut6[1])
     assert lut4[1] > 0
-    triple = timing.prices(3_000_000, find_preset("lut4-g8"))
+    triple = timing.matrix_time(3_000_000, find_preset("lut4-g8"))
     assert triple == pytest.approx((3 * lut4[0], 3 * lut4[1]))
 
 
 def test_a_chip_that_unpacks_a_format_at_load_streams_it_as_fp16(source):
     timing = Timing(work_of(source, "fp16"), "M1")
     presets = [find_preset(name) for name in ("fp16", "int8-channel")]
-    assert len({timing.prices(10**6, preset) for preset in presets}) == 1
+    assert len({timing.matrix_time(10**6, preset) for preset in presets}) == 1

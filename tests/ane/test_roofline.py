@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.ane import roofline
+from workbench.ane import features, formula, roofline
 from workbench.ane.chips import chips, published
-from workbench.ane.roofline import Constants
+from workbench.ane.formula import Constants
 from workbench.ane.work import ShardWork, Work
 
 LAYER = ShardWork("layers", {"int8": 50_000_000}, 8_000_000, 8_000_000, 0, 2048)
@@ -30,35 +30,35 @@ def test_public_rows_are_predicted_without_their_author():
     assert fitted.median_error <= 0.15
     ratio = fitted.rows["author_ms"] / fitted.rows["ms"]
     inside = np.log(ratio).abs() <= np.log(fitted.factor)
-    assert inside.mean() >= roofline.LEVEL
+    assert inside.mean() >= roofline.INTERVAL_LEVEL
 
 
 def test_the_formula_is_its_terms():
     """Computed by hand: 1 GB at the M4 Max's 118.9 GB/s, and one term after the other."""
-    row = roofline.on_chip(WORK, "M4 Max")
-    row = roofline.with_rates(pd.DataFrame([row])).iloc[0].to_dict()
+    call = features.on_chip(WORK, "M4 Max")
+    row = features.calls_table([call]).iloc[0].to_dict()
     stream = 1e3 / 118.9
-    assert roofline.predict_ms(row, Constants()) == pytest.approx(stream)
+    assert formula.predict_ms(row, Constants()) == pytest.approx(stream)
     for constants, more in (
         (Constants(call=0.5), 20 * 0.5),
         (Constants(attend=20), 160 / 20),
         (Constants(unpack=1), 0),  # int8 has no table
     ):
-        ms = roofline.predict_ms(row, constants)
+        ms = formula.predict_ms(row, constants)
         assert ms == pytest.approx(stream + more)
-    table = row | {"table": True, "recurrent_mb": 9.0}
-    unpacked = roofline.predict_ms(table, Constants(unpack=50, recur=3))
+    table = row | {"table_share": 1.0, "recurrent_mb": 9.0}
+    unpacked = formula.predict_ms(table, Constants(unpack=50, recur=3))
     assert unpacked == pytest.approx(1e3 / 50 + 3)
     many = row | {"T": 512}
     products = 2 * 512 * 1e9 / (0.5 * 14.3e12) * 1e3
-    assert roofline.predict_ms(many, Constants()) == pytest.approx(products)
+    assert formula.predict_ms(many, Constants()) == pytest.approx(products)
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {"weights": {"int8": 90_000_000}},
-        {"cache_bytes": 30_000_000, "spread_bytes": 30_000_000},
+        {"cache_bytes": 30_000_000, "repeated_cache_bytes": 30_000_000},
         {"recurrent_bytes": 2_000_000},
         {"calls": 3},
     ],
@@ -71,10 +71,10 @@ def test_more_bytes_states_and_calls_and_slower_chips_take_longer(more):
 def test_constants_are_recovered_from_times_that_they_made():
     rows = roofline.calibration().rows
     true = Constants(call=0.3, unpack=90.0, attend=40.0, recur=2.0)
-    synthetic = rows.assign(ms=roofline.predict_ms(rows, true))
+    synthetic = rows.assign(ms=formula.predict_ms(rows, true))
     synthetic.loc[:2, "ms"] *= 4  # three false rows of 34 hardly move a robust fit
-    result = roofline.fit(synthetic)
-    for name in roofline.CONSTANT_NAMES:
+    result = formula.fit(synthetic)
+    for name in formula.CONSTANT_NAMES:
         assert getattr(result, name) == pytest.approx(getattr(true, name), rel=0.15)
 
 
@@ -84,17 +84,17 @@ def test_a_row_is_predicted_by_the_others_alone():
     source = rows["source"].iloc[-1]
     wrong = rows["source"] == source
     planted = rows.assign(ms=rows["ms"].where(~wrong, 10 * rows["ms"]))
-    before = roofline.cross_validated_ms(rows, "source")[wrong]
-    after = roofline.cross_validated_ms(planted, "source")[wrong]
+    before = formula.cross_validated_ms(rows, "source")[wrong]
+    after = formula.cross_validated_ms(planted, "source")[wrong]
     # others of the same author weigh the same: their number did not change
     assert after.tolist() == before.tolist()
 
 
 def test_a_factor_contains_its_share_of_rows_and_one_more():
     logs = pd.Series(np.linspace(-1, 1, 21))
-    factor = roofline.factor_of(logs)
+    factor = roofline.conformal_factor(logs)
     assert (logs.abs() <= np.log(factor)).mean() >= 0.9
-    assert roofline.factor_of(logs.iloc[:2]) == pytest.approx(np.e)
+    assert roofline.conformal_factor(logs.iloc[:2]) == pytest.approx(np.e)
 
 
 EXTRAPOLATED = {
@@ -127,7 +127,7 @@ def test_recurrent_states_beyond_those_of_rows_and_long_calls_are_extrapolated()
 def test_attention_that_repeats_nothing_has_an_interval_up_to_every_query_head():
     """The ms are those of the bytes that the program reads; the upper end has K and V for
     each query head, as every measured program reads them."""
-    grouped = predicted(work=changed(spread_bytes=4 * 8_000_000))
+    grouped = predicted(work=changed(repeated_cache_bytes=4 * 8_000_000))
     plain = predicted()
     assert grouped["ms"] == plain["ms"] and grouped["low_ms"] == plain["low_ms"]
     more = 3 * 160 / roofline.calibration().constants.attend
@@ -137,11 +137,12 @@ def test_attention_that_repeats_nothing_has_an_interval_up_to_every_query_head()
 
 
 def test_a_measured_row_of_such_attention_ends_that_interval():
-    points = roofline.points()
-    one = points[points["id"] == "p29"].assign(repeats=False, id="mac", author="mac")
+    points = features.points()
+    one = points[points["id"] == "p29"].assign(repeats_kv=False, id="mac", author="mac")
     fitted = roofline.calibrate(pd.concat([points, one], ignore_index=True))
-    row = pd.DataFrame([roofline.on_chip(changed(spread_bytes=32_000_000), "M4 Max")])
-    result = roofline.predict_with_intervals(row, fitted).iloc[0]
+    call = features.on_chip(changed(repeated_cache_bytes=32_000_000), "M4 Max")
+    calls = features.calls_table([call])
+    result = roofline.predict_with_intervals(calls, fitted).iloc[0]
     assert "attention" not in result["extrapolates"]
     assert result["high_ms"] / result["ms"] == pytest.approx(fitted.factor)
 
@@ -156,9 +157,10 @@ def test_rates_that_nobody_measured_are_marked():
 
 
 def test_a_chip_without_any_figure_has_the_rate_of_its_generation():
-    row = pd.DataFrame([roofline.on_chip(WORK, "M4 Max") | {"chip": "M3 Pro"}])
-    assert roofline.with_rates(row)["weights_gb_s"].item() == 63.1
-    assert "chip" in roofline.predict_with_intervals(row)["extrapolates"].item()
+    call = replace(features.on_chip(WORK, "M4 Max"), chip="M3 Pro")
+    calls = features.calls_table([call])
+    assert calls["weights_gb_s"].item() == 63.1
+    assert "chip" in roofline.predict_with_intervals(calls)["extrapolates"].item()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_work_of_a_layer_is_its_matrices_and_its_cache(tiny_llama, llama_bun
     assert first.weights == {"fp16": matrices}
     cache = 2 * d.H_kv * chosen.max_seq_len * d.D * 2
     assert (first.cache_bytes, first.cache_rows) == (cache, chosen.max_seq_len)
-    assert first.spread_bytes == cache * d.H // d.H_kv
+    assert first.repeated_cache_bytes == cache * d.H // d.H_kv
     assert (head.name, head.weights) == ("head", {"fp16": d.C * d.V})
 
 

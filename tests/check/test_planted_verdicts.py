@@ -16,12 +16,11 @@ from faults.copies import Copy
 from in_process import cli
 from tiny import DATA, edited_weights
 
-from workbench import Decoder, Experiment, export, log
+from workbench import Decoder, Experiment, export, log, recommend
 from workbench.check import greedy, text, transcript
 from workbench.check.gates import Gate
 from workbench.decode.inputs import HostInputs
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import recommend
 
 S = 128  # max_seq_len of every bundle: a prompt and 48 tokens
 TEXT = "set garden carrot ; set palace onion ; get garden carrot ; 4 3 + 3 8 = 0 8 1"

@@ -13,11 +13,11 @@ from experiment import small
 from refusal import refused
 from tiny import ROOT
 
-from workbench import InputError, log, plots
+from workbench import InputError, log, plots, recommend
 from workbench.check import compare, gates, states, stream
 from workbench.check.cost import describe_cost
 from workbench.experiment import gate_table, run_notebook
-from workbench.sweep import conclude, recommend
+from workbench.sweep import conclude
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -85,7 +85,8 @@ def answer(number: str, names: dict) -> str:
         conclude=lambda words, *args, **tables: concluded.append(words),
     )
     modules = {"pd": pd, "np": np, "gates": gates, "states": states}
-    modules |= {"compare": compare, "recommend": recommend, "stream": stream}
+    modules |= {"compare": compare, "stream": stream}
+    modules["describe_verdict"] = recommend.describe_verdict
     modules |= {"log": log, "describe_cost": describe_cost} | {
         name: getattr(conclude, name)
         for name in ("describe_axis", "describe_choice", "describe_fastest")

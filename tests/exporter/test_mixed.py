@@ -324,11 +324,11 @@ class UnpackingChip:
 
     chip = "test"
 
-    def prices(self, weights, preset):
+    def matrix_time(self, weights, preset):
         return weights * preset.bits / 8, float(weights) * preset.is_table
 
     def milliseconds(self, weights):
-        parts = [self.prices(n, find_preset(name)) for name, n in weights.items()]
+        parts = [self.matrix_time(n, find_preset(name)) for name, n in weights.items()]
         return max(map(sum, zip(*parts)))
 
 

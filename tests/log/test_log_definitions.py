@@ -6,7 +6,7 @@ import json
 import pandas as pd
 
 from workbench import log
-from workbench.log.definitions import UNDECIDED
+from workbench.log.verdicts import UNDECIDED
 
 
 def rows(definition: int | None, count: int = 1) -> list[dict]:

@@ -47,7 +47,7 @@ def test_a_mac_says_all_of_it(commands, monkeypatch, plugged, source):
     cores = psutil.cpu_count()
     assert here["machine"] == f"Apple M4 Max, Mac16,5, {memory}, {cores} cores"
     assert here["software"].startswith("25B78, coremltools 9.")
-    assert {name: here[name] for name in log.state()} == {
+    assert {name: here[name] for name in log.machine_state()} == {
         "power_source": source,
         "low_power": True,
         "thermal_pressure": "moderate",
@@ -69,7 +69,7 @@ def test_a_mac_says_all_of_it(commands, monkeypatch, plugged, source):
 def test_a_command_s_words_are_understood(commands, command, text, fact):
     commands({command: f"cat <<'END'\n{text}\nEND"})
     column = {"notifyutil": "thermal_pressure", "pmset": "low_power"}[command]
-    assert log.state()[column] == fact
+    assert log.machine_state()[column] == fact
 
 
 @pytest.mark.parametrize("body", [None, "exit 1", "printf '\\377\\376'"])
@@ -112,7 +112,7 @@ def test_load_and_stolen_time_around_a_measurement_are_recorded(monkeypatch):
         ]
     )
     monkeypatch.setattr(machine, "_text", lambda path: next(texts))
-    with log.disturbance() as columns:
+    with log.measure_disturbance() as columns:
         pass
     assert columns == {"load_start": 0.5, "load_end": 2.5, "steal": 0.25}
 
@@ -123,6 +123,6 @@ def test_a_system_without_load_or_stolen_time_records_null(monkeypatch):
 
     monkeypatch.setattr(os, "getloadavg", no_load_average)
     monkeypatch.setattr(machine, "_text", lambda path: None)
-    with log.disturbance() as columns:
+    with log.measure_disturbance() as columns:
         pass
     assert columns == {"load_start": None, "load_end": None, "steal": None}

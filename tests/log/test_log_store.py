@@ -184,7 +184,7 @@ def test_a_copy_of_the_folder_keeps_the_rows_of_unchanged_files(
     assert files_read == []
     # the statuses of the copy's files were stored: the next process need not hash them
     cache._caches.clear()
-    monkeypatch.setattr(cache.CachedRows, "has_bytes_of", pytest.fail)
+    monkeypatch.setattr(cache.CachedFile, "has_bytes_of", pytest.fail)
     pd.testing.assert_frame_equal(log.load("runs", tmp_path / "two"), first)
 
 

@@ -78,7 +78,7 @@ def test_settings_are_listed_by_mean_and_99_percent_kl(tmp_path):
 )
 def test_load_and_steal_disturb_a_run(row, words):
     runs = pd.DataFrame([{"machine": "chip, 2 cores"} | row])
-    assert log.disturbed(runs).tolist() == [words]
+    assert log.disturbance_reasons(runs).tolist() == [words]
 
 
 def test_one_odd_process_disturbs_three_but_not_five():
@@ -93,7 +93,9 @@ def test_figures_get_one_value_of_each_process(tmp_path):
     parts, columns = [], {"machine": "chip, 2 cores", "warmup": False}
     for run_id, setting, load in (("1", "a", 1), ("2", "a", 9), ("3", "b", 9)):
         rows = samples(run_id, [[10.0] * 4, [40.0] * 4]).assign(setting=setting)
-        reason = log.disturbed(pd.DataFrame([columns | {"load_start": load}]))[0]
+        reason = log.disturbance_reasons(
+            pd.DataFrame([columns | {"load_start": load}])
+        )[0]
         parts.append(rows.assign(disturbed=reason))
     result = sweep.per_process(pd.concat(parts), "tokens_per_s")
     assert result["run_id"].tolist() == ["1", "3"]

@@ -11,7 +11,7 @@ import pytest
 from workbench import log
 from workbench.log import runs
 from workbench.log.anonymous import anonymous, identifiers
-from workbench.log.runs import scalars
+from workbench.log.runs import summary_columns
 
 PLAIN = "12 tok/s, ratio 1/2, T = 1 / 2, and/or, data/tiny-llama, …/x"
 
@@ -86,9 +86,9 @@ def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path, monkeypatch):
 
 
 def test_what_was_not_measured_or_is_not_finite_has_no_sum():
-    columns = scalars(fidelity=pd.DataFrame([update(0.9), update(None)]))
+    columns = summary_columns(fidelity=pd.DataFrame([update(0.9), update(None)]))
     assert pd.isna(columns["worst_update"]) and pd.isna(columns["worst_cosine"])
-    columns = scalars(samples=pd.DataFrame([sample("call", 1.0)]))
+    columns = summary_columns(samples=pd.DataFrame([sample("call", 1.0)]))
     assert pd.isna(columns["tokens_per_s"])
 
 

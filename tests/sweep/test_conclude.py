@@ -127,11 +127,11 @@ def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
 def test_a_difference_is_that_of_paired_rounds():
     first = pd.Series([1.0, 2.0, 4.0], index=["1", "3", "5"])
     second = pd.Series([1.2, 2.4, 4.8], index=["2", "4", "6"])
-    change = log.difference(first, second)
+    change = log.compare_settings(first, second)
     assert change.ratio == pytest.approx(1.2) and change.is_decided
     afterwards = second.set_axis(["6", "7", "8"])
-    assert not log.difference(first, afterwards).is_decided
-    assert log.difference(first, afterwards).rounds == 1
+    assert not log.compare_settings(first, afterwards).is_decided
+    assert log.compare_settings(first, afterwards).rounds == 1
 
 
 def settings(**medians: tuple) -> pd.DataFrame:

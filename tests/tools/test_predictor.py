@@ -14,7 +14,8 @@ import pytest
 from refusal import refused
 
 from workbench import log
-from workbench.ane import chips, roofline
+from workbench.ane import chips, features, roofline
+from workbench.ane.formula import CONSTANT_NAMES, predict_ms
 from workbench.ane.work import ShardWork, Work
 
 POINTS = chips.FIGURE_SOURCES / "ane_points.csv"
@@ -42,7 +43,7 @@ def test_left_out_errors_are_those_of_the_goal_and_each_term_lowers_them(rows):
     assert (table["rows"] + table["no_answer"] == len(rows)).all()
     # no term goes without a worse median or a wider 90% by source
     formula = table.loc["formula", "source"]
-    for name in roofline.CONSTANT_NAMES:
+    for name in CONSTANT_NAMES:
         without = table.loc[f"without {name}", "source"]
         worse = without["median_error"] > formula["median_error"]
         assert worse or without["factor_90"] > formula["factor_90"], name
@@ -56,7 +57,7 @@ def test_intervals_of_other_groups_contain_their_share(rows):
 def test_every_constant_has_an_interval_and_rows(rows, monkeypatch):
     monkeypatch.setattr(predictor_errors, "RESAMPLINGS", 12)
     table = predictor_errors.constants_table(rows)
-    assert table["constant"].tolist() == list(roofline.CONSTANT_NAMES)
+    assert table["constant"].tolist() == list(CONSTANT_NAMES)
     assert (table["low"] <= table["high"]).all() and (table["rows"] >= 3).all()
     assert all(set(ids.split()) <= set(rows["id"]) for ids in table["ids"])
 
@@ -136,7 +137,7 @@ def test_a_score_of_fitted_rows_is_the_prediction_of_the_formula(rows):
     points = predictor_scores.read_points(POINTS)
     points = points[points["use"] == "fit"]
     result = predictor_scores.score_points(points)
-    expected = roofline.predict_ms(rows, roofline.calibration().constants)
+    expected = predict_ms(rows, roofline.calibration().constants)
     predicted = [row["predicted_ms"] for row in result["rows"]]
     assert predicted == pytest.approx(expected.tolist(), rel=1e-12)
     errors = (expected / rows["ms"] - 1).abs()
@@ -217,7 +218,7 @@ def public(tmp_path, monkeypatch):
     """A folder for packed logs, and a copy of the published figures that may change."""
     sources = shutil.copytree(chips.FIGURE_SOURCES, tmp_path / "sources")
     monkeypatch.setattr(chips, "FIGURE_SOURCES", sources)
-    caches = chips.published, chips.chips, roofline.points, roofline.calibration
+    caches = chips.published, chips.chips, features.points, roofline.calibration
     for function in caches:
         function.cache_clear()
     (tmp_path / "public").mkdir()
@@ -246,7 +247,11 @@ def test_a_packed_log_goes_into_the_table_the_fit_and_the_page(public, tmp_path)
     fitted = roofline.calibration().rows
     assert len(fitted) == before + 1
     mac = fitted[fitted["author"] == "somebody"].iloc[0]
-    assert (mac["ms"], mac["chip"], mac["read_mb"]) == (7.0, "M4 Max", mac["cache_mb"])
+    assert (mac["ms"], mac["chip"], mac["read_cache_mb"]) == (
+        7.0,
+        "M4 Max",
+        mac["cache_mb"],
+    )
     text = (folder / "README.md").read_text()
     assert f"| {mac['id']} | llama | int8 | M4 Max | 1 | 7 |" in text
 

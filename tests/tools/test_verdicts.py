@@ -8,7 +8,7 @@ import verdicts
 from tiny import DATA, ROOT
 
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep.candidates import CALIBRATION_TEXT
+from workbench.recommend.candidates import CALIBRATION_TEXT
 
 
 @pytest.fixture

@@ -6,15 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import pandas as pd
-
-from workbench.ane.roofline import (
-    calibration,
-    on_chip,
-    predict_ms,
-    predict_with_intervals,
-    with_rates,
-)
+from workbench.ane.features import calls_table, on_chip
+from workbench.ane.formula import predict_ms
+from workbench.ane.roofline import calibration, predict_with_intervals
 from workbench.ane.work import ShardWork, Work, join_shards, stored_bits, stored_format
 from workbench.bundle import PRESETS, Options, find_preset
 from workbench.bundle.presets import Preset
@@ -120,15 +114,14 @@ class _Prediction:
 
 
 def _predict(work: Work, chip: str) -> _Prediction:
-    row = pd.DataFrame([on_chip(work, chip)])
-    predicted = predict_with_intervals(row).iloc[0]
-    repeated_row = with_rates(row.assign(repeats=True)).iloc[0]
-    repeated_ms = float(predict_ms(repeated_row, calibration().constants))
+    features = on_chip(work, chip)
+    predicted = predict_with_intervals(calls_table([features])).iloc[0]
+    repeating = calls_table([replace(features, repeats_kv=True)]).iloc[0]
     return _Prediction(
-        float(predicted["ms"]),
-        float(predicted["low_ms"]),
-        float(predicted["high_ms"]),
-        repeated_ms,
+        ms=float(predicted["ms"]),
+        low_ms=float(predicted["low_ms"]),
+        high_ms=float(predicted["high_ms"]),
+        repeated_ms=float(predict_ms(repeating, calibration().constants)),
     )
 
 
@@ -208,7 +201,7 @@ def _shortened(shard: ShardWork, options: Options, rows: int) -> ShardWork:
     return replace(
         shard,
         cache_bytes=int(shard.cache_bytes * share),
-        spread_bytes=int(shard.spread_bytes * share),
+        repeated_cache_bytes=int(shard.repeated_cache_bytes * share),
         cache_rows=rows,
     )
 

@@ -1,6 +1,7 @@
 """Published figures of Neural Engines: the tables of `data/sources`, and the rates of each
 chip."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,8 @@ QUANTITIES = {
 }
 ASSUMED = "assumed"
 """Begins the condition of a rate that nobody measured."""
-GENERATIONS = {"A17 Pro": 3, "A19 Pro": 5}
-"""Phones, as the M series of the same year."""
+PHONE_GENERATIONS = {"A17 Pro": 3, "A19 Pro": 5}
+"""Phone → the generation of the M series of the same year."""
 
 
 @cache
@@ -32,18 +33,20 @@ def published(name: str) -> pd.DataFrame:
 
 @cache
 def chips() -> pd.DataFrame:
-    """Chips with a rate of weights. A missing peak is that of the same generation, else
-    of the latest one before it.
+    """Chips with a rate of weights, in the order of `chip_order`. A missing peak is that
+    of the same generation, else of the latest one before it.
 
     Returns:
         chip, weights_gb_s (GB/s), tflops (of fp16 convolutions), assumed (names of the
         figures that nobody measured on this chip).
     """
     rows = _read_rates()
-    rates = rows.pivot_table("rate", "chip", "quantity").sort_index()
+    rates = rows.pivot_table("rate", "chip", "quantity")
+    rates = rates.loc[sorted(rates.index, key=chip_order)]
     assumed = _assumed_figures(rows, rates)
-    # alphabetical order is that of generations, the base chip first
-    of_generation = rates.groupby(rates.index.str[:2]).transform("first").ffill()
+    # the first figure of a generation (M4 Max: M4), or of the one before where it has none
+    by_generation = rates.groupby(lambda chip: chip.split()[0])
+    of_generation = by_generation.transform("first").ffill()
     has_rate = rates["weights_gb_s"].notna()
     rates = rates.fillna(of_generation).assign(assumed=assumed)
     return rates[has_rate].reset_index()
@@ -58,9 +61,8 @@ def _read_rates() -> pd.DataFrame:
         quantity=rows["quantity"].map(QUANTITIES),
         rate=rows[["low", "high"]].mean(axis="columns"),
         is_assumed=rows["condition"].str.startswith(ASSUMED),
-    ).explode("chip")
-    rows["chip"] = rows["chip"].replace("Ultra", "M1 Ultra")
-    return rows
+    )
+    return rows.explode("chip")
 
 
 def _assumed_figures(rows: pd.DataFrame, rates: pd.DataFrame) -> pd.Series:
@@ -76,7 +78,20 @@ def _assumed_figures(rows: pd.DataFrame, rates: pd.DataFrame) -> pd.Series:
     return is_assumed.apply(lambda row: ", ".join(row.index[row]), axis="columns")
 
 
+def chip_order(chip: str) -> tuple[str, int, str]:
+    """The series of a chip, its number there, and its name. Chips in this order are phones
+    first, then the M series by generation, the base chip of each first.
+
+    Example: "M4 Max" → ("M", 4, "M4 Max")."""
+    series, number = re.match(r"([AM])(\d+)", chip).groups()
+    return series, int(number), chip
+
+
 def generation(chip: str) -> int:
-    """The generation of the M series that a chip belongs to."""
+    """The generation of the M series that a chip belongs to.
+
+    Raises:
+        InputError: a chip without a published rate.
+    """
     check_choice("chip", chip, sorted(chips()["chip"]))
-    return GENERATIONS.get(chip) or int(chip[1])
+    return PHONE_GENERATIONS.get(chip) or chip_order(chip)[1]

@@ -26,8 +26,9 @@ def budget(
     source: "Bundle | Checkpoint", options: Options | None = None
 ) -> dict[str, int]:
     """The bytes of a bundle, or of a checkpoint's export with `options`: weights, kv,
-    side_states, embedding, buffers (of a call on the host, which all shards share,
-    estimated), total."""
+    side_states (recurrent and router states), embedding, buffers (of a call on the host,
+    which all shards share, estimated), total. The keys are those of `workbench plan
+    --json`."""
     if isinstance(source, Bundle):
         dims, options = source.manifest.dims, source.manifest.options
         sizes = _bundle_sizes(source)
@@ -73,11 +74,12 @@ def _state_sizes(shards: "Iterable[Shard | Spec]", options: Options) -> dict[str
     return sizes
 
 
-def fits(total: int, machine: int) -> dict[str, bool]:
-    """Whether a process of `total` bytes `fits` a machine of this system and `fits_mac`,
-    a Mac, with `machine` bytes of memory. On a Mac it may use the share `MAC_SHARE`."""
-    fits_mac = total <= MAC_SHARE * machine
-    fits_here = fits_mac if sys.platform == "darwin" else total <= machine
+def fits(total: int, machine_bytes: int) -> dict[str, bool]:
+    """Whether a process of `total` bytes fits a machine with `machine_bytes` of memory:
+    `fits` for a machine of this system, `fits_mac` for a Mac, whose share `MAC_SHARE` it
+    may use."""
+    fits_mac = total <= MAC_SHARE * machine_bytes
+    fits_here = fits_mac if sys.platform == "darwin" else total <= machine_bytes
     return {"fits": fits_here, "fits_mac": fits_mac}
 
 

@@ -34,7 +34,8 @@ class Placement:
         ops: all operations.
         eligible: those that could run on the Neural Engine.
         ane, cpu, gpu: those that are expected to run there.
-        convolutions: on the Neural Engine, and all, as experiment 30 counted them.
+        convolutions: two counts, those on the Neural Engine and all; experiment 30
+            counted these.
         rules: those that were applied, as `lint` gives them, with the `count` of the
             names of which the first few are listed.
     """
@@ -95,21 +96,29 @@ def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[LoadedPro
 def place_operations(shard: str, graph: LintGraph) -> Placement:
     """The placement predicted from the rules that a graph breaks; disputed rules are
     only listed."""
-    # effect (see `rules`) → names of the operations that a rule of this effect excludes
-    excluded = {"cpu": set(), "stays": set(), "fails": set()}
+    # names of operations that rules of the effects `cpu` and `stays` (see `rules`) exclude
+    unsupported, staying = set(), set()
+    program_fails = False  # all of it is then off the Neural Engine
     listed = []
     for rule in lint(graph):
         names = rule["names"]
-        if rule["effect"] in excluded and not rule["disputed"]:
-            excluded[rule["effect"]].update(names)
         listed.append(rule | {"count": len(names), "names": names[:LISTED_NAMES]})
+        if rule["disputed"]:
+            continue
+        match rule["effect"]:
+            case "cpu":
+                unsupported.update(names)
+            case "stays":
+                staying.update(names)
+            case "fails":
+                program_fails = True
     plan = []
     for op in graph.ops:
-        supported = ("cpu",) if op.name in excluded["cpu"] else ("ane", "cpu")
-        # a rule that fails takes the whole program off the Neural Engine
-        stays_on_cpu = excluded["fails"] or op.name in excluded["stays"]
-        unit = "cpu" if stays_on_cpu else supported[0]
-        plan.append(Placed(op.kind, op.name, unit, supported))
+        is_supported = op.name not in unsupported
+        runs_on_ane = is_supported and not program_fails and op.name not in staying
+        preferred = "ane" if runs_on_ane else "cpu"
+        supported = ("ane", "cpu") if is_supported else ("cpu",)
+        plan.append(Placed(op.kind, op.name, preferred, supported))
     return count_units(shard, plan, "predicted", listed)
 
 

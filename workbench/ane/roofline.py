@@ -1,217 +1,50 @@
 """Predicts the milliseconds of one call on a Neural Engine, and says how wrong the
 prediction may be.
 
-    ms = calls · call + max(stream, products) + cache + state
+`features` says what a call reads and computes, `formula` turns that into milliseconds
+with four constants, and this file fits the constants to public measurements
+(`data/sources/ane_points.csv`, the rows whose `use` is "fit") and gives every prediction
+an interval. The result does not depend on this machine.
 
-    stream    streamed bytes ÷ the chip's published rate; weights in lookup tables take
-              at least their number ÷ unpack; formats that the chip unpacks when it
-              loads them count as fp16
-    products  2 · multiply-adds ÷ half the chip's published peak
-    cache     bytes of K and V that the attention products read ÷ attend
-    state     bytes of recurrent states ÷ recur
-
-The four constants call, unpack, attend and recur are fitted to public measurements of
-decoding (`data/sources/ane_points.csv`, the rows whose `use` is "fit"). Each row's own
-prediction, and with them the width of every interval, comes from a fit without the rows
-of its source or of its author. The result does not depend on this machine.
-
-A row of measurements, or of predictions, has the columns `FEATURES`: chip; T; format
-(that of most weights); table (whether weights are in lookup tables); calls in sequence;
-weights_g and head_g (10⁹ weights, of the head alone); streamed_gb; rows of the cache;
-cache_mb (K and V as stored), spread_mb (the same repeated for each query head, which
-grouped-query attention shares between several); recurrent_mb.
-Published exporters repeat K and V for each query head, so that their attention products
-read spread_mb; where a column `repeats` is False, they read cache_mb. Bytes are decimal.
-"""
+Intervals come from cross-validation: a row is predicted by a fit that leaves out its
+source, and by another that leaves out its author. The interval contains 90% of the rows
+so predicted. A call that resembles no row has a wider one, by the errors of rows that
+were predicted without the rows that resemble them in the same way (`Calibration`)."""
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import pandas as pd
 
-from workbench.ane.chips import chips, generation, published
-from workbench.ane.work import Work, stored_bits
+from workbench.ane.chips import chips
+from workbench.ane.features import (
+    FEATURES,
+    calls_table,
+    describe_streams,
+    on_chip,
+    points,
+)
+from workbench.ane.formula import Constants, cross_validated_ms, fit, predict_ms, terms
+from workbench.ane.work import Work
 
 ROUTE = "Core ML"
 """The way to the Neural Engine whose rows are fitted; other ways have other costs."""
-REACHED_SHARE = 0.5
-"""The share of the published peak that products reach (two rows: M1 Max at T = 64, M5 Pro
-at T = 128)."""
-LEVEL = 0.9
+INTERVAL_LEVEL = 0.9
 """An interval should contain this share of the measurements."""
-MISFIT_SCALE = 0.15
-"""The log error beyond which a misfit counts linearly, not squared. The same package was
-published with times that differ by 2 to 26%."""
-FEATURES = """chip T format table calls weights_g head_g streamed_gb rows cache_mb
-spread_mb recurrent_mb""".split()
-TEXT_FEATURES = ("chip", "format", "table")
-"""Features that are no numbers."""
-LEAST_SHARE = 0.05
-"""The share of an export's weights from which on a compressed format is one of its
-formats. Public rows with an fp16 head beside lookup tables count as tables."""
 
 
-@dataclass(frozen=True)
-class Constants:
-    """The fitted constants of the formula. Each default leaves its term out.
+def conformal_factor(log_errors: pd.Series, level: float = INTERVAL_LEVEL) -> float:
+    """The factor f for which [predicted ÷ f, predicted · f] contains a further
+    measurement with the probability `level`: the quantile of the absolute errors of
+    split-conformal prediction, with its correction (n + 1) ÷ n for the further one.
 
     Args:
-        call: ms of a call.
-        unpack: 10⁹ weights a second from lookup tables.
-        attend: GB/s of K and V.
-        recur: GB/s of recurrent states.
+        log_errors: the logarithms of predicted ÷ published of n rows.
     """
-
-    call: float = 0.0
-    unpack: float = np.inf
-    attend: float = np.inf
-    recur: float = np.inf
-
-
-# `chips.csv` has 0.5 to 2.3 ms for a call and 22 GB/s of activations on an M4 Max; the
-# other two are orders of magnitude
-PRIORS = Constants(call=1.0, unpack=100.0, attend=22.0, recur=5.0)
-"""Medians of the constants before any row is seen."""
-PRIOR_WIDTH = 3.0
-"""The standard deviation of their logarithms. It is wide enough that a prior decides only
-where no row has the term."""
-CONSTANT_NAMES = ("call", "unpack", "attend", "recur")
-
-
-@cache
-def points() -> pd.DataFrame:
-    """All public measurements with their features; `ms` of one call. Those that others
-    published come first, then those that packed logs of Macs brought."""
-    rows = published("ane_points.csv").assign(repeats=True)
-    logged = published("public_points.csv")
-    if len(logged):
-        rows = pd.concat([rows, logged], ignore_index=True)
-    rows["repeats"] = rows["repeats"].astype(str) == "True"
-    return with_rates(rows.replace("", np.nan))
-
-
-def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
-    """Converts the features to numbers, `table` to the share of the weights that are in
-    lookup tables.
-
-    Adds the rates of the rows' chips, weights_gb_s and tflops; measured_rate, whether
-    somebody measured the rate of weights; and read_mb, the MB that attention products
-    read. Chips without a rate get the rate of the first chip of their generation, or of
-    the latest chip."""
-    rated = chips().set_index("chip")
-    rated["measured_rate"] = ~rated["assumed"].str.contains("weights_gb_s")
-    names = rows["chip"].map(lambda name: _nearest_chip(str(name), rated.index))
-    rates = rated.loc[names, ["weights_gb_s", "tflops", "measured_rate"]]
-    rates = rates.set_axis(rows.index)
-    rates["measured_rate"] &= names == rows["chip"]
-    rows = rows.copy()
-    for name in (*FEATURES, "ms"):
-        if name in rows and name not in TEXT_FEATURES:
-            rows[name] = pd.to_numeric(rows[name])
-    rows["table"] = rows["table"].map(_table_share)
-    repeats = rows["repeats"] if "repeats" in rows else pd.Series(True, rows.index)
-    read_mb = rows["spread_mb"].where(repeats, rows["cache_mb"])
-    return rows.assign(**rates, repeats=repeats, read_mb=read_mb)
-
-
-def _nearest_chip(chip: str, rated: Iterable[str]) -> str:
-    """The chip itself if it has a rate, otherwise the first chip of its generation,
-    otherwise the latest of the M series."""
-    if chip in rated:
-        return chip
-    of_generation = [name for name in rated if name.split()[0] == chip.split()[0]]
-    return of_generation[0] if of_generation else max(rated)
-
-
-def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
-    """The ms of every term of the formula, for columns of `FEATURES` and rates, and
-    `read_mb`, the MB of K and V that the attention products read. `table` is the share of
-    the weights that are in lookup tables."""
-    unpack_s = rows["table"] * rows["weights_g"] / constants.unpack
-    body_g = rows["weights_g"] - rows["head_g"]
-    products_g = body_g * rows["T"] + rows["head_g"]  # the head of one token
-    return {
-        "call": constants.call * rows["calls"],
-        "stream": 1e3 * rows["streamed_gb"] / rows["weights_gb_s"],
-        "unpack": 1e3 * unpack_s,
-        # two operations a multiply-add; 10⁹ operations over 10¹² a second are ms
-        "products": 2 * products_g / (REACHED_SHARE * rows["tflops"]),
-        # MB over GB/s are ms
-        "cache": rows["read_mb"] / constants.attend,
-        "state": rows["recurrent_mb"] / constants.recur,
-    }
-
-
-def predict_ms(rows: Mapping, constants: Constants) -> np.ndarray | pd.Series | float:
-    """The predicted ms of one call for each row of `with_rates` (see `terms`), or for one
-    row."""
-    ms = terms(rows, constants)
-    weights = np.maximum(np.maximum(ms["stream"], ms["unpack"]), ms["products"])
-    return ms["call"] + weights + ms["cache"] + ms["state"]
-
-
-def fit(
-    rows: pd.DataFrame,
-    names: tuple[str, ...] = CONSTANT_NAMES,
-    base: Constants = Constants(),
-) -> Constants:
-    """The constants `names` by robust least squares of log(predicted ÷ published); the
-    others are those of `base`. The logarithm of a constant has the prior `PRIORS` with
-    the width `PRIOR_WIDTH`.
-
-    Args:
-        rows: of `with_rates`, with their author and ms.
-    """
-    from scipy.optimize import least_squares
-
-    medians = np.log([getattr(PRIORS, name) for name in names])
-    columns = [name for name in FEATURES if name not in ("chip", "format")]
-    columns += ["weights_gb_s", "tflops", "read_mb"]
-    arrays = {name: rows[name].to_numpy() for name in columns}
-    published_log = np.log(rows["ms"].to_numpy())
-    # squared residuals count n^-1/2, so that the n rows of an author count as √n rows
-    weight = rows.groupby("author")["ms"].transform("size").to_numpy() ** -0.25
-
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        """The residuals of the rows, then those of the priors."""
-        constants = replace(base, **dict(zip(names, np.exp(logs))))
-        misfit = (np.log(predict_ms(arrays, constants)) - published_log) / MISFIT_SCALE
-        # Half of its square is the pseudo-Huber loss √(1 + m²) − 1: a square near 0, a
-        # line far from it (Charbonnier et al., 1997).
-        robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
-        return np.concatenate([weight * robust, (logs - medians) / PRIOR_WIDTH])
-
-    solution = least_squares(residuals, medians)
-    return replace(base, **dict(zip(names, np.exp(solution.x).tolist())))
-
-
-def _table_share(value: bool | float | str) -> float:
-    """The share of weights in lookup tables, from a cell of the column `table`. Published
-    rows have all or none in tables: True, False, or these words in a CSV file."""
-    shares = {"True": 1.0, "False": 0.0}
-    return shares[str(value)] if str(value) in shares else float(value)
-
-
-def cross_validated_ms(
-    rows: pd.DataFrame, by: str, names=CONSTANT_NAMES, base: Constants = Constants()
-) -> pd.Series:
-    """The ms of every row, predicted by a fit without the rows that share its value of
-    the column `by`."""
-    result = pd.Series(np.nan, rows.index)
-    for _, group in rows.groupby(by, sort=False):
-        others = rows.drop(group.index)
-        if len(others):
-            result[group.index] = predict_ms(group, fit(others, names, base))
-    return result
-
-
-def factor_of(misfits: pd.Series, level: float = LEVEL) -> float:
-    """The factor f for which [predicted ÷ f, predicted · f] contains the share `level` of
-    the rows and of one more row, from the logarithms of predicted ÷ published."""
-    sizes = misfits.abs().dropna()
+    sizes = log_errors.abs().dropna()
     share = min(1.0, level * (len(sizes) + 1) / len(sizes))
     return float(np.exp(sizes.quantile(share)))
 
@@ -223,14 +56,17 @@ class Calibration:
     Args:
         rows: the fitted rows; `source_ms` and `author_ms` are predicted without the
             rows of the same source or author.
-        factor: of the 90% interval of a prediction within the range of the fitted rows.
-        widths: reason → logarithm of the further factor of a prediction beyond it.
+        factor: the 90% interval of a call that resembles the fitted rows reaches from
+            its ms ÷ factor to its ms · factor.
+        extra_log_widths: for a call that does not, the kind of difference (a key of
+            `extrapolations`) → the logarithm of the factor of the errors that such a
+            difference adds.
     """
 
     constants: Constants
     rows: pd.DataFrame
     factor: float
-    widths: dict[str, float] = field(default_factory=dict)
+    extra_log_widths: dict[str, float] = field(default_factory=dict)
 
     @property
     def median_error(self) -> float:
@@ -252,29 +88,31 @@ def calibration() -> Calibration:
 def calibrate(everything: pd.DataFrame) -> Calibration:
     """The calibration on the rows of a table whose `use` is "fit".
 
-    The interval is the wider one of those by source and by author. Its further widths
-    are measured, too: by format and by model from fits without the rows of the same one;
-    by context from fits without the shortest or the longest caches; by chip from the
-    rows that check chips without a fitted row."""
+    The interval is the wider one of those by source and by author. The extra widths are
+    measured, too: by format and by model from fits without the rows of the same one; by
+    context from fits without the shortest or the longest caches; by chip from the rows
+    that check chips without a fitted row."""
     fitted = fitted_rows(everything)
     constants = fit(fitted)
-    misfits = {}  # column → log(predicted ÷ published) without the rows of the same value
-    for by in ("source", "author", "format", "rows", "model"):
-        fitted[f"{by}_ms"] = cross_validated_ms(fitted, by)
-        misfits[by] = np.log(fitted[f"{by}_ms"] / fitted["ms"])
-    cache_rows = fitted["rows"]
+    log_errors = {}  # column → log(predicted ÷ published), by fits without the same value
+    for by in ("source", "author", "format", "cache_rows", "model"):
+        predicted_ms = cross_validated_ms(fitted, by)
+        log_errors[by] = np.log(predicted_ms / fitted["ms"])
+        if by in ("source", "author"):
+            fitted[f"{by}_ms"] = predicted_ms
+    cache_rows = fitted["cache_rows"]
     is_end = cache_rows.isin([cache_rows.min(), cache_rows.max()])
-    widths = {
-        "chip": _chip_width(everything, fitted, constants),
-        "format": np.log(factor_of(misfits["format"])),
-        "context": np.log(factor_of(misfits["rows"][is_end])),
-        "program": np.log(factor_of(misfits["model"])),
+    extra_log_widths = {
+        "chip": _chip_log_width(everything, fitted, constants),
+        "format": np.log(conformal_factor(log_errors["format"])),
+        "context": np.log(conformal_factor(log_errors["cache_rows"][is_end])),
+        "program": np.log(conformal_factor(log_errors["model"])),
     }
-    factor = max(factor_of(misfits["source"]), factor_of(misfits["author"]))
-    return Calibration(constants, fitted, factor, widths)
+    factor = max(conformal_factor(log_errors[by]) for by in ("source", "author"))
+    return Calibration(constants, fitted, factor, extra_log_widths)
 
 
-def _chip_width(
+def _chip_log_width(
     everything: pd.DataFrame, fitted: pd.DataFrame, constants: Constants
 ) -> float:
     """The largest log error of the rows that check whole models, at one token a call, on
@@ -282,83 +120,86 @@ def _chip_width(
     is_check = (everything["use"] == "check") & (everything["T"] == 1)
     checks = everything[is_check & ~everything["chip"].isin(fitted["chip"])]
     checks = checks[pd.to_numeric(checks["layers"]) > 0]
-    misfits = np.log(predict_ms(checks, constants) / checks["ms"])
-    return float(misfits.abs().max())
+    log_errors = np.log(predict_ms(checks, constants) / checks["ms"])
+    return float(log_errors.abs().max())
 
 
-def extrapolations(row: Mapping, model: Calibration) -> dict[str, str]:
-    """The reasons why no fitted row is like this one: chip, format, context, attention or
-    program → the reason in words."""
+def extrapolations(call: Mapping, model: Calibration) -> dict[str, str]:
+    """The ways in which a call, a row of a table of calls with rates, resembles no fitted
+    row: chip, format, context, attention or program → the difference in words."""
     fitted, reasons = model.rows, {}
-    chip = row["chip"]
+    chip = call["chip"]
     if chip not in set(fitted["chip"]):
-        rate = "" if row["measured_rate"] else ", and its rate of weights is assumed"
+        rate = "" if call["measured_rate"] else ", and its rate of weights is assumed"
         reasons["chip"] = f"no decode row on {chip}{rate}"
-    if row["format"] not in set(fitted["format"]):
-        reasons["format"] = f"no decode row with {row['format']} weights"
-    cache_rows = fitted["rows"]
-    least, most = cache_rows.min(), cache_rows.max()
-    if row["cache_mb"] and not least <= row["rows"] <= most:
+    if call["format"] not in set(fitted["format"]):
+        reasons["format"] = f"no decode row with {call['format']} weights"
+    least, most = fitted["cache_rows"].min(), fitted["cache_rows"].max()
+    if call["cache_mb"] and not least <= call["cache_rows"] <= most:
         reasons["context"] = (
-            f"a cache of {row['rows']:.0f} rows; rows have {least:.0f} to {most:.0f}"
+            f"a cache of {call['cache_rows']:.0f} rows; rows have {least:.0f} to "
+            f"{most:.0f}"
         )
-    is_grouped = not row["repeats"] and row["spread_mb"] > row["cache_mb"]
-    if is_grouped and fitted["repeats"].all():
+    is_grouped = call["repeated_cache_mb"] > call["cache_mb"]
+    if is_grouped and not call["repeats_kv"] and fitted["repeats_kv"].all():
         reasons["attention"] = (
             "attention that repeats no K and V, which no row measures: the interval "
             "reaches from K and V as stored to K and V for each query head"
         )
-    if differences := _program_differences(row, model):
+    if differences := _program_differences(call, model):
         differences = "; ".join(differences)
         reasons["program"] = f"no decode row like its program: {differences}"
     return reasons
 
 
-def _program_differences(row: Mapping, model: Calibration) -> list[str]:
-    """The properties of a row's program that no fitted row has, in words: its states, its
-    number of calls, its slowest term, its route."""
+def _program_differences(call: Mapping, model: Calibration) -> list[str]:
+    """The properties of a call's program that no fitted row has, in words: its states,
+    its number of calls, its slowest term, its route."""
     differences, states_mb = [], model.rows["recurrent_mb"].max()
-    if row["recurrent_mb"] > states_mb * (1 + 1e-6):
+    # by more than a rounding error
+    if call["recurrent_mb"] > states_mb * (1 + 1e-6):
         differences.append(
-            f"{row['recurrent_mb']:.1f} MB of recurrent states; rows have "
+            f"{call['recurrent_mb']:.1f} MB of recurrent states; rows have "
             f"{states_mb:.1f}"
         )
     most_calls = model.rows["calls"].max()
-    if row["calls"] > most_calls:
+    if call["calls"] > most_calls:
         differences.append(
-            f"{row['calls']:.0f} calls; rows have at most {most_calls:.0f}"
+            f"{call['calls']:.0f} calls; rows have at most {most_calls:.0f}"
         )
-    ms = terms(row, model.constants)
+    ms = terms(call, model.constants)
     if ms["products"] > max(ms["stream"], ms["unpack"]):
-        differences.append(f"products decide at T = {row['T']:.0f}")
-    if row.get("route", ROUTE) != ROUTE:
+        differences.append(f"products decide at T = {call['T']:.0f}")
+    if call.get("route", ROUTE) != ROUTE:
         differences.append(f"not a program of {ROUTE}")
     return differences
 
 
 def predict_with_intervals(
-    rows: pd.DataFrame, model: Calibration | None = None
+    calls: pd.DataFrame, model: Calibration | None = None
 ) -> pd.DataFrame:
-    """The prediction of every row, with its 90% interval.
+    """The prediction of every call, with its 90% interval.
 
     No public row so far has attention products that read K and V as they are stored. The
     interval of such an export reaches from there to K and V repeated for each query head.
 
+    Args:
+        calls: a table of calls with rates (see `features`). The column `route` says by
+            which way they reached the Neural Engine; default: `ROUTE`.
+
     Returns:
-        ms, low_ms, high_ms (null where a feature is); extrapolates: the reasons why no
-        fitted row is like this one, by kind.
+        ms, low_ms, high_ms (null where a feature is); extrapolates: `extrapolations`.
     """
     model = model or calibration()
     predictions = [
-        _predict_with_interval(row.to_dict(), model)
-        for _, row in with_rates(rows).iterrows()
+        _predict_with_interval(call.to_dict(), model) for _, call in calls.iterrows()
     ]
-    return pd.DataFrame(predictions, rows.index)
+    return pd.DataFrame(predictions, calls.index)
 
 
-def _predict_with_interval(row: dict, model: Calibration) -> dict:
-    """The line of `predict_with_intervals` for one row of `with_rates`."""
-    if pd.isna([row[name] for name in FEATURES]).any():
+def _predict_with_interval(call: dict, model: Calibration) -> dict:
+    """The line of `predict_with_intervals` for one call."""
+    if pd.isna([call[name] for name in FEATURES.values()]).any():
         missing = {"program": "features are missing"}
         return {
             "ms": np.nan,
@@ -366,19 +207,19 @@ def _predict_with_interval(row: dict, model: Calibration) -> dict:
             "high_ms": np.nan,
             "extrapolates": missing,
         }
-    reasons = extrapolations(row, model)
+    reasons = extrapolations(call, model)
     # log errors of independent causes: their squares add up
     squares = [np.log(model.factor) ** 2]
-    squares += [model.widths.get(kind, 0.0) ** 2 for kind in reasons]
+    squares += [model.extra_log_widths.get(kind, 0.0) ** 2 for kind in reasons]
     factor = np.exp(np.sqrt(sum(squares)))
-    ms = repeated_ms = float(predict_ms(row, model.constants))
+    ms = highest_ms = float(predict_ms(call, model.constants))
     if "attention" in reasons:
-        repeated = row | {"read_mb": row["spread_mb"]}
-        repeated_ms = float(predict_ms(repeated, model.constants))
+        repeating = call | {"read_cache_mb": call["repeated_cache_mb"]}
+        highest_ms = float(predict_ms(repeating, model.constants))
     return {
         "ms": ms,
         "low_ms": ms / factor,
-        "high_ms": repeated_ms * factor,
+        "high_ms": highest_ms * factor,
         "extrapolates": reasons,
     }
 
@@ -388,8 +229,8 @@ def published_predictions() -> pd.DataFrame:
     predicted without the rows of its author, another one by the fit to all.
 
     Returns:
-        id, source, page (a short name of the source), author, model, format,
-        chip, route, T, ms, predicted_ms, low_ms, high_ms, fitted.
+        id, source, author, model, format, chip, route, T, ms, predicted_ms, low_ms,
+        high_ms, page (a short name of the source), fitted (whether it is a fitted row).
     """
     rows, model = points(), calibration()
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
@@ -422,59 +263,6 @@ def _page(source: str) -> str:
 # --- exports
 
 
-def on_chip(work: Work, chip: str) -> dict:
-    """The row of an export's call on a chip: `FEATURES`, `repeats`, and `weights`, the
-    format of most weights, or the several formats, as stored and as streamed.
-
-    The head computes every token of the call, as a verification of drafts needs it."""
-    total = sum(work.weights.values())
-    streamed_bytes, in_tables = 0.0, 0
-    for format, count in work.weights.items():
-        streamed = _streamed_format(format, chip)
-        streamed_bytes += count * stored_bits(streamed) / 8
-        if streamed.startswith("lut"):
-            in_tables += count
-    names = _main_formats(work.weights)
-    streams = [f"{name} streamed as {_streamed_format(name, chip)}" for name in names]
-    return {
-        "chip": chip,
-        "T": work.T * work.batch,
-        "format": " and ".join(names),
-        "table": in_tables / total,
-        "calls": work.calls,
-        "weights_g": total / 1e9,
-        "head_g": 0.0,
-        "streamed_gb": streamed_bytes / 1e9,
-        "rows": work.cache_rows,
-        "cache_mb": work.cache_bytes / 1e6,
-        "spread_mb": work.spread_bytes / 1e6,
-        "recurrent_mb": work.recurrent_bytes / 1e6,
-        "repeats": False,
-        "weights": ", ".join(streams),
-    }
-
-
-def _streamed_format(format: str, chip: str) -> str:
-    """The format in which a chip streams weights that are stored in `format`: the same, or
-    fp16 where the chip unpacks them when it loads them."""
-    formats = published("weight_streams.csv").set_index("format")
-    first_generation = formats["from_generation"].get(format, np.inf)
-    return format if generation(chip) >= first_generation else "fp16"
-
-
-def _main_formats(weights: dict[str, int]) -> list[str]:
-    """The compressed formats that have at least `LEAST_SHARE` of the weights, most weights
-    first, if there are several; otherwise the format of most weights.
-
-    Args:
-        weights: format → their number.
-    """
-    by_count = sorted(weights, key=weights.get, reverse=True)
-    least = LEAST_SHARE * sum(weights.values())
-    names = [name for name in by_count if name != "fp16" and weights[name] >= least]
-    return names if len(names) > 1 else by_count[:1]
-
-
 def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
     """The prediction of one call on every chip (or on those that are named), without
     host time.
@@ -486,12 +274,12 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
         like this export, by kind).
     """
     selected = chips() if names is None else chips()[chips()["chip"].isin(list(names))]
-    rows = pd.DataFrame([on_chip(work, chip) for chip in selected["chip"]])
-    table = pd.concat([rows[["chip"]], predict_with_intervals(rows)], axis="columns")
+    calls = calls_table([on_chip(work, chip) for chip in selected["chip"]])
+    table = pd.concat([calls[["chip"]], predict_with_intervals(calls)], axis="columns")
     table = table.assign(
         tokens_per_s=1e3 / table["ms"],
-        weights=rows["weights"],
-        streamed_mib=rows["streamed_gb"] * 1e9 / 2**20,
+        weights=[describe_streams(work, chip) for chip in selected["chip"]],
+        streamed_mib=calls["streamed_gb"] * 1e9 / 2**20,
         assumed=selected["assumed"].tolist(),
     )
     columns = (
@@ -527,7 +315,7 @@ def describe_fit() -> str:
         f"{rows['author'].nunique()} authors on {rows['chip'].nunique()} chips, were "
         "each predicted without the rows of their author: the prediction is off by "
         f"{model.median_error:.0%} in the median. low_ms to high_ms is meant to contain "
-        f"{LEVEL:.0%}: a factor of {model.factor:.2f} both ways, more where no "
+        f"{INTERVAL_LEVEL:.0%}: a factor of {model.factor:.2f} both ways, more where no "
         "measurement is like the export, and up to K and V read for each query head, as "
         "the measured programs read them."
     )

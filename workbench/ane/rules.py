@@ -12,9 +12,14 @@ reported and changes no placement. Effects:
     wrong  it runs and may give wrong or non-finite values
     slow   it runs slower than an equivalent program
 
-`of` names what a rule is about: `inputs`, `states`, `interface` (inputs and outputs),
-`results` (of every operation), the `weights` in 8 or 4 bits, or operations whose kind
-fits a pattern such as `scatter*`. A rule of "-" is known and not looked for."""
+`of` names the subjects of a rule. They are values (a `Type` each): `inputs`, `states`,
+`interface` (inputs and outputs), `results` (of every operation). Or they are operations
+(an `Op` each): the `weights` in 8 or 4 bits, or those whose kind fits a pattern such as
+`scatter*`. A rule of "-" is known and not looked for.
+
+A test says whether a subject breaks the rule. It is in `VALUE_TESTS` or `OPERATION_TESTS`,
+by the kind of its subject, or in `PROGRAM_TESTS` where all subjects of a program break the
+rule or none does. A rule without a test is broken by every subject."""
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -117,10 +122,9 @@ def lint(graph: LintGraph) -> list[dict]:
         candidates = subjects.get(rule["of"])
         if candidates is None:
             candidates = _matching_operations(graph, rule["of"].split())
-        test = TESTS.get(rule["id"])
         names = {}  # in order, each once
         for name, subject in candidates:
-            if test is None or test(graph, subject):
+            if _breaks(rule["id"], graph, subject):
                 names[name] = None
         if names:
             # a source such as CT#2757 names an issue
@@ -128,6 +132,14 @@ def lint(graph: LintGraph) -> list[dict]:
             sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
             findings.append(rule | {"names": list(names), "sources": sources})
     return findings
+
+
+def _breaks(id: str, graph: LintGraph, subject: Op | Type) -> bool:
+    """Whether a subject of a graph breaks a rule."""
+    if test := PROGRAM_TESTS.get(id):
+        return test(graph)
+    test = VALUE_TESTS.get(id) or OPERATION_TESTS.get(id)
+    return test is None or bool(test(graph, subject))
 
 
 def _matching_operations(
@@ -214,8 +226,8 @@ def _is_state(graph: LintGraph, source: Ref | None) -> bool:
     return bool(op) and op.kind == "read_state"
 
 
-def _is_blended(graph: LintGraph, op: Op) -> bool:
-    """Whether a product of a state's value is computed."""
+def _blends_a_state(graph: LintGraph) -> bool:
+    """Whether the program multiplies the value of a state, as a write by a mask does."""
     operands = [
         value for o in graph.ops if o.kind == "mul" for value in o.inputs.values()
     ]
@@ -264,7 +276,7 @@ def _is_fixed_beside_varying(graph: LintGraph, value: Type) -> bool:
     return any(None in other.shape for other in graph.program.inputs.values())
 
 
-def _has_functions_of_several_tokens(graph: LintGraph, state: Type) -> bool:
+def _has_functions_of_several_tokens(graph: LintGraph) -> bool:
     """Whether a package with state has several functions and this one computes T above 1,
     so that no product by a weight has a single column."""
     if graph.functions == 1:
@@ -277,68 +289,79 @@ def _has_functions_of_several_tokens(graph: LintGraph, state: Type) -> bool:
 DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 
-# rule → whether a graph's subject breaks it; a rule without a test is broken by every
-# subject. Subjects are of the kind in the rule's column `of`. The comment above a test is
-# short; the column `says` has the whole rule, with sources.
-TESTS: dict[str, Callable[[LintGraph, Op | Type], bool]] = {
-    # float32 results
+# Each of these tables is rule → test. The comment above a test names the rule's subjects
+# and what breaks it; the column `says` has the whole rule, with sources.
+PROGRAM_TESTS: dict[str, Callable[[LintGraph], bool]] = {
+    # states: three or more
+    "K3": lambda graph: len(graph.program.states) >= 3,
+    # states: several functions, and T above 1 in this one
+    "K4": _has_functions_of_several_tokens,
+    # writes of a state: a cache written by a mask
+    "K14": _blends_a_state,
+    # all operations: under 0.6 MB of weights
+    "G1": lambda graph: graph.weight_bytes < 600_000,
+    # all operations: over 2 GB of weights
+    "G2": lambda graph: graph.weight_bytes > 2_000_000_000,
+    # all operations: more than 128 programs that one process loads
+    "G3": lambda graph: graph.programs > 128,
+    # all operations: over 1 GB of weights
+    "G4": lambda graph: graph.weight_bytes > 1_000_000_000,
+    # all operations: one weight file above 2 GiB
+    "G5": lambda graph: graph.largest_file > 2**31,
+    # all operations: over 1.70 GB of weights
+    "G6": lambda graph: graph.weight_bytes > 1_700_000_000,
+}
+VALUE_TESTS: dict[str, Callable[[LintGraph, Type], bool]] = {
+    # results: float32
     "T1": lambda graph, value: value.dtype == "FLOAT32",
-    # results that are neither fp16, int8, int16 nor bool
+    # results: neither fp16, int8, int16 nor bool
     "T3": lambda graph, value: value.dtype not in DTYPES,
-    # rank above 5
+    # results: rank above 5
     "T4": lambda graph, value: len(value.shape) > 5,
+    # inputs and outputs: rows that are padded
     "S1": _is_padded,
+    # results: an axis longer than the chip takes
     "S4": _has_long_axis,
-    "S10": _moves_width,
+    # results: larger than the working set
     "S12": _spills,
-    # an input of a size known only at run time (D1: slow, D3: off the Neural Engine)
+    # inputs: a size known only at run time (D1: slow, D3: off the Neural Engine)
     "D1": lambda graph, value: None in value.shape,
     "D3": lambda graph, value: None in value.shape,
-    # the same beside state
+    # inputs: the same beside state
     "D7": lambda graph, value: bool(graph.program.states) and None in value.shape,
-    # an input of fixed shape beside state and an input whose size varies
+    # inputs: a fixed shape beside state and an input whose size varies
     "D8": _is_fixed_beside_varying,
+    # states: a last axis that is no multiple of 32
     "K2": _has_uneven_rows,
-    # three or more states
-    "K3": lambda graph, value: len(graph.program.states) >= 3,
-    # several functions with state, and T above 1 in this one
-    "K4": _has_functions_of_several_tokens,
-    # a 4-bit palette, which has 16 entries, beside state
-    "K10": lambda graph, op: graph.program.states and palette_entries(graph, op) == 16,
-    # a cache [1, heads, rows, width] of more than 1024 rows
+    # states: a cache [1, heads, rows, width] of more than 1024 rows
     "K12": lambda graph, value: len(value.shape) == 4 and (value.shape[2] or 0) > 1024,
-    "K14": _is_blended,
-    # an operation that no sweep found on the Neural Engine
+}
+OPERATION_TESTS: dict[str, Callable[[LintGraph, Op], bool]] = {
+    # reshapes and transposes: the last axis changes
+    "S10": _moves_width,
+    # palettes: of 4 bits, which have 16 entries, beside state
+    "K10": lambda graph, op: graph.program.states and palette_entries(graph, op) == 16,
+    # writes of a state: a part of it, in place
+    "K16": _is_sliced,
+    # all operations: one that no sweep found on the Neural Engine
     "O1": lambda graph, op: op.kind not in ON_ANE,
     # topk before M2, sin and cos before M3
     "O3": lambda graph, op: graph.generation < (2 if op.kind == "topk" else 3),
-    "K16": _is_sliced,
+    # softmax: over another axis than channels
     "O15": _is_spatial,
-    # fused attention with a mask
+    # fused attention: with a mask
     "O16": lambda graph, op: "attn_mask" in op.inputs,
-    # under 0.6 MB of weights
-    "G1": lambda graph, op: graph.weight_bytes < 600_000,
-    # over 2 GB of weights
-    "G2": lambda graph, op: graph.weight_bytes > 2_000_000_000,
-    # more than 128 programs that one process loads
-    "G3": lambda graph, op: graph.programs > 128,
-    # over 1 GB of weights
-    "G4": lambda graph, op: graph.weight_bytes > 1_000_000_000,
-    # one weight file above 2 GiB
-    "G5": lambda graph, op: graph.largest_file > 2**31,
-    # over 1.70 GB of weights
-    "G6": lambda graph, op: graph.weight_bytes > 1_700_000_000,
-    # int4 weights with a scale for each block of inputs
+    # weights: int4 with a scale for each block of inputs
     "Q3": lambda graph, weight: (
         is_blocked(graph.shape(weight, "scale")) and is_int4(graph, weight)
     ),
-    # int8 weights
+    # weights: int8
     "Q4": lambda graph, weight: not is_int4(graph, weight),
-    # a 4-bit palette
+    # palettes: of 4 bits
     "Q5": lambda graph, op: palette_entries(graph, op) == 16,
-    # int8 weights on an M1
+    # weights in integers: int8 on an M1
     "Q6": lambda graph, op: graph.generation == 1 and not is_int4(graph, op),
-    # a 4-bit palette for each group of 8 output channels
+    # palettes: of 4 bits, for each group of 8 output channels
     "Q7": lambda graph, op: (
         palette_entries(graph, op) == 16 and _channels_of_group(graph, op) == 8
     ),

@@ -102,9 +102,16 @@ def speculate(
     T = verification.T
     if verification.ranged_experts:
         return Speculation(chip, acceptance, T, draft_cost, reason=RANGED)
-    times = [by_chip(work, [chip])["ms"].item() for work in (plain, verification)]
-    verify_cost = times[1] / times[0]
-    costs = T - 1, verify_cost, draft_cost
-    gained = float(gain(acceptance, *costs))
-    least = pays_from(*costs)
-    return Speculation(chip, acceptance, T, draft_cost, verify_cost, gained, least)
+    plain_ms = by_chip(plain, [chip])["ms"].item()
+    verification_ms = by_chip(verification, [chip])["ms"].item()
+    verify_cost = verification_ms / plain_ms
+    drafts = T - 1
+    return Speculation(
+        chip,
+        acceptance,
+        T,
+        draft_cost,
+        verify_cost,
+        gain=float(gain(acceptance, drafts, verify_cost, draft_cost)),
+        pays_from=pays_from(drafts, verify_cost, draft_cost),
+    )

@@ -6,16 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-import pandas as pd
-
 from workbench.ane.chips import generation
-from workbench.ane.roofline import (
-    calibration,
-    on_chip,
-    predict_with_intervals,
-    terms,
-    with_rates,
-)
+from workbench.ane.features import calls_table, on_chip
+from workbench.ane.formula import predict_ms, terms
+from workbench.ane.roofline import calibration
 from workbench.ane.work import ShardWork, Work, stored_format
 from workbench.bundle.presets import Preset, find_preset
 
@@ -51,8 +45,8 @@ class Timing:
     def __post_init__(self):
         generation(self.chip)  # refuses an unknown chip
 
-    def prices(self, weights: int, preset: Preset) -> MatrixTime:
-        """The times of a matrix, which a search for formats pays.
+    def matrix_time(self, weights: int, preset: Preset) -> MatrixTime:
+        """The time of a matrix in a preset.
 
         Args:
             weights: elements of the matrix.
@@ -73,14 +67,14 @@ class Timing:
         first, *others = (replace(shard, weights={}) for shard in self.work.shards)
         first = replace(first, weights=dict(formats))
         work = replace(self.work, shards=(first, *others))
-        row = pd.DataFrame([on_chip(work, self.chip)])
-        return float(predict_with_intervals(row)["ms"].iloc[0])
+        call = calls_table([on_chip(work, self.chip)]).iloc[0]
+        return float(predict_ms(call, calibration().constants))
 
 
 @cache
 def _time_of_a_billion(chip: str, format: str) -> MatrixTime:
     """The time of a matrix of a billion weights."""
     work = Work((ShardWork("matrix", {format: BILLION}),))
-    row = with_rates(pd.DataFrame([on_chip(work, chip)]))
-    ms = terms(row, calibration().constants)
-    return MatrixTime(float(ms["stream"].iloc[0]), float(ms["unpack"].iloc[0]))
+    call = calls_table([on_chip(work, chip)]).iloc[0]
+    ms = terms(call, calibration().constants)
+    return MatrixTime(float(ms["stream"]), float(ms["unpack"]))

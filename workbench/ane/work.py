@@ -1,5 +1,7 @@
 """The weights, caches and states that one call of an export reads: of a bundle read off
-the programs in its packages, of a checkpoint computed from its configuration.
+the programs in its packages (`_bundle_shard`), of a checkpoint computed from its
+configuration (`_planned_shards`). Both give a `ShardWork` for each shard, and `call_work`
+joins them to the `Work` of the call.
 
 Weights are those of products (convolutions, linear layers, products with a constant
 matrix), counted as elements of each storage format. Embeddings are looked up, not
@@ -20,7 +22,7 @@ import miltorch
 from miltorch import Program
 from miltorch.graph import Graph
 from miltorch.program import Op, Ref
-from workbench.bundle import PRESETS, Bundle, Dims, Options, Shard, StateEntry
+from workbench.bundle import Bundle, Dims, Options, Shard, StateEntry
 from workbench.bundle.foreign import PlaneName
 from workbench.bundle.names import MATRIX_STATE, ROUTER_STATE, is_cache
 from workbench.bundle.presets import Preset
@@ -31,13 +33,10 @@ if TYPE_CHECKING:
     from workbench.models.family import Plan
 
 VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
-FORMATS = {
-    name: "int8"
-    for name, preset in PRESETS.items()
-    if preset.is_integer and preset.bits == 8 and not preset.block
-}
-"""Preset → format, where presets differ only in how many scales they have."""
-WEIGHT_OF = {"conv": "weight", "conv_transpose": "weight", "linear": "weight"}
+WEIGHT_INPUT = {"conv": "weight", "conv_transpose": "weight", "linear": "weight"}
+"""A product with weights → the name of the input that has them."""
+STORED_REPEATED = "spread_bytes"
+"""The key of `repeated_cache_bytes` in logged runs."""
 # operations that pass rows of a cache on: they move values, or write new rows by a mask
 MOVES_CACHE_ROWS = frozenset(
     """
@@ -50,23 +49,23 @@ MOVES_CACHE_ROWS = frozenset(
 
 @dataclass(frozen=True)
 class ShardWork:
-    """The work of one call of a shard.
+    """The work of a shard, or of several that are counted as one.
 
     Args:
         weights: format → elements of the weights of products.
         cache_bytes: bytes of K and V that the attention products read, as the program
             builds them.
-        spread_bytes: the same, if K and V were repeated for each query head, as the
-            programs of published exporters do before the products.
+        repeated_cache_bytes: the same, if K and V were repeated for each query head, as
+            the programs of published exporters do before the products.
         recurrent_bytes: bytes of matrix states.
         cache_rows: the longest cache, in rows.
-        calls: calls that wait for each other.
+        calls: calls that wait for each other; weights and bytes are those of all of them.
     """
 
     name: str
     weights: dict[str, int]
     cache_bytes: int = 0
-    spread_bytes: int = 0
+    repeated_cache_bytes: int = 0
     recurrent_bytes: int = 0
     cache_rows: int = 0
     calls: int = 1
@@ -82,13 +81,22 @@ class Work:
     batch: int = 1
     ranged_experts: bool = False
 
-    json = asdict
+    def json(self) -> dict:
+        """The work by the keys of logged runs."""
+        fields = asdict(self)
+        for shard in fields["shards"]:
+            shard[STORED_REPEATED] = shard.pop("repeated_cache_bytes")
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict) -> "Work":
         """The work that `json` gave."""
-        shards = tuple(ShardWork(**shard) for shard in fields["shards"])
-        return cls(**fields | {"shards": shards})
+        shards = []
+        for stored in fields["shards"]:
+            shard = dict(stored)
+            repeated = shard.pop(STORED_REPEATED)
+            shards.append(ShardWork(**shard, repeated_cache_bytes=repeated))
+        return cls(**fields | {"shards": tuple(shards)})
 
     @property
     def calls(self) -> int:
@@ -109,9 +117,9 @@ class Work:
         return sum(shard.cache_bytes for shard in self.shards)
 
     @property
-    def spread_bytes(self) -> int:
+    def repeated_cache_bytes(self) -> int:
         """The same, if K and V were repeated for each query head."""
-        return sum(shard.spread_bytes for shard in self.shards)
+        return sum(shard.repeated_cache_bytes for shard in self.shards)
 
     @property
     def recurrent_bytes(self) -> int:
@@ -128,7 +136,9 @@ def stored_format(preset: Preset) -> str:
     """The format that a preset stores matrices in."""
     if preset.is_table:
         return f"lut{preset.bits}"  # tables are few beside the indices
-    return FORMATS.get(preset.name, preset.name)
+    if preset.is_integer and preset.bits == 8 and not preset.block:
+        return "int8"  # with a scale for each channel or for each tensor
+    return preset.name
 
 
 def stored_bits(format: str) -> float:
@@ -182,7 +192,8 @@ def _largest_expert(name: str, works: Sequence[ShardWork], calls: int) -> ShardW
 
 
 def join_shards(name: str, works: Sequence[ShardWork]) -> ShardWork:
-    """The work of several shards in one call."""
+    """The work of several shards counted as one call, and so of the several packages that a
+    shard of another exporter may have."""
     weights = Counter()
     for work in works:
         weights.update(work.weights)
@@ -190,7 +201,7 @@ def join_shards(name: str, works: Sequence[ShardWork]) -> ShardWork:
         name=name,
         weights=dict(weights),
         cache_bytes=sum(work.cache_bytes for work in works),
-        spread_bytes=sum(work.spread_bytes for work in works),
+        repeated_cache_bytes=sum(work.repeated_cache_bytes for work in works),
         recurrent_bytes=sum(work.recurrent_bytes for work in works),
         cache_rows=max(work.cache_rows for work in works),
     )
@@ -229,21 +240,15 @@ def _with_states(
     Args:
         weights: format → elements.
     """
-    caches, spread, recurrent, rows = 0, 0, 0, 0
-    for name, state in shard.states.items():
-        if is_cache(name):
-            caches += state_bytes(state, options)
-            spread += _repeated_bytes(state, dims, options)
-            rows = max(rows, state.shape[-2])
-        elif name.endswith(f".{MATRIX_STATE}"):
-            recurrent += state_bytes(state, options)
+    caches = [state for name, state in shard.states.items() if is_cache(name)]
+    matrices = [state for name, state in shard.states.items() if is_matrix(name)]
     return ShardWork(
         name=shard.name,
         weights=weights,
-        cache_bytes=caches,
-        spread_bytes=spread,
-        recurrent_bytes=recurrent,
-        cache_rows=rows,
+        cache_bytes=sum(state_bytes(state, options) for state in caches),
+        repeated_cache_bytes=_repeated_bytes(caches, dims, options),
+        recurrent_bytes=sum(state_bytes(state, options) for state in matrices),
+        cache_rows=_longest(caches),
     )
 
 
@@ -253,28 +258,43 @@ def _with_states(
 def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
     """The work of a shard, read off its programs."""
     dims, options = bundle.manifest.dims, bundle.manifest.options
-    states = {"cache": set(), "matrix": set()}
+    cache_names, matrix_names = set(), set()  # of states in the programs
     for name, state in shard.states.items():
-        tensor = state.tensor
-        if shard.foreign:
-            tensor = PlaneName.parse(tensor).tensor
         if is_cache(name):
-            states["cache"].add(tensor)
-        elif name.endswith(f".{MATRIX_STATE}"):
-            states["matrix"].add(tensor)
+            cache_names.add(_name_in_program(shard, state))
+        elif is_matrix(name):
+            matrix_names.add(_name_in_program(shard, state))
     width = options.tiling.width(T)
-    # function → its columns; none where a package has one function alone
+    # `functions` is function → its columns; empty where a package has one function alone
     function = next((f for f, n in shard.functions.items() if n == width), None)
-    packages = bundle.packages(shard).values()
     works = [
-        program_work(miltorch.read(package, function), **states) for package in packages
+        program_work(miltorch.read(package, function), cache_names, matrix_names)
+        for package in bundle.packages(shard).values()
     ]
     work = join_shards(shard.name, works)
-    entries = [entry for name, entry in shard.states.items() if is_cache(name)]
-    rows = max((entry.shape[-2] for entry in entries), default=0)
-    repeated = sum(_repeated_bytes(entry, dims, options) for entry in entries)
-    spread = max(work.cache_bytes, repeated)
-    return replace(work, spread_bytes=spread, cache_rows=rows, calls=len(works))
+    caches = [state for name, state in shard.states.items() if is_cache(name)]
+    return replace(
+        work,
+        # a program that repeats K and V reads them so already
+        repeated_cache_bytes=max(
+            work.cache_bytes, _repeated_bytes(caches, dims, options)
+        ),
+        cache_rows=_longest(caches),
+    )
+
+
+def _name_in_program(shard: Shard, state: StateEntry) -> str:
+    """The name of a state in its program, of which another exporter's state may be one
+    plane."""
+    return PlaneName.parse(state.tensor).tensor if shard.foreign else state.tensor
+
+
+# --- of states
+
+
+def is_matrix(state: str) -> bool:
+    """Whether a state of this name is the matrix of a recurrence."""
+    return state.endswith(f".{MATRIX_STATE}")
 
 
 def state_bytes(state: StateEntry, options: Options) -> int:
@@ -282,28 +302,39 @@ def state_bytes(state: StateEntry, options: Options) -> int:
     return VALUE_BYTES[options.program_dtype] * prod(state.shape)
 
 
-def _repeated_bytes(cache: StateEntry, dims: Dims, options: Options) -> int:
-    """The bytes of a cache [.., H_kv, rows, D] whose heads are repeated for each query
+def _repeated_bytes(caches: list[StateEntry], dims: Dims, options: Options) -> int:
+    """The bytes of caches [.., H_kv, rows, D] whose heads are repeated for each query
     head. Layers may differ in H_kv."""
-    return state_bytes(cache, options) * dims.H // cache.shape[-3]
+    return sum(
+        state_bytes(cache, options) * dims.H // cache.shape[-3] for cache in caches
+    )
 
 
-def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWork:
+def _longest(caches: list[StateEntry]) -> int:
+    """The rows of the longest of caches [.., H_kv, rows, D]; 0 without one."""
+    return max((cache.shape[-2] for cache in caches), default=0)
+
+
+# --- of a program
+
+
+def program_work(
+    program: Program, cache_names: set[str], matrix_names: set[str]
+) -> ShardWork:
     """The work of one program: its products' weights, the operands of its attention
     products, its matrix states.
 
     Args:
-        cache: names of the states that hold keys or values.
-        matrix: names of the matrix states.
+        cache_names: of the states that hold keys or values.
+        matrix_names: of the matrix states.
     """
     graph = Graph(program)
-    recurrent = sum(
-        _bytes(program.states[name]) for name in matrix if name in program.states
-    )
+    matrices = matrix_names & program.states.keys()
+    recurrent = sum(_bytes(program.states[name]) for name in matrices)
     return ShardWork(
         name=program.function,
         weights=_product_weights(graph),
-        cache_bytes=_attended_bytes(graph, cache),
+        cache_bytes=_attended_bytes(graph, cache_names),
         recurrent_bytes=recurrent,
     )
 
@@ -323,17 +354,19 @@ def _product_weights(graph: Graph) -> dict[str, int]:
     return dict(weights)
 
 
-def _attended_bytes(graph: Graph, cache: set[str]) -> int:
+def _attended_bytes(graph: Graph, cache_names: set[str]) -> int:
     """The bytes of K and V that a program's attention products read.
 
     Args:
-        cache: names of the states that hold keys or values.
+        cache_names: of the states that hold keys or values.
     """
     states = graph.program.states
+    caches = [states[name] for name in cache_names & states.keys()]
     # a call may read the cache only up to its own end; the longest read is counted
-    longest = max((states[n].shape[-2] for n in cache & states.keys()), default=1)
+    longest = max((cache.shape[-2] for cache in caches), default=1)
     total = 0
-    values_of_cache = set(cache)  # names of values that consist of rows of the cache
+    # names of values that consist of rows of the cache
+    values_of_cache = set(cache_names)
     for op in graph.ops:
         operands = values_of_cache.intersection(op.reads())
         if op.kind in MOVES_CACHE_ROWS and operands:
@@ -345,7 +378,7 @@ def _attended_bytes(graph: Graph, cache: set[str]) -> int:
 
 def _constant_operands(graph: Graph, op: Op) -> list[Ref]:
     """Operands of a product that are constants or compressed weights."""
-    names = [WEIGHT_OF[op.kind]] if op.kind in WEIGHT_OF else []
+    names = [WEIGHT_INPUT[op.kind]] if op.kind in WEIGHT_INPUT else []
     if op.kind == "matmul":
         names = ["x", "y"]
     sources = [op.inputs.get(name) for name in names]

@@ -157,7 +157,10 @@ def validate(
     keep_validation(exported, output, command, start, decoder, labels, rows)
     lines = None if json else format_result(_shorten(output))
     if lines and recommendation:
-        lines += ["", *(f"- {line}" for line in recommendation.sentences())]
+        from workbench.recommend import describe_recommendation
+
+        sentences = describe_recommendation(recommendation)
+        lines += ["", *(f"- {sentence}" for sentence in sentences)]
     output |= {"peak_rss_bytes": peak_rss()}
     step = explain_command(output, bundle, checkpoint, execution.runtime)
     show(output, json, lines, next_command=step)
@@ -204,7 +207,7 @@ def _recommend(source, bundle, results, transcript):
     """The presets that were tried for a bundle whose quality is OVER; None otherwise."""
     if gates.quality(results) != gates.OVER:
         return None
-    from workbench.sweep.recommend import recommend
+    from workbench.recommend import recommend
 
     return recommend(source, bundle, results, transcript)
 

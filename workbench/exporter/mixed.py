@@ -83,7 +83,7 @@ class TimePredictor(Protocol):
 
     chip: str
 
-    def prices(self, weights: int, preset: Preset) -> tuple[float, float]:
+    def matrix_time(self, weights: int, preset: Preset) -> tuple[float, float]:
         """The milliseconds of streaming a matrix, and of unpacking it."""
 
     def milliseconds(self, weights: dict[str, int]) -> float:
@@ -355,7 +355,7 @@ def _matrix_costs(
         for candidate, preset in presets[tensor].items():
             size = matrix_bytes(rows, inputs, preset)
             if settings.minimizes == "ms":
-                prices = settings.timing.prices(rows * inputs, preset)
+                prices = settings.timing.matrix_time(rows * inputs, preset)
             else:
                 prices = (float(size),)
             cost = Cost(

@@ -7,15 +7,19 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+# Both patterns match an absolute path; its group `rest` ends in the name that stays.
 _NAME = r"[^\s/'\"`<>|,;:()\[\]{}]*"  # a file's name in an unquoted path
-# /home/ann/model.bin, ~/model.bin or file:///home/ann/model.bin within running text
+# within running text: /home/ann/model.bin (rest: /ann/model.bin), ~/model.bin or
+# file:///home/ann/model.bin; not the end of a relative path, such as data/log/runs
 _UNQUOTED = re.compile(
-    rf"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s]){_NAME})((?:/{_NAME})+)"
+    rf"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s]){_NAME})(?P<rest>(?:/{_NAME})+)"
 )
-# the same within quotes, as '/home/ann/my model.bin', where names may have spaces
+# between equal quotes, where names may have spaces: '/home/ann/my model.bin'
 _QUOTED = re.compile(
-    r"""(?<=(['"`]))(?:file://)?(?:~|/[^/'"`\n])([^'"`\n]*/[^'"`\n]*)(?=\1)"""
+    r"""(?<=(?P<quote>['"`]))(?:file://)?(?:~|/[^/'"`\n])"""
+    r"""(?P<rest>[^'"`\n]*/[^'"`\n]*)(?=(?P=quote))"""
 )
+# 00112233-4455-6677-8899-AABBCCDDEEFF
 _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
 
 
@@ -56,5 +60,6 @@ def identifiers() -> set[str]:
 
 
 def _short(path: re.Match) -> str:
-    name = path[path.lastindex].rstrip("/").rpartition("/")[2]
+    """``…/name`` for a match of a path."""
+    name = path["rest"].rstrip("/").rpartition("/")[2]
     return f"…/{name}" if name else "…"

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from workbench.files import write_whole
 from workbench.log import parquet
-from workbench.log.definitions import with_both_verdicts
-from workbench.log.parquet import File
+from workbench.log.parquet import TableFile
 from workbench.log.schema import SCHEMAS
+from workbench.log.verdicts import with_both_verdicts
 
 FILE_NAME = ".rows.arrow"
 FILES_KEY = b"workbench.log.files"
@@ -29,29 +29,45 @@ MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True)
+class CachedFile:
+    """A Parquet file whose rows are cached."""
+
+    file: TableFile
+    digest: str
+    """The SHA-256 of its bytes."""
+
+    def has_bytes_of(self, file: TableFile) -> bool:
+        """Whether the rows were read from the bytes that `file` has."""
+        if file.size != self.file.size:
+            return False
+        try:
+            contents = Path(file.path).read_bytes()
+        except OSError:  # the reader of its rows says why
+            return False
+        return parquet.digest(contents) == self.digest
+
+
+@dataclass(frozen=True)
 class CachedRows:
     """The rows of Parquet files of a folder of the table `runs`."""
 
-    files: dict[str, File]
+    files: dict[str, CachedFile]
     """Run id → file."""
-    digests: dict[str, str]
-    """The SHA-256 of each file's bytes."""
     rows: pa.Table
     unsaved: int = 0
-    """The number of files that the cache file lacks, or has with another status."""
+    """The number of `files` whose entry in the cache file is absent or outdated. Files
+    that were removed do not count: the next process finds that out without a read."""
 
     def with_new(
-        self, files: dict[str, File], digests: dict[str, str], rows: list[pa.Table]
+        self, files: dict[str, CachedFile], rows: list[pa.Table]
     ) -> "CachedRows":
         """These rows and those of further files."""
         table = pa.concat_tables([self.rows, *rows])
         if table["run_id"].num_chunks > MAX_CHUNKS:
             table = table.combine_chunks()
-        return CachedRows(
-            self.files | files, self.digests | digests, table, self.unsaved + len(files)
-        )
+        return CachedRows(self.files | files, table, self.unsaved + len(files))
 
-    def without_changed(self, files: dict[str, File]) -> "CachedRows":
+    def without_changed(self, files: dict[str, TableFile]) -> "CachedRows":
         """These rows without those of files that were removed or replaced since. A file
         with another time or inode and the same bytes, as in a copy of the folder, keeps
         its rows: hashing it takes a fortieth of the time of reading it.
@@ -59,36 +75,22 @@ class CachedRows:
         Args:
             files: the files of the folder now.
         """
-        changed = {name for name, file in self.files.items() if files.get(name) != file}
-        if not changed:
+        if all(files.get(name) == cached.file for name, cached in self.files.items()):
             return self
-        copied = {
-            name
-            for name in changed & files.keys()
-            if self.has_bytes_of(name, files[name])
-        }
-        stale = changed - copied
+        valid: dict[str, CachedFile] = {}
+        copied = 0  # files that are listed again, with their new status
+        for name, cached in self.files.items():
+            file = files.get(name)
+            if file == cached.file:
+                valid[name] = cached
+            elif file is not None and cached.has_bytes_of(file):
+                valid[name] = CachedFile(file, cached.digest)
+                copied += 1
         rows = self.rows
-        if stale:
+        if stale := self.files.keys() - valid.keys():
             is_stale = pc.is_in(rows["run_id"], pa.array(sorted(stale), pa.string()))
             rows = rows.filter(pc.invert(is_stale))
-        names = self.files.keys() - stale
-        return CachedRows(
-            {name: files[name] for name in names},
-            {name: self.digests[name] for name in names},
-            rows,
-            self.unsaved + len(copied),
-        )
-
-    def has_bytes_of(self, name: str, file: File) -> bool:
-        """Whether the rows of run `name` were read from the bytes that `file` has."""
-        if file.size != self.files[name].size:
-            return False
-        try:
-            contents = Path(file.path).read_bytes()
-        except OSError:  # the reader of its rows says why
-            return False
-        return parquet.digest(contents) == self.digests[name]
+        return CachedRows(valid, rows, self.unsaved + copied)
 
 
 _caches: dict[Path, CachedRows] = {}
@@ -96,10 +98,10 @@ _caches: dict[Path, CachedRows] = {}
 files are read."""
 
 
-def read_rows(folder: Path, files: dict[str, File]) -> pa.Table:
+def read_rows(folder: Path, files: dict[str, TableFile]) -> pa.Table:
     """The rows of `files`, which are those of a folder of the table `runs`. Rows that
     were read before are taken from the cache. Older rows have both verdicts (see
-    `definitions.with_both_verdicts`), in the cache as well.
+    `verdicts.with_both_verdicts`), in the cache as well.
 
     Raises:
         InputError: see `parquet.read_file`.
@@ -107,13 +109,14 @@ def read_rows(folder: Path, files: dict[str, File]) -> pa.Table:
     cached = _valid_cache(folder, files)
     unread = files.keys() - cached.files.keys()
     if unread:
-        new, digests, parts = {}, {}, []
+        new: dict[str, CachedFile] = {}
+        parts = []
         for name in unread:
-            rows, digests[name] = parquet.read_file("runs", files[name])
-            new[name] = files[name]
+            rows, digest = parquet.read_file("runs", files[name])
+            new[name] = CachedFile(files[name], digest)
             # older rows have one verdict, which is split once, before they are cached
             parts.append(with_both_verdicts(rows))
-        cached = cached.with_new(new, digests, parts)
+        cached = cached.with_new(new, parts)
     _caches[folder] = cached
     _save_if_behind(folder)
     return cached.rows
@@ -127,15 +130,17 @@ def add_written_rows(folder: Path, rows: pa.Table) -> None:
     names = set(rows["run_id"].to_pylist()) & (files.keys() - cached.files.keys())
     rows = rows.filter(pc.is_in(rows["run_id"], pa.array(sorted(names), pa.string())))
     rows = with_both_verdicts(rows.replace_schema_metadata(None))
-    new = {name: files[name] for name in names}
-    digests = {
-        name: parquet.digest(Path(file.path).read_bytes()) for name, file in new.items()
+    new = {
+        name: CachedFile(
+            files[name], parquet.digest(Path(files[name].path).read_bytes())
+        )
+        for name in names
     }
-    _caches[folder] = cached.with_new(new, digests, [rows])
+    _caches[folder] = cached.with_new(new, [rows])
     _save_if_behind(folder)
 
 
-def _valid_cache(folder: Path, files: dict[str, File]) -> CachedRows:
+def _valid_cache(folder: Path, files: dict[str, TableFile]) -> CachedRows:
     """The cached rows of a folder that are still those of its files."""
     cached = _caches.get(folder) or _load(folder)
     return cached.without_changed(files)
@@ -148,17 +153,16 @@ def _load(folder: Path) -> CachedRows:
         with pa.ipc.open_file((folder / FILE_NAME).read_bytes()) as reader:
             rows = reader.read_all()
         saved = json.loads(rows.schema.metadata[FILES_KEY])
-        files, digests = {}, {}
+        files = {}
         for name, modified_ns, size, inode, digest in saved:
             path = str(folder / f"{name}.parquet")
-            files[name] = File(path, modified_ns, size, inode)
-            digests[name] = digest
+            files[name] = CachedFile(TableFile(path, modified_ns, size, inode), digest)
         rows = rows.replace_schema_metadata(None)
         if rows.schema.equals(SCHEMAS["runs"]):
-            return CachedRows(files, digests, rows)
+            return CachedRows(files, rows)
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
         pass
-    return CachedRows({}, {}, SCHEMAS["runs"].empty_table())
+    return CachedRows({}, SCHEMAS["runs"].empty_table())
 
 
 def _save_if_behind(folder: Path) -> None:
@@ -171,10 +175,11 @@ def _save_if_behind(folder: Path) -> None:
 
 
 def _save(folder: Path, cached: CachedRows) -> None:
-    saved = [
-        (name, file.modified_ns, file.size, file.inode, cached.digests[name])
-        for name, file in cached.files.items()
-    ]
+    """Writes the rows, and in the metadata of their schema the files that they are of."""
+    saved = []
+    for name, entry in cached.files.items():
+        file = entry.file
+        saved.append((name, file.modified_ns, file.size, file.inode, entry.digest))
     rows = cached.rows.replace_schema_metadata({FILES_KEY: json.dumps(saved)})
     options = pa.ipc.IpcWriteOptions(compression="lz4")
 

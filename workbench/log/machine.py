@@ -27,7 +27,8 @@ THERMAL_KEY = "com.apple.system.thermalpressurelevel"
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine now, with those of `state`.
+    """The columns of ``runs`` that describe this machine now, with those of
+    `machine_state`.
 
     Returns:
         machine: the `hardware` in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16
@@ -56,7 +57,7 @@ def environment() -> dict:
         "machine": machine_name(**hardware()),
         "software": software_name(build, versions),
     }
-    return anonymous(columns | state())
+    return anonymous(columns | machine_state())
 
 
 def hardware() -> dict:
@@ -93,9 +94,8 @@ def software_name(build: str | None, versions: dict) -> str:
     return text
 
 
-def state() -> dict:
-    """The conditions that affect timings and change while a machine runs, as columns of
-    ``runs``.
+def machine_state() -> dict:
+    """What affects timings and changes while a machine runs, as columns of ``runs``.
 
     Returns:
         power_source: ``AC Power`` or ``Battery Power``, of a machine with a battery.
@@ -119,24 +119,24 @@ def state() -> dict:
 
 
 @contextmanager
-def disturbance() -> Iterator[dict[str, float | None]]:
-    """Yields the columns of ``runs`` that show whether other work disturbed the block;
-    they are filled in when it ends.
+def measure_disturbance() -> Iterator[dict[str, float | None]]:
+    """Yields the columns of ``runs`` that show whether other work disturbed the block
+    (see `times.disturbance_reasons`); they are filled in when it ends.
 
     ``load_start``, ``load_end``: processes that ran or waited to run, averaged over the
     minute before. ``steal``: the share of the processors' time within the block that a
     hypervisor gave to other machines; None off Linux."""
-    columns = {"load_start": _load(), "load_end": None, "steal": None}
+    columns = {"load_start": _load_average(), "load_end": None, "steal": None}
     before = _processor_ticks()
     yield columns
-    columns["load_end"] = _load()
+    columns["load_end"] = _load_average()
     after = _processor_ticks()
     if before and after and after.total > before.total:
         stolen = after.stolen - before.stolen
         columns["steal"] = stolen / (after.total - before.total)
 
 
-def _load() -> float | None:
+def _load_average() -> float | None:
     """The load average of the last minute; None where the system has none."""
     try:
         return os.getloadavg()[0]

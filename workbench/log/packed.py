@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def pack(out: Path, root: Root = None) -> int:
 
 
 def _anonymous_rows(
-    rows: pd.DataFrame, shipped: pd.Series, hidden_words: list[str]
+    rows: pd.DataFrame, shipped: pd.Series, hidden_words: set[str]
 ) -> pd.DataFrame:
     """The rows without those of shipped runs, and with nothing that names a user."""
     rows = rows[~rows["run_id"].isin(shipped)]
@@ -131,19 +132,34 @@ def _read(path: Path) -> dict[str, pa.Table]:
     tables, decoded_bytes = {}, 0
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        members = {table: _member(table) for table in TABLES}
-        if foreign := [name for name in names if name not in members.values()]:
-            raise ValueError(f"a foreign file {foreign[0]!r}")
-        if len(set(names)) < len(names):
-            raise ValueError("a table occurs twice")
-        for table, name in members.items():
+        _check_members(names)
+        for table in TABLES:
+            name = _member(table)
             if name in names:
                 with archive.open(name) as file:
                     contents = read_at_most(file, MOST_FILE_BYTES, name)
-                tables[table] = _decoded(table, contents, MOST_BYTES - decoded_bytes)
+                tables[table] = _decode_table(
+                    table, contents, MOST_BYTES - decoded_bytes
+                )
                 decoded_bytes += tables[table].nbytes
             else:
                 tables[table] = SCHEMAS[table].empty_table()
+    _check_run_ids(tables)
+    return tables
+
+
+def _check_members(names: list[str]) -> None:
+    """Refuses an archive with files other than one of each table."""
+    members = {_member(table) for table in TABLES}
+    if foreign := [name for name in names if name not in members]:
+        raise ValueError(f"a foreign file {foreign[0]!r}")
+    if len(set(names)) < len(names):
+        raise ValueError("a table occurs twice")
+
+
+def _check_run_ids(tables: dict[str, pa.Table]) -> None:
+    """Refuses a log without runs, with a run twice or of an unfit id, and rows of a run
+    that it does not contain."""
     run_ids = tables["runs"]["run_id"].to_pylist()
     if not run_ids:
         raise ValueError("no run in it")
@@ -157,46 +173,73 @@ def _read(path: Path) -> dict[str, pa.Table]:
             raise ValueError(
                 f"{table} has rows of {run_id!r}, a run that the file does not contain"
             )
-    return tables
 
 
-def _decoded(table: str, contents: bytes, most_bytes: int) -> pa.Table:
+def _decode_table(table: str, contents: bytes, most_bytes: int) -> pa.Table:
     """The rows of a table's file, checked as `append` checks rows.
 
-    A small file may hold any number of equal values. Its rows and the bytes of its
-    pages are therefore counted before they are read. Its texts are read as indices into
-    a dictionary, and counted before they are copied for every row."""
-    schema = SCHEMAS[table]
+    A small file may hold any number of equal values. What its rows will take in memory
+    is therefore counted in three steps, each before the work that it allows: from the
+    metadata, before the pages are read; with the texts, which are read as indices into a
+    dictionary, before they are copied for every row; and by the caller, of the result.
+
+    Args:
+        most_bytes: the bytes in memory that are left for this table.
+    """
     metadata = pq.read_metadata(pa.BufferReader(contents))
     fields = metadata.schema.to_arrow_schema()
+    _check_schema(table, fields)
+    _check_compression(table, metadata)
+    fixed_bytes = _fixed_bytes(metadata, len(SCHEMAS[table]))
+    _check_size(table, max(_page_bytes(metadata), fixed_bytes), most_bytes)
+    texts = [field.name for field in fields if field.type == pa.string()]
+    rows = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts).read()
+    text_bytes = sum(
+        _text_bytes(chunk) for name in texts for chunk in rows[name].chunks
+    )
+    _check_size(table, fixed_bytes + text_bytes, most_bytes)
+    return to_arrow(table, to_frame(with_all_columns(table, rows)))
+
+
+def _check_schema(table: str, fields: pa.Schema) -> None:
+    """Refuses another version, an unknown column and another type of a column."""
+    schema = SCHEMAS[table]
     version = int((fields.metadata or {}).get(VERSION_KEY, 0))
     if version != VERSION:
         raise ValueError(f"{table}: schema version {version} in place of {VERSION}")
     for field in fields:
-        if (
-            field.name not in schema.names
-            or field.type != schema.field(field.name).type
-        ):
+        is_known = field.name in schema.names
+        if not is_known or field.type != schema.field(field.name).type:
             raise ValueError(f"{table}: a column {field.name!r} of type {field.type}")
-    page_bytes = value_bytes = 0
+
+
+def _check_compression(table: str, metadata: pq.FileMetaData) -> None:
+    for chunk in _column_chunks(metadata):
+        if chunk.compression not in (CODEC, "UNCOMPRESSED"):
+            raise ValueError(f"{table}: compressed with {chunk.compression}")
+
+
+def _page_bytes(metadata: pq.FileMetaData) -> int:
+    """The bytes that all pages of a file decompress to, as its metadata say."""
+    return sum(chunk.total_uncompressed_size for chunk in _column_chunks(metadata))
+
+
+def _fixed_bytes(metadata: pq.FileMetaData, columns: int) -> int:
+    """The bytes in memory of a file's rows without the characters of texts: 8 for each
+    value of each of the table's columns."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return 8 * columns * sum(group.num_rows for group in groups)
+
+
+def _column_chunks(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
+    """Yields the metadata of every column of every row group."""
     for group in range(metadata.num_row_groups):
-        value_bytes += 8 * metadata.row_group(group).num_rows * len(schema)
         for column in range(metadata.num_columns):
-            chunk = metadata.row_group(group).column(column)
-            page_bytes += chunk.total_uncompressed_size
-            if chunk.compression not in (CODEC, "UNCOMPRESSED"):
-                raise ValueError(f"{table}: compressed with {chunk.compression}")
-    _check_size(table, max(page_bytes, value_bytes), most_bytes)
-    texts = [field.name for field in fields if field.type == pa.string()]
-    rows = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts).read()
-    for name in texts:
-        value_bytes += sum(map(_text_bytes, rows[name].chunks))
-    _check_size(table, value_bytes, most_bytes)
-    return to_arrow(table, to_frame(with_all_columns(table, rows)))
+            yield metadata.row_group(group).column(column)
 
 
 def _text_bytes(texts: pa.DictionaryArray) -> int:
-    """The bytes that texts take once each row has a copy."""
+    """The bytes of the characters of texts once each row has a copy."""
     lengths = pc.binary_length(texts.dictionary)
     return pc.sum(lengths.cast(pa.int64()).take(texts.indices)).as_py() or 0
 

@@ -17,7 +17,7 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     """Writes one run and its tables. The row of `runs` goes last, so that a listed run
     is whole.
 
-    `environment` and `scalars` fill in columns that the row lacks. Paths in the row, also
+    `environment` and `summary_columns` fill in columns that the row lacks. Paths in the row, also
     in its `config`, are shortened (see `anonymous`). The run's id sorts after those of
     all runs of the log, even if the clock was set back since.
 
@@ -46,7 +46,9 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     try:
         for table, rows in tables.items():
             written.append(append(table, rows, root, run_id))
-        columns = environment() | {"status": "ok"} | scalars(**tables) | dict(row)
+        columns = (
+            environment() | {"status": "ok"} | summary_columns(**tables) | dict(row)
+        )
         append("runs", anonymous(columns), root, run_id)
     except BaseException:
         if not (folder / f"{run_id}.parquet").exists():
@@ -57,7 +59,7 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     return run_id
 
 
-def scalars(
+def summary_columns(
     samples: pd.DataFrame | None = None, fidelity: pd.DataFrame | None = None, **_
 ) -> dict:
     """The columns of `runs` that sum up a run's tables, where the run has them.

@@ -1,8 +1,13 @@
 """The schemas of the log's tables, and the words that a column allows.
 
 Names contain their unit (``_ms``, ``_db``, ``_bytes``); ``samples.value`` has the
-column ``unit``. A new column needs no new version: in files without it, it reads as
-null. `tools/rewrite_log.py` adds it to such files, for readers other than `load`."""
+column ``unit``.
+
+To add a column, write its name into a line of its type in `SCHEMAS`; if it takes a JSON
+object, into `JSON_COLUMNS`; if it takes fixed words, into `ALLOWED`; if it says what was
+run, into `SETTINGS` (docs/extend.md has the writers and readers). A new column needs no
+new version: in files without it, it reads as null. `tools/rewrite_log.py` adds it to such
+files, for readers other than `load`."""
 
 import pyarrow as pa
 
@@ -38,7 +43,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     "runs": _schema("""
         text:  run_id!
         time:  time
-        # verdict is on the export, quality on its cost (older rows: see `definitions`)
+        # verdict is on the export, quality on its cost (older rows: see `verdicts`)
         text:  experiment command status! reason verdict quality config
         # prompt names the token ids of a validation
         text:  checkpoint checkpoint_hash bundle bundle_hash family prompt
@@ -113,6 +118,7 @@ mostly told apart come first. A new option of an export or of a run belongs here
 (tests/sweep/test_grid_options.py). The column `setting` is a hash and not one of them."""
 
 JSON_COLUMNS = {"config", "versions", "hints", "placement"}
+"""Text columns whose text is a JSON object."""
 
 ALLOWED = {
     "status": {"ok", "invalid", "failed", "skipped"},
@@ -122,3 +128,4 @@ ALLOWED = {
     "tensor": {"hidden", "update", "k", "v", "logits"},
     "mode": {"isolated", "chained"},
 }
+"""The words that a text column allows, in every table that has the column."""

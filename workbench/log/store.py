@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from workbench.errors import InputError, check_choice
 from workbench.log import cache, parquet
 from workbench.log.condition import rows_that_fit
-from workbench.log.parquet import File, list_files, with_all_columns, write_rows
+from workbench.log.parquet import TableFile, list_files, with_all_columns, write_rows
 from workbench.log.places import Root, default_root, new_run_id, shipped_root
 from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS
 
@@ -78,7 +78,7 @@ def load(
 
     Rows of the runs shipped under `root` are included. An absent log has no rows. Rows
     of `runs` that are older than the column `quality` have one verdict in their file;
-    here they have both (see `definitions.split_verdict`).
+    here they have both (see `verdicts.split_verdict`).
 
     Args:
         where: columns with the value or list of values to select (None selects nulls);
@@ -88,32 +88,18 @@ def load(
         InputError: an unknown table, column or value; a file that is torn, of another
             version, or with columns that the table lacks.
     """
-    condition = where if isinstance(where, str) else None
-    columns = {}
-    if where and not condition:
-        columns = {name: np.atleast_1d(values) for name, values in where.items()}
-    shipped_folder, folder = _folders(table, root)
-    files = list_files(folder)
-    # a run in both folders is read once, from the log's folder
-    shipped = {
-        n: file for n, file in list_files(shipped_folder).items() if n not in files
-    }
+    selection, condition = {}, None
+    if isinstance(where, str):
+        condition = where or None
+    elif where:
+        selection = {name: np.atleast_1d(values) for name, values in where.items()}
     if table == "runs":
-        parts = [
-            cache.read_rows(shipped_folder, shipped),
-            cache.read_rows(folder, files),
-        ]
-        rows = _sorted_by_run(pa.concat_tables(parts))
+        rows = _load_runs(root)
     else:
-        files |= shipped
-        # a file is named after its run
-        names = sorted(files.keys() & set(columns.pop("run_id", files)))
-        rows = _read(table, tuple(files[name] for name in names))
+        # a file is named after its run: only the files of the selected runs are read
+        rows = _load_rows(table, root, selection.pop("run_id", None))
     try:
-        for name, values in columns.items():
-            # Python's values: the type of an empty array would not fit the column's
-            selected = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
-            rows = rows.filter(pc.is_in(rows[name], selected))
+        rows = _select(table, rows, selection)
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
         actual = f"{where!r} ({error})"
         needed = f"values of the columns {', '.join(SCHEMAS[table].names)}"
@@ -123,14 +109,45 @@ def load(
     return rows_that_fit(frame, condition) if condition else frame
 
 
-def _sorted_by_run(rows: pa.Table) -> pa.Table:
-    """The rows sorted by run id. Rows of one run stay in their order."""
+def _load_runs(root: Root) -> pa.Table:
+    """All rows of the table `runs`, from its cache, sorted by run id."""
+    shipped, logged = _list_runs("runs", root)
+    shipped_folder, folder = _folders("runs", root)
+    parts = [cache.read_rows(shipped_folder, shipped), cache.read_rows(folder, logged)]
+    rows = pa.concat_tables(parts)
     order = np.argsort(rows["run_id"].to_numpy(), kind="stable")
     return rows.take(pa.array(order))
 
 
+def _load_rows(table: str, root: Root, run_ids: np.ndarray | None) -> pa.Table:
+    """The rows of another table of some runs, or of all (None), sorted by run id."""
+    shipped, logged = _list_runs(table, root)
+    files = shipped | logged
+    names = files.keys() if run_ids is None else files.keys() & set(run_ids)
+    return _read(table, tuple(files[name] for name in sorted(names)))
+
+
+def _list_runs(
+    table: str, root: Root
+) -> tuple[dict[str, TableFile], dict[str, TableFile]]:
+    """The files of a table by run id: those of shipped runs, and those of the log's own
+    folder. A run in both folders is listed once, in the log's folder."""
+    shipped, logged = map(list_files, _folders(table, root))
+    return {name: shipped[name] for name in shipped.keys() - logged.keys()}, logged
+
+
+def _select(table: str, rows: pa.Table, selection: Mapping) -> pa.Table:
+    """The rows that have one of the values named for each column. Raises errors of
+    Python or Arrow for an unknown column or a value of another type."""
+    for name, values in selection.items():
+        # Python's values: the type of an empty array would not fit the column's
+        accepted = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
+        rows = rows.filter(pc.is_in(rows[name], accepted))
+    return rows
+
+
 @lru_cache(maxsize=64)
-def _read(table: str, files: tuple[File, ...]) -> pa.Table:
+def _read(table: str, files: tuple[TableFile, ...]) -> pa.Table:
     """The rows of some files, one after the other."""
     parts = [parquet.read_file(table, file)[0] for file in files]
     return pa.concat_tables([SCHEMAS[table].empty_table(), *parts]).combine_chunks()

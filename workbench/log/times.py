@@ -1,10 +1,12 @@
 """The one statistic of times, and the rules for conclusions from it.
 
-A process gives one value: its tokens over the time of its timed calls, or the median of
-its timed calls. Calls of one process resemble each other more than those of two, so
-that they are no independent values. A setting is the median over its processes, beside
-the least and the most of them. Two settings differ only where at least `MIN_ROUNDS`
-interleaved rounds agree."""
+A process gives one value (`by_process`): its tokens over the time of its timed calls, or
+the median of its timed calls. Calls of one process resemble each other more than those
+of two, so that they are no independent values. A setting is the median over its
+processes, beside the least and the most of them (`summarize`). Two settings differ only
+where at least `MIN_ROUNDS` interleaved rounds agree (`compare_settings`). Processes that
+other work disturbed (`disturbance_reasons`) are left out where a setting has others
+(`select_undisturbed`)."""
 
 import re
 from collections.abc import Sequence
@@ -32,19 +34,20 @@ MAX_STEAL = 0.02
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The times of a second setting over those of a first one, from their interleaved
-    rounds."""
+class RatioEstimate:
+    """The values of a second setting, times or rates, over those of a first one."""
 
     ratio: float
-    """The geometric mean over rounds."""
+    """The geometric mean over pairs of processes."""
     low: float
     high: float
-    """Student's interval of that mean (nan: fewer than two rounds)."""
+    """Student's interval of that mean (nan: fewer than two pairs)."""
     rounds: int
+    """See `count_rounds`."""
     is_decided: bool
-    """At least `MIN_ROUNDS` rounds, all on one side of 1, as is the interval, and a
-    mean that differs from 1 by more than `MIN_CHANGE`."""
+    """Whether the settings differ: at least `MIN_ROUNDS` rounds, every pair and the
+    interval on one side of 1, and a mean that differs from 1 by more than
+    `MIN_CHANGE`."""
 
 
 def by_process(samples: pd.DataFrame, keys: Sequence[str] = ()) -> pd.DataFrame:
@@ -92,17 +95,23 @@ def summarize(
 
 
 def count_rounds(first: Sequence[str], second: Sequence[str]) -> int:
-    """The number of interleaved rounds of two sets of run ids: how often, in the order
-    of time, both sets had been run equally often."""
+    """The number of interleaved rounds of two sets of run ids. In the order of time, a
+    round ends whenever both sets have the same number of runs.
+
+    Example: the runs a b b a a, where a is of the first set, are 2 rounds: a b, and b a.
+    The runs a a b b are 1 round."""
     order = sorted([*first, *second])  # run ids sort by time
-    # +1 for a run of the first, −1 for one of the second: a round ends where their sum
-    # is 0 again
-    sides = np.where(np.isin(order, list(first)), 1, -1)
-    return int((np.cumsum(sides) == 0).sum())
+    of_first = set(first)
+    lead = rounds = 0  # lead: how many more runs of the first than of the second so far
+    for run_id in order:
+        lead += 1 if run_id in of_first else -1
+        rounds += lead == 0
+    return rounds
 
 
-def difference(first: pd.Series, second: pd.Series) -> Difference:
-    """Compares two settings, each with one value for each process (index: run ids).
+def compare_settings(first: pd.Series, second: pd.Series) -> RatioEstimate:
+    """The ratio of two settings, the second over the first, each with one value for each
+    process (index: run ids).
 
     The k-th process of one is paired with the k-th of the other, so that a machine that
     slows down meanwhile does not appear as a difference.
@@ -117,9 +126,9 @@ def difference(first: pd.Series, second: pd.Series) -> Difference:
         half_width = float(quantile * logs.std(ddof=1) / pairs**0.5)
     agree = bool((logs > 0).all() or (logs < 0).all())
     is_large = abs(mean) > max(half_width, np.log(MIN_CHANGE))
-    decided = rounds >= MIN_ROUNDS and agree and is_large
+    is_decided = bool(rounds >= MIN_ROUNDS and agree and is_large)
     ratio, low, high = np.exp([mean, mean - half_width, mean + half_width]).tolist()
-    return Difference(ratio, low, high, rounds, bool(decided))
+    return RatioEstimate(ratio, low, high, rounds, is_decided)
 
 
 def vary_too_much(values: Sequence[float]) -> bool:
@@ -140,7 +149,7 @@ def select_undisturbed(runs: pd.DataFrame, by: Sequence[str]) -> pd.Series:
     return ~was_disturbed | was_disturbed.groupby(keys, dropna=False).transform("all")
 
 
-def disturbed(runs: pd.DataFrame) -> pd.Series:
+def disturbance_reasons(runs: pd.DataFrame) -> pd.Series:
     """The reason, in words, why the times of each run say little: other work disturbed
     it. None where nothing shows it.
 

@@ -1,10 +1,26 @@
 """Cross products of options, measured cell by cell in fresh processes and logged.
 
-`grid` describes the cells, and `run` measures those that the log lacks. `results` reads
-the log's tables of a grid, `summary` the whole log as one table. `timing` makes one
-measurement, `cluster` runs cells on other machines, and `identity` computes the columns
-and the hashes of a run. The names below are imported when they are first used, so that
-a child process starts without torch."""
+To measure:
+
+    grid         the file of a grid → its cells, each one bundle, one way to run it and
+                 one round
+    identity     the columns and the hashes by which a run is found again in the log
+    run          exports, measures and logs the cells that the log lacks
+    lock         one measurement of a log at a time on a machine
+    cluster      the same on the workers of a Dask cluster
+    timing       the times of one measurement
+    energy       the Neural Engine's energy during one
+    seeded       the shipped grids of first light
+    error_split  the error split of a bundle, measured and logged as a cell is
+
+To read what the log has:
+
+    results      the log's tables of a grid
+    summary      the whole log as one table, with a row per setting
+    conclude     sentences on the differences of settings
+
+The names below are imported when they are first used, so that a child process starts
+without torch."""
 
 from importlib import import_module
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from workbench.errors import InputError
 from workbench.runtime import resolve
@@ -50,14 +51,14 @@ def connect(address: str):
         # a client of an invalid address would not close by itself
         resolve_address(address)
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
-        count, measuring = _workers(client)
-        outdated = _workers_with_other_code(client, measuring)
+        workers = _list_workers(client)
+        outdated = _workers_with_other_code(client, workers.measuring)
     # TypeError: tls without a certificate
     except (OSError, TypeError, ValueError) as problem:
         actual = str(problem) or type(problem).__name__
         needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
         raise InputError(subject, actual, needed, step) from None
-    if measuring and not outdated:
+    if workers.measuring and not outdated:
         return client
     client.close()
     if outdated:
@@ -65,7 +66,8 @@ def connect(address: str):
         needed = "the code of this checkout on every worker"
         step = "update the workbench there and start the worker again"
     else:
-        actual, needed = f"{count} workers, none with {RESOURCE}", "at least one"
+        actual = f"{workers.count} workers, none with {RESOURCE}"
+        needed = "at least one"
         step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
     raise InputError(subject, actual, needed, step)
 
@@ -82,7 +84,7 @@ def runtimes(client, named: Sequence[str]) -> list[str]:
     """
     if "auto" not in named:
         return []
-    _, measuring = _workers(client)
+    measuring = _list_workers(client).measuring
     names = sorted(set(client.run(resolve, workers=measuring).values()))
     if len(names) > 1:
         client.close()
@@ -111,7 +113,7 @@ def run(client, measure: Callable[..., CellResult], jobs: list) -> Iterator[Cell
             try:
                 ended = wait(pending, WAIT_S, "FIRST_COMPLETED").done
             except TimeoutError:
-                if not _workers(client)[1] and not announced:
+                if not _list_workers(client).measuring and not announced:
                     print(_describe_waiting(len(pending)), file=sys.stderr, flush=True)
                     announced = True
                 continue
@@ -130,15 +132,23 @@ def run(client, measure: Callable[..., CellResult], jobs: list) -> Iterator[Cell
                     yield future.result()
 
 
-def _workers(client) -> tuple[int, list[str]]:
-    """The number of all workers, and the addresses of those that measure."""
+class _Workers(NamedTuple):
+    """The workers of a scheduler."""
+
+    count: int
+    """Of all of them."""
+    measuring: list[str]
+    """The addresses of those that measure."""
+
+
+def _list_workers(client) -> _Workers:
     workers = client.scheduler_info(n_workers=-1)["workers"]
     measuring = [
         address
         for address, worker in workers.items()
         if RESOURCE in worker["resources"]
     ]
-    return len(workers), measuring
+    return _Workers(len(workers), measuring)
 
 
 def _workers_with_other_code(client, addresses: list[str]) -> list[str]:

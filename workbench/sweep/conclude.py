@@ -12,7 +12,7 @@ from itertools import pairwise
 import pandas as pd
 
 from workbench import log
-from workbench.log.times import MIN_ROUNDS, Difference
+from workbench.log.times import MIN_ROUNDS, RatioEstimate
 
 ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
@@ -24,10 +24,10 @@ NOT_SET = "not set"
 class Comparison:
     """Two settings, compared."""
 
-    difference: Difference
-    """The difference of the second setting from the first."""
+    estimate: RatioEstimate
+    """The ratio of the second setting to the first."""
     objections: list[str]
-    """Reasons why nothing is concluded from the difference."""
+    """Reasons why nothing is concluded from it."""
 
     @property
     def is_decided(self) -> bool:
@@ -64,10 +64,10 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
             {f"{axis} {first}": settings[first], f"{axis} {second}": settings[second]}
         )
         if comparison.is_decided:
-            change = comparison.difference
-            more = "more" if change.ratio > 1 else "fewer"
+            estimate = comparison.estimate
+            more = "more" if estimate.ratio > 1 else "fewer"
             decided.append(
-                f"{second} has {more} than {first}, {_describe_ratio(change)}"
+                f"{second} has {more} than {first}, {_describe_ratio(estimate)}"
             )
         else:
             pair = f"{second} against {first}"
@@ -89,16 +89,16 @@ def describe_fastest(processes: pd.DataFrame, command: str) -> str:
     if len(order) < 2:
         return f"{speeds}. No other setting was measured."
     first, *others = order
-    slower: dict[str, Difference] = {}
+    slower: dict[str, RatioEstimate] = {}
     undecided: list[Undecided] = []
     for name in others:
         comparison = _compare({first: settings[first], name: settings[name]})
-        change = comparison.difference
-        if comparison.is_decided and change.ratio < 1:
-            slower[name] = change
+        estimate = comparison.estimate
+        if comparison.is_decided and estimate.ratio < 1:
+            slower[name] = estimate
         else:
             # a decided ratio above 1 contradicts the medians: nothing is concluded
-            objections = comparison.objections or [_why_undecided(change)]
+            objections = comparison.objections or [_why_undecided(estimate)]
             # the fastest setting is named once
             pair = name if undecided else f"{first} against {name}"
             undecided.append(Undecided(pair, objections))
@@ -150,7 +150,7 @@ def _count_pairs(comparisons: list[Comparison], command: str) -> str:
     """The rest of a sentence that counts the pairs in which the second setting is faster,
     slower, or neither."""
     decided = [comparison for comparison in comparisons if comparison.is_decided]
-    more = sum(comparison.difference.ratio > 1 for comparison in decided)
+    more = sum(comparison.estimate.ratio > 1 for comparison in decided)
     text = (
         f"{more} of {len(comparisons)} pairs of settings that differ in nothing else, "
         f"fewer in {len(decided) - more}, and {len(comparisons) - len(decided)} are not "
@@ -173,11 +173,11 @@ def _group_processes(processes: pd.DataFrame, column: str) -> ProcessesBySetting
 def _compare(settings: ProcessesBySetting) -> Comparison:
     """The comparison of two settings, the second with the first."""
     first, second = map(_values, settings.values())
-    difference = log.difference(first, second)
+    estimate = log.compare_settings(first, second)
     objections = _objections(settings)
-    if not objections and not difference.is_decided:
-        objections = [_why_undecided(difference)]
-    return Comparison(difference, objections)
+    if not objections and not estimate.is_decided:
+        objections = [_why_undecided(estimate)]
+    return Comparison(estimate, objections)
 
 
 def _values(rows: pd.DataFrame) -> pd.Series:
@@ -186,17 +186,17 @@ def _values(rows: pd.DataFrame) -> pd.Series:
 
 def _describe_median(rows: pd.DataFrame) -> str:
     """The median over processes, the least, the most and their number."""
-    (summary,) = log.summarize(rows.assign(all=0), "all").itertuples()
-    if summary.n == 1:
-        return f"{summary.median:.4g} (1 process)"
-    extent = f"{summary.least:.4g} to {summary.most:.4g}"
-    return f"{summary.median:.4g} ({extent}, {summary.n} processes)"
+    values = rows["value"].dropna()
+    if len(values) == 1:
+        return f"{values.median():.4g} (1 process)"
+    extent = f"{values.min():.4g} to {values.max():.4g}"
+    return f"{values.median():.4g} ({extent}, {len(values)} processes)"
 
 
-def _describe_ratio(change: Difference) -> str:
+def _describe_ratio(estimate: RatioEstimate) -> str:
     return (
-        f"{change.ratio:.3g} times ({change.low:.3g} to {change.high:.3g}, paired over "
-        f"{change.rounds} rounds)"
+        f"{estimate.ratio:.3g} times ({estimate.low:.3g} to {estimate.high:.3g}, paired over "
+        f"{estimate.rounds} rounds)"
     )
 
 
@@ -214,13 +214,13 @@ def _objections(settings: ProcessesBySetting) -> list[str]:
     return reasons
 
 
-def _why_undecided(change: Difference) -> str:
+def _why_undecided(estimate: RatioEstimate) -> str:
     """The reason why a difference is not decided."""
-    if change.rounds < MIN_ROUNDS:
-        plural = "" if change.rounds == 1 else "s"
-        measured = f"{change.rounds} interleaved round{plural}"
+    if estimate.rounds < MIN_ROUNDS:
+        plural = "" if estimate.rounds == 1 else "s"
+        measured = f"{estimate.rounds} interleaved round{plural}"
         return f"{measured} of {MIN_ROUNDS} that an order needs"
-    return f"{change.rounds} rounds do not agree"
+    return f"{estimate.rounds} rounds do not agree"
 
 
 def _describe_undecided(undecided: list[Undecided], command: str) -> list[str]:

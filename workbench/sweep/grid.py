@@ -97,8 +97,9 @@ class Grid(BaseModel, extra="forbid"):
     max_kl: NonNegativeFloat = MAX_KL
     experiment: str = Field("sweep", pattern=r"^\w[\w-]*$")
 
+    # the texts say what is needed: `make_grid` prints them after "needs"
     @model_validator(mode="after")
-    def _fits(self) -> "Grid":
+    def _check(self) -> "Grid":
         has_checkpoint, has_bundles = bool(self.checkpoint), bool(self.bundle)
         if has_checkpoint == has_bundles or (has_bundles and self.export):
             raise ValueError("either checkpoint (and export), or bundle")
@@ -195,7 +196,7 @@ def load_grid(path: str | Path) -> Grid:
     """
     try:
         mapping = yaml.safe_load(read_bytes(Path(path), MAX_GRID_BYTES).decode("utf-8"))
-    except InputError:
+    except InputError:  # a ValueError too: `read_bytes` has said what is wrong
         raise
     # ValueError: not UTF-8, or an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
@@ -225,8 +226,7 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
             needed = f"one of the keys {', '.join(part.model_fields)}"
         actual = f"{place}: {reprlib.repr(fault.get('input'))}"
         raise InputError(subject, actual, needed, NEXT_STEP) from None
-    # listing the bundles refuses wrong values of export options
-    sources = {source for source, _ in _bundles(grid, None)}
+    sources = _check_bundles(grid)
     # the log and the Explorer tell finished bundles apart by their folder's name
     if len({source.path.name for source in sources}) < len(grid.bundle):
         needed, step = "bundles of different names", "rename one"
@@ -234,6 +234,16 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     if grid.golden:
         grid = _with_golden(grid, sources, subject)
     return grid
+
+
+def _check_bundles(grid: Grid) -> set[Source]:
+    """The sources of a grid's bundles.
+
+    Raises:
+        InputError: a bundle that cannot be opened, or a value of an export option that
+            `exporter.make_options` refuses.
+    """
+    return {source for source, _ in _bundles(grid, None)}
 
 
 def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:

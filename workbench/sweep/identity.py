@@ -16,11 +16,16 @@ HASHED_DEFAULTS = Options().model_dump(mode="json") | {
     "compress": "fp16",
     "target": COREML,
 }
-"""The option values that the hashes leave out. They are the defaults of an export, with
-the preset `fp16`, which was the default when the first runs were logged: another base
-would change the hashes of logged settings."""
+"""The option values that the hashes leave out: the defaults of an export when the first
+runs were logged. `compress` has another default since; it stays `fp16` here, since another
+base would change the hashes of logged settings."""
 RUNTIMES = "coreml", "portable", "stand-in"
 """The runtimes that `auto` may stand for, the preferred one first."""
+
+
+COST_KEY = "price"
+"""The key of a validation's cost in the column `config`; "price" is an older word for it,
+which stored rows have."""
 
 
 def digest(*parts) -> str:
@@ -131,9 +136,18 @@ def setting_hash(
         counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    # Rows that are older than the column `reads` have the truth value `fast` in this
-    # place of their hash. It stays for reads = "used"; "all rows" stands for the rest.
-    decode_path = execution["fast"]
-    if execution["fast"] and execution["reads"] == "all":
-        decode_path = "all rows"
-    return digest(values_hash(contents, options, execution), decode_path, counts)
+    path = hashed_path(execution["fast"], execution["reads"])
+    return digest(values_hash(contents, options, execution), path, counts)
+
+
+def hashed_path(fast: bool | None, reads: str | None) -> bool | str | None:
+    """What stands in the hash of a setting for the columns `fast` and `reads`:
+
+        fast           reads   in the hash
+        True           used    True
+        True           all     "all rows"
+        False or null  any     fast
+
+    The hashes of runs that were logged before the column `reads` contain `fast` alone.
+    They read the used rows, so that these two cases must keep its value."""
+    return "all rows" if fast and reads == "all" else fast

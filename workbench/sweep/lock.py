@@ -49,7 +49,7 @@ def measuring_alone(root: Path, stop: threading.Event | None = None) -> Iterator
                     raise
             if path not in _announced:
                 _announced.add(path)
-                print(_waiting(path), file=sys.stderr, flush=True)
+                print(_describe_waiting(path), file=sys.stderr, flush=True)
             if stop.wait(POLL_S):
                 raise process.Cancelled
         path.write_text(json.dumps(_this_process()))
@@ -61,7 +61,7 @@ def _this_process() -> dict:
     return {"pid": os.getpid(), "started": f"{started:%Y-%m-%d %H:%M:%S} UTC"}
 
 
-def _waiting(path: Path) -> str:
+def _describe_waiting(path: Path) -> str:
     """The line that names the process that holds the lock."""
     try:
         holder = json.loads(path.read_text())

@@ -1,5 +1,8 @@
-"""The log's tables of a grid: times of one machine, fidelity of any, one row per
-configuration."""
+"""The log's tables of a grid: times of one machine, fidelity of any; one row per setting
+(`configurations`) or per process (`processes`).
+
+Runs are in the order of their ids, which begin with their time: the oldest first. Every
+function here relies on this order, in which `log.load` gives them, and keeps it."""
 
 import sys
 from functools import cache
@@ -14,7 +17,7 @@ from workbench.errors import check_choice
 from workbench.sweep.grid import Cell, Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
-from workbench.sweep.summary import SAME_VALUES_COLUMNS, repeated, with_kl_p99
+from workbench.sweep.summary import SAME_VALUES_COLUMNS, summarize_settings, with_kl_p99
 
 LAYER_MS = "layer_ms"
 """A column of the log's `layers` that `processes` takes like a phase."""
@@ -28,7 +31,7 @@ def stored_tables(
 
     Times come from the first run of each setting and round, on one machine with the
     software of its newest run. Their column `invalid` is the reason why a run is
-    invalid, `disturbed` the reason why other work disturbed it (see `log.disturbed`);
+    invalid, `disturbed` the reason why other work disturbed it (see `log.disturbance_reasons`);
     both are null otherwise. Fidelity comes from the newest validation of each bundle
     and way to run it, on any machine; validations on the grid's prompt take precedence.
     Rows of another definition are left out (see `log.select_current`), and stderr says
@@ -76,7 +79,7 @@ def configurations(
         The columns of the newest run, and:
         name: the values of the axes that vary.
         tokens_per_s, call_ms, call_p90_ms, slowest, fastest, n, run_ids, disturbed: see
-            `summary.repeated`.
+            `summary.summarize_settings`.
         worst_cosine, kl_mean, kl_p99 (nats): of the bundle's validation (see
             `stored_tables`).
         verdict: on the export.
@@ -86,12 +89,12 @@ def configurations(
         invalid: the reason why no run is valid, otherwise null.
     """
     timed, validated = _select_runs(grid, root, machine)
-    validated["quality"] = _qualities(validated, grid.max_kl)
+    validated = validated.assign(quality=_judge_qualities(validated, grid.max_kl))
     # grouped by status too: invalid runs must not count as rounds of valid ones
-    rows = repeated(timed, ["setting", "status"], validated, root)
+    rows = summarize_settings(timed, ["setting", "status"], validated, root)
     for name in ("verdict", "quality"):
         rows[name] = rows[name].fillna("not_run")
-    rows["name"] = _names(grid, rows)
+    rows["name"] = _name_settings(grid, rows)
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
     return ranked.drop_duplicates("setting", ignore_index=True)
@@ -119,7 +122,7 @@ def processes(
     """
     tables = stored_tables(grid, root, machine)
     rows = per_process(tables["layers" if phase == LAYER_MS else "samples"], phase)
-    return rows.assign(name=_names(grid, rows)).reset_index(drop=True)
+    return rows.assign(name=_name_settings(grid, rows)).reset_index(drop=True)
 
 
 def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -136,7 +139,7 @@ def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     return processes[log.select_undisturbed(processes, ["setting"])]
 
 
-def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
+def _name_settings(grid: Grid, rows: pd.DataFrame) -> list[str]:
     """The name of each row: the values of T and of the axes of the grid that vary;
     where no axis varies, of T and of all export options in the grid."""
     axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
@@ -168,23 +171,26 @@ def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRu
     """The rows of `runs` that a grid's tables are of."""
     cells = stored_cells(grid, root)
     of_grid = pd.DataFrame(cell.columns() for cell in cells)
-    runs = _measured_runs(grid, cells, root)
-    validated = _validations(runs, of_grid)
-    timed = _timed_on_one_machine(runs, of_grid, machine)
+    runs = _load_measured(grid, cells, root)
+    validated = _select_validations(runs, of_grid)
+    timed = _select_timed(runs, of_grid, machine)
     if grid.run.runtime == ["auto"]:
-        timed, validated = _on_one_runtime(timed, validated)
-    # A later run of a round was made for its validation. If it counted, a validation
-    # would change the value of a setting and its place in the order of the round.
+        timed, validated = _select_runtime(timed, validated)
+    # The oldest run of a round: a later one was made for its validation. If it counted, a
+    # validation would change the value of a setting and its place in the order of the
+    # round.
     timed = timed.drop_duplicates(["setting", "round"], keep="first")
+    # the last validation, which is the one that `_select_validations` prefers
     validated = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
     return _SelectedRuns(timed, validated)
 
 
-def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
-    """The runs of the log that may be of these cells. The columns `disturbed` and
-    `invalid` are the reasons why a run is so, otherwise null."""
+def _load_measured(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
+    """The runs of the log that may be of these cells: of any setting, but of no other
+    finished bundle. The columns `disturbed` and `invalid` are the reasons why a run is
+    so, otherwise null."""
     runs = with_kl_p99(log.load("runs", root, {"status": MEASURED}))
-    runs["disturbed"] = log.disturbed(runs)
+    runs["disturbed"] = log.disturbance_reasons(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     # `values` is equal for bundles that were exported alike by different versions
     if grid.bundle:
@@ -193,27 +199,29 @@ def _measured_runs(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
     return runs
 
 
-def _validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
-    """The runs that validated a bundle of the grid; the last one of a bundle counts."""
+def _select_validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
+    """The runs that validated a bundle of the grid, those on the grid's prompt after all
+    others: the last one of a bundle counts."""
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
     validated = validated[validated["values"].isin(of_grid["values"])]
-    # stable sort by False, True: validations on the grid's prompt come last
     on_prompt = validated["prompt"].isin(of_grid["prompt"].dropna())
-    return validated.loc[on_prompt.sort_values(kind="stable").index]
+    index = validated.index
+    return validated.loc[[*index[~on_prompt], *index[on_prompt]]]
 
 
-def _timed_on_one_machine(
+def _select_timed(
     runs: pd.DataFrame, of_grid: pd.DataFrame, machine: str | None
 ) -> pd.DataFrame:
     """The runs of the grid's settings on one machine, with its newest software."""
     timed = runs[runs["setting"].isin(of_grid["setting"]) & runs["round"].notna()]
     if timed.empty and machine is None:
         return timed
-    timed = timed[timed["machine"] == _machine(timed, machine)]
-    return timed[timed["software"] == timed["software"].iloc[-1]]
+    timed = timed[timed["machine"] == _choose_machine(timed, machine)]
+    newest = timed.iloc[-1]
+    return timed[timed["software"] == newest["software"]]
 
 
-def _on_one_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
+def _select_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
     """The runs on one of the runtimes that `auto` stands for. A plug-in's target has
     another one, and its runs stay."""
     names = set((timed if len(timed) else validated)["runtime"])
@@ -223,7 +231,7 @@ def _on_one_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRu
     return _SelectedRuns(timed, validated)
 
 
-def _machine(timed: pd.DataFrame, machine: str | None) -> str:
+def _choose_machine(timed: pd.DataFrame, machine: str | None) -> str:
     """The machine of the times: the one that is named; otherwise this machine, if it
     has timed runs; otherwise the machine of the newest run.
 
@@ -238,7 +246,7 @@ def _machine(timed: pd.DataFrame, machine: str | None) -> str:
     return machine
 
 
-def _qualities(validated: pd.DataFrame, max_kl: float) -> pd.Series:
+def _judge_qualities(validated: pd.DataFrame, max_kl: float) -> pd.Series:
     """The quality of each validation under a grid's limit on the mean KL, which may
     differ from the limit that the validation was run with."""
     over = np.where(validated["kl_mean"] > max_kl, gates.OVER, gates.WITHIN)

@@ -180,9 +180,10 @@ def _logged_results(
     runs = {}
     # the rows are in order of time: the status of the newest run of a key counts
     for row in log.plain(rows).itertuples():
-        for prompt in (row.prompt, None):
-            key = RunKey(row.setting, row.round, prompt)
-            runs[key] = CellResult(row.status, row.reason)
+        result = CellResult(row.status, row.reason)
+        runs[RunKey(row.setting, row.round, None)] = result
+        if row.prompt:
+            runs[RunKey(row.setting, row.round, row.prompt)] = result
     return runs
 
 
@@ -223,25 +224,16 @@ def _measure_and_log(
 ) -> CellResult:
     """Exports, measures and logs a cell that the log lacks (see `run_cell`)."""
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
-    row, tables = {"config": {}}, {}
     with process.awake():
-        outcome = _exported_in_child(cell, bundles, call, report)
+        outcome = _call_export(cell, bundles, call, report)
         if outcome.failure is None:
-            path = outcome.value
-            if report:
-                report(f"measuring {_bundle_words(cell)}")
-            _cool_down(cell.run["cool_down_s"], stop)
-            threads = cell.run["threads"]
-            outcome = call(measure_in_child, cell, grid, path, threads=threads)
-        if outcome.failure is None:
-            row, tables = outcome.value
-            # Core ML ran the program, though not on the unit that the cell names
-            if message := outcome.invalid_reason:
-                row |= {"status": "invalid", "reason": message}
-            if is_device(row["runtime"]):
-                row = _with_placement(row, path, call)
-    if outcome.failure:
-        row |= {"status": "failed", "reason": outcome.failure}
+            outcome = _call_measurement(cell, grid, outcome.value, call, stop, report)
+    if outcome.failure is None:
+        measured = outcome.value
+    else:
+        row = {"status": "failed", "reason": outcome.failure, "config": {}}
+        measured = MeasuredRun(row, tables={})
+    row = measured.row
     row["config"] |= {
         "export": cell.options.model_dump(),
         "run": cell.run,
@@ -255,8 +247,35 @@ def _measure_and_log(
         "checkpoint": cell.source.name,
         "checkpoint_hash": cell.source.checkpoint_hash,
     }
-    log.record(row, root, **tables)
+    log.record(row, root, **measured.tables)
     return CellResult(row.get("status", "ok"), row.get("reason"))
+
+
+def _call_measurement(
+    cell: Cell,
+    grid: Grid,
+    path: Path,
+    call: Callable,
+    stop: threading.Event | None,
+    report: Report,
+) -> process.Outcome:
+    """The child's outcome, with a `MeasuredRun` of the bundle at `path` as its value. The
+    run of a device has its compute plan, too."""
+    if report:
+        report(f"measuring {_bundle_words(cell)}")
+    _cool_down(cell.run["cool_down_s"], stop)
+    threads = cell.run["threads"]
+    outcome = call(measure_in_child, cell, grid, path, threads=threads)
+    if outcome.failure:
+        return outcome
+    row = outcome.value.row
+    if is_device(row["runtime"]):
+        _add_placement(row, path, call)
+    # Core ML ran the program, though not on the unit that the cell names: this reason
+    # takes precedence over that of the plan
+    if message := outcome.invalid_reason:
+        row |= {"status": "invalid", "reason": message}
+    return outcome
 
 
 def _cool_down(seconds: float, stop: threading.Event | None) -> None:
@@ -270,7 +289,7 @@ def _bundle_words(cell: Cell) -> str:
     return f"{cell.source.name} {options.compress} S={options.max_seq_len}"
 
 
-def _exported_in_child(
+def _call_export(
     cell: Cell, bundles: Path, call: Callable, report: Report
 ) -> process.Outcome:
     """The child's outcome, with the path of the cell's bundle as its value. Only a missing
@@ -289,8 +308,8 @@ def _exported_in_child(
     return process.Outcome(bundle.root)
 
 
-def _with_placement(row: dict, path: Path, call: Callable) -> dict:
-    """The row with the compute plan of its bundle, which a child makes."""
+def _add_placement(row: dict, path: Path, call: Callable) -> None:
+    """Adds the columns of the bundle's compute plan to a row; a child makes the plan."""
     from workbench.ane import placement
 
     shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
@@ -298,9 +317,8 @@ def _with_placement(row: dict, path: Path, call: Callable) -> dict:
     plan = call(placement.read_compute_plan, path, shards, row["runtime"], units)
     if plan.failure:
         row["config"]["placement"] = plan.failure
-        return row
-    # where Core ML refused a unit, its reason takes precedence over the plan's
-    return placement.run_columns(plan.value, units) | row
+    else:
+        row |= placement.run_columns(plan.value, units)
 
 
 def export_bundle(cell: Cell, bundles: Path) -> Path:
@@ -340,7 +358,7 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
     # imports and loading, which every process of a user pays once
     startup_s = time.time() - psutil.Process().create_time()
     sizes = {name: run[name] for name in timing.SIZES if name in run}
-    with energy.metered() as energy_used, log.disturbance() as disturbance:
+    with energy.metered() as energy_used, log.measure_disturbance() as disturbance:
         samples = timing.measure_speed(decoder, **sizes)
     tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
     config = {"startup_s": round(startup_s, 3), "energy": None}
@@ -353,8 +371,9 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
         tables["fidelity"] = validation.rows
         row |= {"verdict": validation.verdict, "quality": validation.quality}
         config["gates"] = [gate.json() for gate in validation.gates]
-        config["price"] = jsonable(validation.cost.json())
-        row["kl_mean"] = config["price"]["kl"]["mean"]
+        cost = jsonable(validation.cost.json())
+        config[identity.COST_KEY] = cost
+        row["kl_mean"] = cost["kl"]["mean"]
     manifest = bundle.manifest
     has_features = not (manifest.foreign or manifest.options.plugin)
     if is_device(row["runtime"]) and has_features:

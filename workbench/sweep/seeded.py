@@ -15,7 +15,8 @@ from workbench.models.random_checkpoint import write_random_checkpoint
 from workbench.sweep.grid import Grid, make_grid
 from workbench.sweep.identity import digest
 
-VALIDATE_IDS = {"validated": [1, 42, 100, 200, 7, 9], "timed": []}
+VALIDATE_IDS = [1, 42, 100, 200, 7, 9]
+"""The prompt of the grids that validate their bundles."""
 
 
 def noise(seed: int) -> Callable:
@@ -28,8 +29,9 @@ def noise(seed: int) -> Callable:
 
 
 def first_light(project: Path, runtime: str = "auto") -> list[Grid]:
-    """The shipped grids of first light (`first_light.yaml`), whose bundles are compared
-    with Hugging Face's model and with the portable runtime.
+    """The shipped grids of first light (`first_light.yaml`): those of its section
+    `validated`, whose bundles are compared with Hugging Face's model and with the portable
+    runtime, then those of `timed`.
 
     Args:
         project: the folder to whose `data/checkpoints` missing checkpoints are written.
@@ -37,8 +39,8 @@ def first_light(project: Path, runtime: str = "auto") -> list[Grid]:
     """
     shipped = yaml.safe_load(Path(__file__).with_name("first_light.yaml").read_text())
     grids = []
-    for kind, ids in VALIDATE_IDS.items():
-        for entry in shipped[kind]:
+    for section, ids in (("validated", VALIDATE_IDS), ("timed", [])):
+        for entry in shipped[section]:
             config = shipped["layer"] | entry.get("checkpoint", {})
             path = project / "data" / "checkpoints" / f"seeded-{digest(config)}"
             _write_checkpoint(path, config)

@@ -1,5 +1,8 @@
-"""The log as one table, with a row per setting and as wide as the terminal; and two of
-its runs side by side."""
+"""The log as one table with a row per setting (`summary`), that table as lines as wide as
+the terminal (`table_lines`), and two runs side by side (`compare_runs`).
+
+Runs are in the order of their ids, which begin with their time: the last one is the
+newest. `log.load` gives them so."""
 
 import itertools
 import json
@@ -11,6 +14,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from workbench import log
+from workbench.sweep.identity import COST_KEY
 
 WIDTH = 100
 """Columns of the table where the output is no terminal."""
@@ -52,59 +56,58 @@ FIGURES = {
 """Columns of `summary` that are printed as figures, and their titles."""
 
 
-def repeated(
+def summarize_settings(
     runs: pd.DataFrame, by: list[str], validated: pd.DataFrame, root: log.Root = None
 ) -> pd.DataFrame:
-    """One row per group of runs; a run is one process.
+    """One row per setting, from the runs of a table; each run is one process.
 
     Args:
-        by: the columns that are equal within a group.
+        by: the columns that are equal in the runs of a setting.
         validated: runs with a verdict.
 
     Returns:
-        The columns of the newest run of each group, and:
-        tokens_per_s, call_ms, call_p90_ms: medians over processes.
-        slowest, fastest: tok/s of a process.
-        n, run_ids: number and ids of the processes.
-        disturbed: the number of processes that were left out, since other work
-            disturbed them. Where every process was disturbed, all are used, and `n`
-            and `disturbed` count the same ones.
+        The columns of the newest run of each setting, and:
+        tokens_per_s, call_ms, call_p90_ms: medians over the processes that count. These
+            are the undisturbed ones, or all where every one was disturbed.
+        slowest, fastest: tok/s of a process that counts.
+        n, run_ids: number and ids of the processes that count.
+        disturbed: the number of processes that other work disturbed.
         verdict, quality, worst_update, worst_cosine, kl_mean, kl_p99: of the newest
             validation of the same bundle.
     """
     runs = with_speeds(runs, root)
-    keys = [runs[name] for name in by]
-    counts = runs["disturbed"].notna().groupby(keys, dropna=False)
-    undisturbed = runs[log.select_undisturbed(runs, by)]
-    groups = undisturbed.groupby(by, sort=False, dropna=False)
-    rates = groups["tokens_per_s"]
-    speeds = (
-        groups[SPEEDS]
-        .median()
-        .assign(
-            slowest=rates.min(),
-            fastest=rates.max(),
-            n=groups.size(),
-            run_ids=groups["run_id"].agg(list),
-            disturbed=counts.sum(),
-        )
-    )
-    # run ids, by which the log is sorted, begin with their time
     newest = runs.drop_duplicates(by, keep="last")
     newest = newest.drop(columns=[*SPEEDS, *VALIDATION_COLUMNS, "disturbed"])
-    judged = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")[
-        [*SAME_VALUES_COLUMNS, *VALIDATION_COLUMNS]
-    ]
-    return newest.merge(speeds.reset_index(), on=by).merge(
-        judged, "left", SAME_VALUES_COLUMNS
+    judged = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
+    judged = judged[[*SAME_VALUES_COLUMNS, *VALIDATION_COLUMNS]]
+    rows = newest.merge(_speeds_of_settings(runs, by), on=by)
+    return rows.merge(judged, "left", SAME_VALUES_COLUMNS)
+
+
+def _speeds_of_settings(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """For each setting: `by`, `SPEEDS`, slowest, fastest, n, run_ids and disturbed (see
+    `summarize_settings`)."""
+    keys = [runs[name] for name in by]
+    was_disturbed = runs["disturbed"].notna().groupby(keys, dropna=False)
+    counting = runs[log.select_undisturbed(runs, by)]
+    groups = counting.groupby(by, sort=False, dropna=False)
+    rates = groups["tokens_per_s"]
+    speeds = groups[SPEEDS].median()
+    speeds = speeds.assign(
+        slowest=rates.min(),
+        fastest=rates.max(),
+        n=groups.size(),
+        run_ids=groups["run_id"].agg(list),
+        disturbed=was_disturbed.sum(),
     )
+    return speeds.reset_index()
 
 
 def with_speeds(runs: pd.DataFrame, root: log.Root = None) -> pd.DataFrame:
     """Runs with `SPEEDS` computed from their raw samples, where the log has some, and
-    the column `disturbed` (see `log.disturbed`). The stored speeds of older rows are
+    the column `disturbed` (see `log.disturbance_reasons`). The stored speeds of older rows are
     medians over repetitions."""
-    runs = runs.assign(disturbed=log.disturbed(runs))
+    runs = runs.assign(disturbed=log.disturbance_reasons(runs))
     measured = runs.loc[runs[SPEEDS].notna().any(axis=1), "run_id"]
     if measured.empty:
         return runs
@@ -122,8 +125,8 @@ def with_kl_p99(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _kl_p99(config: str | None) -> float | None:
     """The 99% KL that a run's `config` holds."""
-    price = json.loads(config).get("price") if isinstance(config, str) else None
-    return ((price or {}).get("kl") or {}).get("p99")
+    cost = json.loads(config).get(COST_KEY) if isinstance(config, str) else None
+    return ((cost or {}).get("kl") or {}).get("p99")
 
 
 def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFrame:
@@ -132,8 +135,8 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     its own.
 
     Returns:
-        The columns of `repeated`, with validations of any machine. A newest run that
-        was validated itself has its own verdict and errors.
+        The columns of `summarize_settings`, with validations of any machine. A newest
+        run that was validated itself has its own verdict and errors.
     """
     runs = with_kl_p99(log.load("runs", root, where)).drop(
         columns=["config", "versions"]
@@ -143,7 +146,7 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
         subset=["verdict", *SAME_VALUES_COLUMNS]
     )
     by = ["setting", "machine", "software", "status"]
-    rows = repeated(runs, by, validated, root).set_index("run_id")
+    rows = summarize_settings(runs, by, validated, root).set_index("run_id")
     # null does not overwrite: other runs take the verdict of their bundle
     rows.update(runs.set_index("run_id")[VALIDATION_COLUMNS])
     rows = rows.reset_index()
@@ -168,48 +171,99 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     if rows.empty:
         return []
     width = width or shutil.get_terminal_size((WIDTH, 0)).columns
+    rows = _printed_rows(rows)
+    varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
+    common, figures = _split_figures(rows, varied)
+    rows, legend = _with_letters(rows, [name for name in LETTERED if name in varied])
+    display_order = _display_order(varied, figures)
+    cells = {
+        name: [_cut(_title(name)), *(_cut(_cell_text(value)) for value in rows[name])]
+        for name in display_order
+    }
+    ids = ["", *rows.index]
+    room = width - max(map(len, ids))
+    fitting = _choose_columns(cells, _priority(varied, figures, display_order), room)
+    left_out = [_title(name) for name in display_order if name not in fitting]
+    common_words = "; ".join(
+        f"{name} {_cell_text(value)}" for name, value in common.items()
+    )
+    return [
+        *_wrap([common_words, *legend], width),
+        *_align([ids, *(cells[name] for name in display_order if name in fitting)]),
+        *_wrap(_notes(rows, left_out, width), width),
+    ]
+
+
+def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows under their short ids. A run that failed or is invalid has this word in
+    place of a verdict."""
     rows = rows.set_axis(rows["run_id"].str.split("-").str[-1])
     rows["verdict"] = rows["verdict"].fillna(rows["status"].replace("ok", None))
     # a single process is neither the slowest nor the fastest
     rows.loc[rows["n"] == 1, ["slowest", "fastest"]] = None
-    varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
-    common, figures = _split_figures(rows, varied)
-    above = ["; ".join(f"{name} {_word(value)}" for name, value in common.items())]
-    for name in LETTERED:
-        if name in varied:
-            letters = dict(zip(rows[name].dropna().unique(), _letters()))
-            rows[name] = rows[name].map(letters)
-            above += [f"{name} {letter}: {value}" for value, letter in letters.items()]
-    # machines and the first settings, then figures, then other settings
-    most_varied = varied[:FIRST_SETTINGS]
-    leading = [name for name in varied if name in LETTERED or name in most_varied]
-    names = [*leading, *figures, *(name for name in varied if name not in leading)]
-    columns = {
-        name: [_cut(text) for text in (FIGURES.get(name, name), *rows[name].map(_word))]
-        for name in names
-    }
-    preferred = [*most_varied, *FIRST_FIGURES, *LETTERED, *figures, *names]
-    preferred = list(dict.fromkeys(name for name in preferred if name in names))
-    ids = ["", *rows.index]
-    fitting = _fitting(columns, preferred, width - max(map(len, ids)))
-    fitting.sort(key=names.index)
-    below = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
-    if left_out := [FIGURES.get(name, name) for name in names if name not in fitting]:
-        below.append(
+    return rows
+
+
+def _with_letters(
+    rows: pd.DataFrame, names: list[str]
+) -> tuple[pd.DataFrame, list[str]]:
+    """The rows with a letter for each value of these columns, and a line for each letter
+    that says what it stands for."""
+    legend = []
+    for name in names:
+        letters = dict(zip(rows[name].dropna().unique(), _letters()))
+        rows = rows.assign(**{name: rows[name].map(letters)})
+        legend += [f"{name} {letter}: {value}" for value, letter in letters.items()]
+    return rows, legend
+
+
+def _display_order(varied: list[str], figures: list[str]) -> list[str]:
+    """The columns from left to right: machines and the first settings, then figures, then
+    other settings.
+
+    Args:
+        varied: the settings that differ between rows.
+        figures: the figures that have a column.
+    """
+    first = varied[:FIRST_SETTINGS]
+    leading = [name for name in varied if name in LETTERED or name in first]
+    return [*leading, *figures, *(name for name in varied if name not in leading)]
+
+
+def _priority(
+    varied: list[str], figures: list[str], display_order: list[str]
+) -> list[str]:
+    """The columns of `display_order`, those first that a narrow terminal shows before
+    others."""
+    first = varied[:FIRST_SETTINGS]
+    names = [*first, *FIRST_FIGURES, *LETTERED, *figures, *display_order]
+    return list(dict.fromkeys(name for name in names if name in display_order))
+
+
+def _title(name: str) -> str:
+    return FIGURES.get(name, name)
+
+
+def _notes(rows: pd.DataFrame, left_out: list[str], width: int) -> list[str]:
+    """What stands below the table: the reasons of failed and invalid runs, and the titles
+    of columns that did not fit."""
+    notes = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
+    if left_out:
+        notes.append(
             f"left out, since the line has {width} columns: {', '.join(left_out)}; "
             "`workbench log --rows` prints every column, --json all of them as JSON"
         )
-    return [
-        *_wrapped(above, width),
-        *_aligned([ids, *(columns[name] for name in fitting)]),
-        *_wrapped(below, width),
-    ]
+    return notes
 
 
 def _split_figures(rows: pd.DataFrame, varied: list[str]) -> tuple[dict, list[str]]:
     """Divides settings and figures by whether they are equal in all rows. Returns the equal
     ones by their titles, which are printed once above the table, and the names of the
-    figures that have a column."""
+    figures that have a column.
+
+    Args:
+        varied: the settings that differ between rows.
+    """
     common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
     figures = [name for name in FIGURES if rows[name].notna().any()]
     # in a single row, every figure would be equal
@@ -220,31 +274,33 @@ def _split_figures(rows: pd.DataFrame, varied: list[str]) -> tuple[dict, list[st
     return common, [name for name in figures if name not in equal]
 
 
-def _fitting(columns: dict[str, list[str]], order: list[str], width: int) -> list[str]:
+def _choose_columns(
+    cells: dict[str, list[str]], priority: list[str], width: int
+) -> set[str]:
     """The names of the columns that fit into `width` characters, where those that come
-    first in `order` take precedence."""
-    names = []
-    for name in order:
-        needed = 2 + max(map(len, columns[name]))  # two spaces before it
+    first in `priority` take precedence."""
+    names = set()
+    for name in priority:
+        needed = 2 + max(map(len, cells[name]))  # two spaces before it
         if needed <= width:
-            names.append(name)
+            names.add(name)
             width -= needed
     return names
 
 
-def _aligned(columns: list[list[str]]) -> Iterator[str]:
+def _align(columns: list[list[str]]) -> Iterator[str]:
     """The lines of a table, each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in columns]
     for cells in zip(*columns):
         yield "  ".join(cell.rjust(w) for cell, w in zip(cells, widths)).rstrip()
 
 
-def _wrapped(texts: list[str], width: int) -> Iterator[str]:
+def _wrap(texts: list[str], width: int) -> Iterator[str]:
     for text in texts:
         yield from textwrap.wrap(text, width)
 
 
-def _word(value: object) -> str:
+def _cell_text(value: object) -> str:
     """A cell of the table; – where nothing was measured."""
     if pd.isna(value):
         return "–"
@@ -275,7 +331,7 @@ def compare_runs(run_a: str, run_b: str, root: log.Root = None) -> dict:
     settings, measures, alike = log.compare(run_a, run_b, root)
     runs, gates = log.plain(log.load("runs", root)), {}
     for side, run in {"a": run_a, "b": run_b}.items():
-        logged = json.loads(log.find(run, runs)["config"] or "{}").get("gates", [])
+        logged = json.loads(log.find_run(run, runs)["config"] or "{}").get("gates", [])
         gates[side] = {gate["name"]: gate["verdict"] for gate in logged}
     changed = pd.DataFrame(gates).rename_axis("gate").reset_index()
     changed = changed[changed["a"].ne(changed["b"]) & all(gates.values())]

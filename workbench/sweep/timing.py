@@ -9,8 +9,7 @@ import math
 import re
 import time
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -82,8 +81,9 @@ def measure_speed(
     clock = _SequenceClock(decoder, rng, calls, size, time.perf_counter())
     elapsed_s, repetition = 0.0, 0
     while repetition < sequences or elapsed_s < (min_seconds or 0):
-        rows += clock.rows(repetition, has_parts=repetition < repetitions)
-        elapsed_s = rows[-1]["elapsed_s"]
+        timed = clock.time_sequence(repetition, has_parts=repetition < repetitions)
+        rows += timed.rows
+        elapsed_s = timed.elapsed_s
         repetition += 1
     for model in (*decoder.layer_shards, *decoder.heads):
         columns = {"shard": model.shard.name, "repetition": 0, "warmup": False}
@@ -94,6 +94,16 @@ def measure_speed(
     # a runtime that does not compile has no such time
     samples = pd.DataFrame(rows).dropna(subset="value")
     return samples.fillna({"unit": "ms"})
+
+
+class _TimedSequence(NamedTuple):
+    """The measurement of one sequence."""
+
+    rows: list[dict]
+    """Rows of the log's `samples`: its prefill, its calls, and last its rate."""
+    elapsed_s: float
+    """The time from the first call of the whole measurement to the end of this one's
+    last."""
 
 
 @dataclass(frozen=True)
@@ -112,22 +122,21 @@ class _SequenceClock:
     size: dict[str, int]
     start: float
 
-    def rows(self, repetition: int, has_parts: bool) -> list[dict]:
-        """The rows of a fresh sequence: its prefill, its calls, and last its rate.
+    def time_sequence(self, repetition: int, has_parts: bool) -> _TimedSequence:
+        """Times a fresh sequence.
 
         Args:
             has_parts: whether the parts of a call are rows, too.
         """
         T, depth = self.size["T"], self.size["depth"]
         rows, seqs = [], self.decoder.new_sequences()
-        columns = {"repetition": repetition, "n_prompt": depth}
+        of_sequence = {"repetition": repetition, "n_prompt": depth}
         if depth:
             prefill_start = time.perf_counter()
             seqs.prefill(_ids(self.decoder, self.rng, depth))
             ms = (time.perf_counter() - prefill_start) * 1e3
             prefill = {"phase": "prefill", "value": ms, "warmup": repetition == 0}
-            rows.append(columns | prefill)
-        columns |= self.size
+            rows.append(of_sequence | prefill)
         total_ms = 0.0
         first_order = repetition * (WARMUP_CALLS + self.calls)
         for call in range(WARMUP_CALLS + self.calls):
@@ -136,18 +145,20 @@ class _SequenceClock:
             is_warmup = call < WARMUP_CALLS
             if not is_warmup:
                 total_ms += whole_call["value"]
-            columns |= {
+            of_call = of_sequence | self.size
+            of_call |= {
                 "order": first_order + call,
                 "elapsed_s": time.perf_counter() - self.start,
                 "warmup": is_warmup,
             }
-            rows.append(columns | whole_call)
+            rows.append(of_call | whole_call)
             if has_parts:
-                rows += [columns | part for part in parts]
+                rows += [of_call | part for part in parts]
         rate = self.calls * T * self.decoder.options.batch / total_ms * 1e3
-        # with the order and the time of the last call
-        rows.append(columns | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
-        return rows
+        # the rate has the order and the time of the last call
+        rate_row = {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"}
+        rows.append(of_call | rate_row)
+        return _TimedSequence(rows, of_call["elapsed_s"])
 
 
 def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
@@ -217,6 +228,34 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
     return pd.DataFrame(rows)
 
 
+class _OperationClock:
+    """A hook of `Sequences.advance` that times each operation from the one before, or from
+    `start`.
+
+    Attributes:
+        rows: call, module, op and ms of each operation.
+    """
+
+    def __init__(self):
+        self.rows: list[dict] = []
+        self.call = 0
+        self.last_time = 0.0
+
+    def start(self, call: int) -> None:
+        """Begins the call of this number."""
+        self.call = call
+        self.last_time = time.perf_counter()
+
+    def __call__(self, shard, op, outputs) -> None:
+        ms = (time.perf_counter() - self.last_time) * 1e3
+        path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "")
+        # the path without its layer: layers.3.mlp.down_proj → mlp.down_proj
+        module = re.sub(r"^\w+\.\d+\.?", "", path) or "residual"
+        row = {"call": self.call, "module": module, "op": op.kind, "ms": ms}
+        self.rows.append(row)
+        self.last_time = time.perf_counter()
+
+
 def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFrame":
     """Milliseconds per MIL operation of a portable call of one token, by source module.
 
@@ -231,26 +270,18 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
     """
     import pandas as pd
 
-    rows = []
-
-    def clock(call, shard, op, outputs):
-        nonlocal last_hook_time
-        ms = (time.perf_counter() - last_hook_time) * 1e3
-        path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "")
-        module = re.sub(r"^\w+\.\d+\.?", "", path) or "residual"
-        rows.append({"call": call, "module": module, "op": op.kind, "ms": ms})
-        last_hook_time = time.perf_counter()
-
     for key in decoder.experts.shards:
         decoder.experts.model(*key)
     rng, seqs = np.random.default_rng(0), decoder.new_sequences()
     if depth:
         seqs.prefill(_ids(decoder, rng, depth))
+    clock = _OperationClock()
     for call in range(calls + 1):
-        # `clock` measures the first gap from here
-        ids, last_hook_time = _ids(decoder, rng, 1), time.perf_counter()
-        seqs.advance(ids, partial(clock, call))
-    timed = pd.DataFrame(rows).query("call > 0").groupby(["call", "module", "op"])["ms"]
-    medians = timed.sum().groupby(["module", "op"]).median().reset_index()
+        ids = _ids(decoder, rng, 1)
+        clock.start(call)
+        seqs.advance(ids, clock)
+    rows = pd.DataFrame(clock.rows).query("call > 0")
+    sums = rows.groupby(["call", "module", "op"])["ms"].sum()
+    medians = sums.groupby(["module", "op"]).median().reset_index()
     parts = medians["module"].str.split(".").str[0].map(PARTS)
     return medians.assign(part=parts.fillna("rest"))

@@ -11,15 +11,14 @@ import pandas as pd
 import pytest
 from in_process import cli, invoke
 
-from workbench import Bundle, export
+from workbench import Bundle, export, recommend
 from workbench.check import gates
 from workbench.check.golden import stored_weights
 from workbench.exporter import make_options, read_plan
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import candidates, recommend
-from workbench.sweep.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT
+from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
 
 
 def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
@@ -87,7 +86,7 @@ def test_bytes_of_a_preset_are_those_of_its_bundle(
     by_name = {candidate.compress: candidate for candidate in predicted}
     for name in presets[1:]:
         assert by_name[name].bytes == pytest.approx(bundles[name].bytes, rel=0.03)
-    assert by_name["lut4-g8"].weights is None and by_name["lut4-g8"].seconds > 0
+    assert by_name["lut4-g8"].weights is None and by_name["lut4-g8"].export_seconds > 0
     assert "--compress lut4-g8" in by_name["lut4-g8"].command
     assert "--calibrate" in by_name["lut4-g8"].command
     assert "--max-seq-len 32" in by_name["fp16"].command
@@ -133,7 +132,7 @@ def test_the_smallest_preset_that_is_measured_and_keeps_a_loose_limit_is_named(
     document = advice.json()["recommendation"]
     assert document["compress"] == "int4-block32" and document["kl"] == kl.value
     assert document["interval"] == [kl.low, kl.high]
-    (sentence, *_) = advice.sentences()
+    (sentence, *_) = recommend.describe_recommendation(advice)
     assert f"int4-block32: KL {kl}, " in sentence and "MiB instead of" in sentence
 
 
@@ -155,7 +154,10 @@ def test_all_presets_are_tried_for_a_limit_that_none_keeps(recommend_for):
     document = advice.json()
     assert document["recommendation"] is None
     assert len(document["tried"]["presets"]) == len(advice.trials)
-    assert "No preset that was measured keeps the limits" in advice.sentences()[0]
+    assert (
+        "No preset that was measured keeps the limits"
+        in recommend.describe_recommendation(advice)[0]
+    )
 
 
 def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(

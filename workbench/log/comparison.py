@@ -1,5 +1,9 @@
-"""Compares two logged runs: their settings, and the ratios of their measurements. The
-values are those of `times`."""
+"""Two logged runs beside each other: the settings that differ, and the ratios of their
+measurements.
+
+A run is compared together with the runs that repeat its setting. `times` gives one value
+for each of these; the interval of a ratio is computed here from the values of both
+sides."""
 
 from typing import NamedTuple
 
@@ -56,30 +60,50 @@ def compare(run_a: str, run_b: str, root: Root = None) -> RunComparison:
         InputError: the log lacks one of the runs.
     """
     runs = load("runs", root)
-    sides = pd.DataFrame({"a": find(run_a, runs), "b": find(run_b, runs)})
-    a, b = (_repeats(sides[side], runs) for side in sides)
-    if set(a) & set(b):  # runs of one setting are compared without their repetitions
-        a, b = ([run_id] for run_id in sides.loc["run_id"])
-    first, second = (_by_run(load("samples", root, {"run_id": ids})) for ids in (a, b))
-    measures = first.merge(second, "outer", MEASUREMENT, suffixes=("_a", "_b"))
-    measures["note"] = _notes(measures[["n_a", "n_b"]], count_rounds(a, b))
-    measures["ratio"] = measures["median_b"] / measures["median_a"]
-    if sides.loc["machine"].nunique(dropna=False) > 1:
-        measures = measures.assign(note="two machines", ratio=None)
+    a, b = find_run(run_a, runs), find_run(run_b, runs)
+    ids_a, ids_b = _find_repeats(a, runs), _find_repeats(b, runs)
+    if set(ids_a) & set(ids_b):  # of one setting: compared without their repetitions
+        ids_a, ids_b = [a["run_id"]], [b["run_id"]]
+    measures = _join_sides(ids_a, ids_b, root)
+    if pd.Series([a["machine"], b["machine"]]).nunique(dropna=False) > 1:
+        measures["note"] = "two machines"
+    else:
+        measures["note"] = _notes(measures, count_rounds(ids_a, ids_b))
+        measures["ratio"] = measures["median_b"] / measures["median_a"]
     intervals = _intervals(measures[measures["note"].isna()])
     measures = measures.join(intervals)[[*MEASUREMENT, *_RESULTS]]
     alike = measures["low"].le(1) & measures["high"].ge(1)
-    side_by_side = plain(sides).loc[[*SETTINGS, *_CIRCUMSTANCES]]
-    settings = side_by_side[
-        side_by_side["a"].ne(side_by_side["b"]) & side_by_side.notna().any(axis=1)
-    ]
-    settings = settings.rename_axis("setting").reset_index()
-    measures = measures[~alike].reset_index(drop=True)
-    return RunComparison(settings, measures, int(alike.sum()))
+    return RunComparison(
+        settings=_differing_settings(a, b),
+        measures=measures[~alike].reset_index(drop=True),
+        alike=int(alike.sum()),
+    )
 
 
-def _notes(counts: pd.DataFrame, rounds: int) -> pd.Series:
-    """The reason why a measurement has no interval; None for one that has."""
+def _join_sides(ids_a: list[str], ids_b: list[str], root: Root) -> pd.DataFrame:
+    """A row per measurement of either side, with the `values`, `n` and `median` of each
+    (see `_values_by_run`), and a null `ratio`."""
+    a, b = (
+        _values_by_run(load("samples", root, {"run_id": ids})) for ids in (ids_a, ids_b)
+    )
+    measures = a.merge(b, "outer", MEASUREMENT, suffixes=("_a", "_b"))
+    return measures.assign(ratio=None)
+
+
+def _differing_settings(a: pd.Series, b: pd.Series) -> pd.DataFrame:
+    """The settings and circumstances in which two rows of `runs` differ: setting, a, b."""
+    sides = plain(pd.DataFrame({"a": a, "b": b}).loc[[*SETTINGS, *_CIRCUMSTANCES]])
+    differs = sides["a"].ne(sides["b"]) & sides.notna().any(axis=1)
+    return sides[differs].rename_axis("setting").reset_index()
+
+
+def _notes(measures: pd.DataFrame, rounds: int) -> pd.Series:
+    """The reason why a measurement has no interval; None for one that has.
+
+    Args:
+        rounds: the interleaved rounds of both sides.
+    """
+    counts = measures[["n_a", "n_b"]]  # null: not measured on this side
     enough = counts.ge(MIN_ROUNDS).all(axis=1) & (rounds >= MIN_ROUNDS)
     notes = pd.Series(np.where(enough, None, "not enough runs"), counts.index, object)
     notes[counts.isna().any(axis=1)] = "on one side only"
@@ -95,7 +119,7 @@ def _intervals(compared: pd.DataFrame) -> pd.DataFrame:
     return np.exp(pd.DataFrame(bounds, compared.index, ["low", "high"], dtype=float))
 
 
-def find(run: str, runs: pd.DataFrame) -> pd.Series:
+def find_run(run: str, runs: pd.DataFrame) -> pd.Series:
     """The one row of `runs` whose id is `run` or ends in it.
 
     Raises:
@@ -109,17 +133,20 @@ def find(run: str, runs: pd.DataFrame) -> pd.Series:
     return rows.iloc[0]
 
 
-def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
+def _find_repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
     """The ids of the run and of those with status ok of the same setting, machine and
     code; the run alone where it has no setting."""
-    repeats = runs["run_id"] == row["run_id"]
-    if pd.notna(row["setting"]):
-        group = runs.groupby(_REPEAT_COLUMNS, dropna=False).ngroup()
-        repeats |= group.isin(group[repeats]) & (runs["status"] == "ok")
-    return runs.loc[repeats, "run_id"].tolist()
+    is_run = runs["run_id"] == row["run_id"]
+    if pd.isna(row["setting"]):
+        return runs.loc[is_run, "run_id"].tolist()
+    # a number for each combination of these columns, nulls among them
+    group = runs.groupby(_REPEAT_COLUMNS, dropna=False).ngroup()
+    group_of_run = group[is_run].iloc[0]
+    is_repeat = (group == group_of_run) & (runs["status"] == "ok")
+    return runs.loc[is_run | is_repeat, "run_id"].tolist()
 
 
-def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
+def _values_by_run(samples: pd.DataFrame) -> pd.DataFrame:
     """`values` of each measurement, one per run (see `times.by_process`), their number
     `n` and their `median`."""
     keys = [name for name in MEASUREMENT if name != "phase"]

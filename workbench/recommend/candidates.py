@@ -42,7 +42,7 @@ NAMED_OPTIONS = (
 CALIBRATION_TEXT = "data/calibration.txt"
 # An export of SmolLM2-135M-Instruct (134.5 million weights) in lut6-g16 with 16 windows
 # of 512 tokens took 98 s.
-CALIBRATION_SECONDS = 98 / 134.5e6
+CALIBRATION_SECONDS_PER_WEIGHT = 98 / 134.5e6
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ class Candidate:
         weights: reads the tensors; None where a calibration would have to choose their
             values first.
         command: exports the candidate, or validates it where it is finished.
-        seconds: an estimate of the export's time; None where it is not known.
+        export_seconds: an estimate of the export's time, where it needs a calibration;
+            None otherwise.
         finished: the bundle, where it is finished.
     """
 
@@ -131,7 +132,7 @@ class Candidate:
     bytes: int
     weights: Weights | None
     command: str
-    seconds: float | None = None
+    export_seconds: float | None = None
     finished: Bundle | None = field(default=None, repr=False)
 
 
@@ -179,12 +180,14 @@ def _unexported(
     """
     if options.preset.needs_calibration:
         reader = None
-        seconds = CALIBRATION_SECONDS * sum(math.prod(w.shape) for w in sources)
+        export_seconds = CALIBRATION_SECONDS_PER_WEIGHT * sum(
+            math.prod(w.shape) for w in sources
+        )
     else:
-        reader, seconds = PresetWeights(checkpoint, sources), None
+        reader, export_seconds = PresetWeights(checkpoint, sources), None
     size = other_bytes + sum(map(stored_bytes, sources))
     command = export_command(checkpoint, options)
-    return Candidate(options.compress, size, reader, command, seconds)
+    return Candidate(options.compress, size, reader, command, export_seconds)
 
 
 def export_command(checkpoint: Checkpoint, options: Options) -> str:

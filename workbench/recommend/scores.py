@@ -1,0 +1,204 @@
+"""The figures of a preset's weights, which a text measures, and the user's limits.
+
+Neighbouring tokens are alike, so that an interval comes from resampled groups of tokens:
+the prompts of a transcript (`TranscriptText`), or blocks of a plain text (`PlainText`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.check import gates
+from workbench.check.compare import kl
+from workbench.check.gates import Gate
+from workbench.check.greedy import padded_inputs
+from workbench.check.hf import Reference
+from workbench.check.text import default_ids
+from workbench.check.transcript import TIE, Transcript, resampled_interval
+from workbench.decode.sampling import suppress
+
+# The tokens of plain text that judge a preset where there is no transcript.
+TEXT_TOKENS = 512
+# The neighbouring tokens of a text that are resampled together.
+BLOCK = 16
+# A transcript of fewer prompts says too little of how prompts differ for an interval.
+LEAST_PROMPTS = 8
+# outcomes of a candidate
+KEPT = "within"
+ON_LIMIT = "on the limit"
+EXCEEDED = "over"
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, sums: np.ndarray, counts: np.ndarray) -> "Estimate":
+        """The mean of values in groups [g], by each group's sum and count."""
+        low, high = resampled_interval(sums, counts)
+        return cls(float(sums.sum() / counts.sum()), low, high)
+
+    def at_most(self, limit: float) -> str:
+        """Whether the whole interval lies at or below a limit: `KEPT`, `ON_LIMIT` or
+        `EXCEEDED`."""
+        if self.high <= limit:
+            return KEPT
+        return ON_LIMIT if self.low <= limit else EXCEEDED
+
+    def at_least(self, limit: float) -> str:
+        return Estimate(-self.value, -self.high, -self.low).at_most(-limit)
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The cost of a preset: how far Hugging Face's model with its weights is from the same
+    model with the checkpoint's own.
+
+    Attributes:
+        kl: nats from the logits of the checkpoint's own weights.
+        agreed: share of the tokens of Hugging Face's text; None for a plain text.
+        stops: share of the ends of Hugging Face's text; None for a plain text, and
+            where it has no end.
+    """
+
+    kl: Estimate
+    agreed: Estimate | None = None
+    stops: Estimate | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The user's limits. One is None where its check of quality did not run."""
+
+    max_kl: float | None
+    min_agreed: float | None
+    min_stops: float | None
+
+    @classmethod
+    def of(cls, results: Sequence[Gate]) -> "Limits":
+        """The limits in the gates of a bundle."""
+        limits = {
+            gate.name: gate.threshold
+            for gate in results
+            if gate.verdict in (gates.WITHIN, gates.OVER)
+        }
+        names = gates.MAX_KL_GATE, "transcript", "stop"
+        return cls(*(limits.get(name) for name in names))
+
+    def outcome(self, figures: Figures) -> str:
+        """`KEPT` where every figure keeps its limit, otherwise the worst outcome of a
+        figure."""
+        outcomes = [KEPT]
+        if self.max_kl is not None:
+            outcomes.append(figures.kl.at_most(self.max_kl))
+        if self.min_agreed is not None and figures.agreed:
+            outcomes.append(figures.agreed.at_least(self.min_agreed))
+        if self.min_stops is not None and figures.stops:
+            outcomes.append(figures.stops.at_least(self.min_stops))
+        return max(outcomes, key=[KEPT, ON_LIMIT, EXCEEDED].index)
+
+
+@dataclass(frozen=True)
+class TranscriptText:
+    """The texts of a transcript, which judge presets.
+
+    Attributes:
+        original: Hugging Face's model on the checkpoint's own weights.
+    """
+
+    original: Reference
+    transcript: Transcript
+
+    def __str__(self) -> str:
+        texts = self.transcript.texts
+        count = sum(len(text.tokens) for text in texts)
+        return f"the {count} tokens of the transcript's {len(texts)} prompts"
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The token ids that a model reads."""
+        return padded_inputs(self.transcript.texts)
+
+    def figures(self, model: Reference) -> Figures:
+        """The figures of Hugging Face's model with other weights; prompts are
+        resampled."""
+        transcript = self.transcript
+        suppressed = self.original.checkpoint.tokens.suppressed
+        hidden = model.last_hidden(np.array(self.sequences), use_cache=False)
+        nats, agreed, counts, stops = [], [], [], []
+        for number, text in enumerate(transcript.texts):
+            golden = self.original.logits(text.hidden).numpy()
+            actual = model.logits(hidden[number, text.predicting_positions]).numpy()
+            tokens = suppress(actual, suppressed).argmax(-1)
+            best = suppress(golden, suppressed).max(-1)
+            gap = best - golden[np.arange(len(golden)), tokens]
+            nats.append(kl(golden, actual).sum())
+            agreed.append((gap <= TIE * transcript.sigma).sum())
+            counts.append(len(text.tokens))
+            if text.ended:
+                stops.append(int(tokens[-1]) in transcript.end_tokens)
+        counts = np.array(counts)
+        ends = None
+        if stops:
+            ends = Estimate.of(np.array(stops, float), np.ones(len(stops)))
+        return Figures(
+            Estimate.of(np.array(nats), counts),
+            Estimate.of(np.array(agreed, float), counts),
+            ends,
+        )
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Tokens of a text, which judge presets.
+
+    Attributes:
+        original: Hugging Face's model on the checkpoint's own weights.
+        hidden: [n, C], what its head reads.
+    """
+
+    original: Reference
+    ids: np.ndarray
+    hidden: np.ndarray
+
+    @classmethod
+    def of(cls, original: Reference) -> "PlainText":
+        """The default text of the checkpoint of a model, as far as its positions
+        reach."""
+        checkpoint = original.checkpoint
+        most = getattr(checkpoint.config, "max_position_embeddings", None)
+        ids = default_ids(checkpoint, min(TEXT_TOKENS, most or TEXT_TOKENS))
+        return cls(
+            original,
+            np.array(ids),
+            original.last_hidden(np.array([ids]), use_cache=False)[0],
+        )
+
+    def __str__(self) -> str:
+        return f"{len(self.ids)} tokens of text"
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The token ids that a model reads."""
+        return [self.ids.tolist()]
+
+    def figures(self, model: Reference) -> Figures:
+        """The KL of Hugging Face's model with other weights; blocks are resampled."""
+        hidden = model.last_hidden(self.ids[None], use_cache=False)[0]
+        nats, counts = [], []
+        for start in range(0, len(self.ids), BLOCK):
+            rows = slice(start, start + BLOCK)
+            golden = self.original.logits(self.hidden[rows]).numpy()
+            block = kl(golden, model.logits(hidden[rows]).numpy())
+            nats.append(block.sum())
+            counts.append(len(block))
+        return Figures(Estimate.of(np.array(nats), np.array(counts)))

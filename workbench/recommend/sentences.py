@@ -1,0 +1,176 @@
+"""The verdicts on a bundle and the presets that were tried for it, in sentences.
+
+Presets are read from a table (`Recommendation.table`), which a notebook may have stored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from workbench.check import gates
+from workbench.check.gates import Gate
+from workbench.recommend.scores import EXCEEDED, KEPT, ON_LIMIT, Estimate
+from workbench.recommend.trials import Recommendation
+
+
+@dataclass(frozen=True)
+class TriedPreset:
+    """A row of the table of trials (see `trials.COLUMNS`)."""
+
+    compress: str
+    outcome: str
+    kl: Estimate | None
+    agreed: Estimate | None
+    stops: Estimate | None
+    mib: float
+    bundle_mib: float
+    export_seconds: float | None
+    command: str
+
+    @classmethod
+    def of(cls, row: dict) -> "TriedPreset":
+        """The preset of a row, whose columns may be null or absent."""
+        estimates = {}
+        for name in ("kl", "agreed", "stops"):
+            ends = (row.get(column) for column in (name, f"{name}_low", f"{name}_high"))
+            estimate = Estimate(*ends)
+            estimates[name] = None if pd.isna(estimate.value) else estimate
+        seconds = row.get("export_seconds")
+        return cls(
+            compress=row["compress"],
+            outcome=row["outcome"],
+            **estimates,
+            mib=row["MiB"],
+            bundle_mib=row["bundle_MiB"],
+            export_seconds=None if pd.isna(seconds) else seconds,
+            command=row["command"],
+        )
+
+    def figures(self) -> str:
+        """The preset and its figures with their intervals."""
+        labels = {"KL": self.kl, "tokens agreed": self.agreed, "ends": self.stops}
+        parts = [f"{label} {value}" for label, value in labels.items() if value]
+        return f"{self.compress}: {', '.join(parts)}"
+
+
+def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str]:
+    """Sentences that tell a fault of the export from a cost above the user's limit, and
+    name the next step.
+
+    Args:
+        results: the gates of a bundle.
+        presets: see `Recommendation.table`; without rows where none was tried.
+    """
+    sentences = [_describe_export(results), *_describe_quality(results)]
+    return sentences + _describe_presets(presets)
+
+
+def describe_recommendation(recommendation: Recommendation) -> list[str]:
+    """The recommendation, the presets that were tried, and the seconds."""
+    text = (
+        f"Presets were judged by Hugging Face's model with their weights on "
+        f"{recommendation.text}, in {recommendation.seconds:.0f} s."
+    )
+    return [*_describe_presets(recommendation.table()), text]
+
+
+def _describe_presets(table: pd.DataFrame) -> list[str]:
+    """Sentences on the presets that were tried, the recommendation first."""
+    presets = [TriedPreset.of(row) for row in table.to_dict("records")]
+    chosen = [preset for preset in presets if preset.outcome == KEPT]
+    sentences = [
+        f"Recommended: {preset.figures()}, {preset.mib:,.1f} MiB instead of "
+        f"{preset.bundle_mib:,.1f}. Next step: {preset.command}"
+        for preset in chosen
+    ]
+    if presets and not chosen:
+        sentences.append(
+            "No preset that was measured keeps the limits. Next step: raise them."
+        )
+    others = [preset for preset in presets if preset.outcome != KEPT]
+    return sentences + [_describe_rejected(preset) for preset in others]
+
+
+def _describe_rejected(preset: TriedPreset) -> str:
+    """A sentence on a preset that is not recommended."""
+    size = f"{preset.mib:,.1f} MiB"
+    if preset.outcome == ON_LIMIT:
+        return f"On the limit: {preset.figures()}, {size}."
+    if preset.outcome == EXCEEDED:
+        return f"Over the limit: {preset.figures()}, {size}."
+    # not measured: either a finished bundle, which needs no export, or an unfinished
+    # calibration
+    if preset.export_seconds is None:
+        return (
+            f"{preset.compress}, {size}: not measured, since its weights were fitted "
+            f"to a part of the text that would judge it. To validate it: "
+            f"{preset.command}"
+        )
+    seconds = max(1, preset.export_seconds)
+    return (
+        f"{preset.compress}, {size}: not measured, since a calibration chooses "
+        f"its values. To export it, about {seconds:.0f} s: {preset.command}"
+    )
+
+
+def _describe_export(results: Sequence[Gate]) -> str:
+    """Whether the export is faulty, by how many gates, and which gates did not run."""
+    gates_that_ran = [
+        gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)
+    ]
+    count = len(gates_that_ran)
+    if faults := gates.faults(results):
+        names = ", ".join(gate.name for gate in faults)
+        return (
+            f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
+            "Next step: workbench explain names the cause."
+        )
+    not_run_note = ""
+    names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
+    if names_not_run:
+        not_run_note = f"; not run: {', '.join(names_not_run)}"
+    word = "not run" if gates.missing(results) else "GREEN"
+    return f"Export {word}: {count} gates on it are GREEN{not_run_note}."
+
+
+def _describe_quality(results: Sequence[Gate]) -> list[str]:
+    """The mean KL beside its limit, and each other check that is OVER. A faulty export is
+    not judged."""
+    max_kl = None
+    others_over = []
+    for gate in results:
+        if gate.name == gates.MAX_KL_GATE:
+            max_kl = gate if gate.verdict != gates.NOT_RUN else None
+        elif gate.verdict == gates.OVER:
+            others_over.append(gate)
+    if gates.faults(results):
+        return [_describe_unjudged(max_kl)] if max_kl else []
+    # the quality is OVER where another check is: WITHIN must not stand beside it
+    sentences = [_describe_max_kl(max_kl, bool(others_over))] if max_kl else []
+    for gate in others_over:
+        sentences.append(
+            f"Quality OVER: {gate.name} is {gate.value:.3g}, less than your limit of "
+            f"{gate.threshold:.3g} ({gate.reason})."
+        )
+    return sentences
+
+
+def _describe_unjudged(max_kl: Gate) -> str:
+    return f"Quality not judged: {_cost(max_kl)} is measured, and the fault has a part in it."
+
+
+def _describe_max_kl(max_kl: Gate, is_over_elsewhere: bool) -> str:
+    """The mean KL of a sound export beside its limit."""
+    if max_kl.verdict == gates.OVER:
+        return (
+            f"Quality OVER: it costs {_cost(max_kl)}, more than your limit of "
+            f"{max_kl.threshold:g}. This is the cost of compression and no fault."
+        )
+    subject = "It" if is_over_elsewhere else "Quality WITHIN: it"
+    return (
+        f"{subject} costs {_cost(max_kl)}, at most your limit of {max_kl.threshold:g}."
+    )
+
+
+def _cost(max_kl: Gate) -> str:
+    return f"a mean KL of {max_kl.value:.3g} nats from Hugging Face's model"

@@ -1,0 +1,208 @@
+"""Tries presets for a bundle whose quality is OVER, the smallest first, until one keeps the
+user's limits."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from workbench.bundle import Bundle
+from workbench.check import gates
+from workbench.check.evaluate import open_reference
+from workbench.check.gates import Gate
+from workbench.check.hf import Reference
+from workbench.check.text import check_held_out
+from workbench.check.transcript import Transcript
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+from workbench.progress import bar, stage
+from workbench.recommend.candidates import Candidate, candidates
+from workbench.recommend.scores import (
+    KEPT,
+    LEAST_PROMPTS,
+    NOT_MEASURED,
+    Figures,
+    Limits,
+    PlainText,
+    TranscriptText,
+)
+
+COLUMNS = """compress outcome kl kl_low kl_high agreed agreed_low agreed_high stops
+stops_low stops_high MiB bundle_MiB seconds export_seconds command""".split()
+"""Columns of the table of trials, which notebooks store: the preset; its outcome; its
+figures and the ends of their intervals (see `Figures`); the MiB of its bundle and of the
+bundle that is OVER; the seconds of the trial, and of an export that needs a calibration;
+and the next step."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate and its measured cost."""
+
+    candidate: Candidate
+    outcome: str
+    """`KEPT`, `ON_LIMIT`, `EXCEEDED` or `NOT_MEASURED`."""
+    figures: Figures | None = None
+    """None where they were not measured."""
+    seconds: float = 0.0
+    """The time of the measurement."""
+
+    def row(self, bundle_bytes: int) -> dict:
+        """The trial by `COLUMNS`."""
+        row = dict.fromkeys(COLUMNS)
+        row |= {"compress": self.candidate.compress, "outcome": self.outcome}
+        for name in ("kl", "agreed", "stops"):
+            estimate = getattr(self.figures, name, None)
+            if estimate is not None:
+                row[name] = estimate.value
+                row[f"{name}_low"] = estimate.low
+                row[f"{name}_high"] = estimate.high
+        row["MiB"] = self.candidate.bytes / 2**20
+        row["bundle_MiB"] = bundle_bytes / 2**20
+        row["seconds"] = self.seconds
+        row["export_seconds"] = self.candidate.export_seconds
+        row["command"] = self.candidate.command
+        return row
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The presets that were tried for a bundle whose quality is OVER, the smallest
+    first, up to the first one that keeps the limits.
+
+    Attributes:
+        text: what the presets were judged on.
+        bundle_bytes: of the bundle that is OVER.
+        seconds: of everything.
+        cpu_seconds: of everything, by all threads of this process.
+    """
+
+    trials: list[Trial] = field(default_factory=list)
+    text: str = ""
+    bundle_bytes: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def chosen(self) -> Trial | None:
+        """The trial that keeps the limits."""
+        return next((t for t in self.trials if t.outcome == KEPT), None)
+
+    def table(self) -> pd.DataFrame:
+        """A row per trial. Those of `COLUMNS` that no trial has a value for are left
+        out."""
+        rows = [trial.row(self.bundle_bytes) for trial in self.trials]
+        frame = pd.DataFrame(rows, columns=COLUMNS)
+        return frame.dropna(axis="columns", how="all") if rows else frame
+
+    def json(self) -> dict:
+        """The keys `recommendation` and `tried` of a validation's JSON."""
+        chosen = self.chosen
+        recommendation = None
+        if chosen:
+            estimate = chosen.figures.kl
+            recommendation = {
+                "compress": chosen.candidate.compress,
+                "kl": estimate.value,
+                "interval": [estimate.low, estimate.high],
+                "bytes": chosen.candidate.bytes,
+                "bundle_bytes": self.bundle_bytes,
+                "command": chosen.candidate.command,
+            }
+        tried = {
+            "text": self.text,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+        }
+        tried["presets"] = gates.records(self.table().astype(object))
+        return {"recommendation": recommendation, "tried": tried}
+
+
+def as_table(recommendation: Recommendation | None) -> pd.DataFrame:
+    """The presets that were tried, by `COLUMNS`; without rows where none was."""
+    return (recommendation or Recommendation()).table()
+
+
+def recommend(
+    checkpoint: Checkpoint | None,
+    bundle: Bundle,
+    results: Sequence[Gate],
+    transcript: Transcript | None = None,
+) -> Recommendation | None:
+    """Tries presets for a bundle, the smallest first, until one keeps the user's limits.
+
+    The check `answers` has no part in it.
+
+    Args:
+        checkpoint: of the bundle.
+        results: the gates of the bundle, which have the limits.
+        transcript: of the bundle; its texts judge the presets where it has
+            `LEAST_PROMPTS`, else `TEXT_TOKENS` tokens of plain text do.
+
+    Returns:
+        None without a checkpoint, where the quality is not OVER, where the weights of a
+        preset can judge none of the checks that are OVER, and for packages of another
+        exporter.
+    """
+    if checkpoint is None or gates.quality(results) != gates.OVER:
+        return None
+    has_texts = transcript is not None and len(transcript.texts) >= LEAST_PROMPTS
+    judged = {gates.MAX_KL_GATE}
+    if has_texts:
+        judged |= {"transcript", "stop"}
+    over = {gate.name for gate in results if gate.verdict == gates.OVER}
+    # a preset that keeps the other limits would be no answer to the one that is exceeded
+    if not over & judged or bundle.manifest.foreign:
+        return None
+    stage("validate: presets that keep the limits")
+    start, cpu_start = time.perf_counter(), time.process_time()
+    original = open_reference(checkpoint)
+    if has_texts:
+        text = TranscriptText(original, transcript)
+    else:
+        text = PlainText.of(original)
+    trials = _try_candidates(checkpoint, bundle, text, Limits.of(results))
+    return Recommendation(
+        trials,
+        str(text),
+        bundle.bytes,
+        seconds=time.perf_counter() - start,
+        cpu_seconds=time.process_time() - cpu_start,
+    )
+
+
+def _try_candidates(
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    text: TranscriptText | PlainText,
+    limits: Limits,
+) -> list[Trial]:
+    """Measures candidates, the smallest first, up to the first one that keeps the
+    limits."""
+    trials = []
+    for candidate in bar(candidates(checkpoint, bundle), "presets", unit="preset"):
+        start = time.perf_counter()
+        figures = _measure(checkpoint, candidate, text)
+        seconds = time.perf_counter() - start
+        outcome = limits.outcome(figures) if figures else NOT_MEASURED
+        trials.append(Trial(candidate, outcome, figures, seconds))
+        if outcome == KEPT:
+            break
+    return trials
+
+
+def _measure(
+    checkpoint: Checkpoint, candidate: Candidate, text: TranscriptText | PlainText
+) -> Figures | None:
+    """A candidate's figures; None where its weights are not known, and where they were
+    fitted to the text that would judge them."""
+    if candidate.weights is None:
+        return None
+    if candidate.finished:
+        try:
+            for ids in text.sequences:
+                check_held_out(candidate.finished, ids)
+        except InputError:
+            return None
+    return text.figures(Reference(checkpoint, candidate.weights))
