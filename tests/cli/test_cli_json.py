@@ -11,7 +11,7 @@ from in_process import cli, invoke
 from tiny import DATA
 
 from workbench.check.golden import Golden
-from workbench.cli.common import Prompt, show
+from workbench.cli.common import Prompt, print_and_exit
 from workbench.explain import ranges
 from workbench.runtime.portable import PortableModel
 
@@ -276,6 +276,6 @@ def refuse_constant(name):
 
 def test_json_names_numbers_that_json_lacks(capsys):
     nan = {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}
-    show({"worst": nan, "n": 3}, True)
+    print_and_exit({"worst": nan, "n": 3}, True)
     document = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
     assert document == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}

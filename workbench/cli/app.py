@@ -20,7 +20,7 @@ from workbench.cli import (
     planning,
 )
 from workbench.cli.common import libraries_on_stderr
-from workbench.cli.spellings import check_spelling, refuse_words
+from workbench.cli.spellings import check_spelling, unknown_words_error
 from workbench.errors import InputError, visible
 from workbench.progress import print_plain_lines
 
@@ -94,7 +94,7 @@ def run_command(arguments: list[str]) -> None:
         if subcommand or command not in SUBCOMMANDS:
             raise
         words = problem.unused_tokens or []
-        raise refuse_words(command, words, SUBCOMMANDS[command]) from None
+        raise unknown_words_error(command, words, SUBCOMMANDS[command]) from None
 
 
 def run() -> None:

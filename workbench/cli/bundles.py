@@ -19,8 +19,8 @@ from workbench.cli.common import (
     format_result,
     gates_json,
     load_checkpoint,
+    print_and_exit,
     reject_unused,
-    show,
 )
 from workbench.cli.formats import MIXED, FormatTarget, describe_choice
 from workbench.progress import stage
@@ -61,7 +61,7 @@ def export(
 
         source = load_checkpoint(checkpoint)
         chosen_options = make_options(**asdict(options))
-        search = format_target.search(source, chosen_options, calibration)
+        search = format_target.search_settings(source, chosen_options, calibration)
     exported = workbench.export(
         checkpoint, bundle, calibration=calibration, search=search, **asdict(options)
     )
@@ -83,7 +83,7 @@ def export(
             "The checkpoint has no tokenizer, so that prompts are token ids: --prompt-ids."
         )
     step = command_line("validate", bundle, "--checkpoint", checkpoint)
-    show(result, json, lines, next_command=step)
+    print_and_exit(result, json, lines, next_command=step)
 
 
 def _describe_bundle(exported, path: Path) -> dict:
@@ -160,12 +160,13 @@ def golden(
     reference.save(out)
     result["bytes"] = out.stat().st_size
     if target:
+        # stored beside the golden, under the path that follows
         device.device_reference(target, reference)
         result["reference"] = str(device.reference_path(target, reference))
         result |= gates_json(results)  # bug gates alone, so that there is no quality
     result["peak_rss_bytes"] = peak_rss()
     step = explain_command(result, for_, checkpoint) if target else None
-    show(result, json, next_command=step)
+    print_and_exit(result, json, next_command=step)
 
 
 def _greedy_texts(source, openings: list[str]):
@@ -198,7 +199,7 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
     bundle, assumed = propose(packages, source, out)
     result = {"bundle": str(bundle.root), "assumed": assumed}
     step = command_line("validate", out, "--checkpoint", checkpoint)
-    show(result, json, next_command=step)
+    print_and_exit(result, json, next_command=step)
 
 
 def doctor(*, json: Json = False) -> None:
@@ -208,4 +209,4 @@ def doctor(*, json: Json = False) -> None:
     """
     from workbench.doctor import examine
 
-    show(examine(), json)
+    print_and_exit(examine(), json)

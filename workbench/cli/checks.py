@@ -18,8 +18,8 @@ from workbench.cli.common import (
     explain_command,
     format_result,
     load_checkpoint,
+    print_and_exit,
     reject_unused,
-    show,
     validation_json,
 )
 from workbench.cli.keeping import describe_command, keep_validation
@@ -93,12 +93,12 @@ def validate(
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
     source = load_checkpoint(checkpoint, "validate")
     from workbench.ane.memory import peak_rss
-    from workbench.check.device import device_reference
     from workbench.check.tasks import answers_gate, load_tasks
     from workbench.decode.tokenizer import token_labels
 
     questions = load_tasks(tasks) if tasks else []
-    is_device = _check_single_copy(exported, execution.runtime, single_copy)
+    is_device = _is_device(exported, execution.runtime)
+    _check_single_copy(is_device, single_copy)
     reference = _load_reference(exported, prompt, source, golden)
     prompts = _load_transcript_prompts(transcript_options, source, reference)
     command = describe_command(
@@ -114,56 +114,75 @@ def validate(
         fresh=fresh,
     )
     # a stored verdict that is only shown measures nothing
-    measures = fresh or reference is not None
+    has_measurements = fresh or reference is not None
+    # only texts compute logits again and again
+    writes_texts = bool(tasks or transcript_options.transcript)
     stage("validate: opening the bundle")
     try:
-        # before the decoder, so that one copy of the bundle is in memory at a time
         if golden and is_device:
-            device_reference(exported, reference, single_copy)
-        # only texts compute logits again and again
-        writes_texts = bool(tasks or transcript_options.transcript)
+            _store_device_reference(exported, reference, single_copy)
         decoder = execution.decoder(exported, keeps_head=writes_texts)
         if reference is None:
             stored = _stored_result(decoder, fresh)
-            if measures:
-                keep_validation(exported, stored, command, start, decoder)
-            step = explain_command(stored, bundle, checkpoint, execution.runtime)
-            return show(stored, json, next_command=step)
-        result = workbench.validate(
-            decoder,
-            reference,
-            max_kl=max_kl,
-            single_copy=single_copy,
-            run_on_decoder=True,
-            ignore_stored=fresh,
-        )
+        else:
+            result = workbench.validate(
+                decoder,
+                reference,
+                max_kl=max_kl,
+                single_copy=single_copy,
+                run_on_decoder=True,
+                ignore_stored=fresh,
+            )
     except InputError as problem:
+        # raises the problem again unless packages and manifest disagree, which may show
+        # only in the first call
         unopened = _unopened_result(exported, source, problem)
-        if measures:
+        if has_measurements:
             keep_validation(exported, unopened, command, start)
         # no command runs it; the reason of gate interface says what to correct
-        return show(unopened, json)
+        return print_and_exit(unopened, json)
+    if reference is None:
+        if has_measurements:
+            keep_validation(exported, stored, command, start, decoder)
+        step = explain_command(stored, bundle, checkpoint, execution.runtime)
+        return print_and_exit(stored, json, next_command=step)
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
     transcript = None
     if transcript_options.transcript:
-        transcript = _transcribe(
-            result, decoder, reference, prompts, transcript_options
-        )
+        _compare_prompt_ids(result, decoder, reference, prompts)
+        transcript = _run_transcript(decoder, reference, prompts)
+        limits = transcript_options.min_agreed, transcript_options.min_stops
+        result.gates += transcript.judge(*limits)
     recommendation = _recommend(source, exported, result.gates, transcript)
     output = _describe_validation(result, decoder, transcript, recommendation)
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
     keep_validation(exported, output, command, start, decoder, labels, rows)
-    lines = None if json else format_result(_shorten(output))
-    if lines and recommendation:
+    lines = None if json else _format_validation(output, recommendation)
+    output |= {"peak_rss_bytes": peak_rss()}
+    step = explain_command(output, bundle, checkpoint, execution.runtime)
+    print_and_exit(output, json, lines, next_command=step)
+
+
+def _store_device_reference(bundle, reference, single_copy: bool) -> None:
+    """Stores the portable runtime's values beside the golden, where gate `device` reads
+    them. This runs before the decoder is made, so that one copy of the bundle is in memory
+    at a time."""
+    from workbench.check.device import device_reference
+
+    device_reference(bundle, reference, single_copy)
+
+
+def _format_validation(output: dict, recommendation) -> list[str]:
+    """The lines of text of a validation."""
+    lines = format_result(_shorten(output))
+    if recommendation:
         from workbench.recommend import describe_recommendation
 
         sentences = describe_recommendation(recommendation)
         lines += ["", *(f"- {sentence}" for sentence in sentences)]
-    output |= {"peak_rss_bytes": peak_rss()}
-    step = explain_command(output, bundle, checkpoint, execution.runtime)
-    show(output, json, lines, next_command=step)
+    return lines
 
 
 def _describe_validation(result, decoder, transcript, recommendation) -> dict:
@@ -267,24 +286,35 @@ def _load_transcript_prompts(
     return {stored.prompt: stored.ids for stored in reference.texts.texts}
 
 
-def _transcribe(result, decoder, reference, prompts: dict[str, list[int]], options):
-    """The transcript of a bundle, whose gates are added to a validation."""
-    from workbench.check import gates
-    from workbench.check.transcript import differing_ids, transcribe, transcribe_golden
+def _compare_prompt_ids(
+    result, decoder, reference, prompts: dict[str, list[int]]
+) -> None:
+    """Replaces a gate of a validation, and of the verdict that the validation has just
+    stored, if the bundle's tokenizer gives other ids for the prompts of a transcript."""
+    from workbench.check.transcript import differing_ids
 
-    if wrong := differing_ids(decoder, prompts):
-        others = [gate for gate in result.gates if gate.name != wrong.name]
-        result.gates = [wrong, *others]
-        if reference.source:  # the verdict that was just stored has the gate, too
-            stored = gates.stored_verdict(decoder.bundle).gates
-            others = [gate for gate in stored if gate.name != wrong.name]
-            gates.save_verdict(decoder.bundle, [wrong, *others])
+    wrong = differing_ids(decoder, prompts)
+    if not wrong:
+        return
+    result.gates = _with_gate(result.gates, wrong)
     if reference.source:
-        compared = transcribe(decoder, reference.source, [*prompts])
-    else:
-        compared = transcribe_golden(decoder, reference.texts)
-    result.gates += compared.judge(options.min_agreed, options.min_stops)
-    return compared
+        stored = gates.stored_verdict(decoder.bundle).gates
+        gates.save_verdict(decoder.bundle, _with_gate(stored, wrong))
+
+
+def _with_gate(results: list[gates.Gate], gate: gates.Gate) -> list[gates.Gate]:
+    """The gates with `gate` first, in place of the one of its name."""
+    return [gate, *(other for other in results if other.name != gate.name)]
+
+
+def _run_transcript(decoder, reference, prompts: dict[str, list[int]]):
+    """The transcript of a bundle: beside the checkpoint's model, where there is one, and
+    otherwise beside the texts of the golden."""
+    from workbench.check.transcript import transcribe, transcribe_golden
+
+    if reference.source:
+        return transcribe(decoder, reference.source, [*prompts])
+    return transcribe_golden(decoder, reference.texts)
 
 
 def validate_units(
@@ -319,7 +349,7 @@ def validate_units(
     from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units
 
-    _check_single_copy(exported, runtime, single_copy)
+    _check_single_copy(_is_device(exported, runtime), single_copy)
     reference = _load_reference(exported, prompt, source, golden)
     stage("validate: opening the bundle")
     units = run_units(
@@ -332,7 +362,7 @@ def validate_units(
         "units": gates.records(workbench.log.plain(units)),
     }
     step = explain_command(result, bundle, checkpoint, runtime)
-    show(result, json, next_command=step)
+    print_and_exit(result, json, next_command=step)
 
 
 def _check_reference_options(
@@ -354,16 +384,19 @@ def _check_reference_options(
         raise InputError("golden", "neither --golden nor --checkpoint", needed, step)
 
 
-def _check_single_copy(bundle, runtime: str, single_copy: bool) -> bool:
-    """Whether the runtime is a device; refuses --single-copy on one that is not, where
-    the bundle is loaded once anyway."""
+def _is_device(bundle, runtime: str) -> bool:
+    """Whether the runtime, as the option names it, is a device for this bundle."""
     from workbench.runtime import is_device, resolve
 
-    device = is_device(resolve(runtime, bundle.manifest.options.plugin))
-    if not device:
+    return is_device(resolve(runtime, bundle.manifest.options.plugin))
+
+
+def _check_single_copy(is_device: bool, single_copy: bool) -> None:
+    """Refuses --single-copy on a runtime that is no device, where the bundle is loaded
+    once anyway."""
+    if not is_device:
         needed = "a runtime of a device: coreml or stand-in"
         reject_unused(needed, single_copy=single_copy)
-    return device
 
 
 def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
@@ -391,8 +424,8 @@ def _stored_result(decoder, fresh: bool) -> dict:
 
 
 def _unopened_result(bundle, checkpoint, problem: InputError) -> dict:
-    """The result for a bundle that a runtime refuses to open because its packages do not
-    agree with its manifest.
+    """The result for a bundle that a runtime refuses because its packages do not agree
+    with its manifest.
 
     Raises:
         InputError: `problem`, where gate `interface` finds nothing wrong.

@@ -312,14 +312,15 @@ def validation_json(gates: list[Gate]) -> dict:
     return words | gates_json(gates)
 
 
-def show(
+def print_and_exit(
     result: dict,
     json: bool,
     lines: list[str] | None = None,
     code: int | None = None,
     next_command: str | None = None,
 ) -> None:
-    """Prints a command's result and exits with the code of its verdicts (see `ending`).
+    """Prints a command's result and exits with the code of its verdicts (see `ending`);
+    returns where the code is 0.
 
     Args:
         result: what is printed as one JSON object.
@@ -402,28 +403,18 @@ def label(name: str) -> str:
 
 
 def format_result(result: dict) -> list[str]:
-    """A result as lines of text: gates with their reasons, RED and OVER first; rows as a table;
-    sentences as a list; every other value behind its name. A value that was not
-    measured is left out."""
+    """A result as lines of text, in the order of its keys. The verdicts and the gates are
+    recognised by their keys (see `format_judgement`), everything else by its type: rows
+    are a table, sentences a list, every other value stands behind its name. A value that
+    was not measured is left out."""
     lines = []
     for name, value in result.items():
         title = label(name)
         match value:
             case None | "" | []:
                 pass
-            case str() if name == "verdict" and "quality" in result:
-                lines += format_verdicts(result)
-            case str() if name == "verdict":
-                lines.append(value)
-            case str() if name == "quality":
-                pass  # behind the verdict
-            case list() if name == "gates":
-                export = result.get("verdict")
-                words = [describe_verdict(gate["verdict"], export) for gate in value]
-                worst_first = sorted(
-                    zip(words, value), key=lambda pair: _RANKS[pair[0]]
-                )
-                lines += [format_gate(gate, word) for word, gate in worst_first]
+            case str() | list() if name in JUDGEMENT:
+                lines += format_judgement(result, name)
             case [dict(), *_]:
                 lines += ["", title, *format_table(value)]
             case [str(), *_]:
@@ -433,6 +424,24 @@ def format_result(result: dict) -> list[str]:
             case _:
                 lines.append(f"{title:20}{format_value(value, name)}")
     return lines
+
+
+JUDGEMENT = ("verdict", "quality", "gates")
+"""The keys of a result that judge a bundle."""
+
+
+def format_judgement(result: dict, name: str) -> list[str]:
+    """The lines of a key of `JUDGEMENT`: both verdicts at `verdict`, none at `quality`, and
+    gates with their reasons, RED and OVER first."""
+    if name == "verdict":
+        has_quality = "quality" in result
+        return format_verdicts(result) if has_quality else [result["verdict"]]
+    if name == "quality":
+        return []
+    export = result.get("verdict")
+    words = [describe_verdict(gate["verdict"], export) for gate in result["gates"]]
+    worst_first = sorted(zip(words, result["gates"]), key=lambda pair: _RANKS[pair[0]])
+    return [format_gate(gate, word) for word, gate in worst_first]
 
 
 _RANKS = {"RED": 0, "OVER": 1} | dict.fromkeys(

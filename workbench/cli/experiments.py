@@ -2,6 +2,7 @@
 the cells of a grid."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,8 @@ from workbench.cli.common import (
     Json,
     format_result,
     format_verdicts,
+    print_and_exit,
     reject_unused,
-    show,
 )
 from workbench.errors import InputError, visible
 from workbench.files import write_whole
@@ -82,7 +83,9 @@ def run(
     lines = format_verdicts(words)
     judged = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
     code = ending.verdict_code(verdict, _common_quality(judged))
-    show(words | {"experiments": results}, json, lines, code, next_command=step)
+    print_and_exit(
+        words | {"experiments": results}, json, lines, code, next_command=step
+    )
 
 
 def _common_quality(results: list[dict]) -> str:
@@ -122,8 +125,26 @@ def _print_run(result: dict) -> None:
     print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
 
 
-# `--html` alone, or `--html FILE`
+# As cyclopts gives it: None without the option, [] for `--html`, [FILE] for `--html FILE`.
 OptionalFile = Annotated[list[Path] | None, Parameter(consume_multiple=(0, 1))]
+
+
+@dataclass(frozen=True)
+class HtmlOption:
+    """The option `--html` of a report.
+
+    Attributes:
+        is_given: with a file or without one.
+        file: None where none is named.
+    """
+
+    is_given: bool
+    file: Path | None
+
+    @classmethod
+    def of(cls, value: list[Path] | None) -> "HtmlOption":
+        """The option from its value as `OptionalFile`."""
+        return cls(value is not None, value[0] if value else None)
 
 
 def report(
@@ -157,25 +178,24 @@ def report(
         figure: For a bundle: the heatmap, as .svg, .pdf or .png.
         publish: For an experiment: make this the shipped write-up.
     """
-    outputs = {"--markdown": markdown, "--html": html and html[0], "--figure": figure}
+    page = HtmlOption.of(html)
+    outputs = {"--markdown": markdown, "--html": page.file, "--figure": figure}
     for option, path in outputs.items():
         if path:
             paths.prepare_output(option, path)
     if re.fullmatch(r"\d{1,2}", subject):
         reject_unused("a bundle", markdown=markdown, figure=figure)
-        result = _report_experiment(subject, html, publish)
-        show(result, json, list(result.values()))
+        result = _report_experiment(subject, page, publish)
+        print_and_exit(result, json, list(result.values()))
         return
     reject_unused("the number of an experiment", publish=publish)
-    if html == []:
+    if page.is_given and page.file is None:
         needed, step = "a file for the page of a bundle", "write --html page.html"
         raise InputError("--html", "no file", needed, step)
-    _report_bundle(Path(subject), html and html[0], markdown, figure, json)
+    _report_bundle(Path(subject), page.file, markdown, figure, json)
 
 
-def _report_experiment(
-    number: str, html: list[Path] | None, publish: bool
-) -> dict[str, str]:
+def _report_experiment(number: str, html: HtmlOption, publish: bool) -> dict[str, str]:
     """Writes an experiment's report; returns the path of each file."""
     from workbench import experiment
 
@@ -184,9 +204,8 @@ def _report_experiment(
     run = experiment.writable_run(run, experiment.read_run(run))
     folder = experiment.publish_run(run) if publish else run
     result = {"report": str(experiment.write_again(folder))}
-    if html is not None:
-        page = html[0] if html else None
-        result["html"] = str(experiment.write_html(folder, page))
+    if html.is_given:
+        result["html"] = str(experiment.write_html(folder, html.file))
     return result
 
 
@@ -225,7 +244,7 @@ def _report_bundle(
         result["markdown"] = str(markdown)
     lines = [*map(str, files)]
     # the page says what the verdicts are; writing it went well
-    show(result, json, lines or [text.rstrip("\n")], code=0)
+    print_and_exit(result, json, lines or [text.rstrip("\n")], code=0)
 
 
 def _check_figure(path: Path) -> None:
@@ -304,7 +323,7 @@ def sweep(
     if totals["failed"] and code != ending.RED:
         code = ending.UNFINISHED
     lines = [*table_lines(rows), "", *format_result(totals)]
-    show(totals, json, lines, code)
+    print_and_exit(totals, json, lines, code)
 
 
 def _make_grids(
@@ -341,9 +360,11 @@ def _total_results(results: list[dict]) -> dict:
 
 
 def _worst_verdicts(rows) -> dict[str, str | None]:
-    """The worst verdict and quality of a table of `summary`; both are null where no cell
-    was validated, or none is RED or OVER."""
+    """The verdict and the quality of a sweep, from a table of `summary`: they name what is
+    wrong, RED or OVER, and decide the exit code. Where nothing is, both are null, whether
+    or not the cells were validated."""
     is_red = (rows["verdict"] == "RED").any()
+    # a RED export withholds the quality
     is_over = (rows["quality"] == "OVER").any() and not is_red
     if not is_red and not is_over:
         return {"verdict": None, "quality": None}

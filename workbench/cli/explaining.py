@@ -13,8 +13,8 @@ from workbench.cli.common import (
     Prompt,
     gates_json,
     load_checkpoint,
+    print_and_exit,
     reject_unused,
-    show,
 )
 from workbench.errors import InputError
 from workbench.progress import bar, stage
@@ -45,7 +45,7 @@ def explain(
     if paths.is_package(bundle_or_package):
         needed = "a bundle in place of a package"
         reject_unused(needed, prompt, device, checkpoint=checkpoint)
-        return show(_package_ranges(bundle_or_package), json)
+        return print_and_exit(_package_ranges(bundle_or_package), json)
     bundle = workbench.Bundle.open(bundle_or_package)
     if not checkpoint:
         needed = "what was exported"
@@ -65,7 +65,7 @@ def explain(
         result |= ranges
         results += range_gates
     judged = gates_json(results) if results else {}
-    show(judged | result, json)
+    print_and_exit(judged | result, json)
 
 
 def explain_parts(
@@ -89,7 +89,7 @@ def explain_parts(
     exported = workbench.Bundle.open(bundle)
     source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
     parts, results = _error_parts(exported, source, ids, device)
-    show(gates_json(results) | parts, json)
+    print_and_exit(gates_json(results) | parts, json)
 
 
 def explain_variant(
@@ -111,7 +111,7 @@ def explain_variant(
     source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
     variant, results = _variant(exported, source, ids)
     judged = gates_json(results) if results else {}
-    show(judged | variant, json)
+    print_and_exit(judged | variant, json)
 
 
 def explain_ranges(
@@ -125,10 +125,10 @@ def explain_ranges(
     prompt.check()
     if paths.is_package(bundle_or_package):
         reject_unused("a bundle in place of a package", prompt)
-        return show(_package_ranges(bundle_or_package), json)
+        return print_and_exit(_package_ranges(bundle_or_package), json)
     bundle = workbench.Bundle.open(bundle_or_package)
     ranges, results = _bundle_ranges(bundle, prompt.token_ids(bundle))
-    show(gates_json(results) | ranges, json)
+    print_and_exit(gates_json(results) | ranges, json)
 
 
 def explain_op(
@@ -174,7 +174,7 @@ def explain_op(
     result = finding.json()
     verdict = gates.GREEN if finding.verdict == "none" else gates.RED
     reduced = result.pop("reduced")
-    show({"verdict": verdict, "reduced": reduced, "operation": result}, json)
+    print_and_exit({"verdict": verdict, "reduced": reduced, "operation": result}, json)
 
 
 def _error_parts(

@@ -94,7 +94,7 @@ class FormatTarget:
         """The file of text, where no ids are given."""
         return self.select or paths.find(SELECTION)
 
-    def search(
+    def search_settings(
         self, source: "Checkpoint", options: "Options", calibration: "Text"
     ) -> "SearchSettings":
         """How the formats of an export are searched.

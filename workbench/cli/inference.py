@@ -10,8 +10,8 @@ from workbench.cli.common import (
     Json,
     Prompt,
     load_checkpoint,
+    print_and_exit,
     reject_unused,
-    show,
 )
 from workbench.errors import InputError, visible
 
@@ -87,7 +87,7 @@ def generate(
     printed = ""  # the text was printed piece by piece
     if result["text"] is None:
         printed = ",".join(map(str, result["tokens"]))
-    show(result, json, [printed, summary])
+    print_and_exit(result, json, [printed, summary])
 
 
 def _warn_of_unknown_words(tokenizer: Path, text: str) -> None:
@@ -152,4 +152,4 @@ def evaluate(
         warnings.warn(message, stacklevel=1)
     folder = workbench.log.project() / "data/evaluations"
     result = evaluate(decoder, ids, source, window=window, stride=stride, folder=folder)
-    show(result, json)
+    print_and_exit(result, json)

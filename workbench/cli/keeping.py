@@ -1,5 +1,7 @@
-"""The record that `validate` writes beside its verdict: the setup of a validation, in
-words that name no place of this machine."""
+"""The record of a validation, which `validate` keeps beside its verdict:
+`describe_command` collects the options that repeat the command, and `keep_validation`
+writes them with the machine, the results and the measured rows. Nothing in it names a
+place of this machine."""
 
 import time
 import warnings
@@ -24,16 +26,22 @@ class Command:
     words: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
 
-    def add(self, option: str, value: object) -> None:
-        """Adds an option with its value; a switch that is on, without one."""
-        if value is None or value is False:
-            return
-        if isinstance(value, Path):
-            self.files[value.name] = sha256(value)
-            value = value.name
-        self.words.append(option)
-        if value is not True:
-            self.words.append(str(value))
+    def add_value(self, option: str, value: object) -> None:
+        """Adds an option with its value; None: it is not given."""
+        if value is not None:
+            self.words += [option, str(value)]
+
+    def add_switch(self, option: str, is_on: bool) -> None:
+        """Adds an option without a value, if it is given."""
+        if is_on:
+            self.words.append(option)
+
+    def add_file(self, option: str, file: Path | None) -> None:
+        """Adds an option with the name of a file, and the hash of the file; None: it is not
+        given."""
+        if file is not None:
+            self.files[file.name] = sha256(file)
+            self.words += [option, file.name]
 
 
 def describe_command(
@@ -60,27 +68,27 @@ def describe_command(
     command = Command()
     if has_checkpoint:
         command.words += ["--checkpoint", "CHECKPOINT"]
-    command.add("--golden", golden)
-    command.add("--prompt", prompt.prompt)
-    command.add("--prompt-ids", prompt.prompt_ids)
-    command.add("--text", prompt.text)
-    command.add("--tokens", prompt.tokens)
+    command.add_file("--golden", golden)
+    command.add_value("--prompt", prompt.prompt)
+    command.add_value("--prompt-ids", prompt.prompt_ids)
+    command.add_file("--text", prompt.text)
+    command.add_value("--tokens", prompt.tokens)
     # `auto` is another runtime on another machine
     runtime = resolve(execution.runtime, bundle.manifest.options.plugin)
-    command.add("--runtime", runtime)
+    command.add_value("--runtime", runtime)
     if is_device(runtime):
-        command.add("--compute-units", execution.compute_units)
+        command.add_value("--compute-units", execution.compute_units)
     else:
-        command.add("--precision", execution.precision)
-    command.add("--single-copy", single_copy)
-    command.add("--tasks", tasks)
-    command.add("--max-kl", max_kl)
+        command.add_value("--precision", execution.precision)
+    command.add_switch("--single-copy", single_copy)
+    command.add_file("--tasks", tasks)
+    command.add_value("--max-kl", max_kl)
     if transcript_options.transcript:
-        command.add("--transcript", True)
-        command.add("--prompts", transcript_options.prompts)
-        command.add("--min-agreed", transcript_options.min_agreed)
-        command.add("--min-stops", transcript_options.min_stops)
-    command.add("--fresh", fresh)
+        command.add_switch("--transcript", True)
+        command.add_file("--prompts", transcript_options.prompts)
+        command.add_value("--min-agreed", transcript_options.min_agreed)
+        command.add_value("--min-stops", transcript_options.min_stops)
+    command.add_switch("--fresh", fresh)
     return command
 
 
@@ -90,7 +98,7 @@ def keep_validation(
     command: Command,
     start: float,
     decoder=None,
-    tokens: list[str] | None = None,
+    token_labels: list[str] | None = None,
     rows=None,
 ) -> None:
     """Writes a validation's record into the bundle's folder; warns where that cannot be
@@ -100,7 +108,7 @@ def keep_validation(
         results: the JSON of the command.
         start: `time.perf_counter` at its start.
         decoder: None where no runtime opened the bundle.
-        tokens: the label of the token at each position of `rows`.
+        token_labels: the label of the token at each position of `rows`.
         rows: a DataFrame, see `Record`; None where nothing was measured.
     """
     from workbench.ane.memory import peak_rss
@@ -130,7 +138,7 @@ def keep_validation(
         peak_rss_bytes=peak_rss(),
     )
     try:
-        save_record(bundle, results, setup, tokens or [], rows)
+        save_record(bundle, results, setup, token_labels or [], rows)
     except OSError as problem:
         warnings.warn(
             f"what was measured is not kept in {bundle.root}: {one_line(problem)}",

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, print_document, show
+from workbench.cli.common import Json, print_and_exit
 from workbench.errors import check_choice, visible
 
 
@@ -70,7 +70,7 @@ def log_compare(
     """
     from workbench.sweep import summary
 
-    show(summary.compare_runs(run_a, run_b, log), json)
+    print_and_exit(summary.compare_runs(run_a, run_b, log), json)
 
 
 def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> None:
@@ -85,7 +85,7 @@ def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> N
     """
     paths.prepare_output("log pack", file)
     count = workbench.log.pack(file, log)
-    show({"runs": count, "bytes": file.stat().st_size}, json)
+    print_and_exit({"runs": count, "bytes": file.stat().st_size}, json)
 
 
 def log_unpack(file: Path, /, *, log: Path | None = None, json: Json = False) -> None:
@@ -98,4 +98,4 @@ def log_unpack(file: Path, /, *, log: Path | None = None, json: Json = False) ->
         log: Folder of the log.
     """
     run_ids = workbench.log.unpack(file, log)
-    show({"imported": len(run_ids), "runs": run_ids}, json)
+    print_and_exit({"imported": len(run_ids), "runs": run_ids}, json)

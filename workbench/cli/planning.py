@@ -16,14 +16,15 @@ from workbench.cli.common import (
     Json,
     format_result,
     load_checkpoint,
+    print_and_exit,
     reject_unused,
-    show,
 )
 from workbench.cli.formats import MIXED
 from workbench.errors import InputError
 
 PLACED_ON = "M4 Max"
-"""The chip whose placement is predicted where none is named."""
+"""The chip of placement, advice and gains where none is named; only the table of speeds
+then has every chip."""
 
 
 @Parameter("*")
@@ -108,7 +109,7 @@ def plan(
     speed = _predicted_speed(source, chosen, drafts, chip)
     placed = _placement(bundle, device, placed_on, generation)
     lines = [*format_result(result), *speed.lines, *placed.lines]
-    show(result | speed.json | placed.json, json, lines)
+    print_and_exit(result | speed.json | placed.json, json, lines)
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
 
     placed_on = chip or PLACED_ON
     work = call_work(source, options)
-    speeds = roofline.by_chip(work, chip and [chip])
+    speeds = roofline.by_chip(work, [chip] if chip else None)
     result["chips"] = speeds.to_dict("records")
     result["predicted_misfit"] = roofline.calibration().median_error
     result["assumes"] = roofline.describe_fit()
@@ -236,5 +237,5 @@ def _measured_placement(bundle, device: Device) -> tuple[list, list[str]]:
     )
     if outcome.failure:
         reason = f"Predicted, since Core ML gave no plan: {outcome.failure}"
-        return outcome.value or [], [reason]
+        return [], [reason]
     return outcome.value, []

@@ -21,7 +21,7 @@ OLD_OPTIONS = {
 }
 """Command → option of an earlier version → next step."""
 
-COMPARE = "run: workbench log compare RUN_A RUN_B"
+COMPARE_STEP = "run: workbench log compare RUN_A RUN_B"
 
 
 def check_spelling(arguments: list[str]) -> None:
@@ -40,26 +40,26 @@ def check_spelling(arguments: list[str]) -> None:
     for argument in rest:
         option = argument.partition("=")[0]
         if option in steps:
-            raise _old_spelling(f"{command} {option}", steps[option])
+            raise _old_spelling_error(f"{command} {option}", steps[option])
 
 
-def refuse_words(
+def unknown_words_error(
     command: str, words: list[str], subcommands: Collection[str]
 ) -> InputError:
-    """The refusal of words that a command with subcommands does not take.
+    """The error for words that a command with subcommands does not take.
 
     Args:
         words: those behind the arguments that it takes.
         subcommands: their names.
     """
     if command == "log" and len(words) == 2:
-        return _old_spelling(f"log {' '.join(words)}", COMPARE)
+        return _old_spelling_error(f"log {' '.join(words)}", COMPARE_STEP)
     names = ", ".join(subcommands)
     needed = f"at most a subcommand ({names}), and then its arguments"
     step = f"see workbench {command} --help"
     return InputError(command, f"also {' '.join(words)}", needed, step)
 
 
-def _old_spelling(spelling: str, step: str) -> InputError:
+def _old_spelling_error(spelling: str, step: str) -> InputError:
     actual, needed = "a spelling of an earlier version", "the present one"
     return InputError(spelling, actual, needed, step)

@@ -6,7 +6,7 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import Json, Prompt, gates_json, show
+from workbench.cli.common import Json, Prompt, gates_json, print_and_exit
 
 
 def crosscheck(
@@ -39,4 +39,6 @@ def crosscheck(
     source = Checkpoint(checkpoint)
     ids = prompt.token_ids(opened)
     result = compare_runtimes(opened, source, ids, folder=folder)
-    show(gates_json(result.gates) | {"runtimes": gates.records(result.runtimes)}, json)
+    print_and_exit(
+        gates_json(result.gates) | {"runtimes": gates.records(result.runtimes)}, json
+    )
