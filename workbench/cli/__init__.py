@@ -1,4 +1,19 @@
-"""The command line: `workbench COMMAND`."""
+"""The command line: `workbench COMMAND`.
+
+app.py gives every command its function and parses the arguments; ending.py turns what a
+command raises into one message and an exit code. The commands are in
+
+    bundles.py      export, golden, adopt, doctor
+    checks.py       validate and its subcommand, with validation_record.py
+    explaining.py   explain and its subcommands
+    inference.py    the commands that run a bundle
+    planning.py     plan
+    experiments.py  run, report, sweep
+    logs.py         log and its subcommands
+
+common.py has the groups of options that they share and prints a result as text or JSON;
+formats.py has the options of `export --compress mixed`, spellings.py the words of earlier
+versions, which are refused."""
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from workbench.cli.common import (
     reject_unused,
     validation_json,
 )
-from workbench.cli.keeping import describe_command, keep_validation
+from workbench.cli.validation_record import describe_command, keep_validation
 from workbench.errors import InputError
 from workbench.progress import stage
 
