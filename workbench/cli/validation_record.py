@@ -57,8 +57,8 @@ def describe_command(
     single_copy: bool,
     fresh: bool,
 ) -> Command:
-    """The options of a validation. Limits stand there although they have their default,
-    which a later version may change.
+    """The command that repeats a validation, from the options of `validate`. Limits stand
+    there although they have their default, which a later version may change.
 
     Args:
         transcript_options: `TranscriptOptions`, which cannot be imported here.

@@ -100,8 +100,9 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
         first = wrong.loc[wrong["position"].idxmin()]
         position = int(first["position"])
         function = calls[position].function
-        if fault := faults.get(function):
-            faults[function] = replace(fault, Ts=(*fault.Ts, T))
+        if function in faults:
+            earlier = faults[function]
+            faults[function] = replace(earlier, Ts=(*earlier.Ts, T))
             continue
         faults[function] = CallFault(
             Ts=(T,),
