@@ -36,8 +36,8 @@ def sliced(source, tmp_path_factory):
     return bundle
 
 
-def held_weights(decoder):
-    """How many slices of the head have their weights in memory."""
+def count_loaded_slices(decoder):
+    """The number of slices of the head whose weights are in memory."""
     return sum(bool(model.executables) for model in decoder.heads)
 
 
@@ -47,11 +47,11 @@ def test_the_gate_compares_one_slice_of_the_logits_at_a_time(
     widths = set()
     compare = program.sum_of_squares
 
-    def observed(reference, actual=None):
+    def record_width(reference, actual=None):
         widths.add(reference.shape[-1])
         return compare(reference, actual)
 
-    monkeypatch.setattr(program, "sum_of_squares", observed)
+    monkeypatch.setattr(program, "sum_of_squares", record_width)
     decoder = Decoder(sliced, "portable", "exact", keeps_head=False)
     stored = golden.stored_weights(source, sliced, keep_dtype=True, head=False)
     reference = Reference(source, stored)
@@ -64,7 +64,7 @@ def test_the_gate_compares_one_slice_of_the_logits_at_a_time(
     assert traces and all(trace.logits is None for trace in traces)
     table = program.program_errors(decoder, source, stretches=stretches)
     assert widths == {ROWS, sliced.manifest.dims.V % ROWS}
-    assert source.head not in stored.slices and not held_weights(decoder)
+    assert source.head not in stored.slices and not count_loaded_slices(decoder)
     check_logits(table, sliced, source, stretches)
 
 
@@ -106,15 +106,15 @@ def test_slices_of_the_head_in_another_order_are_red(sliced, source):
 def test_a_decoder_that_keeps_no_head_reads_it_for_every_call(sliced):
     keeping = Decoder(sliced, "portable")
     reading = Decoder(sliced, "portable", keeps_head=False)
-    assert held_weights(keeping) == 3 and not held_weights(reading)
+    assert count_loaded_slices(keeping) == 3 and not count_loaded_slices(reading)
     ids = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
     for _ in range(2):
         logits = [decoder.prefill(ids) for decoder in (keeping, reading)]
-        assert np.array_equal(*logits) and not held_weights(reading)
+        assert np.array_equal(*logits) and not count_loaded_slices(reading)
     settings = [decoder.plain.settings for decoder in (keeping, reading)]
     assert [one.keeps_head for one in settings] == [True, False]
     fast = Decoder(sliced, "portable", fast=True, keeps_head=False)
-    assert fast.prefill(ids).shape == logits[0].shape and not held_weights(fast)
+    assert fast.prefill(ids).shape == logits[0].shape and not count_loaded_slices(fast)
 
 
 @pytest.mark.parametrize("keep_dtype", [True, False])
@@ -179,5 +179,5 @@ def test_a_validation_keeps_no_head(sliced, source, monkeypatch):
     result = validate.validate(decoder, reference, ignore_stored=True)
     assert result.verdict == "GREEN"
     assert decoders and readers
-    assert not any(map(held_weights, [decoder, *decoders]))
+    assert not any(map(count_loaded_slices, [decoder, *decoders]))
     assert not any(source.head in one.slices for one in readers)
