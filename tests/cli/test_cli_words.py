@@ -108,7 +108,7 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
     assert [line.split() for line in result.output.splitlines()[-3:]] == [
         ["export", "GREEN"],
         ["quality", "WITHIN"],
-        ["go", "on", "make", "lab"],
+        ["next", "make", "lab"],
     ]
     first, _, second = result.output.partition("34 starts")
     assert first.startswith("05 starts\nexperiment 05\n  export")
@@ -152,10 +152,12 @@ def test_a_parameter_has_the_type_of_its_default():
 def test_a_result_is_its_names_and_values_and_its_rows_a_table():
     kl = {"mean": 0.001234567, "p99": None}
     units = [{"unit": "a", "rate": 1343.25, "blame": None}, {"unit": "b", "rate": None}]
-    gates = [
-        {"name": "host", "verdict": "GREEN", "value": 1.0, "reason": "it agrees"},
-        {"name": "weights", "verdict": "RED", "value": "nan", "reason": "one is lost"},
+    columns = ("name", "verdict", "value", "threshold", "reason")
+    rows = [
+        ("host", "GREEN", 1.0, 2.0, "it agrees"),
+        ("weights", "RED", "nan", None, "one is lost"),
     ]
+    gates = [dict(zip(columns, row, strict=True)) for row in rows]
     result = {"verdict": "RED", "tokens": 9, "bytes": 3 << 20, "kl": kl, "gates": gates}
     result |= {"windows": None, "notes": ["It holds."], "units": units}
     lines = [" ".join(line.split()) for line in format_result(result)]
@@ -165,7 +167,7 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
         "size 3.0 MiB",
         "kl mean 0.001234567, p99 -",
         "RED weights nan one is lost",
-        "GREEN host 1 it agrees",
+        "GREEN host 1 (limit 2) it agrees",
         "- It holds.",
         "",
         "units",
