@@ -545,6 +545,9 @@ def test_several_metrics_share_layers_and_tokens_and_the_bar_names_its_marks():
     # in lines beside panels that are as low as these
     words = [" ".join(bar.get_ylabel().split()) for bar in bars]
     assert words == ["error ÷ rounding", "1 − cosine"]
+    figure.draw_without_rendering()
+    edges = [bar.yaxis.label.get_window_extent().x0 for bar in bars]
+    assert edges[0] == pytest.approx(edges[1], abs=1)
     ratios = rows["error"] / np.hypot(rows["budget"], plots.HALF_ULP)
     drawn_errors, distances = (mesh.get_array() for mesh in drawn(figure, QuadMesh)[:2])
     assert drawn_errors.max() == ratios.max()

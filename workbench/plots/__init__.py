@@ -6,6 +6,11 @@ such as a widget's canvas, in place of a new one. It may be a subfigure of a fig
 constrained layout, whose width and height it keeps. pyplot neither keeps nor shows the
 figure that they return.
 
+Each figure has a module of its own name; `cells` has the coloured cells that `heatmap`
+and `grid` share, `styled` the look of every figure, its legend, and `save`, and `text`
+labels, groups of rows, and characters that the font lacks. `returns_figure` of `styled`
+makes the function that callers see from one that draws into a given figure.
+
 A null is a group of its own, ``not set``. The legend counts the rows that a figure
 cannot draw."""
 

@@ -92,7 +92,8 @@ def hatch(mesh: QuadMesh, marked: np.ndarray, raster: bool) -> None:
 
 
 def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
-    """Draws the marked cells in one colour, except for those that are not finite."""
+    """Draws the marked cells in one colour, except for those that are not finite, which
+    `draw_cells` drew from a value above the scale."""
     finite = mesh.get_array().filled(0) <= mesh.norm.vmax
     cells = np.ma.masked_where(~(marked & finite), marked.astype(float))
     corners = mesh.get_coordinates()
@@ -106,24 +107,30 @@ def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
 
 
 def label_cells(
-    axis, labels: Sequence, most: int, *, round_step: bool = False, last: bool = False
+    axis,
+    labels: Sequence,
+    max_labels: int,
+    *,
+    round_step: bool = False,
+    last: bool = False,
 ) -> None:
     """Labels the cells along an axis: all of them, or every 2nd, 3rd … where there are
-    more than `most`.
+    more than `max_labels`.
 
     Args:
         round_step: of cells that have numbers, every 2nd, 5th, 10th, 20th … alone.
         last: the last cell has a label in any case, if need be in place of the one
             before.
     """
-    count, most = len(labels), max(most, 1)  # a subfigure may have room for none
-    step = math.ceil(count / most)
+    count = len(labels)
+    max_labels = max(max_labels, 1)  # a subfigure may have room for none
+    step = math.ceil(count / max_labels)
     if round_step:
         power = 10 ** math.floor(math.log10(step))
         step = next(power * k for k in (1, 2, 5, 10) if power * k >= step)
     places = [*range(0, count, step)]
     if last and places[-1] != count - 1:
-        if len(places) > 1 and count - 1 - places[-1] < count / most / 2:
+        if len(places) > 1 and count - 1 - places[-1] < count / max_labels / 2:
             del places[-1]
         places.append(count - 1)
     ticks = np.array(places) + 0.5

@@ -24,7 +24,7 @@ STATISTICS = {"kl": "mean", "kl_p99": "99% of the tokens are below"}
 LINE = {"color": PALETTE[0], "linewidth": 1}
 STAR = {"color": PALETTE[5], "marker": "*", "markersize": 11, "linestyle": ""}
 OTHERS = [colour for colour in PALETTE if colour not in (PALETTE[0], PALETTE[5])]
-"""The colours of formats alone."""
+"""The colours of single formats."""
 
 
 @returns_figure
@@ -46,13 +46,13 @@ def frontier(
         max_kl: the limit on the mean, drawn as a dashed line.
     """
     axes = panels_in(figure, len(STATISTICS), 2.2)
-    alone = choices[choices["kind"] == ALONE]
-    placed = alone[alone["kl"] > 0]
+    single_formats = choices[choices["kind"] == ALONE]
+    drawable = single_formats[single_formats["kl"] > 0]
     chosen = choices[choices["kind"] == CHOSEN]
     keys = {}
     for ax, (column, title) in zip(axes, STATISTICS.items()):
         _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
-        styles = zip(group_by(placed, "name"), cycle(OTHERS), cycle(MARKERS[1:]))
+        styles = zip(group_by(drawable, "name"), cycle(OTHERS), cycle(MARKERS[1:]))
         for (name, row), colour, marker in styles:
             mark = {"color": colour, "marker": marker, "linestyle": ""}
             ax.plot(row[x], row[column], **mark)
@@ -68,8 +68,9 @@ def frontier(
         ax.grid()
         ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face's model (nats)")
         ax.label_outer()
-    # the line goes on from the marks to no error at all; the panels share their axes
-    visible = pd.concat([placed, chosen])
+    # the limits, which the panels share, are those of the marks: the line of mixed formats
+    # goes on to a KL near 0, far below them
+    visible = pd.concat([drawable, chosen])
     values = visible[list(STATISTICS)].to_numpy(float)
     if (values > 0).any():
         axes[0].set_ylim(values[values > 0].min() / 2, values.max() * 2)
@@ -77,9 +78,9 @@ def frontier(
         axes[0].set_xlim(visible[x].min() - margin, visible[x].max() + margin)
     line = Line2D([], [], **LINE, marker="o", markersize=3, label="mixed formats")
     notes = ["dots: measured; the line of the mean is predicted between them"]
-    for name in alone.loc[alone["kl"] == 0, "name"]:
+    for name in single_formats.loc[single_formats["kl"] == 0, "name"]:
         notes.append(f"{name} has a KL of 0, which a logarithmic axis has not")
-    notes += describe_unplaced(alone, [x, "kl"])
+    notes += describe_unplaced(single_formats, [x, "kl"])
     add_legend(figure, [line, *keys.values()], notes)
 
 

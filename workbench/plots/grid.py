@@ -16,7 +16,8 @@ from workbench.plots.styled import (
 )
 from workbench.plots.text import labels_of, width_of, wrap
 
-MAX_LABELS = 40
+MAX_ROW_LABELS = 40
+COLUMN_LABELS_PER_INCH = 5  # of two digits each
 
 
 @returns_figure
@@ -47,9 +48,9 @@ def grid(
         ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
     share = 0.6 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
-    # two digits need a fifth of an inch
-    label_cells(ax.xaxis, columns, int(5 * width_of(figure)))
-    label_cells(ax.yaxis, labels_of(table.index), MAX_LABELS)
+    max_columns = int(COLUMN_LABELS_PER_INCH * width_of(figure))
+    label_cells(ax.xaxis, columns, max_columns)
+    label_cells(ax.yaxis, labels_of(table.index), MAX_ROW_LABELS)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
     if label:
         figure.colorbar(mesh, ax=ax, label=label)

@@ -1,4 +1,8 @@
-"""Errors by layer and token position."""
+"""Errors by layer and token position.
+
+`heatmap` chooses rows, gives each a `value` for every metric (`_with_values`), lays them
+out as panels (`_panels`), fixes a metric's colours and cells (`_scale`), and draws the
+panels, then the labels of positions, the colour bars and the legend."""
 
 import math
 import textwrap
@@ -8,10 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import FigureBase
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from workbench.plots.cells import (
     HATCH,
@@ -44,12 +50,15 @@ CHARACTER_WIDTH = 0.06  # inches, of a token's label
 TOKEN_DISTANCE = 0.105  # inches between the labels of two tokens
 MARGIN = 1.1  # inches beside the panels: layers, the colour bar and its labels
 MARKED_MARGIN = 1.5  # inches, where the bar names its marks
+BAR_LABEL_DISTANCE = 0.8  # inches from a bar to its label, behind the names of marks
 TOKEN_CHARACTERS = 12  # characters of a token's label for which the figure has room
 MAX_VECTOR_CELLS = 2500  # more cells are an image: a vector cell takes up to 1.5 kB
 CELLS_PER_INCH = 70  # of a figure's width: each has a pixel of its own on a screen
 MAX_DRAWN_LAYERS = 250  # where there are more, several share a cell
 MIN_HATCHED_CELL = 0.05  # inches: a smaller cell cannot show the lines of a hatch
 
+PANEL_GAP = 0.3  # inches between two panels, with a title
+MAX_LAYER_LABELS = 8
 LABEL_HEIGHT = 0.15  # inches between labels of a colour bar that do not overlap
 DIGIT = 0.07  # inches: the width of a digit of a label
 
@@ -68,18 +77,23 @@ class Metric:
         least: the smallest value with a colour of its own; smaller ones are drawn as
             this one.
         marks: values that the colour bar marks and names.
+        note: of the legend; "" for none.
     """
 
     label: str
     least: float
     marks: dict[float, str] = field(default_factory=dict)
+    note: str = ""
 
 
 METRICS = {
     # 1 − cosine of equal float32 vectors may differ from 0 by as much
     "cosine": Metric("1 − cosine", 1e-8),
     "error": Metric(
-        "error ÷ rounding", 0.01, {1.0: "rounding", TOLERANCE_FACTOR: "tolerance"}
+        "error ÷ rounding",
+        0.01,
+        {1.0: "rounding", TOLERANCE_FACTOR: "tolerance"},
+        f"the divisor of an error is {BUDGET}",
     ),
 }
 
@@ -95,12 +109,32 @@ class Panel:
     """The rows of each name."""
 
     @property
+    def layers(self) -> pd.Index:
+        """The layers, the same for all panels, measured or not."""
+        return self.cells.index.levels[0]
+
+    @property
+    def positions(self) -> pd.Index:
+        """The token positions, the same for all panels, measured or not."""
+        return self.cells.index.levels[1]
+
+    @property
     def title(self) -> str:
         """The names; of several, whether their tensors are equal too."""
         if len(self.names) == 1:
             return self.names[0]
         names = f"{'; '.join(self.names[:-1])} and {self.names[-1]}"
         return f"{names}: {_equality(self.parts)}"
+
+
+@dataclass(frozen=True)
+class MetricPanels:
+    """All that a heatmap shows of one metric."""
+
+    metric: Metric
+    rows: pd.DataFrame
+    """With the columns `value` and `beyond`."""
+    panels: list[Panel]
 
 
 @dataclass(frozen=True)
@@ -146,6 +180,8 @@ def heatmap(
         metric: ``cosine`` (1 − cosine) or ``error`` (the relative RMS error over the
             root of budget² + `HALF_ULP`², of which gates judge the RMS over positions);
             or several, whose panels lie one above the other with common axes.
+        by: a column of `rows`; None: one panel, each of whose cells is the worst row.
+        tensor, mode: the values of these columns whose rows are drawn.
         tokens: the text of the token at each position.
 
     Raises:
@@ -158,44 +194,55 @@ def heatmap(
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
-    cells = {name: _with_values(rows, name) for name in metrics}
-    panels = {name: _panels(part, by) for name, part in cells.items()}
-    count = sum(map(len, panels.values()))
-    layers, positions = next(iter(panels[metrics[0]].values())).index.levels
+    shown = [_metric_panels(rows, name, by) for name in metrics]
+    every_panel = [panel for part in shown for panel in part.panels]
+    layers, positions = every_panel[0].layers, every_panel[0].positions
     panel_height = min(max(0.16 * len(layers), 0.3), 2.5)
-    set_height(figure, 1.2 + count * (0.3 + panel_height))
-    axes = figure.subplots(count, squeeze=False, sharex=True, sharey=True)[:, 0]
-    free_axes = iter(axes)
+    set_height(figure, 1.2 + len(every_panel) * (PANEL_GAP + panel_height))
+    axes = figure.subplots(len(every_panel), squeeze=False, sharex=True, sharey=True)
+    free_axes = iter(axes[:, 0])
+    panel_size = width_of(figure), panel_height
+    scales = [_scale(part, panel_size, len(every_panel)) for part in shown]
     bars, notes = [], []
-    for name in metrics:
-        size = width_of(figure), panel_height
-        scale = _scale(cells[name], panels[name], METRICS[name], size, count)
-        metric_axes = []
-        for title, panel in panels[name].items():
-            ax = next(free_axes)
+    for part, scale in zip(shown, scales):
+        part_axes = [next(free_axes) for _ in part.panels]
+        for ax, panel in zip(part_axes, part.panels):
             mesh = _draw_panel(ax, panel, scale)
-            names = ["logits" if layer == LOGITS else layer for layer in layers]
-            label_cells(ax.yaxis, names, 8, round_step=True, last=True)
-            ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
-            metric_axes.append(ax)
-        bars.append((mesh, metric_axes, name))
-        notes += _notes(cells[name], scale, name)
-    has_marks = any(METRICS[name].marks for name in metrics)
+            ax.set_title(wrap(figure, panel.title, 0.85))
+        bars.append((mesh, part_axes, part.metric))
+        notes += _notes(part, scale)
+    has_marks = any(part.metric.marks for part in shown)
     room = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
-    _label_positions(figure, axes[-1], positions, tokens, room)
-    for mesh, metric_axes, name in bars:
-        height = len(metric_axes) * (0.3 + panel_height) - 0.3
-        _draw_bar(figure, mesh, metric_axes, METRICS[name], height)
-    every_panel = [panel for part in panels.values() for panel in part.values()]
-    has_gaps = pd.concat(every_panel)["value"].isna().any()
-    keys = _keys(cells[metrics[0]], scale, has_gaps)
+    _label_positions(figure, axes[-1, 0], positions, tokens, room)
+    for mesh, part_axes, metric in bars:
+        height = len(part_axes) * (PANEL_GAP + panel_height) - PANEL_GAP
+        bar = _draw_bar(figure, mesh, part_axes, metric, height)
+        if len(bars) > 1:
+            # in one column, whatever the width of each bar's numbers and marks
+            beside_bar = bar.transAxes + ScaledTranslation(
+                BAR_LABEL_DISTANCE, 0, figure.dpi_scale_trans
+            )
+            bar.yaxis.set_label_coords(1, 0.5, beside_bar)
+    # all metrics have the same cells beyond their tolerance and the same broken ones
+    has_gaps = any(panel.cells["value"].isna().any() for panel in every_panel)
+    keys = _keys(shown[0].rows, scales[0], has_gaps)
     add_legend(figure, keys, [*dict.fromkeys(notes)])
 
 
+def _metric_panels(rows: pd.DataFrame, name: str, by: str | None) -> MetricPanels:
+    rows = _with_values(rows, name)
+    return MetricPanels(METRICS[name], rows, _panels(rows, by))
+
+
 def _draw_bar(
-    figure: FigureBase, mesh, axes: Sequence[Axes], metric: Metric, height: float
-) -> None:
-    """The colour bar beside the panels of a metric, with a line at each of its marks.
+    figure: FigureBase,
+    mesh: QuadMesh,
+    axes: Sequence[Axes],
+    metric: Metric,
+    height: float,
+) -> Axes:
+    """Draws the colour bar beside the panels of a metric, with a line at each of its
+    marks; returns its axes.
 
     Args:
         height: of the bar, in inches.
@@ -205,7 +252,7 @@ def _draw_bar(
     bar = figure.colorbar(mesh, ax=axes, label=label)
     label_log(bar.ax.yaxis)
     if not metric.marks:
-        return
+        return bar.ax
     low, high = np.log10([mesh.norm.vmin, mesh.norm.vmax])
     distance = LABEL_HEIGHT / height * (high - low)
     labels = {mark: f"{mark:g} {name}" for mark, name in metric.marks.items()}
@@ -218,6 +265,7 @@ def _draw_bar(
     for mark in metric.marks:
         bar.ax.axhline(mark, color="white", linewidth=2.5)
         bar.ax.axhline(mark, color="black", linewidth=1)
+    return bar.ax
 
 
 def _label_positions(
@@ -262,13 +310,13 @@ def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     return rows.assign(value=value, beyond=beyond, layer=layer)
 
 
-def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
-    """`value` and `beyond` by layer and position for each value of the column `by`, the
-    worst of several rows. Panels that look alike are one panel, whose title has the
+def _panels(rows: pd.DataFrame, by: str | None) -> list[Panel]:
+    """A panel for each value of the column `by`, whose cells are the worst of several
+    rows. Panels that look alike are one panel, whose title has the
     names of all and says whether their tensors are equal."""
-    all_cells = pd.MultiIndex.from_product([np.sort(cells[i].unique()) for i in INDEX])
+    all_cells = pd.MultiIndex.from_product([np.sort(rows[i].unique()) for i in INDEX])
     panels: list[Panel] = []
-    for name, part in group_by(cells, by):
+    for name, part in group_by(rows, by):
         drawn = part.groupby(INDEX)[["value", "beyond"]].max().reindex(all_cells)
         alike = next((panel for panel in panels if panel.cells.equals(drawn)), None)
         if alike is None:
@@ -276,20 +324,25 @@ def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
         else:
             alike.names.append(name)
             alike.parts.append(part)
-    return {panel.title: panel.cells for panel in panels}
+    return panels
 
 
 def _equality(parts: Sequence[pd.DataFrame]) -> str:
-    """The equality of the tensors behind panels that look alike, in words. The figures of
-    rows without a digest are rounded, and prove less than the tensors would."""
-    # a null in either column, as in older rows, proves nothing
+    """The equality of the tensors behind panels that look alike, in words:
+
+    1. Each tensor equals the reference: they are equal bit for bit.
+    2. All rows have a digest of their tensor: the digests decide.
+    3. Otherwise rounded numbers decide, whose equality proves less.
+
+    A null, as in older rows, proves nothing.
+    """
     together = pd.concat(parts).reindex(columns=["digest", "max_abs"])
-    if together["max_abs"].eq(0).all():  # each tensor equals the reference
+    if together["max_abs"].eq(0).all():
         return BIT_FOR_BIT
     if together["digest"].notna().all():
         return BIT_FOR_BIT if _are_equal(parts, ["digest"]) else NOT_EQUAL
-    figures = ["cosine", "psnr_db", "max_abs", "error"]
-    return "equal figures" if _are_equal(parts, figures) else NOT_EQUAL
+    rounded = ["cosine", "psnr_db", "max_abs", "error"]
+    return "equal figures" if _are_equal(parts, rounded) else NOT_EQUAL
 
 
 def _are_equal(parts: Sequence[pd.DataFrame], columns: Sequence[str]) -> bool:
@@ -304,25 +357,20 @@ def _are_equal(parts: Sequence[pd.DataFrame], columns: Sequence[str]) -> bool:
     return all(table.equals(tables[0]) for table in tables[1:])
 
 
-def _scale(
-    cells: pd.DataFrame,
-    panels: dict[str, pd.DataFrame],
-    metric: Metric,
-    size: tuple[float, float],
-    count: int,
-) -> Scale:
+def _scale(shown: MetricPanels, panel_size: tuple[float, float], count: int) -> Scale:
     """The look of the cells of a metric.
 
     Args:
-        size: width of the figure and height of a panel, in inches.
+        panel_size: width of the figure and height of a panel, in inches.
         count: of the panels of all metrics.
     """
-    width, panel_height = size
-    layers, positions = map(len, next(iter(panels.values())).index.levels)
-    finite = cells["value"].replace(np.inf, np.nan).dropna()
-    values = [*finite, *metric.marks] or [1.0]
+    width, panel_height = panel_size
+    layers, positions = len(shown.panels[0].layers), len(shown.panels[0].positions)
+    marks = shown.metric.marks
+    finite = shown.rows["value"].replace(np.inf, np.nan).dropna()
+    values = [*finite, *marks] or [1.0]
     low, high = min(values), max(values)
-    if not metric.marks:
+    if not marks:
         # a decade at least, so that cells of about the same value look alike
         high = max(high, 10 * low)
     cell_height, cell_width = panel_height / layers, 0.8 * width / positions
@@ -337,44 +385,49 @@ def _scale(
     )
 
 
-def _draw_panel(ax: Axes, panel: pd.DataFrame, scale: Scale):
-    """Draws the cells of one panel; returns their mesh."""
-    values = panel["value"].unstack()
+def _draw_panel(ax: Axes, panel: Panel, scale: Scale) -> QuadMesh:
+    """Draws the cells of one panel and labels its layers; returns their mesh."""
+    values = panel.cells["value"].unstack()
     mesh = draw_cells(ax, values, scale.norm, scale.block, scale.is_raster)
-    beyond = panel["beyond"].unstack().eq(True).to_numpy()
+    beyond = panel.cells["beyond"].unstack().eq(True).to_numpy()
     beyond = worst_of_blocks(beyond.astype(float), scale.block) == 1
     if scale.is_hatched:
         hatch(mesh, beyond, scale.is_raster)
     else:
         recolour(mesh, beyond)
+    names = ["logits" if layer == LOGITS else layer for layer in panel.layers]
+    label_cells(ax.yaxis, names, MAX_LAYER_LABELS, round_step=True, last=True)
+    ax.set_ylabel("layer")
     return mesh
 
 
-def _keys(cells: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
+def _keys(rows: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
     """The legend's keys for cells that are not coloured by their value."""
     keys = []
-    if cells["beyond"].any():
+    if rows["beyond"].any():
         if scale.is_hatched:
             style = {"fill": False, "hatch": HATCH}
         else:
             style = {"facecolor": BEYOND_COLOUR}
         keys.append(Patch(**style, label=f"error > {TOLERANCE_FACTOR:g} × {BUDGET}"))
-    if np.isinf(cells["value"]).any():
+    if np.isinf(rows["value"]).any():
         keys.append(Patch(facecolor="black", label="not finite"))
     if has_gaps:
         keys.append(unmeasured_key())
     return keys
 
 
-def _notes(cells: pd.DataFrame, scale: Scale, metric: str) -> list[str]:
-    """The legend's notes on how cells are drawn."""
+def _notes(shown: MetricPanels, scale: Scale) -> list[str]:
+    """The legend's notes on how the cells of a metric are drawn."""
     notes = []
     for count, things in zip(scale.block, ("layers", "positions")):
         if count > 1:
             notes.append(f"a drawn cell is the worst of {count} {things}")
-    if metric == "error":
-        notes.append(f"the divisor of an error is {BUDGET}")
-    label, least = METRICS[metric].label, METRICS[metric].least
-    if (cells["value"] == least).any():
-        notes.append(f"{label} below {least:g} has the colour of {least:g}")
+    metric = shown.metric
+    if metric.note:
+        notes.append(metric.note)
+    if (shown.rows["value"] == metric.least).any():
+        notes.append(
+            f"{metric.label} below {metric.least:g} has the colour of {metric.least:g}"
+        )
     return notes

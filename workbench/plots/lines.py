@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
+from pandas.api.typing import SeriesGroupBy
 
 from workbench.plots.styled import (
     DASHED,
@@ -27,6 +29,22 @@ from workbench.plots.text import (
 
 MAX_VECTOR_POINTS = 2000
 """More points are drawn as an image, also in a vector format."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is drawn of a group of rows in a panel."""
+
+    medians: pd.Series
+    """By the values of x."""
+    low: pd.Series
+    high: pd.Series
+    """The ends of the bars, by the values of x."""
+    has_several: bool
+    """Whether a point has several rows."""
+    outside_x: int
+    outside_y: int
+    """Points that have no place on a logarithmic axis."""
 
 
 @returns_figure
@@ -58,7 +76,8 @@ def lines(
             repetitions: an estimate and both ends of its interval.
         marks: names and values of dashed horizontal lines.
         xlog: base of a logarithmic x axis; None: linear, with whole numbers.
-        ylabel: "" where each panel shows a quantity of its own, without a common scale.
+        ylabel: default: `y`. "" where each panel shows a quantity of its own: then the
+            panels have no common scale.
     """
     panels = group_by(data, col)
     shares_y = ylabel != ""
@@ -68,23 +87,16 @@ def lines(
     is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
     keys = {}
     has_several = False  # rows of one point
-    # points without a place on a logarithmic axis; those in y by their line
-    outside_x, outside_y = 0, Counter()
+    outside_x, outside_y = 0, Counter()  # points; those outside of y by their line
     for ax, (title, panel) in zip(axes, panels):
         for name, group in group_by(panel, hue):
-            points = group.groupby(x)[y]
-            medians = points.median().dropna()
-            has_several |= (points.count() > 1).any()
-            if xlog:
-                outside_x += (medians.index <= 0).sum()
-                medians = medians[medians.index > 0]
-            if ylog:
-                outside_y[name] += (medians <= 0).sum()
-                medians = medians[medians > 0]
-            if medians.empty:
+            line = _line(group.groupby(x)[y], spread, bool(xlog), ylog)
+            has_several |= line.has_several
+            outside_x += line.outside_x
+            outside_y[name] += line.outside_y
+            if line.medians.empty:
                 continue
-            ends = [points.quantile(share)[medians.index] for share in spread]
-            _draw_line(ax, medians, ends, line_styles[name], is_crowded)
+            _draw_line(ax, line, line_styles[name], is_crowded)
             keys[name] = Line2D([], [], **line_styles[name])
         for value in marks.values():
             ax.axhline(value, **DASHED)
@@ -106,6 +118,24 @@ def lines(
     add_legend(figure, legend, notes)
 
 
+def _line(
+    points: SeriesGroupBy, spread: Sequence[float], xlog: bool, ylog: bool
+) -> Line:
+    """The medians of the rows of each point, without the points that a logarithmic axis
+    has no place for, which are counted."""
+    medians = points.median().dropna()
+    outside_x = outside_y = 0
+    if xlog:
+        outside_x = (medians.index <= 0).sum()
+        medians = medians[medians.index > 0]
+    if ylog:
+        outside_y = (medians <= 0).sum()
+        medians = medians[medians > 0]
+    low, high = (points.quantile(share)[medians.index] for share in spread)
+    has_several = (points.count() > 1).any()
+    return Line(medians, low, high, has_several, outside_x, outside_y)
+
+
 def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
     """The colour, the marker and the label of each line."""
     triples = zip(names, cycle(PALETTE), cycle(MARKERS))
@@ -115,19 +145,13 @@ def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
     }
 
 
-def _draw_line(
-    ax: Axes,
-    medians: pd.Series,
-    ends: Sequence[pd.Series],
-    style: Mapping,
-    is_raster: bool,
-) -> None:
-    """Draws points, by the values of x, with bars between `ends`; as an image also in a
-    vector format if `is_raster`."""
-    low, high = ends
-    bars = [medians - low, high - medians]
-    line = ax.errorbar(medians.index, medians, bars, **style, capsize=2)
-    for artist in line.get_children():
+def _draw_line(ax: Axes, line: Line, style: Mapping, is_raster: bool) -> None:
+    """Draws the points of a line and their bars; as an image also in a vector format if
+    `is_raster`."""
+    medians = line.medians
+    bars = [medians - line.low, line.high - medians]
+    container = ax.errorbar(medians.index, medians, bars, **style, capsize=2)
+    for artist in container.get_children():
         artist.set_rasterized(is_raster)
 
 

@@ -63,10 +63,13 @@ class StyledFigure(Figure):
     def draw(self, renderer) -> None:
         with style():
             engine = self.get_layout_engine()
-            is_final = engine is None or isinstance(engine, PlaceHolderLayoutEngine)
-            if self.canvas.is_saving() and not is_final:
-                # matplotlib draws a figure twice to save it: first for its layout alone,
-                # which takes as long as the second time where there are many cells
+            # To save a figure matplotlib draws it twice: first to lay it out, then, with a
+            # placeholder as its layout engine, to write it. Here the first pass lays out
+            # and draws nothing, which halves the time where there are many cells.
+            layout_is_done = engine is None or isinstance(
+                engine, PlaceHolderLayoutEngine
+            )
+            if self.canvas.is_saving() and not layout_is_done:
                 engine.execute(self)
                 return
             super().draw(renderer)

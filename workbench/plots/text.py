@@ -81,17 +81,21 @@ def describe_unplaced(data: pd.DataFrame, columns: Sequence[str]) -> list[str]:
 
 
 def label_log(axis) -> None:
-    """Labels a logarithmic axis. From a ratio of 40 between its ends on it has labels at
-    powers of ten, from 4 on at 1, 2 and 5 times a power of ten, and below at every tick.
+    """Labels a logarithmic axis, depending on the ratio between its ends: from 40 on at
+    powers of ten; above 4 at 1, 2 and 5 times a power of ten; otherwise at every tick.
     The labels are plain numbers where all lie from 0.01 to 9999."""
     low, high = axis.get_view_interval()
     is_plain = 0.01 <= low and high < 1e4
     formatter = "{x:g}" if is_plain else LogFormatterSciNotation()
     axis.set_major_formatter(formatter)
-    if high > 4 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,)))
-        formatter = NullFormatter()
-    axis.set_minor_formatter(formatter)
+    if high >= 40 * low:
+        axis.set_major_locator(LogLocator(subs=(1,)))
+        axis.set_minor_formatter(NullFormatter())
+    elif high > 4 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_minor_formatter(formatter)
 
 
 @cache

@@ -53,8 +53,8 @@ def tradeoff(
     styles = cycle(product(MARKERS, PALETTE))
     for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
         _draw_points(ax, group, marker, colour, f"{name}, " if hue else "")
-    best = _front(measured)
-    _number(ax, figure, best)
+    best = _pareto_front(measured)
+    _annotate_numbers(ax, figure, best)
     if max_kl:
         ax.axvline(max_kl, **DASHED, label=f"your limit, {max_kl:g} nats")
     ax.grid()
@@ -99,7 +99,7 @@ def _draw_points(
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
 
 
-def _number(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
+def _annotate_numbers(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
     """Numbers the best settings, and names them in the legend."""
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
@@ -109,7 +109,7 @@ def _number(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
         ax.plot([], [], linestyle="", label=name)  # a line of the legend without a mark
 
 
-def _front(configurations: pd.DataFrame) -> pd.DataFrame:
+def _pareto_front(configurations: pd.DataFrame) -> pd.DataFrame:
     """The rows that are GREEN and WITHIN, and faster than all of a lower KL, by their
     KL."""
     passes = configurations["verdict"].eq("GREEN")
