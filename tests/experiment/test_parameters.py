@@ -10,13 +10,13 @@ from refusal import refused
 
 from workbench.experiment import Experiment, notebook_parameters, parse_value
 from workbench.experiment import parameters as under_test
-from workbench.experiment.folders import Source
 from workbench.experiment.parameters import (
     Parameters,
     parameter_names,
     portable_values,
     value_text,
 )
+from workbench.experiment.sources import Source
 
 PYTHON = """
 import math

@@ -1,5 +1,6 @@
 """A run is one thing: whole or absent, of one checkpoint, and what a cell gave last counts."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -16,7 +17,14 @@ from refusal import refused
 
 from workbench import log, plots
 from workbench.check import gates
-from workbench.experiment import Experiment, folders, last_run, recording
+from workbench.experiment import (
+    Experiment,
+    entries,
+    folders,
+    last_run,
+    parts,
+    recording,
+)
 
 ENDINGS = ("json", "parquet", "svg", "pdf", "png")
 
@@ -33,7 +41,7 @@ def test_a_run_is_a_folder_of_files_with_one_id(project, capsys):
     assert files_of(folder).keys() == figure | table | {"run.json", "report.md"}
     run = run_of(folder)
     assert {"run-one", "run-two", "b", "c", run["run_id"]} == set(run["run_ids"])
-    assert {part["run_id"] for part in folders.read_parts(folder)} == {run["run_id"]}
+    assert {part["run_id"] for part in parts.read_parts(folder)} == {run["run_id"]}
     assert run["run_id"] in (folder / "report.md").read_text()
     (row,) = log.load("runs").to_dict("records")
     assert (row["run_id"], row["experiment"]) == (run["run_id"], "07")
@@ -97,7 +105,7 @@ def test_an_unfinished_run_goes_with_its_notebook(project):
 
 def test_an_abandoned_run_is_removed_and_one_that_goes_on_is_not(project):
     going_on = example()
-    abandoned = folders.make_unfinished(NAME)
+    abandoned = folders.make_staging_folder(NAME)
     for folder in (going_on.folder, abandoned):
         os.utime(folder, (0, 0))
     folders.remove_abandoned()
@@ -107,9 +115,11 @@ def test_an_abandoned_run_is_removed_and_one_that_goes_on_is_not(project):
 @pytest.fixture
 def run_cell(monkeypatch):
     """Names the cell that runs, and counts its executions."""
+    numbers = itertools.count()
 
     def set_cell(cell: str | None) -> None:
-        current = recording.CellExecution(cell, object())
+        message_id = f"m{next(numbers)}" if cell else None
+        current = entries.CellExecution(cell, message_id)
         monkeypatch.setattr(recording, "current_cell", lambda: current)
 
     return set_cell
@@ -148,7 +158,7 @@ def test_a_cell_that_runs_again_replaces_what_it_gave_in_its_place(project, run_
     ]
     experiment.conclude("It holds.")
     figures = [
-        (part["name"], part["alt"]) for part in folders.read_parts(experiment.folder)
+        (part["name"], part["alt"]) for part in parts.read_parts(experiment.folder)
     ]
     assert figures == [("renamed", "renamed 2.0"), ("second", "second 1.0")]
     assert run_of(experiment.folder)["verdict"] == "GREEN"
@@ -164,7 +174,7 @@ def test_without_cells_the_name_tells_what_is_given_again(project):
     verdicts = {gate.name: gate.verdict for gate in experiment.gates}
     assert verdicts == {"a": "GREEN", "b": "GREEN"} and len(experiment.gates) == 2
     experiment.conclude("It holds.")
-    descriptions = [part["alt"] for part in folders.read_parts(experiment.folder)]
+    descriptions = [part["alt"] for part in parts.read_parts(experiment.folder)]
     assert descriptions == ["first 2.0", "second 1.0"]
 
 
@@ -181,13 +191,13 @@ def test_the_kernel_s_message_names_the_cell(monkeypatch):
     }
     kernel = SimpleNamespace(get_parent=lambda channel: message)
     shell = SimpleNamespace(kernel=kernel)
-    monkeypatch.setattr(recording, "get_ipython", lambda: shell)
-    first, again = recording.current_cell(), recording.current_cell()
+    monkeypatch.setattr(entries, "get_ipython", lambda: shell)
+    first, again = entries.current_cell(), entries.current_cell()
     assert first == again and first.id == "a"
     message["header"]["msg_id"] = "m2"
-    assert recording.current_cell() != first
+    assert entries.current_cell() != first
     message["header"]["msg_type"] = "comm_msg"  # a callback of a widget
-    assert recording.current_cell().id is None
+    assert entries.current_cell().id is None
 
 
 def test_a_figure_that_is_saved_later_joins_the_run_and_one_made_again_waits(
@@ -201,14 +211,14 @@ def test_a_figure_that_is_saved_later_joins_the_run_and_one_made_again_waits(
     bars(experiment, "explorer", 3.0)
     run_cell("a")
     bars(experiment, "first", 2.0)
-    parts = folders.read_parts(experiment.folder)
-    assert [part["alt"] for part in parts] == ["first 1.0", "explorer 3.0"]
-    assert {part["run_id"] for part in parts} == {experiment.run_id}
+    saved = parts.read_parts(experiment.folder)
+    assert [part["alt"] for part in saved] == ["first 1.0", "explorer 3.0"]
+    assert {part["run_id"] for part in saved} == {experiment.run_id}
     report = (experiment.folder / "report.md").read_text()
     assert "explorer" in report and len(log.load("runs")) == 1
     experiment.conclude("It holds again.")
-    parts = folders.read_parts(experiment.folder)
-    assert [part["alt"] for part in parts] == ["first 2.0", "explorer 3.0"]
+    saved = parts.read_parts(experiment.folder)
+    assert [part["alt"] for part in saved] == ["first 2.0", "explorer 3.0"]
     newer = example()
     newer.conclude("Of another kernel.")
     run_cell(None)
@@ -257,7 +267,7 @@ def test_a_killed_process_leaves_a_whole_run_and_the_next_run_finishes(
             signals = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
             process.send_signal(signals[number % 3])
         missing += [name for name in names if not (first.folder / name).exists()]
-        folders.check_one_run(first.finished)
+        parts.check_one_run(first.finished)
         run = run_of(first.finished)
         assert run["run_id"] in (first.finished / "report.md").read_text()
     assert missing == [] and run["conclusion"] != "The first."

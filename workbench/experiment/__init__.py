@@ -9,6 +9,12 @@ the figures; ``report.md`` and ``report.html`` are written from these files alon
 of them have one run id, and readers refuse a mixture. A run that has not finished lies
 in a folder of its own and replaces the finished one as a whole.
 
+The modules, in the order in which a run passes them: `notebooks` and `parameters` find
+a notebook and its parameters, `running` executes it without a browser, `recording` has
+`Experiment`, the run while its notebook goes on, with its `entries`; `sources`
+has the checkpoint of a run, `folders` its folder and `parts` the files of its figures
+and tables, and `tables` writes tables in all formats. `report` writes a
+finished run's report, `publishing` ships it, and `overview` lists the shipped ones.
 `page` has the blocks that reports consist of, and writes them as Markdown or HTML;
 `validation` makes the page of a bundle of them."""
 

@@ -1,5 +1,5 @@
-"""The folders of runs, finished and unfinished, and the replacement of a finished run by
-the next one."""
+"""The folders of runs, finished and unfinished, the replacement of a finished run by the
+next one, and `run.json`."""
 
 import json
 import re
@@ -8,14 +8,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
-from workbench import checkpoint_checks, log, paths
+from workbench import log
 from workbench.errors import InputError
 from workbench.experiment.notebooks import find_notebook
+from workbench.experiment.sources import source_of
 from workbench.files import (
     OUT_VARIABLE,
     checkout,
@@ -26,50 +24,15 @@ from workbench.files import (
     write_whole,
 )
 
-RUN, REPORT, PAGE, NOTEBOOK = "run.json", "report.md", "report.html", "notebook.ipynb"
-KINDS = "figures", "tables"
-PART_ENDINGS = ".json", ".parquet", ".svg", ".pdf", ".png", ".tex"
-"""The endings of the files of a figure or table."""
-HASH_DIGITS = 8
-"""The number of digits of a checkpoint's SHA-256 in the name of a folder."""
+RUN, REPORT, HTML_REPORT, NOTEBOOK = (
+    "run.json",
+    "report.md",
+    "report.html",
+    "notebook.ipynb",
+)
 UNFINISHED = ".unfinished"
-NO_CHECKPOINT = "run"  # the name of the source of a notebook without a checkpoint
 NEW_S = 60
 """Seconds: an unfinished folder as young as this may have no lock yet."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """The checkpoint of a run: its folder's name, and the hash of its content where it
-    is a checkpoint's folder."""
-
-    name: str
-    sha256: str | None = None
-
-    @property
-    def label(self) -> str:
-        """The checkpoint's name in a run's folder and in a report. Two checkpoints whose
-        folders have one name have two labels."""
-        if self.sha256:
-            return f"{self.name}-{self.sha256[:HASH_DIGITS]}"
-        return self.name
-
-
-def source_of(parameters: Mapping) -> Source:
-    """The checkpoint that a notebook's `CHECKPOINT` names. A notebook without a checkpoint
-    has the source `NO_CHECKPOINT`, and so has a checkpoint without a name, such as `.` and `..`.
-
-    Raises:
-        InputError: a checkpoint whose files cannot be read.
-    """
-    given = str(parameters.get("CHECKPOINT", ""))
-    folder = paths.find(given) if given else Path()
-    if given and (folder / checkpoint_checks.CONFIG).is_file():
-        from workbench.models.checkpoint import Checkpoint
-
-        folder = folder.absolute()
-        return Source(paths.model_name(folder), Checkpoint(folder).sha256)
-    return Source(Path(given).name.strip(".") or NO_CHECKPOINT)
 
 
 def experiments() -> Path:
@@ -112,14 +75,14 @@ def writable_run(folder: Path, run: Mapping) -> Path:
     if not is_shipped(folder) or output_root() == checkout():
         return folder
     name = experiment_name(folder, run)
-    copy = make_unfinished(name)
+    copy = make_staging_folder(name)
     shutil.copytree(folder, copy, dirs_exist_ok=True)
     target = experiments() / name / "shipped"
-    finish(copy, target)
+    replace_finished(copy, target)
     return target
 
 
-def make_unfinished(name: str) -> Path:
+def make_staging_folder(name: str) -> Path:
     """A new folder beside the finished runs, for one that has not finished."""
     folder = experiments() / UNFINISHED / f"{name}.{secrets.token_hex(6)}"
     folder.mkdir(parents=True)
@@ -140,15 +103,10 @@ def remove_abandoned() -> None:
             pass  # it goes on, or another process has removed it
 
 
-def finish(unfinished: Path, finished: Path) -> None:
+def replace_finished(unfinished: Path, finished: Path) -> None:
     """Puts a whole run in its place; an earlier one there is removed."""
     finished.parent.mkdir(parents=True, exist_ok=True)
     replace_folder(unfinished, finished)
-
-
-def beside(stem: Path, ending: str) -> Path:
-    """The path with an ending, whatever dots the name of a figure or table has."""
-    return stem.with_name(stem.name + ending)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -170,63 +128,6 @@ def read_json(path: Path) -> dict:
 def read_run(folder: Path) -> dict:
     """The contents of run.json of a finished run."""
     return read_json(folder / RUN)
-
-
-def read_parts(folder: Path) -> list[dict]:
-    """Figures and tables of a run in the order of the notebook."""
-    files = [path for kind in KINDS for path in (folder / kind).glob("*.json")]
-    return sorted(map(read_json, files), key=lambda part: part["place"])
-
-
-def remove_part(folder: Path, kind: str, name: str) -> None:
-    """Removes the files of a figure or table."""
-    for ending in PART_ENDINGS:
-        beside(folder / kind / name, ending).unlink(missing_ok=True)
-
-
-def copy_part(source: Path, target: Path, kind: str, name: str) -> None:
-    """Copies the files of a figure or table from one run's folder to another's."""
-    (target / kind).mkdir(exist_ok=True)
-    for ending in PART_ENDINGS:
-        file = beside(source / kind / name, ending)
-        if file.is_file():
-            shutil.copy(file, target / kind)
-
-
-def stamp(folder: Path, run_id: str, order: list[tuple[str, str]]) -> None:
-    """Writes the run's id into the description of each of its figures and tables, and the
-    place of each in the notebook.
-
-    Args:
-        order: the kind and the name of each.
-    """
-    for place, (kind, name) in enumerate(order):
-        path = beside(folder / kind / name, ".json")
-        write_json(path, read_json(path) | {"place": place, "run_id": run_id})
-
-
-def check_one_run(folder: Path) -> dict:
-    """The contents of run.json of a run, all of whose figures and tables have its id.
-
-    Runs that were written before figures had the id of their run have none to compare.
-
-    Raises:
-        InputError: a figure or table of another run.
-    """
-    run = read_run(folder)
-    mixed = [
-        f"{part['kind']}/{part['name']} of run {part['run_id']}"
-        for part in read_parts(folder)
-        if part.get("run_id", run["run_id"]) != run["run_id"]
-    ]
-    if mixed:
-        raise InputError(
-            f"run {folder}",
-            f"{', '.join(mixed)} beside run {run['run_id']}",
-            "figures and tables of one run",
-            f"run the notebook again: workbench run {experiment_name(folder, run)[:2]}",
-        )
-    return run
 
 
 def experiment_name(folder: Path, run: Mapping) -> str:
@@ -269,9 +170,3 @@ def last_run(number: str) -> Path:
     find_notebook(number)  # refuses a number that no notebook has
     step = f"run the notebook: workbench run {number}"
     raise InputError(f"experiment {number}", "no finished run", "one", step)
-
-
-def run_ids_of(data: pd.DataFrame) -> list[str]:
-    """The log's runs that the rows of a figure or table came from."""
-    rows = data.get("run_ids", data.get("run_id", pd.Series()))
-    return sorted(set(rows.explode().dropna()))

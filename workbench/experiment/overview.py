@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 from workbench.escape import markdown_cell
-from workbench.experiment import folders
+from workbench.experiment import folders, parts, sources
 from workbench.experiment.notebooks import title_of
 from workbench.files import write_whole
 
-PAGE = "README.md"
+OVERVIEW_FILE = "README.md"
 LEAST_ANSWER = 40
 """Characters: sentences of the answer's first line are added until the answer has as
 many, because the first may be "Yes." alone."""
@@ -43,7 +43,7 @@ def overview(shipped: Path) -> str:
 
 def write_overview(shipped: Path) -> Path:
     """Writes the page into the folder of the shipped runs."""
-    path = shipped / PAGE
+    path = shipped / OVERVIEW_FILE
     write_whole(path, overview(shipped).encode())
     return path
 
@@ -67,8 +67,8 @@ def _row(folder: Path) -> str:
     run = folders.read_run(folder)
     name = folder.name
     _, _, question = title_of(folders.experiment_name(folder, run)).partition(" · ")
-    checkpoint = (run.get("checkpoint") or {}).get("name", folders.NO_CHECKPOINT)
-    if checkpoint == folders.NO_CHECKPOINT:
+    checkpoint = (run.get("checkpoint") or {}).get("name", sources.NO_CHECKPOINT)
+    if checkpoint == sources.NO_CHECKPOINT:
         checkpoint = "no checkpoint"
     day = run["environment"]["time"][:10]
     cells = [
@@ -83,7 +83,7 @@ def _row(folder: Path) -> str:
 
 def _picture(folder: Path) -> str:
     """The first figure of a run, as in its report."""
-    for part in folders.read_parts(folder):
+    for part in parts.read_parts(folder):
         if part["kind"] == "figures":
             address = f"{folder.name}/figures/{part['name']}.svg"
             # a bar would end the cell of the table

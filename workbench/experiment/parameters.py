@@ -20,8 +20,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from workbench import kernel, paths
 from workbench.errors import InputError
-from workbench.experiment.folders import Source
 from workbench.experiment.notebooks import cells_of, find_notebook, named_notebook
+from workbench.experiment.sources import Source
 from workbench.files import checkout, sha256
 
 TAG = "parameters"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from workbench import log
 from workbench.errors import InputError
-from workbench.experiment import folders, overview, report
+from workbench.experiment import folders, overview, parts, report, sources
 from workbench.files import checkout, replace_folder
 from workbench.log.anonymous import anonymous
 
@@ -28,7 +28,7 @@ def publish_run(folder: Path, *, beside: bool = False) -> Path:
         InputError: it is the shipped run, or figures of another run lie there; `beside`
             without a shipped run of another checkpoint.
     """
-    run = folders.check_one_run(folder)
+    run = parts.check_one_run(folder)
     name = folders.experiment_name(folder, run)
     if folders.is_shipped(folder):
         step = f"run: workbench run {name[:2]} --publish"
@@ -41,7 +41,7 @@ def publish_run(folder: Path, *, beside: bool = False) -> Path:
     new = target.with_name(f".{target.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    for kind in folders.KINDS:
+    for kind in parts.KINDS:
         if (folder / kind).is_dir():
             shutil.copytree(folder / kind, new / kind)
     folders.write_json(new / folders.RUN, anonymous(run | {"experiment": name}))
@@ -68,7 +68,7 @@ def _place_beside(shipped: Path, run: dict) -> Path:
 
 def _checkpoint(run: dict) -> dict:
     """Name and hash of a run's checkpoint; older runs have none."""
-    return run.get("checkpoint") or {"name": folders.NO_CHECKPOINT, "sha256": None}
+    return run.get("checkpoint") or {"name": sources.NO_CHECKPOINT, "sha256": None}
 
 
 def shipped_log() -> Path:

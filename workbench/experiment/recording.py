@@ -4,9 +4,8 @@ that makes the run a finished one."""
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -18,70 +17,25 @@ from workbench import log, plots
 from workbench.check.gates import NOT_RUN, Gate, describe_quality, quality, verdict
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.experiment import folders, report, tables
+from workbench.experiment import folders, parts, report, sources, tables
+from workbench.experiment.entries import (
+    GATE,
+    CellExecution,
+    Entries,
+    Entry,
+    current_cell,
+)
 from workbench.experiment.parameters import portable_values, recorded_parameters
 from workbench.files import locked, write_whole
 from workbench.sweep import identity
 
-GATE = "gate"
 RUNTIME_COLUMNS = ("runtime", "precision", "compute_units")
 """Columns of a decoder that are options of a run."""
 
 
-@dataclass(frozen=True)
-class CellExecution:
-    """An execution of a cell of the notebook."""
-
-    id: str | None
-    """The cell's id; None where code runs outside of cells, or where the front end names
-    none."""
-    execution: object
-    """The same object for all calls during one execution, and for no other."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A gate, a figure or a table that a cell gave."""
-
-    kind: str
-    name: str
-    cell: CellExecution
-    gate: Gate | None = None
-
-    def is_replaced_by(self, kind: str, names: set[str], cell: CellExecution) -> bool:
-        """Whether entries `names` of a kind, which an execution of a cell gives, replace
-        this entry."""
-        same_name = self.kind == kind and self.name in names
-        # its files are written again
-        if same_name and kind != GATE:
-            return True
-        # one execution may give several; those of other cells stay
-        if self.cell.execution is cell.execution or self.cell.id != cell.id:
-            return False
-        # an earlier execution of the same cell gave it; outside of cells its name decides
-        return cell.id is not None or same_name
-
-
-_executions: dict[str, object] = {}
-"""The id of the message by which a front end asked for an execution → its object."""
-
-
-def current_cell() -> CellExecution:
-    """The cell that the kernel executes; JupyterLab sends its id with every
-    execution."""
-    kernel = getattr(get_ipython(), "kernel", None)
-    message = kernel.get_parent("shell") if kernel else {}
-    header = message.get("header", {})
-    cell_id = message.get("metadata", {}).get("cellId")
-    if header.get("msg_type") != "execute_request" or not cell_id:
-        return CellExecution(None, object())
-    # the entries of one execution have one object, found by its message
-    return CellExecution(cell_id, _executions.setdefault(header["msg_id"], object()))
-
-
 def _copy_parts(source: Path, target: Path) -> None:
     """Copies the figures and tables of a run's folder."""
-    for kind in folders.KINDS:
+    for kind in parts.KINDS:
         if (source / kind).is_dir():
             shutil.copytree(source / kind, target / kind)
 
@@ -104,17 +58,17 @@ class Experiment:
         parameters = recorded_parameters(name, namespace)
         self.parameters = parameters.values
         self.fixed_parameters = parameters.fixed
-        self.source = folders.source_of(namespace)
+        self.source = sources.source_of(namespace)
         self.portable_parameters = portable_values(parameters, self.source)
         self.finished = folders.experiments() / name / self.source.label
         self.run_id: str | None = None  # of the last conclusion
         folders.remove_abandoned()
-        self.unfinished = folders.make_unfinished(name)
+        self.unfinished = folders.make_staging_folder(name)
         # locked until this object is gone, so that no other process removes the folder
         lock = ExitStack()
         lock.enter_context(locked(self.unfinished))
         weakref.finalize(self, _remove_unfinished, self.unfinished, lock, os.getpid())
-        self._entries: list[Entry] = []
+        self._entries = Entries()
 
     @property
     def folder(self) -> Path:
@@ -157,7 +111,7 @@ class Experiment:
         stem = self._write_part("tables", name, data, caption)
         label = f"tab:{self.name[:2]}-{name}"
         text = tables.latex_table(data, caption, label)
-        write_whole(folders.beside(stem, ".tex"), text.encode())
+        write_whole(parts.with_ending(stem, ".tex"), text.encode())
         self._add_part("tables", name)
         return tables.show_with_caption(data, caption)
 
@@ -168,56 +122,43 @@ class Experiment:
         without an ending."""
         stem = self.unfinished / kind / name
         stem.parent.mkdir(parents=True, exist_ok=True)
-        folders.remove_part(self.unfinished, kind, name)
-        data.to_parquet(folders.beside(stem, ".parquet"))
-        part = {"kind": kind, "name": name, "place": len(self._entries), "alt": alt}
-        part |= drawing | {"run_ids": folders.run_ids_of(data)}
-        folders.write_json(folders.beside(stem, ".json"), part)
+        parts.remove_part(self.unfinished, kind, name)
+        data.to_parquet(parts.with_ending(stem, ".parquet"))
+        # behind all others, for one that joins a finished run; the conclusion of a run
+        # writes the places of all (`stamp_run_id_and_order`)
+        place = len(self._entries)
+        part = {"kind": kind, "name": name, "place": place, "alt": alt}
+        part |= drawing | {"run_ids": parts.run_ids_of(data)}
+        folders.write_json(parts.with_ending(stem, ".json"), part)
         return stem
 
     def _add_part(self, kind: str, name: str) -> None:
-        """Puts a figure or table in its place. A new one joins a run that is concluded
-        at once, such as one that the Explorer saves; one that a cell makes again waits
-        for the next conclusion, since the words are of the earlier one."""
+        """Puts a figure or table in its place. After the run was concluded, a new one,
+        such as one that the Explorer saves, joins the finished run at once; one that a
+        cell makes again waits for the next conclusion, since the report's text describes
+        the earlier one."""
         cell = current_cell()
-        is_new = all((e.kind, e.name) != (kind, name) for e in self._entries)
-        self._replace([Entry(kind, name, cell)], kind, cell)
+        is_new = (kind, name) not in self._entries.part_keys()
+        self._add_entries([Entry(kind, name, cell)], cell)
         if self.run_id is not None and (is_new or cell.id is None):
-            self._join(kind, name)
+            self._add_to_finished(kind, name)
 
     def add_gates(self, results: Iterable[Gate]) -> Styler:
         """Adds gates to the verdict and shows them, RED first."""
         results = list(results)
         cell = current_cell()
         entries = [Entry(GATE, gate.name, cell, gate) for gate in results]
-        self._replace(entries, GATE, cell)
+        self._add_entries(entries, cell)
         return tables.show(tables.gate_table(results))
 
-    def _replace(self, entries: list[Entry], kind: str, cell: CellExecution) -> None:
-        """Adds entries, and removes those that they replace.
-
-        1. The cell ran before: they stand where its first entry stood, and all of its
-           earlier entries are removed.
-        2. The same execution gives more: they stand behind its last entry.
-        3. Code outside of cells gives a name again: they stand in its place.
-        4. Otherwise they stand at the end.
-        """
-        names = {entry.name for entry in entries}
-        earlier = [e for e in self._entries if e.is_replaced_by(kind, names, cell)]
-        written = {(entry.kind, entry.name) for entry in entries}
-        for entry in earlier:
-            if entry.kind != GATE and (entry.kind, entry.name) not in written:
-                folders.remove_part(self.unfinished, entry.kind, entry.name)
-        execution = [e for e in self._entries if e.cell.execution is cell.execution]
-        if earlier:
-            place = self._entries.index(earlier[0])
-        elif execution and cell.id is not None:
-            place = self._entries.index(execution[-1]) + 1
-        else:
-            place = len(self._entries)
-        before = [e for e in self._entries[:place] if e not in earlier]
-        after = [e for e in self._entries[place:] if e not in earlier]
-        self._entries = before + entries + after
+    def _add_entries(self, entries: Sequence[Entry], cell: CellExecution) -> None:
+        """Adds entries, and removes the files of figures and tables that they replace,
+        other than those that were just written."""
+        replaced = self._entries.add(entries, cell)
+        written = {entry.key for entry in entries}
+        for entry in replaced:
+            if entry.kind != GATE and entry.key not in written:
+                parts.remove_part(self.unfinished, entry.kind, entry.name)
 
     def conclude(
         self, answer: str, decoder: Decoder | None = None, **log_tables
@@ -240,10 +181,10 @@ class Experiment:
             options |= {name: columns[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **log_tables)
         run = self._run_json(run_id, row, options)
-        new_run = folders.make_unfinished(self.name)
+        new_run = folders.make_staging_folder(self.name)
         with locked(new_run):
             _copy_parts(self.unfinished, new_run)
-            self._finish(new_run, run, self._order())
+            self._write_finished(new_run, run, self._entries.part_keys())
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
@@ -281,13 +222,15 @@ class Experiment:
             row: of the table `runs`, with verdict, quality and config.
             options: of the export and the runtime; null ones are left out.
         """
-        parts = folders.read_parts(self.unfinished)
+        descriptions = parts.read_parts(self.unfinished)
         return {
             "run_id": run_id,
             "experiment": self.name,
             "verdict": row["verdict"],
             "quality": row["quality"],
-            "run_ids": sorted({run_id}.union(*(part["run_ids"] for part in parts))),
+            "run_ids": sorted(
+                {run_id}.union(*(part["run_ids"] for part in descriptions))
+            ),
             **row["config"],
             "fixed_parameters": self.fixed_parameters,
             "checkpoint": {
@@ -299,21 +242,17 @@ class Experiment:
             "environment": log.environment(),
         }
 
-    def _order(self) -> list[tuple[str, str]]:
-        """Kind and name of figures and tables in the order of the cells."""
-        return [(e.kind, e.name) for e in self._entries if e.kind != GATE]
-
-    def _finish(
+    def _write_finished(
         self, new_run: Path, run: Mapping, order: list[tuple[str, str]]
     ) -> None:
         """Completes a folder of figures and tables to a run, and puts it in the place of
         the finished one."""
-        folders.stamp(new_run, run["run_id"], order)
+        parts.stamp_run_id_and_order(new_run, run["run_id"], order)
         folders.write_json(new_run / folders.RUN, run)
         report.write_report(new_run)
-        folders.finish(new_run, self.finished)
+        folders.replace_finished(new_run, self.finished)
 
-    def _join(self, kind: str, name: str) -> None:
+    def _add_to_finished(self, kind: str, name: str) -> None:
         """Adds one figure or table to the concluded run."""
         run = {}
         if (self.finished / folders.RUN).is_file():
@@ -323,21 +262,23 @@ class Experiment:
             step = "run all cells of the notebook again"
             needed = f"run {self.run_id} of this notebook"
             raise InputError(str(self.finished), actual, needed, step)
-        new_run = folders.make_unfinished(self.name)
+        new_run = folders.make_staging_folder(self.name)
         try:
             with locked(new_run):
                 _copy_parts(self.finished, new_run)
                 # the run is the same, and its executed notebook and page stay
-                for file in (folders.NOTEBOOK, folders.PAGE):
+                for file in (folders.NOTEBOOK, folders.HTML_REPORT):
                     if (self.finished / file).is_file():
                         shutil.copy(self.finished / file, new_run / file)
-                folders.remove_part(new_run, kind, name)
-                folders.copy_part(self.unfinished, new_run, kind, name)
-                parts = folders.read_parts(new_run)
-                run_ids = set(run["run_ids"]).union(*(p["run_ids"] for p in parts))
+                parts.remove_part(new_run, kind, name)
+                parts.copy_part(self.unfinished, new_run, kind, name)
+                descriptions = parts.read_parts(new_run)
+                run_ids = set(run["run_ids"]).union(
+                    *(p["run_ids"] for p in descriptions)
+                )
                 run["run_ids"] = sorted(run_ids)
-                order = [(part["kind"], part["name"]) for part in parts]
-                self._finish(new_run, run, order)
+                order = [(part["kind"], part["name"]) for part in descriptions]
+                self._write_finished(new_run, run, order)
         finally:
             shutil.rmtree(new_run, ignore_errors=True)
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from workbench import escape, plots
 from workbench.check import gates
-from workbench.experiment import folders, page
+from workbench.experiment import folders, page, parts, sources
 from workbench.experiment.notebooks import title_of
 from workbench.experiment.page import (
     Block,
@@ -36,8 +36,8 @@ OF_A_BUNDLE = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
 
 def redraw(stem: Path) -> Path:
     """Draws a figure from its saved data as SVG, PDF and PNG; returns the SVG."""
-    part = folders.read_json(folders.beside(stem, ".json"))
-    data = pd.read_parquet(folders.beside(stem, ".parquet"))
+    part = folders.read_json(parts.with_ending(stem, ".json"))
+    data = pd.read_parquet(parts.with_ending(stem, ".parquet"))
     figure = getattr(plots, part["plot"])(data, **part["options"])
     return plots.save(figure, stem, about=part["about"])[0]
 
@@ -48,8 +48,8 @@ def write_again(folder: Path) -> Path:
     Raises:
         InputError: figures or tables of another run lie there.
     """
-    folders.check_one_run(folder)
-    for part in folders.read_parts(folder):
+    parts.check_one_run(folder)
+    for part in parts.read_parts(folder):
         if part["kind"] == "figures":
             redraw(folder / "figures" / part["name"])
     return write_report(folder)
@@ -71,7 +71,7 @@ def write_html(folder: Path, path: Path | None = None) -> Path:
     """
     contents = page.html(run_page(folder)).encode()
     if path is None:
-        path = folder / folders.PAGE
+        path = folder / folders.HTML_REPORT
         if folders.is_shipped(folder):
             name = folders.experiment_name(folder, folders.read_run(folder))
             path = folders.executed_folder() / f"{name}.html"
@@ -86,7 +86,7 @@ def run_page(folder: Path) -> Page:
     Raises:
         InputError: figures or tables of another run lie there.
     """
-    run = folders.check_one_run(folder)
+    run = parts.check_one_run(folder)
     name = folders.experiment_name(folder, run)
     run = run | anonymous({key: run[key] for key in ("conclusion", "gates")})
     results = [gates.Gate(**gate) for gate in run["gates"]]
@@ -95,14 +95,14 @@ def run_page(folder: Path) -> Page:
         blocks.append(_verdicts(results))
     paragraphs = re.split(r"\n+", run["conclusion"])  # one for each line
     blocks += [Paragraph(line) for line in paragraphs if line]
-    for part in folders.read_parts(folder):
+    for part in parts.read_parts(folder):
         stem = f"{part['kind']}/{part['name']}"
         if part["kind"] == "figures":
             address = f"{stem}.svg"
             svg = (folder / address).read_bytes()
             blocks.append(Picture(svg, part["alt"], address))
             continue
-        data = pd.read_parquet(folders.beside(folder / stem, ".parquet"))
+        data = pd.read_parquet(parts.with_ending(folder / stem, ".parquet"))
         printed = data.drop(columns=["run_id", "run_ids"], errors="ignore")
         rest = max(0, len(data) - SHOWN_ROWS)
         source = f"{stem}.parquet"
@@ -128,7 +128,7 @@ def _setup(run: Mapping) -> str:
     """Checkpoint, options, machine and versions of a run in sentences."""
     sentences = []
     source = run.get("checkpoint")
-    if source and source["name"] == folders.NO_CHECKPOINT:
+    if source and source["name"] == sources.NO_CHECKPOINT:
         sentences.append("No checkpoint.")
     elif source:
         text = f"Checkpoint {source['name']}"

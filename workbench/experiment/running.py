@@ -7,7 +7,7 @@ from pathlib import Path
 from workbench import kernel, log
 from workbench.check import gates
 from workbench.errors import InputError
-from workbench.experiment import folders, report
+from workbench.experiment import folders, parts, report
 from workbench.experiment.notebooks import find_notebook
 from workbench.experiment.parameters import notebook_parameters
 from workbench.experiment.publishing import publish_run
@@ -58,10 +58,10 @@ def run_notebook(
     executed = folder / folders.NOTEBOOK
     if publish or beside:
         folder = publish_run(folder, beside=beside)
-    run = folders.check_one_run(folder)
+    run = parts.check_one_run(folder)
     figures = [
         {"path": str(folder / "figures" / f"{part['name']}.png"), "alt": part["alt"]}
-        for part in folders.read_parts(folder)
+        for part in parts.read_parts(folder)
         if part["kind"] == "figures"
     ]
     return {
