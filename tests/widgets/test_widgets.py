@@ -135,28 +135,28 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     explorer, calls_here
 ):
     click(explorer, 1, 2)
-    assert "layer 1, position 2" in explorer.cell_text.value
+    assert "layer 1, position 2" in explorer.place_text.value
     assert "error split" in explorer.status.value
     assert "about 15 s" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
-    assert "quantization" in explorer.cell_text.value
-    assert "Layer 1, all positions together" in explorer.cell_text.value
+    assert "quantization" in explorer.place_text.value
+    assert "Layer 1, all positions together" in explorer.place_text.value
     click(explorer, 0, 0)
     assert not explorer.queue.thread.is_alive()
     assert (
-        "layer 0" in explorer.cell_text.value
-        and "quantization" in explorer.cell_text.value
+        "layer 0" in explorer.place_text.value
+        and "quantization" in explorer.place_text.value
     )
-    assert "“" in explorer.cell_text.value
+    assert "“" in explorer.place_text.value
     other = Explorer(GRID | {"validate_ids": [9, 8, 7, 6]}, None, root=explorer.root)
-    other.chosen_cell = Place(0, 0)
+    other.chosen_place = Place(0, 0)
     other.describe()
-    assert other._lacks_split() and "“" not in other.cell_text.value
+    assert other._lacks_split() and "“" not in other.place_text.value
     explorer.tensor.value = "logits"  # of no layer
     click(explorer, 0, 1)
     check(explorer)
-    assert "<b>logits, position " in explorer.cell_text.value
+    assert "<b>logits, position " in explorer.place_text.value
 
 
 @pytest.mark.slow("searches a program twice")
@@ -251,7 +251,7 @@ def test_what_was_found_at_a_setting_is_shown_at_this_setting_alone(
     explorer, monkeypatch
 ):
     monkeypatch.setattr(explorers, "find_operation", lambda *_: "none <here>")
-    explorer.chosen_cell = Place(1, 2)
+    explorer.chosen_place = Place(1, 2)
     explorer.draw()
     explorer.search()
     explorer.queue.thread.join()

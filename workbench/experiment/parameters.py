@@ -27,7 +27,7 @@ from workbench.files import checkout, sha256
 TAG = "parameters"
 # Executed in the kernel behind the evaluated cell, whose last output it prints. Braces are
 # doubled because `str.format` fills in the names.
-EVALUATED = """
+REPORT_VALUES_CELL = """
 def _evaluated(values):
     import json
     from IPython.display import publish_display_data
@@ -107,6 +107,9 @@ def _is_json(value: object) -> bool:
 def notebook_parameters(number: str) -> Parameters:
     """The parameters of an experiment's notebook before anything overrides them.
 
+    The names come from the cell's symbols, and the values from its text where the cell
+    assigns literals and does nothing else. Any other cell is executed in a kernel.
+
     Raises:
         InputError: there is no such notebook, or its cell is not Python.
         CellError: the cell raised an error.
@@ -120,8 +123,8 @@ def notebook_parameters(number: str) -> Parameters:
 
 
 def _literals(source: str) -> dict | None:
-    """The values of a cell that assigns literals to names and does nothing else; None
-    for any other."""
+    """The values of a cell that assigns literals to names and does nothing else: none
+    for an empty cell, and None for a cell that does anything else."""
     values = {}
     try:
         for line in ast.parse(source).body:
@@ -139,7 +142,8 @@ def _literals(source: str) -> dict | None:
 
 def _evaluate(source: str, names: list[str], folder: Path) -> Parameters:
     """The values of the cell in a kernel that executes it alone."""
-    cells = [new_code_cell(source), new_code_cell(EVALUATED.format(names=names))]
+    report_values = REPORT_VALUES_CELL.format(names=names)
+    cells = [new_code_cell(source), new_code_cell(report_values)]
     words = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = new_notebook(cells=cells, metadata={"kernelspec": words})
     with tempfile.TemporaryDirectory() as temporary:

@@ -22,13 +22,13 @@ SIGNS = {
     gates.NOT_JUDGED: "– not judged",
     "not_run": "– not run",
 }
-# a verdict with its sign → the attribute of a page's cell that colours it
-COLOURS = {
-    SIGNS["GREEN"]: ' class="good"',
-    SIGNS["WITHIN"]: ' class="good"',
-    SIGNS["RED"]: ' class="bad"',
-    SIGNS["OVER"]: ' class="bad"',
+VERDICT_CLASSES = {
+    SIGNS["GREEN"]: "good",
+    SIGNS["WITHIN"]: "good",
+    SIGNS["RED"]: "bad",
+    SIGNS["OVER"]: "bad",
 }
+"""A verdict with its sign → the CSS class of a page's cell, which colours it."""
 NULL = "–"
 SHORT_TEXT = 24  # characters of a column of a page whose cells are not broken
 # A word of more characters, such as a tensor's name, may be broken behind these signs.
@@ -130,24 +130,28 @@ def html_table(table: pd.DataFrame, caption: str = "") -> str:
     """A table of a page, below its caption, in which backticks mark code. A cell that is
     a verdict has its colour."""
     texts = set(text_columns(table))
-    classes = []
+    column_classes = []
     for name in table.columns:
         longest = max(map(len, map(words_of, [name, *table[name]])))
-        kind = "" if longest > SHORT_TEXT else ' class="short"'
-        classes.append(kind if name in texts else ' class="number"')
+        text_class = "" if longest > SHORT_TEXT else "short"
+        column_classes.append(text_class if name in texts else "number")
 
-    def line(tag: str, cells: Iterable[object], kinds: Iterable[str]) -> str:
-        written = [
-            f"<{tag}{kind}>{escape.html(visible(words_of(cell)))}</{tag}>"
-            for cell, kind in zip(cells, kinds)
-        ]
+    def line(tag: str, cells: Iterable[object], classes: Iterable[str]) -> str:
+        written = []
+        for cell, css_class in zip(cells, classes):
+            attribute = f' class="{css_class}"' if css_class else ""
+            text = escape.html(visible(words_of(cell)))
+            written.append(f"<{tag}{attribute}>{text}</{tag}>")
         return f"<tr>{''.join(written)}</tr>"
 
     rows = []
     for row in table.itertuples(index=False):
-        kinds = [COLOURS.get(words_of(v), kind) for v, kind in zip(row, classes)]
-        rows.append(line("td", row, kinds))
-    head = line("th", table.columns, classes)
+        classes = [
+            VERDICT_CLASSES.get(words_of(value), of_column)
+            for value, of_column in zip(row, column_classes)
+        ]
+        rows.append(line("td", row, classes))
+    head = line("th", table.columns, column_classes)
     above = ""
     if caption:
         # a caption element would be as narrow as its table

@@ -36,7 +36,7 @@ from workbench.log.anonymous import anonymous
 
 WORST_CELLS = 6  # rows of the table of the largest errors
 COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
-STATED = "not checked here"
+NOT_CHECKED = "not checked here"
 TENSORS = {"update": "update", "k": "row of K", "v": "row of V"}
 """Tensors that a heatmap may show, the first that was measured, in words."""
 # the checks of quality → the names of their figures
@@ -66,8 +66,7 @@ def validation_page(record: Record) -> Page:
     blocks += _heatmap(record)
     blocks += _cost(record)
     blocks += [Heading("What was run"), _setup_table(record)]
-    checked = [_without_places(gate) for gate in results.gates]
-    blocks += [Heading("Gates"), Table(_gates(checked, record))]
+    blocks += [Heading("Gates"), Table(_gates(_shown_gates(results), record))]
     blocks += _transcript(record)
     blocks += [Heading("Reproduce"), *_reproduce(record.setup, record.bundle)]
     return Page(page_title(record), tuple(blocks))
@@ -79,60 +78,60 @@ def page_title(record: Record) -> str:
     return f"{manifest.checkpoint.get('name', 'model')} · {manifest.options.compress}"
 
 
-def _without_places(gate: Gate) -> Gate:
-    """A gate whose reason names no folder of the machine."""
-    return replace(gate, reason=anonymous(gate.reason))
+def _shown_gates(results: Results) -> list[Gate]:
+    """The gates, whose reasons name no folder of the machine."""
+    return [replace(gate, reason=anonymous(gate.reason)) for gate in results.gates]
 
 
 def _verdicts(record: Record) -> Verdicts:
     results = record.results
-    checked = [_without_places(gate) for gate in results.gates]
+    shown = _shown_gates(results)
     export = results.verdict.replace("_", " ")
     quality = gates.describe_quality(results.gates)
     if not record.is_noted:
         return Verdicts(
-            Verdict("Export", STATED, f"The bundle states: {export}."),
-            Verdict("Quality", STATED, f"The bundle states: {quality}."),
+            Verdict("Export", NOT_CHECKED, f"The bundle states: {export}."),
+            Verdict("Quality", NOT_CHECKED, f"The bundle states: {quality}."),
         )
     return Verdicts(
-        Verdict("Export", export, _export_reason(checked)),
-        Verdict("Quality", quality, _quality_reason(checked)),
+        Verdict("Export", export, _export_reason(shown)),
+        Verdict("Quality", quality, _quality_reason(shown)),
     )
 
 
-def _export_reason(checked: list[Gate]) -> str:
+def _export_reason(all_gates: list[Gate]) -> str:
     """A sentence on the gates that decide the verdict on the export."""
-    if faults := gates.faults(checked):
+    if faults := gates.faults(all_gates):
         first, *others = faults
         reason = f"{first.name}: {_sentence(first.reason)}"
         if others:
             reason += f" Also RED: {', '.join(gate.name for gate in others)}."
         return reason
-    count = sum(gate.verdict == gates.GREEN for gate in checked)
+    count = sum(gate.verdict == gates.GREEN for gate in all_gates)
     names = [
         gate.name
-        for gate in checked
+        for gate in all_gates
         if gate.verdict == gates.NOT_RUN and gate.name not in QUALITY_CHECKS
     ]
     rest = f" Not run: {', '.join(names)}." if names else ""
-    if missing := gates.missing(checked):
-        reasons = {gate.name: gate.reason for gate in checked}
+    if missing := gates.missing(all_gates):
+        reasons = {gate.name: gate.reason for gate in all_gates}
         return f"{_sentence(reasons[missing[0]])}{rest}"
     return f"{count} gates ran and found no fault.{rest}"
 
 
-def _quality_figures(checked: list[Gate]) -> str:
+def _quality_figures(all_gates: list[Gate]) -> str:
     """The figures of the checks of quality beside their limits."""
     return "; ".join(
         f"{QUALITY_CHECKS[gate.name]} {words_of(gate.value)} "
         f"(limit {words_of(gate.threshold)})"
-        for gate in checked
+        for gate in all_gates
         if gate.name in QUALITY_CHECKS and gate.value is not None
     )
 
 
-def _quality_reason(checked: list[Gate]) -> str:
-    figures = _quality_figures(checked)
+def _quality_reason(all_gates: list[Gate]) -> str:
+    figures = _quality_figures(all_gates)
     return _sentence(figures) if figures else ""
 
 
@@ -328,8 +327,9 @@ def _smallest_cosine(record: Record) -> str:
 
 def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Table:
     """The cells with the largest errors, each at its worst T."""
-    order = "ratio" if has_budget else "over_rounding"
-    ranked = compared(rows).sort_values(order, ascending=False, na_position="first")
+    excess = "ratio" if has_budget else "over_rounding"
+    # a null is an error that is not finite, the worst (see `compare.furthest`)
+    ranked = compared(rows).sort_values(excess, ascending=False, na_position="first")
     ranked = ranked.drop_duplicates(["tensor", "layer", "position"]).head(WORST_CELLS)
     labels = [tokens[position] for position in ranked["position"]]
     # a cosine near 1 has its digits in the distance from 1; two of them say enough
@@ -343,7 +343,7 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
             "T": ranked["T"].astype(int),
             "error": ranked["error"],
             "rounding budget": ranked["budget"],
-            "error over rounding": ranked[order],
+            "error over rounding": ranked[excess],
             "1 − cosine": distances.map(lambda value: float(f"{value:.2g}")),
         }
     )

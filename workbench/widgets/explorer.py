@@ -2,18 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import ipywidgets as ui
 import pandas as pd
-from IPython import get_ipython
 
 from workbench import escape, log, plots, sweep
+from workbench.bundle import Options
 from workbench.decode.tokenizer import token_labels
 from workbench.errors import InputError
 from workbench.experiment import Experiment
+from workbench.experiment.entries import current_cell
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.error_split import find_operation, measure_split, stored_split
@@ -27,12 +28,22 @@ from workbench.widgets.views import Heatmap, Place, Speed
 
 TENSORS = ("update", "k", "v", "logits")
 METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
-CELL_S = 8.0  # seconds of a cell of the grid, until one was measured
+GRID_CELL_S = 8.0  # seconds that a cell of the grid takes, until one was measured
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
 NOTHING_MISSING = "Nothing is missing"
 HINT = "Click on a cell to see its values and its layer's error split."
 _open: list["Explorer"] = []
 """Explorers whose pictures take memory, which `close` frees."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the heatmap draws."""
+
+    rows: pd.DataFrame
+    """Of the table `fidelity`, at least one."""
+    options: Options
+    """The options of the export that the rows are of."""
 
 
 class Explorer(ui.VBox):
@@ -65,7 +76,7 @@ class Explorer(ui.VBox):
     ):
         self.grid, self.experiment = sweep.make_grid(grid), experiment
         self.root = Path(root or log.default_root()).absolute()
-        self.notebook_cell = _notebook_cell()
+        self.notebook_cell = current_cell()
         self.is_open = False  # until all widgets are there
         _close_replaced(self)
         self.results = GridResults(self.grid, self.root)
@@ -74,12 +85,11 @@ class Explorer(ui.VBox):
         self.checkpoint = None if source.finished else Checkpoint(source.path)
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
-        self.cell_s = CELL_S
+        self.grid_cell_s = GRID_CELL_S
         self.has_missing = False  # cells of the grid that the log lacks
-        self.chosen_cell: Place | None = None
+        self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # of `search`, by setting and place
-        self.shown_rows = pd.DataFrame()  # of `fidelity`, that are drawn
-        self.shown_options = None  # the options of the export that these rows are of
+        self.shown: Shown | None = None  # None where nothing was measured
         self.queue = JobQueue(
             say=self._say,
             on_change=self._enable,
@@ -90,7 +100,7 @@ class Explorer(ui.VBox):
         self.heatmap.canvas.mpl_connect("button_press_event", self.click)
         self._make_widgets()
         rows = [self._row(self.controls), self._row(self.buttons)]
-        texts = [self.ranks, self.cell_text, self.search_text, self.costs]
+        texts = [self.ranks, self.place_text, self.search_text, self.costs]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         super().__init__([*rows, *pictures], layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
@@ -117,7 +127,7 @@ class Explorer(ui.VBox):
         self.status = ui.HTML()  # what is measured
         self.message = ui.HTML()  # the times, what was not measured, or an error
         self.ranks = ui.HTML()
-        self.cell_text = ui.HTML()  # about the chosen cell
+        self.place_text = ui.HTML()  # about the chosen cell
         self.search_text = ui.HTML()  # the result of `search`
         self.costs = ui.HTML()
         self.buttons = [
@@ -156,8 +166,9 @@ class Explorer(ui.VBox):
         super().close()
 
     def guarded(self, action: Callable[[], None]) -> bool:
-        """Runs a callback. Jupyter would swallow its error, so the error is shown here
-        and the queued jobs are dropped. Returns whether it succeeded."""
+        """Runs a callback. Jupyter would swallow its error, so the error is shown here,
+        and the queued jobs are dropped, whose results would be drawn over it. Returns
+        whether it succeeded."""
         if not self.is_open:
             return False
         try:
@@ -216,17 +227,23 @@ class Explorer(ui.VBox):
         setting, tensor = self.setting(), self.tensor.value
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
-        self.shown_rows = self.results.fidelity(setting, tensor)
-        shown_S = None  # the nearest max_seq_len that was measured
-        if len(self.shown_rows):
-            shown_S = int(self.shown_rows["max_seq_len"].iloc[0])
-            self.shown_options = options.model_copy(update={"max_seq_len": shown_S})
-            self._draw_heatmap(setting["T"], tensor)
+        self.shown = _find_shown(self.results.fidelity(setting, tensor), options)
+        if self.shown is None:
+            shown_S, ranks = None, ""
+        else:
+            self._draw_heatmap(self.shown.rows, setting["T"], tensor)
+            shown_S = self.shown.options.max_seq_len
+            ranks = sentences.describe_ranks(self.shown.rows)
         self.message.value = _message(times, options.max_seq_len, shown_S)
-        self.save_button.disabled = shown_S is None
-        self.heatmap.canvas.layout.display = "none" if shown_S is None else None
-        self.ranks.value = sentences.describe_ranks(self.shown_rows)
+        self.save_button.disabled = self.shown is None
+        self.heatmap.canvas.layout.display = "none" if self.shown is None else None
+        self.ranks.value = ranks
         self.describe()
+
+    @property
+    def shown_rows(self) -> pd.DataFrame:
+        """The rows of `fidelity` that are drawn; none where nothing was measured."""
+        return self.shown.rows if self.shown else pd.DataFrame()
 
     def _draw_times(self, setting: Setting, S: int) -> str:
         """Draws the times over max_seq_len and T; returns those of the setting."""
@@ -236,15 +253,15 @@ class Explorer(ui.VBox):
         )
         return self.speed.draw(rates, layers, S, setting["T"])
 
-    def _draw_heatmap(self, T: int, tensor: str) -> None:
+    def _draw_heatmap(self, rows: pd.DataFrame, T: int, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options["metric"] = self.metric.value
         # the rows may be of a validation on another prompt
         prompt = identity.prompt_hash(self.grid.validate_ids)
-        if self.shown_rows["prompt"].eq(prompt).all():
+        if rows["prompt"].eq(prompt).all():
             options["tokens"] = self.tokens
         title = f"{tensor} against Hugging Face, T = {T}"
-        self.heatmap.draw(self.shown_rows, options, title, self.chosen_cell)
+        self.heatmap.draw(rows, options, title, self.chosen_place)
 
     def _costs(self) -> str:
         """A table of the KL of each validated setting."""
@@ -260,25 +277,25 @@ class Explorer(ui.VBox):
         self.search_button.disabled = not text
         self.search_text.value = self.search_results.get(self._question(), "")
         if not text:
-            self.cell_text.value = HINT
+            self.place_text.value = HINT
             return
-        self.cell_text.value = f"<b>{escape.html(text)}</b>"
+        self.place_text.value = f"<b>{escape.html(text)}</b>"
         split = self._stored_split()
         if split is not None:
-            table = sentences.split_table(split, self.chosen_cell.layer)
-            self.cell_text.value += f"<br>{table}"
+            table = sentences.split_table(split, self.chosen_place.layer)
+            self.place_text.value += f"<br>{table}"
 
     def _chosen_values(self) -> str:
         """The values of the chosen cell in words; "" if no drawn cell is chosen."""
-        if self.shown_rows.empty:
+        if self.shown is None:
             return ""
-        return self.heatmap.describe(self.chosen_cell)
+        return self.heatmap.describe(self.chosen_place)
 
     def _stored_split(self) -> pd.DataFrame | None:
         """The error split of the drawn bundle, if the log has one."""
-        if self.checkpoint is None:
+        if self.checkpoint is None or self.shown is None:
             return None
-        return stored_split(self.checkpoint, self.shown_options, self.grid, self.root)
+        return stored_split(self.checkpoint, self.shown.options, self.grid, self.root)
 
     def _lacks_split(self) -> bool:
         """Whether the chosen cell is drawn, and its bundle's error split can be measured
@@ -297,22 +314,22 @@ class Explorer(ui.VBox):
         place = self.heatmap.place_at(event.xdata, event.ydata)
         if place is None:
             return
-        self.chosen_cell = place
+        self.chosen_place = place
         if self.guarded(self.draw) and self._lacks_split():
             split = partial(
                 measure_split,
                 self.checkpoint,
-                self.shown_options,
+                self.shown.options,
                 self.grid,
                 self.root,
                 self.queue.cancelled,
             )
-            layer = "logits" if place.layer is None else f"layer {place.layer}"
+            layer = sentences.layer_name(place.layer)
             self.queue.add_first(Job(f"error split of {layer}", SPLIT_S, split))
 
     def search(self) -> None:
         """Searches for the operation that computes the chosen cell wrongly."""
-        question, (layer, position) = self._question(), self.chosen_cell
+        question, (layer, position) = self._question(), self.chosen_place
         cell = self.results.cell(self.setting())
 
         def answer() -> None:
@@ -320,13 +337,13 @@ class Explorer(ui.VBox):
             result = find_operation(cell, self.grid, self.root, layer, position, stop)
             self.search_results[question] = escape.html(result)
 
-        place = "logits" if layer is None else f"layer {layer}"
-        label = f"the operation of {place}, position {position}"
+        name = sentences.layer_name(layer)
+        label = f"the operation of {name}, position {position}"
         self.queue.add_first(Job(label, SEARCH_S, answer))
 
     def _question(self) -> tuple:
         """The question that `search` answers: the setting and the chosen place."""
-        return tuple(self.setting().values()), self.chosen_cell
+        return tuple(self.setting().values()), self.chosen_place
 
     def missing(self) -> list[Job]:
         """A job for each cell that the log lacks, those of the shown bundle first."""
@@ -334,7 +351,7 @@ class Explorer(ui.VBox):
         for cell in self.results.missing(self.setting()):
             options = cell.options
             label = f"{options.compress}, max_seq_len {options.max_seq_len}"
-            jobs.append(Job(label, self.cell_s, partial(self._measure, cell)))
+            jobs.append(Job(label, self.grid_cell_s, partial(self._measure, cell)))
         return jobs
 
     def _run_missing(self) -> None:
@@ -352,7 +369,7 @@ class Explorer(ui.VBox):
         if status == "failed":
             step = "see the reason; it is in the log too"
             raise InputError("sweep", reason, "a cell that runs", step)
-        self.cell_s = time.monotonic() - start
+        self.grid_cell_s = time.monotonic() - start
 
     def save(self) -> None:
         """Saves the shown heatmap among the experiment's figures. Its name holds the
@@ -363,14 +380,14 @@ class Explorer(ui.VBox):
             # the label of a slider is empty until the page has sent one
             label = widget.label or value
             if name == "max_seq_len":
-                value = label = str(self.shown_options.max_seq_len)
+                value = label = str(self.shown.options.max_seq_len)
             values.append(value)
             settings.append(f"{name} {label}")
         name, description = "-".join(values), " · ".join(settings)
         alt = f"By layer and token: {description}."
         options = self.heatmap.options
         self.experiment.figure(
-            name, plots.heatmap, self.shown_rows, alt=alt, about=description, **options
+            name, plots.heatmap, self.shown.rows, alt=alt, about=description, **options
         )
         folder = self.experiment.folder / "figures"
         self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
@@ -385,6 +402,15 @@ def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
     for widget in widgets:
         yield widget
         yield from _widgets_within(widget)
+
+
+def _find_shown(rows: pd.DataFrame, options: Options) -> Shown | None:
+    """What is drawn of the rows at a setting with these options: the rows may be of the
+    nearest max_seq_len that was measured."""
+    if rows.empty:
+        return None
+    shown_S = int(rows["max_seq_len"].iloc[0])
+    return Shown(rows, options.model_copy(update={"max_seq_len": shown_S}))
 
 
 def _message(times: str, S: int, shown_S: int | None) -> str:
@@ -406,33 +432,16 @@ def _message(times: str, S: int, shown_S: int | None) -> str:
     return f"{times}<br>{missing}" if times else missing
 
 
-class NotebookCell(NamedTuple):
-    """An execution of a cell of a notebook."""
-
-    id: str
-    execution: int
-    """Its number in the kernel."""
-
-
-def _notebook_cell() -> NotebookCell | None:
-    """The cell of a notebook that runs; None outside of a notebook."""
-    shell = get_ipython()
-    parent = getattr(shell, "parent_header", None) or {}
-    name = parent.get("metadata", {}).get("cellId")
-    return NotebookCell(name, shell.execution_count) if name else None
-
-
 def _close_replaced(explorer: Explorer) -> None:
-    """Closes the Explorers that an earlier run of the same cell made, and outside of a
-    notebook those of the same grid and log."""
+    """Closes the Explorers that a new one replaces."""
     for other in [*_open]:
-        cell, other_cell = explorer.notebook_cell, other.notebook_cell
-        if cell is None:
-            is_same = other.grid == explorer.grid and other.root == explorer.root
-            is_replaced = other_cell is None and is_same
-        else:
-            # the same cell of the notebook in another execution
-            is_same_cell = other_cell is not None and other_cell.id == cell.id
-            is_replaced = is_same_cell and other_cell != cell
-        if is_replaced:
+        if _replaces(explorer, other):
             other.close()
+
+
+def _replaces(new: Explorer, earlier: Explorer) -> bool:
+    """Whether the cell of an earlier Explorer runs again; outside of a notebook, whether
+    both show the same grid and log."""
+    if new.notebook_cell.id is None and earlier.notebook_cell.id is None:
+        return new.grid == earlier.grid and new.root == earlier.root
+    return new.notebook_cell.repeats(earlier.notebook_cell)

@@ -27,6 +27,10 @@ class JobQueue:
 
     A job that raises an error, or is cancelled, ends the queue.
 
+    Threads: jobs and `on_error` run on `thread`, which takes jobs from `jobs`, and clears
+    it after an error. `add_first`, `cancel`, `on_result` and `on_change` run on the
+    kernel's thread, which alone changes `is_busy`, and changes `jobs` too.
+
     Args:
         say: is given a text on the running job and the time left, every second and from
             threads of the queue; in the end "", or that the queue was cancelled.

@@ -15,6 +15,9 @@ Setting = Mapping[str, Any]
 FIRST_AXES = ("bundle", "max_seq_len", "T", "compress", "precision")
 """The axes that always have a control, the first controls first."""
 
+TIME_AXES = ("T", "depth", "fast")
+"""The axes that change no value of the bundle, but times."""
+
 
 class GridResults:
     """The results of a grid's cells in the log.
@@ -39,18 +42,15 @@ class GridResults:
     def axes(self) -> dict[str, list]:
         """The axes with a control, and their values: `FIRST_AXES` and those that
         vary."""
+        # finished bundles have no export axes
         names = [*(self.grid.export or ["bundle"]), *sweep.RUN_AXES]
         if self.grid.run.runtime == ["auto"]:
             # it follows from the target: no control combines one with another's runtime
             names.remove("runtime")
-        # those of `FIRST_AXES` in their order, then the others in theirs
-        names.sort(key=lambda name: [*FIRST_AXES, name].index(name))
         values = {name: self.cells[name].unique().tolist() for name in names}
-        return {
-            name: values[name]
-            for name in names
-            if name in FIRST_AXES or len(values[name]) > 1
-        }
+        first = [name for name in FIRST_AXES if name in names]
+        varied = [name for name in names if name not in first and len(values[name]) > 1]
+        return {name: values[name] for name in [*first, *varied]}
 
     def cell(self, setting: Setting) -> Cell:
         return _cells_at(self.cells, setting)[0]
@@ -70,18 +70,19 @@ class GridResults:
     ) -> pd.DataFrame:
         """The rows of a table at a setting, at all values of the axes `ignoring`. Rows of
         `fidelity` also match at all values of axes that change nothing but times."""
-        name = "values" if table == "fidelity" else "setting"
+        # the hash of what changes values, or of that and of what changes times
+        hash_column = "values" if table == "fidelity" else "setting"
         cells = _cells_at(self._stored_cells, setting, ignoring)
-        hashes = {cell.columns()[name] for cell in cells}
+        hashes = {cell.columns()[hash_column] for cell in cells}
         rows = self.tables[table]
-        return rows[rows[name].isin(hashes)]
+        return rows[rows[hash_column].isin(hashes)]
 
     def fidelity(self, setting: Setting, tensor: str) -> pd.DataFrame:
         """The rows of a tensor at the setting's max_seq_len, or else at the nearest one
         that was measured: those of the setting's T and of the smallest T of the grid,
         or of every T where that of the setting was not validated."""
-        ignored = "T", "depth", "fast", "max_seq_len"
-        rows = self.rows("fidelity", setting, ignoring=ignored)
+        any_length = *TIME_AXES, "max_seq_len"  # the nearest one is chosen below
+        rows = self.rows("fidelity", setting, ignoring=any_length)
         rows = rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode_of(tensor))]
         rows = self._at_T(rows, setting["T"])
         rows = _at_nearest_length(rows, self.options(setting).max_seq_len)

@@ -9,22 +9,27 @@ from workbench import escape, plots
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
-RATIO = f"error ÷ {plots.BUDGET}"
+EXCESS_LABEL = f"error ÷ {plots.BUDGET}"
 """Ranks the cells and layers of one bundle. It does not rank settings: it contains the
 rounding of a setting's own weights."""
 PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "total"]
 
 
-def ratio(rows):
+def error_over_budget(rows):
     """The error of a row or of rows over the rounding budget, as in the gate
     `budget`."""
     return rows["error"] / np.hypot(rows["budget"], plots.HALF_ULP)
 
 
+def layer_name(layer: int | None) -> str:
+    """A layer in words. The logits have no layer in a `Place`, and the negative number
+    `log.schema.LOGITS` in rows of the log."""
+    return "logits" if layer is None or layer < 0 else f"layer {layer}"
+
+
 def describe_cell(row: pd.Series, place, token: str | None) -> str:
     """A cell of a heatmap and its values, as text."""
-    layer = "logits" if place.layer is None else f"layer {place.layer}"
-    words = f"{layer}, position {place.position}"
+    words = f"{layer_name(place.layer)}, position {place.position}"
     if token is not None:
         words += f" “{token}”"
     words += f", T = {row['T']:.0f}: 1 − cosine {max(0, 1 - row['cosine']):.2g}"
@@ -32,7 +37,8 @@ def describe_cell(row: pd.Series, place, token: str | None) -> str:
         over_budget = row["error"] / row["budget"]
         words += f", relative error {row['error']:.2g}, "
         words += f"{over_budget:.2g} × the rounding budget, "
-        words += f"{RATIO} {ratio(row):.2g}, tolerance {plots.TOLERANCE_FACTOR:g}"
+        words += f"{EXCESS_LABEL} {error_over_budget(row):.2g}, "
+        words += f"tolerance {plots.TOLERANCE_FACTOR:g}"
     return words
 
 
@@ -42,23 +48,21 @@ def describe_ranks(rows: pd.DataFrame) -> str:
     rows = rows[rows["finite"].ne(False)].dropna(subset=["error", "budget"])
     if rows.empty:
         return ""
-    rows = rows.assign(ratio=ratio(rows))
+    rows = rows.assign(ratio=error_over_budget(rows))
     cells = rows.groupby(["layer", "position"])["ratio"].max().nlargest(3)
     cell_words = [
-        f"{_layer(layer)}, position {position}: {value:.2g}"
+        f"{layer_name(layer)}, position {position}: {value:.2g}"
         for (layer, position), value in cells.items()
     ]
     squares = (rows["ratio"] ** 2).groupby([rows["layer"], rows["T"]]).mean()
     layers = (squares**0.5).groupby("layer").max().nlargest(3)
-    layer_words = [f"{_layer(layer)}: {value:.2g}" for layer, value in layers.items()]
+    layer_words = [
+        f"{layer_name(layer)}: {value:.2g}" for layer, value in layers.items()
+    ]
     return (
-        f"Largest {RATIO} (tolerance {plots.TOLERANCE_FACTOR:g}): "
+        f"Largest {EXCESS_LABEL} (tolerance {plots.TOLERANCE_FACTOR:g}): "
         f"{'; '.join(cell_words)}. RMS over positions: {'; '.join(layer_words)}."
     )
-
-
-def _layer(layer: int) -> str:
-    return "logits" if layer < 0 else f"layer {layer}"
 
 
 def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
@@ -85,7 +89,7 @@ def split_table(parts: pd.DataFrame, layer: int | None) -> str:
     row = parts[parts["layer"] == layer] if layer is not None else parts[:0]
     table = row[PARTS].astype(float)
     html = table.to_html(index=False, float_format="{:.2g}".format, na_rep="–")
-    title = "logits" if layer is None else f"Layer {layer}"
+    title = "logits" if layer is None else layer_name(layer).capitalize()
     return f"{title}, all positions together: relative RMS that each step adds:{html}"
 
 

@@ -81,6 +81,7 @@ class Heatmap:
             return ""
         tokens = self.options.get("tokens")
         token = tokens[place.position] if tokens else None
+        # `GridResults.fidelity` sorts by T, the setting's last
         return sentences.describe_cell(rows.iloc[-1], place, token)
 
     def _rows_of(self, place: Place | None) -> pd.DataFrame:
