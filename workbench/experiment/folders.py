@@ -83,7 +83,8 @@ def writable_run(folder: Path, run: Mapping) -> Path:
 
 
 def make_staging_folder(name: str) -> Path:
-    """A new folder beside the finished runs, for one that has not finished."""
+    """A new folder beside the finished runs, in which the files of a run are collected
+    before they replace a finished one."""
     folder = experiments() / UNFINISHED / f"{name}.{secrets.token_hex(6)}"
     folder.mkdir(parents=True)
     return folder
@@ -103,10 +104,10 @@ def remove_abandoned() -> None:
             pass  # it goes on, or another process has removed it
 
 
-def replace_finished(unfinished: Path, finished: Path) -> None:
+def replace_finished(staging: Path, finished: Path) -> None:
     """Puts a whole run in its place; an earlier one there is removed."""
     finished.parent.mkdir(parents=True, exist_ok=True)
-    replace_folder(unfinished, finished)
+    replace_folder(staging, finished)
 
 
 def write_json(path: Path, value: object) -> None:

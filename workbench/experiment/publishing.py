@@ -35,7 +35,7 @@ def publish_run(folder: Path, *, beside: bool = False) -> Path:
         raise InputError(folder.name, "the shipped run", "a run of your own", step)
     target = checkout() / "experiments" / name
     if beside:
-        target = _place_beside(target, run)
+        target = _further_folder(target, run)
     target.parent.mkdir(parents=True, exist_ok=True)
     # next to its target, since the folder of runs may be on another disk
     new = target.with_name(f".{target.name}.new")
@@ -53,8 +53,12 @@ def publish_run(folder: Path, *, beside: bool = False) -> Path:
     return target
 
 
-def _place_beside(shipped: Path, run: dict) -> Path:
-    """The folder of a run next to the shipped run of another checkpoint."""
+def _further_folder(shipped: Path, run: dict) -> Path:
+    """The folder of a run that is shipped next to the run of another checkpoint.
+
+    Raises:
+        InputError: there is no shipped run, or it is of the same checkpoint.
+    """
     checkpoint = _checkpoint(run)
     if not (shipped / folders.RUN).is_file():
         actual = "no shipped run"

@@ -181,10 +181,10 @@ class Experiment:
             options |= {name: columns[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **log_tables)
         run = self._run_json(run_id, row, options)
-        new_run = folders.make_staging_folder(self.name)
-        with locked(new_run):
-            _copy_parts(self.unfinished, new_run)
-            self._write_finished(new_run, run, self._entries.part_keys())
+        staging = folders.make_staging_folder(self.name)
+        with locked(staging):
+            _copy_parts(self.unfinished, staging)
+            self._write_finished(staging, run, self._entries.part_keys())
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
@@ -243,14 +243,14 @@ class Experiment:
         }
 
     def _write_finished(
-        self, new_run: Path, run: Mapping, order: list[tuple[str, str]]
+        self, staging: Path, run: Mapping, order: list[tuple[str, str]]
     ) -> None:
         """Completes a folder of figures and tables to a run, and puts it in the place of
         the finished one."""
-        parts.stamp_run_id_and_order(new_run, run["run_id"], order)
-        folders.write_json(new_run / folders.RUN, run)
-        report.write_report(new_run)
-        folders.replace_finished(new_run, self.finished)
+        parts.stamp_run_id_and_order(staging, run["run_id"], order)
+        folders.write_json(staging / folders.RUN, run)
+        report.write_report(staging)
+        folders.replace_finished(staging, self.finished)
 
     def _add_to_finished(self, kind: str, name: str) -> None:
         """Adds one figure or table to the concluded run."""
@@ -262,25 +262,25 @@ class Experiment:
             step = "run all cells of the notebook again"
             needed = f"run {self.run_id} of this notebook"
             raise InputError(str(self.finished), actual, needed, step)
-        new_run = folders.make_staging_folder(self.name)
+        staging = folders.make_staging_folder(self.name)
         try:
-            with locked(new_run):
-                _copy_parts(self.finished, new_run)
+            with locked(staging):
+                _copy_parts(self.finished, staging)
                 # the run is the same, and its executed notebook and page stay
                 for file in (folders.NOTEBOOK, folders.HTML_REPORT):
                     if (self.finished / file).is_file():
-                        shutil.copy(self.finished / file, new_run / file)
-                parts.remove_part(new_run, kind, name)
-                parts.copy_part(self.unfinished, new_run, kind, name)
-                descriptions = parts.read_parts(new_run)
+                        shutil.copy(self.finished / file, staging / file)
+                parts.remove_part(staging, kind, name)
+                parts.copy_part(self.unfinished, staging, kind, name)
+                descriptions = parts.read_parts(staging)
                 run_ids = set(run["run_ids"]).union(
                     *(p["run_ids"] for p in descriptions)
                 )
                 run["run_ids"] = sorted(run_ids)
                 order = [(part["kind"], part["name"]) for part in descriptions]
-                self._write_finished(new_run, run, order)
+                self._write_finished(staging, run, order)
         finally:
-            shutil.rmtree(new_run, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
 
     def _announce(self, text: str) -> None:
         """Prints a conclusion. In a kernel it is an output that names the run, so that

@@ -66,7 +66,7 @@ def validation_page(record: Record) -> Page:
     blocks += _heatmap(record)
     blocks += _cost(record)
     blocks += [Heading("What was run"), _setup_table(record)]
-    blocks += [Heading("Gates"), Table(_gates(_shown_gates(results), record))]
+    blocks += [Heading("Gates"), Table(_gates(_portable_gates(results), record))]
     blocks += _transcript(record)
     blocks += [Heading("Reproduce"), *_reproduce(record.setup, record.bundle)]
     return Page(page_title(record), tuple(blocks))
@@ -78,14 +78,14 @@ def page_title(record: Record) -> str:
     return f"{manifest.checkpoint.get('name', 'model')} · {manifest.options.compress}"
 
 
-def _shown_gates(results: Results) -> list[Gate]:
+def _portable_gates(results: Results) -> list[Gate]:
     """The gates, whose reasons name no folder of the machine."""
     return [replace(gate, reason=anonymous(gate.reason)) for gate in results.gates]
 
 
 def _verdicts(record: Record) -> Verdicts:
     results = record.results
-    shown = _shown_gates(results)
+    all_gates = _portable_gates(results)
     export = results.verdict.replace("_", " ")
     quality = gates.describe_quality(results.gates)
     if not record.is_noted:
@@ -94,8 +94,8 @@ def _verdicts(record: Record) -> Verdicts:
             Verdict("Quality", NOT_CHECKED, f"The bundle states: {quality}."),
         )
     return Verdicts(
-        Verdict("Export", export, _export_reason(shown)),
-        Verdict("Quality", quality, _quality_reason(shown)),
+        Verdict("Export", export, _export_reason(all_gates)),
+        Verdict("Quality", quality, _quality_reason(all_gates)),
     )
 
 

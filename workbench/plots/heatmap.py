@@ -128,7 +128,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class MetricPanels:
+class Section:
     """All that a heatmap shows of one metric."""
 
     metric: Metric
@@ -194,29 +194,29 @@ def heatmap(
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
-    shown = [_metric_panels(rows, name, by) for name in metrics]
-    every_panel = [panel for part in shown for panel in part.panels]
+    sections = [_section(rows, name, by) for name in metrics]
+    every_panel = [panel for section in sections for panel in section.panels]
     layers, positions = every_panel[0].layers, every_panel[0].positions
     panel_height = min(max(0.16 * len(layers), 0.3), 2.5)
     set_height(figure, 1.2 + len(every_panel) * (PANEL_GAP + panel_height))
     axes = figure.subplots(len(every_panel), squeeze=False, sharex=True, sharey=True)
     free_axes = iter(axes[:, 0])
     panel_size = width_of(figure), panel_height
-    scales = [_scale(part, panel_size, len(every_panel)) for part in shown]
+    scales = [_scale(section, panel_size, len(every_panel)) for section in sections]
     bars, notes = [], []
-    for part, scale in zip(shown, scales):
-        part_axes = [next(free_axes) for _ in part.panels]
-        for ax, panel in zip(part_axes, part.panels):
+    for section, scale in zip(sections, scales):
+        section_axes = [next(free_axes) for _ in section.panels]
+        for ax, panel in zip(section_axes, section.panels):
             mesh = _draw_panel(ax, panel, scale)
             ax.set_title(wrap(figure, panel.title, 0.85))
-        bars.append((mesh, part_axes, part.metric))
-        notes += _notes(part, scale)
-    has_marks = any(part.metric.marks for part in shown)
+        bars.append((mesh, section_axes, section.metric))
+        notes += _notes(section, scale)
+    has_marks = any(section.metric.marks for section in sections)
     room = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
     _label_positions(figure, axes[-1, 0], positions, tokens, room)
-    for mesh, part_axes, metric in bars:
-        height = len(part_axes) * (PANEL_GAP + panel_height) - PANEL_GAP
-        bar = _draw_bar(figure, mesh, part_axes, metric, height)
+    for mesh, section_axes, metric in bars:
+        height = len(section_axes) * (PANEL_GAP + panel_height) - PANEL_GAP
+        bar = _draw_bar(figure, mesh, section_axes, metric, height)
         if len(bars) > 1:
             # in one column, whatever the width of each bar's numbers and marks
             beside_bar = bar.transAxes + ScaledTranslation(
@@ -225,13 +225,13 @@ def heatmap(
             bar.yaxis.set_label_coords(1, 0.5, beside_bar)
     # all metrics have the same cells beyond their tolerance and the same broken ones
     has_gaps = any(panel.cells["value"].isna().any() for panel in every_panel)
-    keys = _keys(shown[0].rows, scales[0], has_gaps)
+    keys = _keys(sections[0].rows, scales[0], has_gaps)
     add_legend(figure, keys, [*dict.fromkeys(notes)])
 
 
-def _metric_panels(rows: pd.DataFrame, name: str, by: str | None) -> MetricPanels:
+def _section(rows: pd.DataFrame, name: str, by: str | None) -> Section:
     rows = _with_values(rows, name)
-    return MetricPanels(METRICS[name], rows, _panels(rows, by))
+    return Section(METRICS[name], rows, _panels(rows, by))
 
 
 def _draw_bar(
@@ -357,7 +357,7 @@ def _are_equal(parts: Sequence[pd.DataFrame], columns: Sequence[str]) -> bool:
     return all(table.equals(tables[0]) for table in tables[1:])
 
 
-def _scale(shown: MetricPanels, panel_size: tuple[float, float], count: int) -> Scale:
+def _scale(section: Section, panel_size: tuple[float, float], count: int) -> Scale:
     """The look of the cells of a metric.
 
     Args:
@@ -365,9 +365,9 @@ def _scale(shown: MetricPanels, panel_size: tuple[float, float], count: int) -> 
         count: of the panels of all metrics.
     """
     width, panel_height = panel_size
-    layers, positions = len(shown.panels[0].layers), len(shown.panels[0].positions)
-    marks = shown.metric.marks
-    finite = shown.rows["value"].replace(np.inf, np.nan).dropna()
+    layers, positions = len(section.panels[0].layers), len(section.panels[0].positions)
+    marks = section.metric.marks
+    finite = section.rows["value"].replace(np.inf, np.nan).dropna()
     values = [*finite, *marks] or [1.0]
     low, high = min(values), max(values)
     if not marks:
@@ -417,16 +417,16 @@ def _keys(rows: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
     return keys
 
 
-def _notes(shown: MetricPanels, scale: Scale) -> list[str]:
+def _notes(section: Section, scale: Scale) -> list[str]:
     """The legend's notes on how the cells of a metric are drawn."""
     notes = []
     for count, things in zip(scale.block, ("layers", "positions")):
         if count > 1:
             notes.append(f"a drawn cell is the worst of {count} {things}")
-    metric = shown.metric
+    metric = section.metric
     if metric.note:
         notes.append(metric.note)
-    if (shown.rows["value"] == metric.least).any():
+    if (section.rows["value"] == metric.least).any():
         notes.append(
             f"{metric.label} below {metric.least:g} has the colour of {metric.least:g}"
         )

@@ -37,7 +37,7 @@ _open: list["Explorer"] = []
 
 
 @dataclass(frozen=True)
-class Shown:
+class Drawing:
     """What the heatmap draws."""
 
     rows: pd.DataFrame
@@ -89,7 +89,7 @@ class Explorer(ui.VBox):
         self.has_missing = False  # cells of the grid that the log lacks
         self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # of `search`, by setting and place
-        self.shown: Shown | None = None  # None where nothing was measured
+        self.drawing: Drawing | None = None  # None where nothing was measured
         self.queue = JobQueue(
             say=self._say,
             on_change=self._enable,
@@ -227,23 +227,23 @@ class Explorer(ui.VBox):
         setting, tensor = self.setting(), self.tensor.value
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
-        self.shown = _find_shown(self.results.fidelity(setting, tensor), options)
-        if self.shown is None:
+        self.drawing = _find_drawing(self.results.fidelity(setting, tensor), options)
+        if self.drawing is None:
             shown_S, ranks = None, ""
         else:
-            self._draw_heatmap(self.shown.rows, setting["T"], tensor)
-            shown_S = self.shown.options.max_seq_len
-            ranks = sentences.describe_ranks(self.shown.rows)
+            self._draw_heatmap(self.drawing.rows, setting["T"], tensor)
+            shown_S = self.drawing.options.max_seq_len
+            ranks = sentences.describe_ranks(self.drawing.rows)
         self.message.value = _message(times, options.max_seq_len, shown_S)
-        self.save_button.disabled = self.shown is None
-        self.heatmap.canvas.layout.display = "none" if self.shown is None else None
+        self.save_button.disabled = self.drawing is None
+        self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks.value = ranks
         self.describe()
 
     @property
     def shown_rows(self) -> pd.DataFrame:
         """The rows of `fidelity` that are drawn; none where nothing was measured."""
-        return self.shown.rows if self.shown else pd.DataFrame()
+        return self.drawing.rows if self.drawing else pd.DataFrame()
 
     def _draw_times(self, setting: Setting, S: int) -> str:
         """Draws the times over max_seq_len and T; returns those of the setting."""
@@ -287,15 +287,15 @@ class Explorer(ui.VBox):
 
     def _chosen_values(self) -> str:
         """The values of the chosen cell in words; "" if no drawn cell is chosen."""
-        if self.shown is None:
+        if self.drawing is None:
             return ""
         return self.heatmap.describe(self.chosen_place)
 
     def _stored_split(self) -> pd.DataFrame | None:
         """The error split of the drawn bundle, if the log has one."""
-        if self.checkpoint is None or self.shown is None:
+        if self.checkpoint is None or self.drawing is None:
             return None
-        return stored_split(self.checkpoint, self.shown.options, self.grid, self.root)
+        return stored_split(self.checkpoint, self.drawing.options, self.grid, self.root)
 
     def _lacks_split(self) -> bool:
         """Whether the chosen cell is drawn, and its bundle's error split can be measured
@@ -319,7 +319,7 @@ class Explorer(ui.VBox):
             split = partial(
                 measure_split,
                 self.checkpoint,
-                self.shown.options,
+                self.drawing.options,
                 self.grid,
                 self.root,
                 self.queue.cancelled,
@@ -380,14 +380,19 @@ class Explorer(ui.VBox):
             # the label of a slider is empty until the page has sent one
             label = widget.label or value
             if name == "max_seq_len":
-                value = label = str(self.shown.options.max_seq_len)
+                value = label = str(self.drawing.options.max_seq_len)
             values.append(value)
             settings.append(f"{name} {label}")
         name, description = "-".join(values), " · ".join(settings)
         alt = f"By layer and token: {description}."
         options = self.heatmap.options
         self.experiment.figure(
-            name, plots.heatmap, self.shown.rows, alt=alt, about=description, **options
+            name,
+            plots.heatmap,
+            self.drawing.rows,
+            alt=alt,
+            about=description,
+            **options,
         )
         folder = self.experiment.folder / "figures"
         self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
@@ -404,13 +409,13 @@ def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
         yield from _widgets_within(widget)
 
 
-def _find_shown(rows: pd.DataFrame, options: Options) -> Shown | None:
+def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
     """What is drawn of the rows at a setting with these options: the rows may be of the
     nearest max_seq_len that was measured."""
     if rows.empty:
         return None
     shown_S = int(rows["max_seq_len"].iloc[0])
-    return Shown(rows, options.model_copy(update={"max_seq_len": shown_S}))
+    return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}))
 
 
 def _message(times: str, S: int, shown_S: int | None) -> str:
