@@ -153,8 +153,9 @@ class PlaneName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PlaneName":
-        """The name whose text is `text`."""
-        state, tensor, index = text.split("/")
+        """The name whose text is `text`; the tensor's name may contain slashes."""
+        state, _, rest = text.partition("/")
+        tensor, _, index = rest.rpartition("/")
         return cls(int(state), tensor, int(index))
 
 
