@@ -7,7 +7,7 @@ once, in the order of the parts. `foreign_call.py` translates its arrays; `forei
 shows the packages' states as those of a bundle."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -65,9 +65,9 @@ class ForeignModel(Model):
 
     Args:
         parts: in the order in which they run.
-        fast: whether logits may be nan in columns for which a function gives none, such
-            as a prefill that only fills the cache. Otherwise other functions compute
-            them first. The last column always has its logits.
+        skips_missing_logits: whether logits stay nan in columns for which a function
+            gives none, such as a prefill that only fills the cache. Otherwise other
+            functions compute them first. The last column always has its logits.
 
     Raises:
         InputError: a description that the packages contradict.
@@ -78,11 +78,11 @@ class ForeignModel(Model):
         bundle: Bundle,
         shard: Shard,
         parts: Sequence[LoadedPart],
-        fast: bool = False,
+        skips_missing_logits: bool = False,
     ):
         self.shard = shard
         self.foreign = shard.foreign
-        self.fast = fast
+        self.skips_missing_logits = skips_missing_logits
         self.V = bundle.manifest.dims.V
         self.parts = parts
         # rows of the smallest cache, where inputs say which of them a call writes first
@@ -165,22 +165,24 @@ class ForeignModel(Model):
     def _predict(self, shard_call: ShardCall) -> dict[str, np.ndarray]:
         self.last_native_ms = 0.0
         logits = np.full((1, self.V, shard_call.T, 1), np.nan, np.float32)
-        planned = list(
-            self.foreign.calls(shard_call.start, shard_call.T, ring_rows=self.ring_rows)
-        )
-        if not self.fast and not all(function.logits for function, _ in planned):
+        planned = list(self._planned_calls(shard_call, allow_without_logits=True))
+        lacks_logits = not all(function.logits for function, _ in planned)
+        if lacks_logits and not self.skips_missing_logits:
             # A function that only fills the cache gives no logits: first functions that
             # give some run, then, from the same states, those that an app would call.
-            with_logits = self.foreign.calls(
-                shard_call.start,
-                shard_call.T,
-                allow_without_logits=False,
-                ring_rows=self.ring_rows,
-            )
+            with_logits = self._planned_calls(shard_call, allow_without_logits=False)
             with shard_call.state.restored():
                 self._run(with_logits, shard_call, logits)
         self._run(planned, shard_call, logits)
         return {LOGITS: logits}
+
+    def _planned_calls(
+        self, shard_call: ShardCall, allow_without_logits: bool
+    ) -> Iterator[tuple[Function, np.ndarray]]:
+        """The calls of the packages for a call of the shard, see `Foreign.calls`."""
+        return self.foreign.calls(
+            shard_call.start, shard_call.T, allow_without_logits, self.ring_rows
+        )
 
     def _run(
         self,
@@ -193,7 +195,7 @@ class ForeignModel(Model):
 
         Args:
             planned: the function of each call of the packages, and the indices of its
-                tokens, as `Foreign.calls` gives them.
+                tokens, as `_planned_calls` gives them.
         """
         for function, tokens in planned:
             positions = shard_call.start + tokens
