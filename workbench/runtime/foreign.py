@@ -17,7 +17,13 @@ import torch
 import miltorch
 from miltorch.constants import Constants
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.foreign import TOKEN_AXIS, Function, Part, caches, refuse
+from workbench.bundle.foreign import (
+    TOKEN_AXIS,
+    Function,
+    Part,
+    plane_shapes,
+    raise_contradiction,
+)
 from workbench.bundle.names import LOGITS, POS, X
 from workbench.runtime.base import Hook, Model, OnCall, PackageModel
 from workbench.runtime.foreign_call import ForeignCall
@@ -113,7 +119,7 @@ class ForeignModel(Model):
                 program = model.program
                 packaged |= {*program.inputs, *program.outputs}
                 state = part.description.state
-                for tensor, shape in caches(state, program.states).items():
+                for tensor, shape in plane_shapes(state, program.states).items():
                     *sizes, width = shape
                     # the heads of a layer may be narrower than their plane
                     width = min(width, widths.get(tensor, width))
@@ -121,7 +127,7 @@ class ForeignModel(Model):
         described = {f"{entry.tensor} {entry.shape}" for entry in states}
         if different := packaged ^ (described | self.foreign.roles.keys()):
             actual = f"{sorted(different)} on one side only"
-            refuse("names", actual, "those of the packages")
+            raise_contradiction("names", actual, "those of the packages")
 
     def _check_slices(self) -> None:
         """Refuses several slices of `top` tokens if their logits are not output too."""
@@ -133,7 +139,7 @@ class ForeignModel(Model):
         if outputs["top"] > max(1, outputs["top_value"]):
             slices, values = outputs["top"], outputs["top_value"]
             actual = f"{slices} slices of top, {values} of top_value"
-            refuse("roles", actual, "top_value of each slice")
+            raise_contradiction("roles", actual, "top_value of each slice")
 
     def make_state(self) -> ForeignState:
         models = {}

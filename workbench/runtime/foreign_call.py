@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import miltorch
-from workbench.bundle.foreign import TOKEN_AXIS, Foreign, refuse
+from workbench.bundle.foreign import TOKEN_AXIS, Foreign, raise_contradiction
 from workbench.bundle.names import MASKED, PER_LAYER, X
 
 
@@ -80,7 +80,7 @@ class ForeignCall:
             return _in_form_of_input(role, shape, self.values[role], self.T)
         # a role that no input can have, or `carried` before a package has put it out
         roles = [*self.values, *TOKEN_AXIS, "start"]
-        refuse(name, f"role {role!r}", f"one of {roles}")
+        raise_contradiction(name, f"role {role!r}", f"one of {roles}")
 
     def _write_mask(self, rows: int | None) -> np.ndarray:
         """The write mask [rows, T], a bool: the row that holds the position of each
