@@ -31,10 +31,11 @@ VERSION = "3"
 GROUP = 64  # values along head_dim, at most, that share one scale
 # the largest RMS of the errors of q4, over that of the values' deviations from the mean
 MAX_Q4_ERROR_RATIO = 0.25
-IDS = "ids"
+IDS = "ids"  # the array of `Snapshot.ids`
 # suffixes of the arrays of a cache in q4
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
-# the field of a file's header that has `Snapshot.min_length`
+# The field of a file's header that has `Snapshot.min_length`. Files have the word that the
+# field was called by once.
 MIN_LENGTH = "floor"
 
 
@@ -126,6 +127,9 @@ def _path(folder: str | Path, name: str) -> Path:
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[dict, safe_open]]:
     """Context manager that gives the header of a file, and the open file.
+
+    The block reads the file and does nothing else: an array or a field of the header that
+    it does not find, or cannot parse, is reported as a damaged file, too.
 
     Raises:
         InputError: no such file, a damaged one, or one of another version.
