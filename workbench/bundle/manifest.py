@@ -325,9 +325,9 @@ class Shard(ManifestModel):
         layers: the decoder layers [start, stop); (0, 0) in a head.
         rows: the rows [start, stop) of the checkpoint tensors that the shard holds in
             part; (0, 0) where it holds none in part. Which tensors these are follows
-            from `kind`. `head`: vocabulary rows of the LM head. `expert`: the number of
-            the expert, in a stack of experts. `layers`: the rows of Gemma 4's projection
-            per layer that belong to the layers.
+            from `kind`. `head`: vocabulary rows of the LM head. `expert`: the one row of
+            a stack of experts that the shard holds, the number of the expert. `layers`:
+            the rows of Gemma 4's projection per layer that belong to the layers.
         foreign: describes packages of another exporter, all of them below `path`.
         taps: layer → name of the program's value that holds its hidden output.
         weights: checkpoint tensor → name of the constant that holds it, or names of its
@@ -363,6 +363,11 @@ class Shard(ManifestModel):
     def layer_range(self) -> range:
         """The numbers of the decoder layers in the shard."""
         return range(*self.layers)
+
+    @property
+    def expert(self) -> int | None:
+        """The number of the expert; None in a shard of another kind."""
+        return self.rows[0] if self.kind == "expert" else None
 
 
 class Embedding(ManifestModel):
