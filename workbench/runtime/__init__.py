@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,6 +40,9 @@ from workbench.runtime.base import (
     State,
     check_compute_units,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "COMPUTE_UNITS",
@@ -232,9 +236,13 @@ def _load(package: Package, settings: Settings) -> PackageModel:
     return model_class(resolve(settings.runtime))(package, settings)
 
 
-def constants(bundle: Bundle, shard: Shard) -> Callable:
-    """A function from the place of a weight in a shard, as the manifest names it, to
-    its values [rows, ..] as a tensor, decompressed, fp16 or float32."""
+def constants(bundle: Bundle, shard: Shard) -> Callable[[str | list[str]], "Tensor"]:
+    """A function from the place of a weight in a shard to its values [rows, ..] as a
+    tensor, decompressed, fp16 or float32.
+
+    A place is a value of `Shard.weights`: the name of a constant of the package; the
+    places of a matrix's pieces in another exporter's packages, see `foreign.constants`;
+    or what a plug-in's target stored there, which `Target.dense` reads."""
     if shard.foreign:
         from workbench.runtime import foreign
 

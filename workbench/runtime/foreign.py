@@ -242,7 +242,7 @@ class ForeignModel(Model):
         return parts
 
 
-def constants(bundle: Bundle, shard: Shard) -> Callable:
+def constants(bundle: Bundle, shard: Shard) -> Callable[[Sequence[str]], torch.Tensor]:
     """A function that reads a matrix of the checkpoint, decompressed, from the places of
     its pieces in the packages of a shard: `1/w` is the constant `w` in part 1."""
 
