@@ -128,7 +128,8 @@ class Sequences:
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
-            nothing, and the times of the layers without the head.
+            nothing (logits [B, V, T] where `LoadedShards.layers_give_logits`), and the
+            times of the layers without the head.
 
         Raises:
             InputError: more than t_max tokens, a position past max_seq_len, a hook on a
