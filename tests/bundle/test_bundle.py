@@ -73,7 +73,7 @@ def test_a_large_bundle_is_hashed_again_where_a_file_has_changed_alone(
 ):
     monkeypatch.setattr(files, "__file__", str(tmp_path / "files.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bundles, "NOTED_BYTES", 0)
+    monkeypatch.setattr(bundles, "MIN_NOTED_BYTES", 0)
     hashed = []
     sha256 = bundles.sha256
     monkeypatch.setattr(bundles, "sha256", lambda f: hashed.append(f) or sha256(f))

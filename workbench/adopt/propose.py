@@ -40,7 +40,7 @@ from workbench.bundle import (
     file_entries,
     new_bundle,
 )
-from workbench.bundle.foreign import TOKEN_AXIS, Foreign, Function, Part, caches
+from workbench.bundle.foreign import TOKEN_AXIS, Foreign, Function, Part, plane_shapes
 from workbench.bundle.names import IDS, LOGITS, PER_LAYER, X0, split_layer
 from workbench.check import compare, hf
 from workbench.check.stretches import state_rows
@@ -324,7 +324,7 @@ def link_packages(
     for index, package in enumerate(packages):
         states = package.program.states
         number = state_number(package, index, plan)
-        cache_shapes |= caches(number, states)
+        cache_shapes |= plane_shapes(number, states)
         name = package.path.name
         if states:
             part = Part(package=name, state=number)
@@ -338,7 +338,8 @@ def link_packages(
 def state_number(package: Package, index: int, plan: Plan) -> int:
     """The number of the state that a package reads. Packages that each declare all
     caches of the model share state 0; otherwise each has the state of its index."""
-    declares_all = len(caches(0, package.program.states)) == len(cache_sizes(plan))
+    planes = plane_shapes(0, package.program.states)
+    declares_all = len(planes) == len(cache_sizes(plan))
     return 0 if declares_all else index
 
 

@@ -34,9 +34,8 @@ from workbench.files import (
     was_verified,
 )
 
-# the folder of this checkout's notes on files whose hashes are right
-NOTES = "contents"
-NOTED_BYTES = 1 << 24  # a smaller bundle is hashed whenever a decoder opens it
+NOTES = "contents"  # the folder of this checkout's notes on bundles that were verified
+MIN_NOTED_BYTES = 1 << 24  # a smaller bundle is verified whenever a decoder opens it
 MAPPED_BYTES = 1 << 26  # of a table at a time: mapped memory counts as resident
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
@@ -57,9 +56,13 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
 class Bundle:
     """An opened bundle: its manifest, its folder, its embedding table.
 
-    `open` checks that every file is there with its size; `verify` also checks every
-    SHA-256; `check_contents` checks, before anything runs, the hashes of files that may
-    have changed, and the embedding table."""
+    Three methods compare the files with the manifest:
+
+        open            every listed file is inside the folder and has its size
+        verify          every SHA-256 is right, and packages have no other file
+        check_contents  before anything runs: `verify`, unless a note of this checkout
+                        says that these files were verified; and the dimensions of the
+                        embedding table"""
 
     def __init__(self, root: Path, manifest: Manifest):
         # Files beside the bundle are named after its folder, and `.` has no name; links
@@ -145,7 +148,7 @@ class Bundle:
         Raises:
             InputError: see `verify`.
         """
-        if self.bytes < NOTED_BYTES or not was_verified(NOTES, self._stamp()):
+        if self.bytes < MIN_NOTED_BYTES or not was_verified(NOTES, self._stamp()):
             self.verify()
         self._check_embedding()
 
@@ -175,7 +178,7 @@ class Bundle:
             if entry.path in listed:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
             raise _damaged(path, f"a file that {paths.BUNDLE} does not list")
-        if self.bytes >= NOTED_BYTES and stamp == self._stamp():
+        if self.bytes >= MIN_NOTED_BYTES and stamp == self._stamp():
             note_verified(NOTES, stamp)
 
     def _check_embedding(self) -> None:

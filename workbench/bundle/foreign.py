@@ -153,8 +153,9 @@ class PlaneName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PlaneName":
-        """The name whose text is `text`."""
-        state, tensor, index = text.split("/")
+        """The name whose text is `text`; the tensor's name may contain slashes."""
+        state, _, rest = text.partition("/")
+        tensor, _, index = rest.rpartition("/")
         return cls(int(state), tensor, int(index))
 
 
@@ -226,7 +227,8 @@ class Foreign(ManifestModel):
             function = functions[counts.index(count)]
             if not count:
                 needed = "t_min, t_max, first, until of a function that takes them"
-                refuse("call", f"{left} tokens at position {position}", needed)
+                actual = f"{left} tokens at position {position}"
+                raise_contradiction("call", actual, needed)
             yield function, done + np.arange(count)
             done += count
 
@@ -253,7 +255,7 @@ class Foreign(ManifestModel):
         return np.where(stored < 0, end, stored)
 
 
-def caches(state: int | None, tensors: dict) -> dict[str, list[int]]:
+def plane_shapes(state: int | None, tensors: dict) -> dict[str, list[int]]:
     """The text of the `PlaneName` → shape [1, H_kv, rows, D] of every cache in a state of
     a package.
 
@@ -268,8 +270,13 @@ def caches(state: int | None, tensors: dict) -> dict[str, list[int]]:
     }
 
 
-def refuse(place: str, actual: object, needed: object) -> NoReturn:
-    """Raises an InputError for a description that the packages contradict."""
+def raise_contradiction(place: str, actual: object, needed: object) -> NoReturn:
+    """Raises an InputError for a description in a manifest that the packages contradict.
+
+    Args:
+        place: what of the description is wrong, such as `roles`.
+        actual, needed: as of `InputError`.
+    """
     raise InputError(
         f"foreign: {place}",
         str(actual),

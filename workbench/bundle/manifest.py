@@ -102,11 +102,11 @@ class Options(ManifestModel):
         layout: the axes of activations: [B, C, T, 1] or [B, C, 1, T].
         moe: whether a graph holds all experts (`dense`) or the host picks expert shards
             (`routed`).
-        sliding: the cache of layers with an attention window. `mask`: max_seq_len rows.
-            `ring`: `window + t_max - 1` rows, just enough for a call of t_max tokens not
-            to overwrite a row that its first token still attends to. `window`: exactly
-            `window` rows, the ring of packages of other exporters, which may order its
-            rows otherwise (`Foreign.moves`).
+        sliding: the cache of layers with an attention window. An export has `mask`:
+            max_seq_len rows; or `ring`: `window + t_max - 1` rows, just enough for a call
+            of t_max tokens not to overwrite a row that its first token still attends to.
+            Only adopted packages have `window`: exactly `window` rows, which the packages
+            may order otherwise than a ring (`Foreign.moves`).
         target: the kind of programs that an installed plug-in makes; written only where
             they are not Core ML's.
     """
@@ -210,22 +210,30 @@ class Options(ManifestModel):
     ) -> dict[str, list[int | str]]:
         """Shapes of the rotary tables and masks that a layer reads, by their names.
 
+        Args:
+            rotary_half: D_rotary / 2, the width of the tables.
+        """
+        B, rows, suffix = self.batch, self.cache_rows(layer.window), layer.suffix
+        return {
+            ROPE_COS + suffix: [B, 1, "T", rotary_half],
+            ROPE_SIN + suffix: [B, 1, "T", rotary_half],
+            ATTN_MASK + suffix: [B, 1, "T", rows],
+            self.write_mask_name(layer.window, suffix): [B, 1, rows, "T"],
+        }
+
+    def write_mask_name(self, window: int | None, suffix: str) -> str:
+        """The name of the write mask that layers read.
+
         Layers whose caches have max_seq_len rows write the same rows and share one write
         mask, whatever their rope tables. A ring has other rows, and so a write mask of
         its own.
 
         Args:
-            rotary_half: D_rotary / 2, the width of the tables.
+            window: the layers' attention window in tokens; None: all tokens.
+            suffix: of the names of the layers' rope tables.
         """
-        B, rows, suffix = self.batch, self.cache_rows(layer.window), layer.suffix
-        is_ring = self.ring_rows(layer.window) is not None
-        write_mask = KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
-        return {
-            ROPE_COS + suffix: [B, 1, "T", rotary_half],
-            ROPE_SIN + suffix: [B, 1, "T", rotary_half],
-            ATTN_MASK + suffix: [B, 1, "T", rows],
-            write_mask: [B, 1, rows, "T"],
-        }
+        is_ring = self.ring_rows(window) is not None
+        return KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
 
 
 class Rope(ManifestModel):
@@ -317,9 +325,9 @@ class Shard(ManifestModel):
         layers: the decoder layers [start, stop); (0, 0) in a head.
         rows: the rows [start, stop) of the checkpoint tensors that the shard holds in
             part; (0, 0) where it holds none in part. Which tensors these are follows
-            from `kind`. `head`: vocabulary rows of the LM head. `expert`: the number of
-            the expert, in a stack of experts. `layers`: the rows of Gemma 4's projection
-            per layer that belong to the layers.
+            from `kind`. `head`: vocabulary rows of the LM head. `expert`: the one row of
+            a stack of experts that the shard holds, the number of the expert. `layers`:
+            the rows of Gemma 4's projection per layer that belong to the layers.
         foreign: describes packages of another exporter, all of them below `path`.
         taps: layer → name of the program's value that holds its hidden output.
         weights: checkpoint tensor → name of the constant that holds it, or names of its
@@ -356,10 +364,22 @@ class Shard(ManifestModel):
         """The numbers of the decoder layers in the shard."""
         return range(*self.layers)
 
+    @property
+    def expert(self) -> int | None:
+        """The number of the expert; None in a shard of another kind."""
+        return self.rows[0] if self.kind == "expert" else None
+
 
 class Embedding(ManifestModel):
-    """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in
-    float32."""
+    """Token embedding kept on the host, in float32:
+
+        hidden = (weight[id] + bias) · scale_vector · scale
+
+    Args:
+        file: holds the table `weight` [V, C] and, where the family has them, the vectors
+            `bias` and `scale` [C] (`scale_vector` above).
+        scale: one number for all channels.
+    """
 
     file: FileEntry
     scale: Finite = 1.0
@@ -434,8 +454,8 @@ class Manifest(ManifestModel):
         checkpoint: `name`, `sha256` and `dtype` of the checkpoint.
         packages: versions of the Python packages that the bundle's bytes and values
             depend on, by name. Everywhere else a package is an `.mlpackage`.
-        residual_exponent: `x` and `hidden` of every shard are 2^-exponent of the
-            model's.
+        residual_exponent: `x` and `hidden` of every shard are the model's divided by
+            2^exponent (`stream_scale`).
         formats: the preset of each tensor that is not stored by `options.compress`:
             every matrix where that is `mixed`, elsewhere those such as one whose rows
             the groups of tables do not divide.

@@ -29,16 +29,15 @@ class Tiling:
 
     @property
     def functions(self) -> dict[str, int]:
-        """The functions of a shard, name → T; empty: the program has `main` alone."""
+        """The functions of a shard, name → T: {"t1": 1, "t64": 64} of `1,64`. Empty where
+        calls of every size run the one function `main`."""
         return (
             {f"t{T}": T for T in self.fixed_sizes} if len(self.fixed_sizes) > 1 else {}
         )
 
     def width(self, T: int) -> int:
-        """Columns of a call of `T` tokens: T, or the next fixed size.
-
-        Callers have checked that T is at most `t_max`; above, no fixed size is large
-        enough, and T is returned."""
+        """Columns of a call of `T` tokens, at most t_max: T, or the next fixed size, whose
+        further columns are dummies. It does not check T; above t_max it returns T."""
         return next((n for n in self.fixed_sizes if n >= T), T)
 
     def call_size(self, limit: int) -> int:

@@ -34,8 +34,7 @@ class RoutedExperts:
     Attributes:
         takes_all_columns: whether expert shards take every column of a call, because
             they take fixed numbers of columns alone.
-        shards: by (layer, expert). `Shard.rows` of an expert's shard begins with its
-            number.
+        shards: by (layer, expert).
         models: those that are loaded, likewise.
         native_ms: Core ML's times of the predictions of the last run.
     """
@@ -50,7 +49,7 @@ class RoutedExperts:
         self.plane = plane
         self.takes_all_columns = bool(bundle.manifest.options.fixed_sizes)
         self.shards = {
-            (shard.layers[0], shard.rows[0]): shard for shard in bundle.shards("expert")
+            (shard.layers[0], shard.expert): shard for shard in bundle.shards("expert")
         }
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []

@@ -9,7 +9,6 @@ import numpy as np
 from workbench.bundle import Manifest, Rope
 from workbench.bundle.names import (
     ATTN_MASK,
-    KV_WRITE_MASK,
     MASKED,
     ORDER,
     POS,
@@ -167,12 +166,10 @@ class HostInputs:
         # in float32, as transformers computes its tables
         angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
         rows = self.options.cache_rows(window)
-        is_ring = self.options.ring_rows(window) is not None
         seen = _visible(positions, ends, rows, window)
         # one-hot columns: the row of each valid token; a dummy writes no row
         is_row = np.arange(rows)[:, None] == (positions % rows)[:, None]
-        # caches of max_seq_len rows share one mask
-        write_mask = KV_WRITE_MASK + suffix if is_ring else KV_WRITE_MASK
+        write_mask = self.options.write_mask_name(window, suffix)
         return {
             ROPE_COS + suffix: np.cos(angles) * np.float32(rope.scale),
             ROPE_SIN + suffix: np.sin(angles) * np.float32(rope.scale),

@@ -59,7 +59,8 @@ class Sequences:
     any other one is interrupted and refused. `_end_call` follows a call that ran.
 
     Args:
-        decoder: the shards that run the sequences.
+        decoder: the shards that run the sequences; for a decoder's current sequences a
+            weak proxy of it (see `Decoder._continue_with`).
         states: one per layer shard; a state works only with the model that made it.
         ids: the tokens that each sequence has run.
         min_lengths: the shortest length that each sequence can be trimmed to.
@@ -127,7 +128,8 @@ class Sequences:
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
-            nothing, and the times of the layers without the head.
+            nothing (logits [B, V, T] where `LoadedShards.layers_give_logits`), and the
+            times of the layers without the head.
 
         Raises:
             InputError: more than t_max tokens, a position past max_seq_len, a hook on a
@@ -263,9 +265,9 @@ class Sequences:
         seq = whole_number(seq, "sequence", len(self.ids))
         self.check_whole()
         manifest = self.decoder.manifest
-        offset = len(self.ids[seq])
+        length = len(self.ids[seq])
         # without `last_call`, which a snapshot does not have
-        min_length = max(self.min_lengths[seq], shortest_length(manifest, offset))
+        min_length = max(self.min_lengths[seq], shortest_length(manifest, length))
         states = {}
         for state, name in self.named_states:
             if source_name(manifest, name) != name:
@@ -276,7 +278,7 @@ class Sequences:
             if state.shard.states[name].ring:
                 first = max(0, min_length - attention_window(manifest, name) + 1)
             if is_cache(name):
-                value = value[:, np.arange(first, offset) % value.shape[1]]
+                value = value[:, np.arange(first, length) % value.shape[1]]
             states[name] = value
         return Snapshot(tuple(self.ids[seq]), self.decoder.identity, states, min_length)
 

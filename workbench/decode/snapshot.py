@@ -80,47 +80,47 @@ class Snapshot:
             raise InputError(subject, f"{self.offset} rows", needed, step)
 
 
-def fill(target: np.ndarray, rows: np.ndarray, offset: int) -> None:
-    """Writes cache rows [H_kv, n, D] of the last n of `offset` tokens into a cache, position
+def fill(target: np.ndarray, rows: np.ndarray, length: int) -> None:
+    """Writes cache rows [H_kv, n, D] of the last n of `length` tokens into a cache, position
     p into row p modulo its size. If the cache has fewer rows than n, only the last
     positions are written."""
     rows = rows[:, -target.shape[1] :]
-    places = np.arange(offset - rows.shape[1], offset) % target.shape[1]
+    places = np.arange(length - rows.shape[1], length) % target.shape[1]
     target[:, places] = rows
 
 
-def trimmed_count(count: int, offset: int, min_length: int) -> int:
-    """How many of `offset` tokens a trim by `count` takes back: `count`, at most all.
+def trimmed_count(count: int, length: int, min_length: int) -> int:
+    """How many of `length` tokens a trim by `count` takes back: `count`, at most all.
 
     Raises:
         InputError: fewer tokens than `min_length` would be left; a negative count.
     """
-    count = min(whole_number(count, "tokens to trim"), offset)
-    if offset - count < min_length:
+    count = min(whole_number(count, "tokens to trim"), length)
+    if length - count < min_length:
         raise InputError(
-            f"sequence of {offset} tokens",
+            f"sequence of {length} tokens",
             f"{count} to undo",
-            f"at most {offset - min_length}: no state holds the values from before these",
+            f"at most {length - min_length}: no state holds the values from before these",
             "restore an earlier snapshot, or export with --sliding mask (not ring)",
         )
     return count
 
 
-def shortest_length(manifest: Manifest, offset: int) -> int:
-    """The shortest length that a sequence of `offset` tokens can be trimmed to without a
+def shortest_length(manifest: Manifest, length: int) -> int:
+    """The shortest length that a sequence of `length` tokens can be trimmed to without a
     snapshot: a ring must still hold the next token's window, and a recurrent state
     cannot be trimmed at all."""
-    length = 0
+    shortest = 0
     for shard in manifest.shards:
         for name, state in shard.states.items():
             if not is_cache(name):
-                return offset
-            if state.ring and offset > state.ring:
-                # The ring holds the positions from offset − ring on, and the next token,
-                # at position `length`, attends back to length − window + 1.
-                of_ring = offset - state.ring + attention_window(manifest, name) - 1
-                length = max(length, of_ring)
-    return length
+                return length
+            if state.ring and length > state.ring:
+                # The ring holds the positions from length − ring on, and the next token,
+                # at position `shortest`, attends back to shortest − window + 1.
+                of_ring = length - state.ring + attention_window(manifest, name) - 1
+                shortest = max(shortest, of_ring)
+    return shortest
 
 
 def has_recurrent_state(manifest: Manifest) -> bool:

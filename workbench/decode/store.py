@@ -31,10 +31,11 @@ VERSION = "3"
 GROUP = 64  # values along head_dim, at most, that share one scale
 # the largest RMS of the errors of q4, over that of the values' deviations from the mean
 MAX_Q4_ERROR_RATIO = 0.25
-IDS = "ids"
+IDS_ARRAY = "ids"  # the name of the array of `Snapshot.ids`
 # suffixes of the arrays of a cache in q4
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
-# the field of a file's header that has `Snapshot.min_length`
+# The field of a file's header that has `Snapshot.min_length`. Files have the word that the
+# field was called by once.
 MIN_LENGTH = "floor"
 
 
@@ -49,7 +50,7 @@ def save(
     """
     check_choice("snapshot format", format, FORMATS, "choose one of these")
     path = _path(folder, name)
-    tensors = {IDS: np.array(snapshot.ids, np.int32)}
+    tensors = {IDS_ARRAY: np.array(snapshot.ids, np.int32)}
     for state, value in snapshot.states.items():
         tensors[state] = value
         if format == "q4" and is_cache(state) and value.size:
@@ -81,7 +82,7 @@ def load(folder: str | Path, name: str) -> Snapshot:
     """
     with _open(_path(folder, name)) as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-        ids = tuple(tensors.pop(IDS).tolist())
+        ids = tuple(tensors.pop(IDS_ARRAY).tolist())
         states = states_from_tensors(tensors)
         return Snapshot(ids, header["identity"], states, int(header[MIN_LENGTH]))
 
@@ -103,7 +104,7 @@ def find(
     prompt = np.array(ids[:-1], np.int32)
     for path in sorted(Path(folder).glob("[!.]*.safetensors")):
         with _open(path) as (header, file):
-            stored = file.get_tensor(IDS)
+            stored = file.get_tensor(IDS_ARRAY)
             min_length = int(header[MIN_LENGTH])
             fits = header["identity"] == identity
         shorter = min(len(stored), len(prompt))
@@ -126,6 +127,9 @@ def _path(folder: str | Path, name: str) -> Path:
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[dict, safe_open]]:
     """Context manager that gives the header of a file, and the open file.
+
+    The block reads the file and does nothing else: an array or a field of the header that
+    it does not find, or cannot parse, is reported as a damaged file, too.
 
     Raises:
         InputError: no such file, a damaged one, or one of another version.

@@ -113,6 +113,9 @@ def _decode(
     eos = decoder.manifest.tokens.eos
     limit, stop = max_new, eos
     if keeps_logits:
+        # A record has the logits from which its token was picked. Those after the last
+        # token come with one record more, so that `stream` must not end before it: the
+        # loop ends there, and drops its token.
         limit, stop = max_new + 1, ()
     decoded = Decoded()
     tokens = decoded.tokens
@@ -122,8 +125,8 @@ def _decode(
             decoded.prefill_ms = (time.perf_counter() - start) * 1e3
         if keeps_logits:
             decoded.logits.append(record.logits)
-        has_ended = bool(tokens) and tokens[-1] in eos
-        if has_ended or len(tokens) == max_new:
+        has_last_token = len(tokens) == max_new or (tokens and tokens[-1] in eos)
+        if has_last_token:
             break
         if tokens:
             decoded.step_times.append(record.times)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,6 +40,9 @@ from workbench.runtime.base import (
     State,
     check_compute_units,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "COMPUTE_UNITS",
@@ -69,7 +73,7 @@ DEFAULTS = Settings()
 def coreml_available() -> bool:
     """Whether Core ML can run stateful models here: macOS 15 or later."""
     version = platform.mac_ver()[0].partition(".")[0]
-    return platform.system() == "Darwin" and int(version or 0) >= 15
+    return _is_mac() and int(version or 0) >= 15
 
 
 def check_runtime(name: str) -> str:
@@ -84,9 +88,11 @@ def check_runtime(name: str) -> str:
 
 
 def model_class(name: str) -> type[Model]:
-    """The class of a runtime's models. It is called as `PackageModel` is, with a `Package`
-    and `Settings`; that of a plug-in's target as Model(bundle, shard), because only the
-    plug-in can read its packages."""
+    """The class of a runtime's models.
+
+    The class of a runtime for Core ML's packages, also of a plug-in's device, is called
+    as Model(package, settings), see `PackageModel`. That of a plug-in's target is called
+    as Model(bundle, shard), because only the plug-in can read its packages."""
     if name not in MODELS:
         return plugins.load("runtimes", name)
     module, model = MODELS[name]
@@ -133,14 +139,21 @@ def _check_runs_here(runtime: str) -> None:
     # a plug-in's device runs Core ML's programs; its other runtimes run their own targets'
     if runtime in plugins.find_plugins("runtimes") and not is_device(runtime):
         raise _wrong_target(runtime, "Core ML and portable")
-    is_mac = platform.system() == "Darwin"
-    # off a Mac only the shim provides this module
-    is_shimmed = not is_mac and "coremltools.libcoremlpython" in sys.modules
-    if runtime == "coreml" and not (coreml_available() or is_shimmed):
+    if runtime == "coreml" and not (coreml_available() or _is_shim_installed()):
         raise _unavailable(runtime, platform.platform(), "macOS 15 or later")
-    if runtime == "stand-in" and is_mac:
+    if runtime == "stand-in" and _is_mac():
         actual = "macOS, which has Core ML itself"
         raise _unavailable(runtime, actual, "a machine without Core ML")
+
+
+def _is_mac() -> bool:
+    return platform.system() == "Darwin"
+
+
+def _is_shim_installed() -> bool:
+    """Whether `miltorch.shim` stands in for Core ML's binding in this process: off a Mac
+    nothing else provides the module."""
+    return not _is_mac() and "coremltools.libcoremlpython" in sys.modules
 
 
 def _wrong_target(runtime: str, right: str) -> InputError:
@@ -204,7 +217,7 @@ def _load_foreign(bundle: Bundle, shard: Shard, settings: Settings) -> Model:
             for name in shard.foreign.functions_of(part)
         }
         parts.append(LoadedPart(part, models))
-    return ForeignModel(bundle, shard, parts, settings.fast)
+    return ForeignModel(bundle, shard, parts, skips_missing_logits=settings.fast)
 
 
 def _compiled_path(
@@ -223,9 +236,13 @@ def _load(package: Package, settings: Settings) -> PackageModel:
     return model_class(resolve(settings.runtime))(package, settings)
 
 
-def constants(bundle: Bundle, shard: Shard) -> Callable:
-    """A function from the place of a weight in a shard, as the manifest names it, to
-    its values [rows, ..] as a tensor, decompressed, fp16 or float32."""
+def constants(bundle: Bundle, shard: Shard) -> Callable[[str | list[str]], "Tensor"]:
+    """A function from the place of a weight in a shard to its values [rows, ..] as a
+    tensor, decompressed, fp16 or float32.
+
+    A place is a value of `Shard.weights`: the name of a constant of the package; the
+    places of a matrix's pieces in another exporter's packages, see `foreign.constants`;
+    or what a plug-in's target stored there, which `Target.dense` reads."""
     if shard.foreign:
         from workbench.runtime import foreign
 

@@ -245,6 +245,11 @@ class PackageModel(Model):
                 use(T, program)
             self.program = replace(program, block=None)
 
+    @property
+    def smallest_T(self) -> int:
+        """The smallest T that has a function; `ANY_T` where one takes every T."""
+        return min(self.function_names)
+
     def _most_tokens(self, T: int) -> int:
         """The most tokens that a call of the function of T takes."""
         if T != ANY_T:

@@ -16,7 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,9 +145,13 @@ class CoreMLModel(PackageModel):
 
     is_device = True
     plan_source = "measured"
-    # context manager in which a package is compiled and loaded and a plan is asked for: a
-    # stand-in replaces coremltools' native layer in it
-    native_layer = nullcontext
+
+    @classmethod
+    @contextmanager
+    def native_layer(cls) -> Iterator[None]:
+        """Context manager in which coremltools compiles and loads a package, or plans it.
+        Here it changes nothing; a stand-in replaces coremltools' native layer in it."""
+        yield
 
     def __init__(self, package: Package, settings: Settings):
         super().__init__(package, settings)
@@ -167,7 +171,7 @@ class CoreMLModel(PackageModel):
         self.was_compiled = compile_ms is None
         self.loading_ms["compile"] = compile_ms
         # `make_state` needs a loaded function
-        self._load_function(min(self.function_names))
+        self._load_function(self.smallest_T)
 
     def core_ml_errors(self) -> AbstractContextManager[None]:
         """Context manager that turns errors of Core ML's binding into InputErrors."""

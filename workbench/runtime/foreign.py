@@ -7,7 +7,7 @@ once, in the order of the parts. `foreign_call.py` translates its arrays; `forei
 shows the packages' states as those of a bundle."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +17,13 @@ import torch
 import miltorch
 from miltorch.constants import Constants
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.foreign import TOKEN_AXIS, Function, Part, caches, refuse
+from workbench.bundle.foreign import (
+    TOKEN_AXIS,
+    Function,
+    Part,
+    plane_shapes,
+    raise_contradiction,
+)
 from workbench.bundle.names import LOGITS, POS, X
 from workbench.runtime.base import Hook, Model, OnCall, PackageModel
 from workbench.runtime.foreign_call import ForeignCall
@@ -65,9 +71,9 @@ class ForeignModel(Model):
 
     Args:
         parts: in the order in which they run.
-        fast: whether logits may be nan in columns for which a function gives none, such
-            as a prefill that only fills the cache. Otherwise other functions compute
-            them first. The last column always has its logits.
+        skips_missing_logits: whether logits stay nan in columns for which a function
+            gives none, such as a prefill that only fills the cache. Otherwise other
+            functions compute them first. The last column always has its logits.
 
     Raises:
         InputError: a description that the packages contradict.
@@ -78,11 +84,11 @@ class ForeignModel(Model):
         bundle: Bundle,
         shard: Shard,
         parts: Sequence[LoadedPart],
-        fast: bool = False,
+        skips_missing_logits: bool = False,
     ):
         self.shard = shard
         self.foreign = shard.foreign
-        self.fast = fast
+        self.skips_missing_logits = skips_missing_logits
         self.V = bundle.manifest.dims.V
         self.parts = parts
         # rows of the smallest cache, where inputs say which of them a call writes first
@@ -113,7 +119,7 @@ class ForeignModel(Model):
                 program = model.program
                 packaged |= {*program.inputs, *program.outputs}
                 state = part.description.state
-                for tensor, shape in caches(state, program.states).items():
+                for tensor, shape in plane_shapes(state, program.states).items():
                     *sizes, width = shape
                     # the heads of a layer may be narrower than their plane
                     width = min(width, widths.get(tensor, width))
@@ -121,7 +127,7 @@ class ForeignModel(Model):
         described = {f"{entry.tensor} {entry.shape}" for entry in states}
         if different := packaged ^ (described | self.foreign.roles.keys()):
             actual = f"{sorted(different)} on one side only"
-            refuse("names", actual, "those of the packages")
+            raise_contradiction("names", actual, "those of the packages")
 
     def _check_slices(self) -> None:
         """Refuses several slices of `top` tokens if their logits are not output too."""
@@ -133,7 +139,7 @@ class ForeignModel(Model):
         if outputs["top"] > max(1, outputs["top_value"]):
             slices, values = outputs["top"], outputs["top_value"]
             actual = f"{slices} slices of top, {values} of top_value"
-            refuse("roles", actual, "top_value of each slice")
+            raise_contradiction("roles", actual, "top_value of each slice")
 
     def make_state(self) -> ForeignState:
         models = {}
@@ -165,22 +171,24 @@ class ForeignModel(Model):
     def _predict(self, shard_call: ShardCall) -> dict[str, np.ndarray]:
         self.last_native_ms = 0.0
         logits = np.full((1, self.V, shard_call.T, 1), np.nan, np.float32)
-        planned = list(
-            self.foreign.calls(shard_call.start, shard_call.T, ring_rows=self.ring_rows)
-        )
-        if not self.fast and not all(function.logits for function, _ in planned):
+        planned = list(self._planned_calls(shard_call, allow_without_logits=True))
+        lacks_logits = not all(function.logits for function, _ in planned)
+        if lacks_logits and not self.skips_missing_logits:
             # A function that only fills the cache gives no logits: first functions that
             # give some run, then, from the same states, those that an app would call.
-            with_logits = self.foreign.calls(
-                shard_call.start,
-                shard_call.T,
-                allow_without_logits=False,
-                ring_rows=self.ring_rows,
-            )
+            with_logits = self._planned_calls(shard_call, allow_without_logits=False)
             with shard_call.state.restored():
                 self._run(with_logits, shard_call, logits)
         self._run(planned, shard_call, logits)
         return {LOGITS: logits}
+
+    def _planned_calls(
+        self, shard_call: ShardCall, allow_without_logits: bool
+    ) -> Iterator[tuple[Function, np.ndarray]]:
+        """The calls of the packages for a call of the shard, see `Foreign.calls`."""
+        return self.foreign.calls(
+            shard_call.start, shard_call.T, allow_without_logits, self.ring_rows
+        )
 
     def _run(
         self,
@@ -193,7 +201,7 @@ class ForeignModel(Model):
 
         Args:
             planned: the function of each call of the packages, and the indices of its
-                tokens, as `Foreign.calls` gives them.
+                tokens, as `_planned_calls` gives them.
         """
         for function, tokens in planned:
             positions = shard_call.start + tokens
@@ -234,7 +242,7 @@ class ForeignModel(Model):
         return parts
 
 
-def constants(bundle: Bundle, shard: Shard) -> Callable:
+def constants(bundle: Bundle, shard: Shard) -> Callable[[Sequence[str]], torch.Tensor]:
     """A function that reads a matrix of the checkpoint, decompressed, from the places of
     its pieces in the packages of a shard: `1/w` is the constant `w` in part 1."""
 

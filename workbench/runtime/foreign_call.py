@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import miltorch
-from workbench.bundle.foreign import TOKEN_AXIS, Foreign, refuse
+from workbench.bundle.foreign import TOKEN_AXIS, Foreign, raise_contradiction
 from workbench.bundle.names import MASKED, PER_LAYER, X
 
 
@@ -68,31 +68,37 @@ class ForeignCall:
             case "carried" if name in self.carried:
                 return self.carried[name]
             case "write":
-                return self._distances(rows=shape[-2]).T == 0
+                return self._write_mask(rows=shape[-2])
             case "mask":
-                return self._mask(shape[-1], MASKED)
+                return self._attention_mask(shape[-1], MASKED)
             case "mask_inf":
-                return self._mask(
-                    shape[-1], MASKED if self.has_finite_masks else -np.inf
-                )
+                blocked = MASKED if self.has_finite_masks else -np.inf
+                return self._attention_mask(shape[-1], blocked)
             case "zeros":
                 return np.zeros([size or self.T for size in shape])
         if role in self.values:
             return _in_form_of_input(role, shape, self.values[role], self.T)
+        # a role that no input can have, or `carried` before a package has put it out
         roles = [*self.values, *TOKEN_AXIS, "start"]
-        refuse(name, f"role {role!r}", f"one of {roles}")
+        raise_contradiction(name, f"role {role!r}", f"one of {roles}")
 
-    def _mask(self, rows: int | None, blocked: float) -> np.ndarray:
+    def _write_mask(self, rows: int | None) -> np.ndarray:
+        """The write mask [rows, T], a bool: the row that holds the position of each
+        token."""
+        return self._row_positions(rows)[:, None] == self.positions
+
+    def _attention_mask(self, rows: int | None, blocked: float) -> np.ndarray:
         """The attention mask [T, rows]: 0 for rows that a token attends to, `blocked` for
         those of later tokens and for empty ones."""
-        return np.where(self._distances(rows) < 0, blocked, 0.0)
+        is_later = self._row_positions(rows) > self.positions[:, None]
+        return np.where(is_later, blocked, 0.0)
 
-    def _distances(self, rows: int | None) -> np.ndarray:
-        """[T, rows]: from the position in each row of a cache to that of each token; 0
-        is the row that the token is written to, a negative one is not attended to.
+    def _row_positions(self, rows: int | None) -> np.ndarray:
+        """The position [rows] in each row of a cache after the call. An empty row has the
+        position after the last token, which no token of the call is at or attends to.
         Without `rows` the cache has one for every position so far."""
         end = self.positions[-1] + 1
-        return self.positions[:, None] - self.foreign.positions(rows or end, end)
+        return self.foreign.positions(rows or end, end)
 
     def add_results(self, results: dict[str, np.ndarray]) -> None:
         """Adds the outputs of a package by their names."""

@@ -4,34 +4,12 @@ moves them back when the bundle's order is read or written."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 
 from workbench.bundle import Shard
+from workbench.bundle.foreign import PlaneName
 from workbench.runtime.base import PackageModel, State, interrupted_error
-
-
-class PlaneAddress(NamedTuple):
-    """The place of one cache in the packages. A tensor [.., H_kv, rows, D] may hold
-    several caches: its planes [H_kv, rows, D], counted over the leading axes.
-
-    Attributes:
-        state: the number of the packages' state.
-        tensor: its tensor.
-        plane: the number of the plane.
-    """
-
-    state: int
-    tensor: str
-    plane: int
-
-    @classmethod
-    def parse(cls, text: str) -> "PlaneAddress":
-        """Of `StateEntry.tensor`: `0/kv_cache/3` is plane 3 of `kv_cache` in state 0."""
-        state, _, rest = text.partition("/")
-        tensor, _, plane = rest.rpartition("/")
-        return cls(int(state), tensor, int(plane))
 
 
 class ForeignState(State):
@@ -73,19 +51,19 @@ class ForeignState(State):
         """A plane [1, H_kv, rows, width] with all its channels, which may be more than
         the heads of its layer have."""
         self.arrange_rows(0)
-        address = PlaneAddress.parse(tensor)
-        value = self.states[address.state].read(address.tensor)
+        plane = PlaneName.parse(tensor)
+        value = self.states[plane.state].read(plane.tensor)
         planes = value.reshape(-1, *value.shape[-3:])
-        return planes[[address.plane]]
+        return planes[[plane.index]]
 
     def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         self.arrange_rows(0)
-        address = PlaneAddress.parse(tensor)
-        state = self.states[address.state]
-        whole = state.read(address.tensor)
+        plane = PlaneName.parse(tensor)
+        state = self.states[plane.state]
+        whole = state.read(plane.tensor)
         planes = whole.reshape(-1, *whole.shape[-3:])  # a view of `whole`
-        planes[address.plane][..., : self._widths[tensor]] = value[0]
-        state.write(address.tensor, whole)
+        planes[plane.index][..., : self._widths[tensor]] = value[0]
+        state.write(plane.tensor, whole)
 
     def arrange_rows(self, token_count: int) -> None:
         """Moves every row to its place in the packages after `token_count` tokens; with
@@ -114,6 +92,7 @@ class ForeignState(State):
     def changing_order(self, token_count: int) -> Iterator[None]:
         """Context manager for a block after which the rows are in the order after
         `token_count` tokens. If the block does not end, the order is not known."""
+        # without `finally`: an exception must leave `is_interrupted` True
         self.is_interrupted = True
         yield
         self.is_interrupted = False
@@ -122,7 +101,9 @@ class ForeignState(State):
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager for a block after which all values and their order are those
-        from before it."""
+        from before it. If the block does not end, they stay as it left them."""
+        # Without `finally`: an exception leaves the states as after any call that did not
+        # end. `is_interrupted` and `Sequences` then say whether a call can follow.
         before = [state.read(name) for state, name in self.tensors]
         rows_arranged_after = self.rows_arranged_after
         yield

@@ -88,7 +88,7 @@ class PortableModel(PackageModel):
         no weights builds none."""
         if not self.keeps_weights:
             check_program(program)
-        elif T == min(self.function_names):
+        elif T == self.smallest_T:
             self.executables[T, self.fast] = self.build(program, self.fast)
 
     def executable_for(self, T: int, fused: bool) -> miltorch.Executable:
@@ -111,7 +111,7 @@ class PortableModel(PackageModel):
     @property
     def executable(self) -> miltorch.Executable:
         """The executable of the function of the smallest T, nothing fused."""
-        return self.executable_for(min(self.function_names), False)
+        return self.executable_for(self.smallest_T, False)
 
     def make_state(self) -> PortableState:
         cells = miltorch.make_state(self.program, self.precision)
