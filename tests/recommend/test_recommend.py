@@ -80,7 +80,7 @@ def test_bytes_of_a_preset_are_those_of_its_bundle(
         for name in presets
     }
     source = in_a_folder_alone(bundles["int8-tensor"])
-    predicted = candidates.candidates(tiny_llama, source)
+    predicted = candidates.list_candidates(tiny_llama, source)
     sizes = [candidate.bytes for candidate in predicted]
     assert sizes == sorted(sizes)
     by_name = {candidate.compress: candidate for candidate in predicted}
@@ -185,7 +185,7 @@ def test_a_finished_bundle_of_fitted_values_is_measured(tiny_llama, tmp_path, ex
     export(
         tiny_llama.path, folder, calibration=text, compress="lut4-g8", max_seq_len=32
     )
-    listed = candidates.candidates(tiny_llama, bundle)
+    listed = candidates.list_candidates(tiny_llama, bundle)
     (fitted,) = (c for c in listed if c.compress == "lut4-g8")
     assert fitted.finished.root == folder.resolve()
     assert fitted.bytes == fitted.finished.bytes
@@ -201,7 +201,9 @@ def test_a_mixed_bundle_that_costs_too_much_gets_a_recommendation(tiny_llama, tm
     text = draw_windows(ids, "random", window=64, windows=4)
     options = {"compress": "mixed", "formats": formats, "calibration": text}
     bundle = export(tiny_llama.path, tmp_path / "mixed", max_seq_len=32, **options)
-    sizes = {c.compress: c.bytes for c in candidates.candidates(tiny_llama, bundle)}
+    sizes = {
+        c.compress: c.bytes for c in candidates.list_candidates(tiny_llama, bundle)
+    }
     assert sizes["int8-channel"] < bundle.bytes < sizes["fp16"]
     assert "mixed" not in sizes
     advice = recommend.recommend(tiny_llama, bundle, results(200.0, 100.0))

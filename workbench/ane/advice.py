@@ -151,8 +151,8 @@ def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
 
 def _fewer_shards(work: Work, options: Options) -> Iterator[_Alternative]:
     """Yields the export with as many layers in a shard as may be, if it has fewer shards."""
-    heads = [shard for shard in work.shards if shard.name.startswith("head")]
-    layers = [shard for shard in work.shards if not shard.name.startswith("head")]
+    heads = [shard for shard in work.shards if shard.is_head]
+    layers = [shard for shard in work.shards if not shard.is_head]
     if options.moe != "dense" or len(layers) < 2:
         return
     stacked = _stacked(layers)

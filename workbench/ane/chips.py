@@ -87,11 +87,16 @@ def chip_order(chip: str) -> tuple[str, int, str]:
     return series, int(number), chip
 
 
+def check_chip(chip: str) -> None:
+    """Raises an InputError unless a chip has a published rate."""
+    check_choice("chip", chip, sorted(chips()["chip"]))
+
+
 def generation(chip: str) -> int:
     """The generation of the M series that a chip belongs to.
 
     Raises:
         InputError: a chip without a published rate.
     """
-    check_choice("chip", chip, sorted(chips()["chip"]))
+    check_chip(chip)
     return PHONE_GENERATIONS.get(chip) or chip_order(chip)[1]

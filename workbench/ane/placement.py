@@ -74,8 +74,9 @@ def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     return placements
 
 
-class LoadedProgram(NamedTuple):
-    """A program that a process loads to run a shard. `title` names it in tables."""
+class ProgramAddress(NamedTuple):
+    """Where a program is that a process loads to run a shard: a package and one of its
+    functions. `title` names it in tables."""
 
     title: str
     shard: Shard
@@ -83,14 +84,14 @@ class LoadedProgram(NamedTuple):
     function: str
 
 
-def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[LoadedProgram]:
+def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[ProgramAddress]:
     """Yields every program that a process loads to run the shards."""
     for shard in shards:
         for name, package in bundle.packages(shard).items():
             functions = sorted(read_spec(package).mlProgram.functions)
             for function in functions:
                 title = f"{name} {function}" if len(functions) > 1 else name
-                yield LoadedProgram(title, shard, package, function)
+                yield ProgramAddress(title, shard, package, function)
 
 
 def place_operations(shard: str, graph: LintGraph) -> Placement:

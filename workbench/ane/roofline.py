@@ -126,7 +126,8 @@ def _chip_log_width(
 
 def extrapolations(call: Mapping, model: Calibration) -> dict[str, str]:
     """The ways in which a call, a row of a table of calls with rates, resembles no fitted
-    row: chip, format, context, attention or program → the difference in words."""
+    row: chip, format, context, attention or program → the difference in words. Each kind
+    but attention has a width in `Calibration.extra_log_widths`."""
     fitted, reasons = model.rows, {}
     chip = call["chip"]
     if chip not in set(fitted["chip"]):
@@ -208,7 +209,8 @@ def _predict_with_interval(call: dict, model: Calibration) -> dict:
             "extrapolates": missing,
         }
     reasons = extrapolations(call, model)
-    # log errors of independent causes: their squares add up
+    # Log errors of independent causes: their squares add up. "attention" adds no width to
+    # both ends; it moves the upper one (below).
     squares = [np.log(model.factor) ** 2]
     squares += [model.extra_log_widths.get(kind, 0.0) ** 2 for kind in reasons]
     factor = np.exp(np.sqrt(sum(squares)))

@@ -68,6 +68,11 @@ ON_ANE = frozenset(
     pixel_shuffle pixel_unshuffle depth_to_space space_to_depth
 """.split()
 )
+# The kinds of operations that compute weights from integers of 8 or 4 bits and scales: the
+# subject `weights` of a rule.
+SCALED_WEIGHTS = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
+# The types of results that T3 lets pass. Float32 breaks T1 instead.
+SUPPORTED_DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 
 
 class LintGraph(Graph):
@@ -166,7 +171,7 @@ def _subjects(graph: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
                 results.append((op.name, type))
         for source in op.inputs.values():
             producer = graph.producer(source)
-            if producer and producer.kind in SCALED:
+            if producer and producer.kind in SCALED_WEIGHTS:
                 weights.append((op.name, producer))
     return {
         "inputs": inputs,
@@ -174,11 +179,12 @@ def _subjects(graph: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
         "interface": [*inputs, *outputs],
         "results": results,
         "weights": weights,
+        # the operations that run; the pattern `*` would also fit constants
         "*": [(op.name, op) for op in graph.ops],
     }
 
 
-def _moves_width(graph: LintGraph, op: Op) -> bool:
+def _changes_last_axis(graph: LintGraph, op: Op) -> bool:
     """Whether a reshape or a transpose changes the last axis."""
     shape = graph.shape(op, "x")
     if op.kind == "reshape":
@@ -194,7 +200,7 @@ def _is_padded(graph: LintGraph, value: Type) -> bool:
     return (value.shape[-1] or 1) < 32
 
 
-def _has_uneven_rows(graph: LintGraph, state: Type) -> bool:
+def _last_axis_is_no_multiple_of_32(graph: LintGraph, state: Type) -> bool:
     """Whether the last axis of a state is no multiple of 32."""
     return bool(state.shape) and (state.shape[-1] or 0) % 32 > 0
 
@@ -210,7 +216,7 @@ def _has_long_axis(graph: LintGraph, value: Type) -> bool:
     return False
 
 
-def _spills(graph: LintGraph, value: Type) -> bool:
+def _exceeds_working_set(graph: LintGraph, value: Type) -> bool:
     """Whether an fp16 result is larger than the chip's working set, 2 MB on an M1 and
     4.7 MB on an M5."""
     limit = 2e6 if graph.generation < 5 else 4.7e6  # bytes
@@ -234,7 +240,7 @@ def _blends_a_state(graph: LintGraph) -> bool:
     return any(_is_state(graph, value) for value in operands)
 
 
-def _is_sliced(graph: LintGraph, op: Op) -> bool:
+def _writes_part_of_state(graph: LintGraph, op: Op) -> bool:
     """Whether a part of a state is written in place. A write of all of it leaves no row
     of the buffer before."""
     update = graph.producer(op.inputs.get("data"))
@@ -261,7 +267,7 @@ def _columns(graph: LintGraph, op: Op) -> int:
     return prod(size or 2 for size in sizes)
 
 
-def _is_spatial(graph: LintGraph, op: Op) -> bool:
+def _softmax_axis_is_not_channels(graph: LintGraph, op: Op) -> bool:
     """Whether a softmax runs over another axis than channels, axis 1."""
     axis = graph.constant(op, "axis")
     axis = -1 if axis is None else int(np.ravel(axis)[0])
@@ -284,10 +290,6 @@ def _has_functions_of_several_tokens(graph: LintGraph) -> bool:
     products = [op for op in graph.ops if op.kind in ("conv", "linear")]
     return min((_columns(graph, op) for op in products), default=0) > 1
 
-
-# float32 breaks T1 instead
-DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
-SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 
 # Each of these tables is rule → test. The comment above a test names the rule's subjects
 # and what breaks it; the column `says` has the whole rule, with sources.
@@ -315,7 +317,7 @@ VALUE_TESTS: dict[str, Callable[[LintGraph, Type], bool]] = {
     # results: float32
     "T1": lambda graph, value: value.dtype == "FLOAT32",
     # results: neither fp16, int8, int16 nor bool
-    "T3": lambda graph, value: value.dtype not in DTYPES,
+    "T3": lambda graph, value: value.dtype not in SUPPORTED_DTYPES,
     # results: rank above 5
     "T4": lambda graph, value: len(value.shape) > 5,
     # inputs and outputs: rows that are padded
@@ -323,7 +325,7 @@ VALUE_TESTS: dict[str, Callable[[LintGraph, Type], bool]] = {
     # results: an axis longer than the chip takes
     "S4": _has_long_axis,
     # results: larger than the working set
-    "S12": _spills,
+    "S12": _exceeds_working_set,
     # inputs: a size known only at run time (D1: slow, D3: off the Neural Engine)
     "D1": lambda graph, value: None in value.shape,
     "D3": lambda graph, value: None in value.shape,
@@ -332,23 +334,23 @@ VALUE_TESTS: dict[str, Callable[[LintGraph, Type], bool]] = {
     # inputs: a fixed shape beside state and an input whose size varies
     "D8": _is_fixed_beside_varying,
     # states: a last axis that is no multiple of 32
-    "K2": _has_uneven_rows,
+    "K2": _last_axis_is_no_multiple_of_32,
     # states: a cache [1, heads, rows, width] of more than 1024 rows
     "K12": lambda graph, value: len(value.shape) == 4 and (value.shape[2] or 0) > 1024,
 }
 OPERATION_TESTS: dict[str, Callable[[LintGraph, Op], bool]] = {
     # reshapes and transposes: the last axis changes
-    "S10": _moves_width,
+    "S10": _changes_last_axis,
     # palettes: of 4 bits, which have 16 entries, beside state
     "K10": lambda graph, op: graph.program.states and palette_entries(graph, op) == 16,
     # writes of a state: a part of it, in place
-    "K16": _is_sliced,
+    "K16": _writes_part_of_state,
     # all operations: one that no sweep found on the Neural Engine
     "O1": lambda graph, op: op.kind not in ON_ANE,
     # topk before M2, sin and cos before M3
     "O3": lambda graph, op: graph.generation < (2 if op.kind == "topk" else 3),
     # softmax: over another axis than channels
-    "O15": _is_spatial,
+    "O15": _softmax_axis_is_not_channels,
     # fused attention: with a mask
     "O16": lambda graph, op: "attn_mask" in op.inputs,
     # weights: int4 with a scale for each block of inputs

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from workbench.ane.chips import generation
+from workbench.ane.chips import check_chip
 from workbench.ane.features import calls_table, on_chip
 from workbench.ane.formula import predict_ms, terms
 from workbench.ane.roofline import calibration
@@ -43,7 +43,7 @@ class Timing:
     chip: str
 
     def __post_init__(self):
-        generation(self.chip)  # refuses an unknown chip
+        check_chip(self.chip)
 
     def matrix_time(self, weights: int, preset: Preset) -> MatrixTime:
         """The time of a matrix in a preset.
@@ -63,7 +63,8 @@ class Timing:
         formats = Counter()
         for name, count in weights.items():
             formats[stored_format(find_preset(name))] += count
-        # the formula reads nothing but sums over the shards
+        # All weights are put on the first shard: the formula reads nothing but sums over
+        # the shards.
         first, *others = (replace(shard, weights={}) for shard in self.work.shards)
         first = replace(first, weights=dict(formats))
         work = replace(self.work, shards=(first, *others))

@@ -10,7 +10,7 @@ are those of matrix states; the states of short convolutions are a few kB."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import prod
@@ -69,6 +69,11 @@ class ShardWork:
     recurrent_bytes: int = 0
     cache_rows: int = 0
     calls: int = 1
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is of the head, or of a slice of it (see `joined_name`)."""
+        return self.name.startswith("head")
 
 
 @dataclass(frozen=True)
@@ -153,15 +158,15 @@ def call_work(
     source: "Bundle | Checkpoint", options: Options | None = None, T: int = 1
 ) -> Work:
     """The work of one call of T tokens: of a bundle, or of a checkpoint's export with
-    `options`. Slices of the head are one call; of routed experts, each layer calls its
-    largest one for each token of the call."""
+    `options`. Slices of the head are one call. Of routed experts, each layer calls its
+    largest one for each token of the call, T · batch times, but no more often than it
+    has experts."""
     if isinstance(source, Bundle):
         options = source.manifest.options
         shards = [(s, _bundle_shard(source, s, T)) for s in source.manifest.shards]
     else:
         shards = list(_planned_shards(source, source_plan(source), options))
-    experts = max((s.rows[1] for s, _ in shards if s.kind == "expert"), default=0)
-    expert_calls = min(T * options.batch, experts)
+    expert_calls = min(T * options.batch, _expert_count(s for s, _ in shards))
     is_mixture = any(ROUTER_STATE in shard.inputs for shard, _ in shards)
     joined = []
     # a layer's experts, and the slices of the head, follow each other
@@ -175,6 +180,12 @@ def call_work(
     joined = [work for work in joined if work.weights]
     ranged = is_mixture and options.moe == "dense" and not options.fixed_sizes
     return Work(tuple(joined), T, options.batch, ranged)
+
+
+def _expert_count(shards: "Iterable[Shard | Spec]") -> int:
+    """The number of experts of a layer; 0 without routed experts."""
+    # the shard of expert n has the rows n to n + 1 of the experts
+    return max((shard.rows[1] for shard in shards if shard.kind == "expert"), default=0)
 
 
 def joined_name(shard: "Shard | Spec") -> str:
@@ -192,8 +203,9 @@ def _largest_expert(name: str, works: Sequence[ShardWork], calls: int) -> ShardW
 
 
 def join_shards(name: str, works: Sequence[ShardWork]) -> ShardWork:
-    """The work of several shards counted as one call, and so of the several packages that a
-    shard of another exporter may have."""
+    """The sum of the work of shards that are counted as one call, or of the packages of one
+    shard, of which another exporter may have written several. The `calls` of the result
+    are 1, whatever those of its parts are."""
     weights = Counter()
     for work in works:
         weights.update(work.weights)

@@ -81,18 +81,25 @@ class PresetWeights:
         if not sources:
             return self.checkpoint.tensor(name).half().float()
         shape = self.checkpoint.shape(name)
-        if sources[0].rows is None:  # every slice of a head has the whole final norm
+        if sources[0].rows is None:
+            # several sources are copies: every slice of a head has the whole final norm
             value = decompressed(sources[0], self.checkpoint).reshape(shape)
         else:
-            sources = sorted(sources, key=lambda source: source.rows.start)
-            parts = [
-                decompressed(source, self.checkpoint).reshape(-1, *shape[1:])
-                for source in sources
-            ]
-            value = torch.cat(parts)
+            value = self._join_rows(sources, shape)
+        # in fp32, since fp16 would round the difference once more
         if offset := sources[0].offset:
             return value.float() - offset
         return value
+
+    def _join_rows(
+        self, sources: list[WeightSource], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor of a shape from the parts of its rows, such as the slices of a head."""
+        parts = [
+            decompressed(source, self.checkpoint).reshape(-1, *shape[1:])
+            for source in sorted(sources, key=lambda source: source.rows.start)
+        ]
+        return torch.cat(parts)
 
 
 def decompressed(weight: WeightSource, checkpoint: Checkpoint) -> torch.Tensor:
@@ -136,7 +143,7 @@ class Candidate:
     finished: Bundle | None = field(default=None, repr=False)
 
 
-def candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
+def list_candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
     """Every other way to store the matrices of a bundle, the smallest first: the presets
     that `export` offers, and finished bundles of the checkpoint whose matrices were
     fitted to a calibration text. An allocation of presets to matrices is such a bundle
@@ -210,15 +217,15 @@ def export_command(checkpoint: Checkpoint, options: Options) -> str:
 
 def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candidate]:
     """Yields finished bundles of the checkpoint whose matrices were fitted to a text, one
-    for each preset other than that of `bundle`. They are looked for beside `bundle` and
-    in the project's data/bundles."""
+    for each preset other than that of `bundle`: the first by its path. They are looked
+    for beside `bundle` and in the project's data/bundles."""
     folders = {bundle.root.parent, (output_root() / "data" / "bundles").resolve()}
     roots = [
         file.parent
         for folder in sorted(folders)
         for file in sorted(folder.glob(f"*/{paths.BUNDLE}"))
     ]
-    names = {bundle.manifest.options.compress}
+    excluded = {bundle.manifest.options.compress}
     for root in roots:
         try:
             other = Bundle.open(root)
@@ -227,9 +234,9 @@ def _finished_bundles(checkpoint: Checkpoint, bundle: Bundle) -> Iterator[Candid
         manifest = other.manifest
         name = manifest.options.compress
         is_of_checkpoint = manifest.checkpoint["sha256"] == checkpoint.sha256
-        if name in names or not is_of_checkpoint or not manifest.calibration:
+        if name in excluded or not is_of_checkpoint or not manifest.calibration:
             continue
-        names.add(name)
+        excluded.add(name)
         weights = stored_weights(checkpoint, other, keep_dtype=True)
         words = ["workbench", "validate", str(other.root)]
         command = escape.shell([*words, "--checkpoint", str(checkpoint.path)])

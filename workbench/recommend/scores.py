@@ -52,7 +52,11 @@ class Estimate:
         return ON_LIMIT if self.low <= limit else EXCEEDED
 
     def at_least(self, limit: float) -> str:
-        return Estimate(-self.value, -self.high, -self.low).at_most(-limit)
+        """Whether the whole interval lies at or above a limit: `KEPT`, `ON_LIMIT` or
+        `EXCEEDED`."""
+        if self.low >= limit:
+            return KEPT
+        return ON_LIMIT if self.high >= limit else EXCEEDED
 
     def __str__(self) -> str:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
@@ -91,8 +95,11 @@ class Limits:
             for gate in results
             if gate.verdict in (gates.WITHIN, gates.OVER)
         }
-        names = gates.MAX_KL_GATE, "transcript", "stop"
-        return cls(*(limits.get(name) for name in names))
+        return cls(
+            max_kl=limits.get(gates.MAX_KL_GATE),
+            min_agreed=limits.get("transcript"),
+            min_stops=limits.get("stop"),
+        )
 
     def outcome(self, figures: Figures) -> str:
         """`KEPT` where every figure keeps its limit, otherwise the worst outcome of a
@@ -130,30 +137,38 @@ class TranscriptText:
 
     def figures(self, model: Reference) -> Figures:
         """The figures of Hugging Face's model with other weights; prompts are
-        resampled."""
+        resampled.
+
+        Args:
+            model: reads Hugging Face's tokens, so that every prediction of a preset has
+                the same tokens before it.
+        """
         transcript = self.transcript
         suppressed = self.original.checkpoint.tokens.suppressed
         hidden = model.last_hidden(np.array(self.sequences), use_cache=False)
+        # a sum or a count for each prompt; `stops` for each one whose text ended
         nats, agreed, counts, stops = [], [], [], []
         for number, text in enumerate(transcript.texts):
             golden = self.original.logits(text.hidden).numpy()
             actual = model.logits(hidden[number, text.predicting_positions]).numpy()
             tokens = suppress(actual, suppressed).argmax(-1)
-            best = suppress(golden, suppressed).max(-1)
-            gap = best - golden[np.arange(len(golden)), tokens]
+            # how far below Hugging Face's best token it ranks the preset's, as
+            # `Transcript.agrees` compares the tokens of a bundle
+            highest = suppress(golden, suppressed).max(-1)
+            gap = highest - golden[np.arange(len(golden)), tokens]
             nats.append(kl(golden, actual).sum())
             agreed.append((gap <= TIE * transcript.sigma).sum())
             counts.append(len(text.tokens))
             if text.ended:
                 stops.append(int(tokens[-1]) in transcript.end_tokens)
         counts = np.array(counts)
-        ends = None
+        stopped_share = None
         if stops:
-            ends = Estimate.of(np.array(stops, float), np.ones(len(stops)))
+            stopped_share = Estimate.of(np.array(stops, float), np.ones(len(stops)))
         return Figures(
-            Estimate.of(np.array(nats), counts),
-            Estimate.of(np.array(agreed, float), counts),
-            ends,
+            kl=Estimate.of(np.array(nats), counts),
+            agreed=Estimate.of(np.array(agreed, float), counts),
+            stops=stopped_share,
         )
 
 

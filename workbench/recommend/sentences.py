@@ -27,6 +27,12 @@ class TriedPreset:
     export_seconds: float | None
     command: str
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it was not measured since no calibration has chosen its values yet. Such
+        a preset alone has the seconds of an export."""
+        return self.export_seconds is not None
+
     @classmethod
     def of(cls, row: dict) -> "TriedPreset":
         """The preset of a row, whose columns may be null or absent."""
@@ -67,11 +73,11 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
 
 def describe_recommendation(recommendation: Recommendation) -> list[str]:
     """The recommendation, the presets that were tried, and the seconds."""
-    text = (
+    judgement = (
         f"Presets were judged by Hugging Face's model with their weights on "
-        f"{recommendation.text}, in {recommendation.seconds:.0f} s."
+        f"{recommendation.judged_on}, in {recommendation.seconds:.0f} s."
     )
-    return [*_describe_presets(recommendation.table()), text]
+    return [*_describe_presets(recommendation.table()), judgement]
 
 
 def _describe_presets(table: pd.DataFrame) -> list[str]:
@@ -98,18 +104,17 @@ def _describe_rejected(preset: TriedPreset) -> str:
         return f"On the limit: {preset.figures()}, {size}."
     if preset.outcome == EXCEEDED:
         return f"Over the limit: {preset.figures()}, {size}."
-    # not measured: either a finished bundle, which needs no export, or an unfinished
-    # calibration
-    if preset.export_seconds is None:
+    if preset.needs_calibration:
+        seconds = max(1, preset.export_seconds)
         return (
-            f"{preset.compress}, {size}: not measured, since its weights were fitted "
-            f"to a part of the text that would judge it. To validate it: "
-            f"{preset.command}"
+            f"{preset.compress}, {size}: not measured, since a calibration chooses "
+            f"its values. To export it, about {seconds:.0f} s: {preset.command}"
         )
-    seconds = max(1, preset.export_seconds)
+    # a finished bundle, which `trials._measure` did not judge by its calibration text
     return (
-        f"{preset.compress}, {size}: not measured, since a calibration chooses "
-        f"its values. To export it, about {seconds:.0f} s: {preset.command}"
+        f"{preset.compress}, {size}: not measured, since its weights were fitted "
+        f"to a part of the text that would judge it. To validate it: "
+        f"{preset.command}"
     )
 
 

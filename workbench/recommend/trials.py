@@ -17,7 +17,7 @@ from workbench.check.transcript import Transcript
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
-from workbench.recommend.candidates import Candidate, candidates
+from workbench.recommend.candidates import Candidate, list_candidates
 from workbench.recommend.scores import (
     KEPT,
     LEAST_PROMPTS,
@@ -72,14 +72,14 @@ class Recommendation:
     first, up to the first one that keeps the limits.
 
     Attributes:
-        text: what the presets were judged on.
+        judged_on: the judging text in words, such as "512 tokens of text".
         bundle_bytes: of the bundle that is OVER.
         seconds: of everything.
         cpu_seconds: of everything, by all threads of this process.
     """
 
     trials: list[Trial] = field(default_factory=list)
-    text: str = ""
+    judged_on: str = ""
     bundle_bytes: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -111,7 +111,7 @@ class Recommendation:
                 "command": chosen.candidate.command,
             }
         tried = {
-            "text": self.text,
+            "text": self.judged_on,
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
         }
@@ -152,7 +152,8 @@ def recommend(
     if has_texts:
         judged |= {"transcript", "stop"}
     over = {gate.name for gate in results if gate.verdict == gates.OVER}
-    # a preset that keeps the other limits would be no answer to the one that is exceeded
+    # Where no check that is OVER can be judged, none is tried: a preset that keeps the
+    # other limits may still exceed that one.
     if not over & judged or bundle.manifest.foreign:
         return None
     stage("validate: presets that keep the limits")
@@ -164,9 +165,9 @@ def recommend(
         text = PlainText.of(original)
     trials = _try_candidates(checkpoint, bundle, text, Limits.of(results))
     return Recommendation(
-        trials,
-        str(text),
-        bundle.bytes,
+        trials=trials,
+        judged_on=str(text),
+        bundle_bytes=bundle.bytes,
         seconds=time.perf_counter() - start,
         cpu_seconds=time.process_time() - cpu_start,
     )
@@ -181,7 +182,7 @@ def _try_candidates(
     """Measures candidates, the smallest first, up to the first one that keeps the
     limits."""
     trials = []
-    for candidate in bar(candidates(checkpoint, bundle), "presets", unit="preset"):
+    for candidate in bar(list_candidates(checkpoint, bundle), "presets", unit="preset"):
         start = time.perf_counter()
         figures = _measure(checkpoint, candidate, text)
         seconds = time.perf_counter() - start
@@ -199,10 +200,16 @@ def _measure(
     fitted to the text that would judge them."""
     if candidate.weights is None:
         return None
-    if candidate.finished:
-        try:
-            for ids in text.sequences:
-                check_held_out(candidate.finished, ids)
-        except InputError:
-            return None
+    if candidate.finished and not _is_held_out(text, candidate.finished):
+        return None
     return text.figures(Reference(checkpoint, candidate.weights))
+
+
+def _is_held_out(text: TranscriptText | PlainText, bundle: Bundle) -> bool:
+    """Whether a bundle was fitted to no part of a text."""
+    try:
+        for ids in text.sequences:
+            check_held_out(bundle, ids)
+    except InputError:  # it is raised for nothing else
+        return False
+    return True

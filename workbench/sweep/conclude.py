@@ -44,9 +44,9 @@ class Undecided:
 
 
 def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
-    """Sentences on the dependence of a time on an axis: the median over processes at each
-    of its values, and the differences of neighbouring values and of the last from the
-    first."""
+    """Sentences on the dependence of a measured value, such as ms or tokens per second, on
+    an axis: the median over processes at each of its values, and the differences of
+    neighbouring values and of the last from the first."""
     settings = _group_processes(processes, axis)
     keys = list(settings)
     pairs = list(pairwise(keys))

@@ -226,7 +226,7 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
             needed = f"one of the keys {', '.join(part.model_fields)}"
         actual = f"{place}: {reprlib.repr(fault.get('input'))}"
         raise InputError(subject, actual, needed, NEXT_STEP) from None
-    sources = _check_bundles(grid)
+    sources = _open_sources(grid)
     # the log and the Explorer tell finished bundles apart by their folder's name
     if len({source.path.name for source in sources}) < len(grid.bundle):
         needed, step = "bundles of different names", "rename one"
@@ -236,8 +236,10 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     return grid
 
 
-def _check_bundles(grid: Grid) -> set[Source]:
-    """The sources of a grid's bundles.
+def _open_sources(grid: Grid) -> set[Source]:
+    """The sources of a grid's bundles. Each bundle is opened, and each set of export
+    options is checked. Relative paths are looked up in the project of the default log,
+    since a grid does not know the log of its sweep.
 
     Raises:
         InputError: a bundle that cannot be opened, or a value of an export option that

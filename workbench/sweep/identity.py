@@ -136,18 +136,20 @@ def setting_hash(
         counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    path = hashed_path(execution["fast"], execution["reads"])
-    return digest(values_hash(contents, options, execution), path, counts)
+    attention = hashed_fast_and_reads(execution["fast"], execution["reads"])
+    return digest(values_hash(contents, options, execution), attention, counts)
 
 
-def hashed_path(fast: bool | None, reads: str | None) -> bool | str | None:
-    """What stands in the hash of a setting for the columns `fast` and `reads`:
+def hashed_fast_and_reads(fast: bool | None, reads: str | None) -> bool | str | None:
+    """What stands in the hash of a setting for the columns `fast` and `reads`. It must
+    never change, since logged runs are found by their hashes:
 
         fast           reads   in the hash
         True           used    True
         True           all     "all rows"
         False or null  any     fast
 
-    The hashes of runs that were logged before the column `reads` contain `fast` alone.
-    They read the used rows, so that these two cases must keep its value."""
+    Runs that were logged before the column `reads` existed have `fast` alone in their
+    hashes. They read the used rows, so that a run that does so still has the value of
+    `fast`, and only one that reads all rows has a value of its own."""
     return "all rows" if fast and reads == "all" else fast

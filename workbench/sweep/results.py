@@ -172,7 +172,7 @@ def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRu
     cells = stored_cells(grid, root)
     of_grid = pd.DataFrame(cell.columns() for cell in cells)
     runs = _load_measured(grid, cells, root)
-    validated = _select_validations(runs, of_grid)
+    validated = _order_validations(runs, of_grid)
     timed = _select_timed(runs, of_grid, machine)
     if grid.run.runtime == ["auto"]:
         timed, validated = _select_runtime(timed, validated)
@@ -180,7 +180,7 @@ def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRu
     # validation would change the value of a setting and its place in the order of the
     # round.
     timed = timed.drop_duplicates(["setting", "round"], keep="first")
-    # the last validation, which is the one that `_select_validations` prefers
+    # the last one, since `_order_validations` puts the preferred one last
     validated = validated.drop_duplicates(SAME_VALUES_COLUMNS, keep="last")
     return _SelectedRuns(timed, validated)
 
@@ -199,14 +199,14 @@ def _load_measured(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
     return runs
 
 
-def _select_validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
-    """The runs that validated a bundle of the grid, those on the grid's prompt after all
-    others: the last one of a bundle counts."""
+def _order_validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
+    """All runs that validated a bundle of the grid, in the order of preference, the
+    preferred one last: those on other prompts, then those on the grid's prompt, both by
+    time, as in `runs`."""
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
     validated = validated[validated["values"].isin(of_grid["values"])]
     on_prompt = validated["prompt"].isin(of_grid["prompt"].dropna())
-    index = validated.index
-    return validated.loc[[*index[~on_prompt], *index[on_prompt]]]
+    return pd.concat([validated[~on_prompt], validated[on_prompt]])
 
 
 def _select_timed(

@@ -98,7 +98,10 @@ def sweep(
     # every n-th cell, so that each part has cells of all bundles and rounds
     planned = planned[part[0] - 1 :: part[1]]
     # workers look into the log themselves, for runs of their machine
-    todo = missing(planned, root) if runs_locally else in_random_order(planned)
+    if runs_locally:
+        todo = missing(planned, root)
+    else:
+        todo = shuffle_within_rounds(distinct_cells(planned))
     run_one = partial(run_cell, grid=grid, bundles=bundles, root=root)
     results: list[CellResult] = []
     try:
@@ -148,22 +151,28 @@ def _check_writable(root: Path) -> None:
 
 
 def missing(planned: Iterable[Cell], root: log.Root = None) -> list[Cell]:
-    """The cells without a run of this machine and its software, as `in_random_order`.
-    An invalid run counts, since another one would be invalid again."""
+    """The distinct cells without a run of this machine and its software, in the order in
+    which they are measured (`shuffle_within_rounds`). An invalid run counts, since
+    another one would be invalid again."""
     planned = list(planned)
     runs = _logged_results(root, {cell.key().setting for cell in planned})
-    return in_random_order(cell for cell in planned if cell.key() not in runs)
+    lacking = [cell for cell in planned if cell.key() not in runs]
+    return shuffle_within_rounds(distinct_cells(lacking))
 
 
-def in_random_order(planned: Iterable[Cell]) -> list[Cell]:
-    """The cells round by round, in a seeded random order within each round. Cells with the
-    same key, such as those that differ only in an axis that their runtime lacks, are
-    represented by the first."""
-    distinct: dict[RunKey, Cell] = {}
+def distinct_cells(planned: Iterable[Cell]) -> list[Cell]:
+    """The first cell of each key. Cells have the same key where they differ only in an
+    axis that their runtime lacks: one run serves them all."""
+    by_key: dict[RunKey, Cell] = {}
     for cell in planned:
-        distinct.setdefault(cell.key(), cell)
+        by_key.setdefault(cell.key(), cell)
+    return list(by_key.values())
+
+
+def shuffle_within_rounds(planned: list[Cell]) -> list[Cell]:
+    """The cells round by round, in a seeded random order within each round."""
     # in order, a machine that warms up would slow down the last settings of each round
-    shuffled = random.Random(0).sample(list(distinct.values()), len(distinct))
+    shuffled = random.Random(0).sample(planned, len(planned))
     return sorted(shuffled, key=lambda cell: cell.round)
 
 
