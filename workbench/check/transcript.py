@@ -170,7 +170,7 @@ class Transcript:
             f"prompts, at which the bundle takes the same, {ties} ties included; 95% "
             f"interval {low:.3f} to {high:.3f}"
         )
-        agreed = gates.reached("transcript", self.agreed, min_agreed, reason)
+        agreed = gates.quality_at_least("transcript", self.agreed, min_agreed, reason)
         return [self._budget(), agreed, self._stop(min_stops)]
 
     def _budget(self) -> Gate:
@@ -205,7 +205,7 @@ class Transcript:
             f"the bundle ends at {bundle_ends} of the {ends} places where Hugging Face "
             f"ends{never}{contradiction}"
         )
-        return gates.reached("stop", bundle_ends / ends, min_stops, reason)
+        return gates.quality_at_least("stop", bundle_ends / ends, min_stops, reason)
 
     def json(self, decoder: Decoder) -> tuple[dict, dict]:
         """The objects `transcript` and `stop` of a validation's JSON."""
