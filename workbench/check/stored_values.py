@@ -36,7 +36,7 @@ from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
 from workbench.bundle.presets import Preset
-from workbench.check.compare import blocks, safe_ratio
+from workbench.check.compare import row_blocks, safe_ratio
 from workbench.check.deviation import Deviation, worst_of
 from workbench.check.row_statistics import FittedRows
 
@@ -398,7 +398,7 @@ def least_squared_error(values: torch.Tensor, count: int) -> float:
 
 def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Matrices with the same rows, some rows at a time."""
-    for rows in blocks(matrices[0]):
+    for rows in row_blocks(matrices[0]):
         yield tuple(matrix[rows] for matrix in matrices)
 
 
