@@ -102,7 +102,7 @@ def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> De
     """The deviation of a weight that is stored in fp16 from `values` in float32."""
     from workbench.check import kernels  # numba takes a moment to import
 
-    ratio = kernels.fp16_deviation(
+    ratio = kernels.fp16_ratio(
         stored.float().reshape(-1).numpy(), values.reshape(-1).numpy()
     )
     return Deviation.at(place, ratio, LIMIT, "halves of an fp16 unit")
