@@ -43,8 +43,8 @@ UNITS = {
     "head": "ms",
     "host": "ms",
 }
-# a figure of times in notebook 34 → the phase of the samples behind it
-QUANTITIES = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
+# a figure of times, by its name in the report of notebook 34 → the phase of the samples behind it
+PHASE_OF_FIGURE = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
 # phase → the words that the label of an axis must have
 LABEL_WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
 # the definition of rows of fidelity whose chained updates are the sum that a layer adds
@@ -225,9 +225,11 @@ def check_report(folder: Path, log: Log) -> list[Finding]:
             findings += check_printed(place, data, report)
             if {"run_ids", "tokens_per_s"} <= set(data):
                 findings += check_configurations(place, data, log)
-        elif path.stem in QUANTITIES and {"run_id", "value"} <= set(data):
+        elif path.stem in PHASE_OF_FIGURE and {"run_id", "value"} <= set(data):
             ylabel = part["options"].get("ylabel", "")
-            findings += check_times(place, QUANTITIES[path.stem], ylabel, data, log)
+            findings += check_times(
+                place, PHASE_OF_FIGURE[path.stem], ylabel, data, log
+            )
             processes[path.stem] = data
     place = f"{folder.name}/Answer"
     answer = run["conclusion"]
@@ -247,7 +249,9 @@ def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
     if not tables:
         columns = str(list(stored.columns))
         return [Finding(place, "table of the report", "no such columns", columns)]
-    # several tables may have the same columns: the one with the fewest differences is meant
+    # Several tables may have the same columns: the one with the fewest differences is meant. Of
+    # two stored tables with the same columns, both may be compared with the same printed one, so
+    # that an error in the other is not found.
     return min((_compare(place, stored, table) for table in tables), key=len)
 
 

@@ -19,9 +19,11 @@ LISTED = re.compile(
 # "1024 has fewer than 128, 0.8 times (0.79 to 0.81, paired over 3 rounds)": the second value of
 # an axis, the direction, the first value, the ratio of second to first, and the rounds
 RATIO = re.compile(
-    r"([\w.]+) has (more|fewer) than ([\w.]+), ([\d.e+-]+) times "
-    r"\([\d.e+-]+ to [\d.e+-]+, paired over (\d+) rounds\)"
+    r"(?P<second>[\w.]+) has (?P<direction>more|fewer) than (?P<first>[\w.]+), "
+    r"(?P<ratio>[\d.e+-]+) times "
+    r"\([\d.e+-]+ to [\d.e+-]+, paired over (?P<rounds>\d+) rounds\)"
 )
+MIN_ROUNDS = 3  # with which an Answer may state a ratio
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def check_medians(
             computed |= possible_statements(setting)
     findings = []
     for key, median, least, most, count in LISTED.findall(text):
+        # least and most are "" where a single process has no range
         stated = Stated(key, median, int(count), least, most)
         of_key = {statement for statement in computed if statement.key == key}
         if of_key and stated not in of_key:
@@ -102,7 +105,7 @@ def check_medians(
 
 def possible_statements(setting: Setting) -> set[Stated]:
     """The ways in which an Answer may list a setting: by the value of any axis, with or
-    without the least and the most."""
+    without the least and the most. What it lists must be one of them."""
     median = f"{setting.measured.median():.4g}"
     least, most = f"{setting.measured.min():.4g}", f"{setting.measured.max():.4g}"
     count = len(setting.measured)
@@ -117,15 +120,21 @@ def check_ratios(
     place: str, text: str, processes: dict[str, pd.DataFrame]
 ) -> list[Finding]:
     """Checks the ratios of an Answer, and whether it says more or fewer."""
-    ratios = paired_ratios(processes)
+    computed_ratios = paired_ratios(processes)
     findings = []
-    for second, more, first, ratio, rounds in RATIO.findall(text):
-        right = ratios.get((first, second), set())
-        word = "more" if float(ratio) > 1 else "fewer"
-        if ratio not in right or word != more or int(rounds) < 3:
-            published = f"{more}, {ratio} times, {rounds} rounds"
+    for match in RATIO.finditer(text):
+        first, second = match["first"], match["second"]
+        # several, where several figures have the axis
+        possible_ratios = computed_ratios.get((first, second), set())
+        is_computed = match["ratio"] in possible_ratios
+        direction = "more" if float(match["ratio"]) > 1 else "fewer"
+        is_right_direction = match["direction"] == direction
+        has_enough_rounds = int(match["rounds"]) >= MIN_ROUNDS
+        if not (is_computed and is_right_direction and has_enough_rounds):
+            published = "{direction}, {ratio} times, {rounds} rounds"
+            published = published.format(**match.groupdict())
             label = f"{second} over {first}"
-            computed = "; ".join(sorted(right))
+            computed = "; ".join(sorted(possible_ratios))
             findings.append(Finding(place, label, published, computed))
     return findings
 

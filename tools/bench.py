@@ -227,24 +227,24 @@ def contestants(
         source: the checkpoint's folder.
         calls: None: as many tokens as a call can have.
     """
-    by_name: dict[str, Contestant | Missing] = {}
+    contestants_by_name: dict[str, Contestant | Missing] = {}
     for preset, bundle in bundles.items():
         decoder = workbench.Decoder(bundle, "portable", fast=True)
         for T in calls:
             name = in_calls_of(T, preset) if T else preset
             extend = partial(decoder.prefill, tile=T)
-            by_name[name] = Contestant(decoder.begin, extend)
+            contestants_by_name[name] = Contestant(decoder.begin, extend)
     S = bundle.manifest.options.max_seq_len
     for dtype in ("float32", "float16", "bfloat16"):
-        by_name[f"HF {dtype}"] = hugging_face(source, dtype, S)
+        contestants_by_name[f"HF {dtype}"] = hugging_face(source, dtype, S)
     has_llama_cpp = find_spec("llama_cpp") and find_spec("gguf")
     kinds = {LLAMA_CPP_TYPES[name] for name in bundles if name in LLAMA_CPP_TYPES}
     for kind in sorted(kinds):
         peer = Missing("llama_cpp cannot be imported")
         if has_llama_cpp:
             peer = llama_cpp(source, kind, S)
-        by_name[f"llama.cpp {kind}"] = peer
-    return by_name
+        contestants_by_name[f"llama.cpp {kind}"] = peer
+    return contestants_by_name
 
 
 def peers_of(preset: str) -> list[str]:
@@ -270,20 +270,18 @@ def in_calls_of(T: int, preset: str) -> str:
 
 def decode_rate(depth: int, contestant: Contestant) -> float:
     """tok/s of calls of one token, after `depth` tokens."""
-    begin, extend = contestant
-    begin()
-    extend([TOKEN] * depth)
-    step = partial(extend, [TOKEN])
+    contestant.begin()
+    contestant.extend([TOKEN] * depth)
+    step = partial(contestant.extend, [TOKEN])
     step()
     return STEPS / sum(seconds(step) for _ in range(STEPS))
 
 
 def prompt_rate(contestant: Contestant) -> float:
     """tok/s of a prompt."""
-    begin, extend = contestant
-    begin()
+    contestant.begin()
     ids = [TOKEN] * PROMPT_TOKENS
-    return len(ids) / seconds(partial(extend, ids))
+    return len(ids) / seconds(partial(contestant.extend, ids))
 
 
 def measure_rates(
@@ -307,10 +305,13 @@ def measure_decode(
     bundles: dict[str, Bundle], source: Path, rounds: int, depths: tuple = DEPTHS
 ) -> Measurement:
     """tok/s of calls of one token, beside llama.cpp and Hugging Face."""
-    by_name = contestants(bundles, source)
+    contestants_by_name = contestants(bundles, source)
     series, comparisons = [], []
     for depth in depths:
-        at_this_depth = {at_depth(depth, name): one for name, one in by_name.items()}
+        at_this_depth = {
+            at_depth(depth, name): contestant
+            for name, contestant in contestants_by_name.items()
+        }
         series += measure_rates(at_this_depth, partial(decode_rate, depth), rounds)
         comparisons += [
             Comparison(
@@ -773,10 +774,11 @@ def main(
         calls=calls,
         runs=runs,
     )
-    columns = machine.environment()
+    machine_fields = machine.environment()
     with machine.measure_disturbance() as disturbance:
         measurement = MEASUREMENTS[command](options, folder)
-    conditions = columns | disturbance
+    # after the block, whose end fills `disturbance` in
+    conditions = machine_fields | disturbance
     path = measurement.save(out or folder, command, asdict(options), conditions)
     print(path.read_text() if json_ else "\n".join(measurement.lines()))
 

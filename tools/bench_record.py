@@ -91,19 +91,20 @@ class Measurement:
         lines += [f"{series.name}: {series.value}" for series in self.series]
         return lines
 
-    def save(self, folder: Path, command: str, options: dict, columns: dict) -> Path:
+    def save(self, folder: Path, command: str, options: dict, conditions: dict) -> Path:
         """Writes COMMAND.json.
 
         Args:
             options: of the measurement.
-            columns: of the machine, from `machine.environment` and `machine.disturbance`.
+            conditions: of the machine, from `machine.environment` and
+                `machine.measure_disturbance`.
         """
         names = "machine software versions commit load_start load_end steal"
         document = {
             "command": command,
             "options": options,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            **{name: columns[name] for name in names.split()},
+            **{name: conditions[name] for name in names.split()},
             "comparisons": [asdict(comparison) for comparison in self.comparisons],
             "series": [asdict(series) for series in self.series],
         }

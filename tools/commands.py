@@ -152,14 +152,14 @@ def copy_inputs(folder: Path) -> None:
     (folder / MODEL).symlink_to((ROOT / MODEL).resolve())
 
 
-def can_resume(rows: Path, columns: dict) -> bool:
-    """Whether an interrupted run saved rows that the machine and the commit of `columns`
+def can_resume(rows: Path, machine_fields: dict) -> bool:
+    """Whether an interrupted run saved rows that the machine and the commit of `machine_fields`
     measured. A commit with changed files does not say what was measured."""
-    commit = columns["commit"]
+    commit = machine_fields["commit"]
     if commit is None or commit.endswith("-dirty"):
         return False
     measured = {(row["machine"], row["commit"]) for row in read_rows(rows).values()}
-    return measured == {(columns["machine"], commit)}
+    return measured == {(machine_fields["machine"], commit)}
 
 
 def remove_later_files(folder: Path, saved: Path) -> None:
@@ -172,15 +172,15 @@ def remove_later_files(folder: Path, saved: Path) -> None:
             path.unlink()
 
 
-def measure_commands(columns: dict, work: Path = WORK) -> list[dict]:
+def measure_commands(machine_fields: dict, work: Path = WORK) -> list[dict]:
     """Measures all commands of the table but `make run`, in their order, in a copy of what they
     read. Each row is saved in the folder `work`, where an interrupted run goes on.
 
     Args:
-        columns: of this machine, from `machine.environment`.
+        machine_fields: of this machine, from `machine.environment`.
     """
     saved, folder = work / "rows.json", work / "folder"
-    if can_resume(saved, columns):
+    if can_resume(saved, machine_fields):
         remove_later_files(folder, saved)
     else:
         shutil.rmtree(work, ignore_errors=True)
@@ -192,7 +192,8 @@ def measure_commands(columns: dict, work: Path = WORK) -> list[dict]:
         program = str(Path(sys.executable).with_name(words[0]))
         with machine.measure_disturbance() as disturbance:
             row = measure_command([program, *words[1:]], folder, command.words)
-        save_rows(add_conditions([row], columns | disturbance), saved)
+        # after the block, whose end fills `disturbance` in
+        save_rows(add_conditions([row], machine_fields | disturbance), saved)
         print(f"{row}", flush=True)
     return [*read_rows(saved).values()]
 
@@ -212,11 +213,11 @@ def read_rows(path: Path = ROWS) -> dict[str, dict]:
     return {row["command"]: row for row in json.loads(path.read_text())}
 
 
-def add_conditions(rows: list[Row], columns: dict) -> list[dict]:
+def add_conditions(rows: list[Row], conditions: dict) -> list[dict]:
     """Rows with the machine, its load and the time when the run began."""
     names = "machine commit load_start load_end steal".split()
-    run_columns = {name: columns[name] for name in names}
-    run_columns["time"] = columns["time"].isoformat(timespec="seconds")
+    run_columns = {name: conditions[name] for name in names}
+    run_columns["time"] = conditions["time"].isoformat(timespec="seconds")
     return [asdict(row) | run_columns for row in rows]
 
 
@@ -282,9 +283,9 @@ def write_table(readme: Path, path: Path = ROWS) -> None:
 
 def main(what: Literal["measure", "run", "table"]) -> None:
     """Measures the README's table of commands, or writes it."""
-    columns = machine.environment()
+    machine_fields = machine.environment()
     if what == "measure":
-        save_rows(measure_commands(columns))
+        save_rows(measure_commands(machine_fields))
         shutil.rmtree(WORK)
     elif what == "run":
         with (
@@ -292,7 +293,7 @@ def main(what: Literal["measure", "run", "table"]) -> None:
             machine.measure_disturbance() as disturbance,
         ):
             row = measure_make_run(Path(folder))
-        save_rows(add_conditions([row], columns | disturbance))
+        save_rows(add_conditions([row], machine_fields | disturbance))
     write_table(ROOT / "README.md")
 
 

@@ -19,7 +19,8 @@ EXTRAS = ("test", "cluster", "harness")
 
 def closure(name: str, extras: tuple[str, ...]) -> set[str]:
     """The canonical names of all packages that `name` with its extras requires, directly or not,
-    on any system."""
+    on this system. A requirement of the project itself that is not one of an extra counts even
+    where its marker names another system."""
     project = canonicalize_name(name)
     # packages with the extras that are required of them
     waiting = [(project, frozenset(extras))]
@@ -38,9 +39,10 @@ def closure(name: str, extras: tuple[str, ...]) -> set[str]:
             applies_here = not marker or any(
                 marker.evaluate({"extra": extra}) for extra in {"", *package_extras}
             )
-            # the project's own requirements are locked for other systems, too
-            applies_elsewhere = package == "workbench" and "extra" not in str(marker)
-            if applies_here or applies_elsewhere:
+            # an extra is in a marker as the variable `extra`
+            is_of_extra = "extra" in str(marker)
+            is_of_project = package == project and not is_of_extra
+            if applies_here or is_of_project:
                 required = canonicalize_name(requirement.name)
                 waiting.append((required, frozenset(requirement.extras)))
     return {package for package, _ in visited} - {project}

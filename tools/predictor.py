@@ -27,14 +27,14 @@ import numpy as np
 import pandas as pd
 from cyclopts import App
 from predictor_errors import (
-    all_orders,
-    beyond_interval,
-    checks,
+    compare_orders,
     constants_table,
-    coverage,
+    double_each_source,
     left_out_errors,
-    planted,
-    routes,
+    measure_coverage,
+    predict_check_rows,
+    predict_other_routes,
+    rows_beyond_interval,
 )
 from predictor_public import POINTS, PUBLIC, write_public
 from predictor_scores import read_points, score_points
@@ -51,15 +51,15 @@ def errors(*, json: bool = False) -> None:
     """Prints every table."""
     calibration = roofline.calibration()
     rows = calibration.rows
-    doubled_sources = planted(rows)
+    doubled_sources = double_each_source(rows)
     tables = {
         "constants": constants_table(rows),
         "left-out errors": left_out_errors(rows),
-        "intervals": coverage(rows),
-        "beyond the interval": beyond_interval(calibration),
-        "checks, never fitted": checks(),
-        "other routes": routes(),
-        "orders": all_orders(),
+        "intervals": measure_coverage(rows),
+        "beyond the interval": rows_beyond_interval(calibration),
+        "checks, never fitted": predict_check_rows(),
+        "other routes": predict_other_routes(),
+        "orders": compare_orders(),
         "doubled times": doubled_sources,
         "speculation": speculations(),
     }

@@ -88,7 +88,7 @@ def error_summary(ms: pd.Series, published_ms: pd.Series) -> dict:
     }
 
 
-def coverage(rows: pd.DataFrame) -> pd.DataFrame:
+def measure_coverage(rows: pd.DataFrame) -> pd.DataFrame:
     """For each kind of group that is left out, the factor of the 90% interval, and the
     share of rows inside the interval that the errors of the other groups give."""
     lines = []
@@ -147,7 +147,7 @@ def constants_table(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def beyond_interval(calibration: roofline.Calibration) -> pd.DataFrame:
+def rows_beyond_interval(calibration: roofline.Calibration) -> pd.DataFrame:
     """The rows that a fit without their author misses by more than the interval, and
     the reason if it is known."""
     rows = calibration.rows
@@ -159,7 +159,7 @@ def beyond_interval(calibration: roofline.Calibration) -> pd.DataFrame:
     return table.assign(reason=reasons)
 
 
-def checks() -> pd.DataFrame:
+def predict_check_rows() -> pd.DataFrame:
     """Rows that are never fitted, with their predictions."""
     rows = features.points()
     rows = rows[rows["use"] == "check"]
@@ -171,7 +171,7 @@ def checks() -> pd.DataFrame:
     return table.assign(why=rows["why"])
 
 
-def routes() -> pd.DataFrame:
+def predict_other_routes() -> pd.DataFrame:
     """Rows of other routes, predicted in three ways: by the constants of Core ML, by the
     route's own constants, and by these as if the route unpacked weights to fp16."""
     tables = []
@@ -193,10 +193,12 @@ def routes() -> pd.DataFrame:
 # --- orders
 
 
-def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
-    """The number of pairs whose measured times differ by more than 5% (`pairs`), the number of
-    those that the prediction puts into the same order (`right`), and the names of the others
-    (`wrong`)."""
+def count_pairs_in_order(
+    ms: pd.Series, predicted_ms: pd.Series, names: pd.Series
+) -> dict:
+    """The number of pairs of rows whose measured times differ by more than 5% (`pairs`), the
+    number of those that the prediction puts into the same order (`right`), and the names of
+    the others (`wrong`)."""
     right, wrong = 0, []
     for a, b in combinations(ms.index, 2):
         measured = np.log(ms[a] / ms[b])
@@ -211,7 +213,7 @@ def orders(ms: pd.Series, predicted_ms: pd.Series, names: pd.Series) -> dict:
     return {"right": right, "pairs": right + len(wrong), "wrong": "; ".join(wrong)}
 
 
-def all_orders() -> pd.DataFrame:
+def compare_orders() -> pd.DataFrame:
     """The orders of formats, chips and lengths of the cache, and the gains of lut4 over
     lut6.
 
@@ -228,23 +230,26 @@ def all_orders() -> pd.DataFrame:
     small = points[points["model"].eq("MiniCPM5-2B") & points["cache_rows"].eq(256)]
     return pd.DataFrame(
         [
-            orders_of("five formats of Qwen3-VL-2B", formats, core_ml, "format"),
-            orders_of("one package on five chips", package, core_ml, "chip"),
-            orders_of("Qwen3-4B by cache", lengths, core_ai, "context"),
-            gain_of_lut4("lut6 ÷ lut4, Qwen3-VL-2B, M4 Max", formats, core_ml),
-            gain_of_lut4("lut6 ÷ lut4, MiniCPM5-2B, A19 Pro", small, core_ai),
+            line_of_orders("five formats of Qwen3-VL-2B", formats, core_ml, "format"),
+            line_of_orders("one package on five chips", package, core_ml, "chip"),
+            line_of_orders("Qwen3-4B by cache", lengths, core_ai, "context"),
+            line_of_lut4_gain("lut6 ÷ lut4, Qwen3-VL-2B, M4 Max", formats, core_ml),
+            line_of_lut4_gain("lut6 ÷ lut4, MiniCPM5-2B, A19 Pro", small, core_ai),
         ]
     )
 
 
-def orders_of(title: str, rows: pd.DataFrame, constants: Constants, by: str) -> dict:
-    """A line of `orders` for rows that differ in the column `by`."""
+def line_of_orders(
+    title: str, rows: pd.DataFrame, constants: Constants, by: str
+) -> dict:
+    """A line of `compare_orders` for rows that differ in the column `by`."""
     ms = formula.predict_ms(rows, constants)
-    return {"orders": title} | orders(rows["ms"], ms, rows[by])
+    return {"orders": title} | count_pairs_in_order(rows["ms"], ms, rows[by])
 
 
-def gain_of_lut4(title: str, rows: pd.DataFrame, constants: Constants) -> dict:
-    """A line with the time in lut6 over that in lut4: the published and the predicted one."""
+def line_of_lut4_gain(title: str, rows: pd.DataFrame, constants: Constants) -> dict:
+    """A line of `compare_orders` with the time in lut6 over that in lut4: the published and the
+    predicted one."""
     by_format = rows["format"]
     ms = rows["ms"].groupby(by_format).first()
     predicted_ms = formula.predict_ms(rows, constants).groupby(by_format).first()
@@ -258,10 +263,10 @@ def gain_of_lut4(title: str, rows: pd.DataFrame, constants: Constants) -> dict:
 # --- planted faults
 
 
-def planted(rows: pd.DataFrame) -> pd.DataFrame:
+def double_each_source(rows: pd.DataFrame) -> pd.DataFrame:
     """Doubles the times of each source in turn. A line says which source the fit then
-    misses most, in the median of its rows, whether that is the doubled source, and
-    whether the doubled source lies beyond the interval."""
+    misses most, in the median of its rows (`worst`), whether that is the doubled source
+    (`named`), and whether the doubled source lies beyond the interval (`beyond`)."""
     log_errors = np.log(formula.cross_validated_ms(rows, "source") / rows["ms"])
     interval = np.log(roofline.conformal_factor(log_errors))
     lines = []

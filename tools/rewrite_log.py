@@ -95,34 +95,35 @@ def tables_of(root: Path, name: str) -> dict[str, pd.DataFrame]:
 def pop_tokens(row: dict) -> str | None:
     """Removes the parts of the option `tokens` from a row, and returns the option."""
     functions = json.loads(row.pop("functions", None) or "[]")
-    most, t = row.pop("t_max", None), row.pop("t", None)
+    t_max, t = row.pop("t_max", None), row.pop("t", None)
     if functions:
         return ",".join(map(str, functions))
-    if most is None:
+    if t_max is None:
         return None
-    has_one_size = t == "fixed" or most == 1
-    return str(int(most)) if has_one_size else f"1-{int(most)}"
+    has_one_size = t == "fixed" or t_max == 1
+    return str(int(t_max)) if has_one_size else f"1-{int(t_max)}"
 
 
 def from_version_4(row: dict) -> dict:
     """A row of version 4 with `tokens` in place of its parts, and its hashes."""
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
-    old = options_hashed(row, DEFAULTS | TOKENS_PARTS)
+    # before `pop_tokens` removes the options that the row's hash was made of
+    options_before = options_hashed(row, DEFAULTS | TOKENS_PARTS)
     row["tokens"] = pop_tokens(row)
-    new = options_hashed(row)
+    options_now = options_hashed(row)
     if row["setting"]:
-        row["setting"] = setting_of_version_4(row, old, new)
+        row["setting"] = setting_of_version_4(row, options_before, options_now)
     if row["values"]:
-        row["values"] = identity.values_hash(row["checkpoint_hash"], new, row)
+        row["values"] = identity.values_hash(row["checkpoint_hash"], options_now, row)
     return row
 
 
-def setting_of_version_4(row: dict, old: dict, new: dict) -> str:
+def setting_of_version_4(row: dict, options_before: dict, options_now: dict) -> str:
     """The hash `setting` of a row of version 4 for its new options.
 
     Args:
-        old, new: the options that enter the hash, with the parts of `tokens` and with
-            `tokens`.
+        options_before: the options that entered the hash, with the parts of `tokens`.
+        options_now: those that enter it today, with `tokens`.
 
     Raises:
         ValueError: the row's hash is not that of its old options.
@@ -130,8 +131,9 @@ def setting_of_version_4(row: dict, old: dict, new: dict) -> str:
     counts = {name: row.get(name) for name in identity.COUNTS}
     # the hash began with that of the checkpoint or of a finished bundle
     for contents in (row["checkpoint_hash"], row["bundle_hash"]):
-        if identity.setting_hash(contents, old, row, counts) == row["setting"]:
-            return identity.setting_hash(contents, new, row, counts)
+        hash_before = identity.setting_hash(contents, options_before, row, counts)
+        if hash_before == row["setting"]:
+            return identity.setting_hash(contents, options_now, row, counts)
     raise ValueError(f"run {row['run_id']}: a setting of no known options")
 
 
@@ -143,6 +145,7 @@ def from_version_1_to_3(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
         for key, value in (config.get(part) or {}).items():
             if row.get(key + ending) is None and not isinstance(value, list | dict):
                 row[key + ending] = value
+    # the hashes below are made of today's options, `tokens` among them
     row["tokens"] = pop_tokens(row)
     row |= runtime_columns(row, config)
     versions = json.loads(row["versions"] or "{}")

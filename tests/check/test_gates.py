@@ -43,9 +43,9 @@ def test_an_export_is_green_only_where_every_required_gate_ran():
 
 def test_quality_is_the_user_s_limits_and_a_red_export_withholds_it():
     green, red = gates.holds("program", True, ""), gates.holds("program", False, "")
-    within, over = (gates.within("max_kl", x, 0.05, "") for x in (0.01, 0.06))
-    few = gates.reached("answers", 0.5, 0.7, "")
-    assert gates.within("max_kl", np.nan, 0.05, "").verdict == "OVER"
+    within, over = (gates.quality_at_most("max_kl", x, 0.05, "") for x in (0.01, 0.06))
+    few = gates.quality_at_least("answers", 0.5, 0.7, "")
+    assert gates.quality_at_most("max_kl", np.nan, 0.05, "").verdict == "OVER"
     assert gates.quality([green]) == "not_run"
     assert gates.quality([green, within]) == "WITHIN"
     assert gates.quality([green, within, few]) == gates.quality([over]) == "OVER"

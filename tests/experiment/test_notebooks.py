@@ -248,7 +248,7 @@ RANKED = pd.DataFrame({"layer": [3], "tensor": ["k"], "T": [4], "ratio": [1.25]}
 
 
 def limit(value: float) -> gates.Gate:
-    return gates.within("max_kl", value, 0.05, "")
+    return gates.quality_at_most("max_kl", value, 0.05, "")
 
 
 def test_the_answer_of_05_turns_with_its_rows():

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 
-from workbench.check.gates import Gate, not_run, within
+from workbench.check.gates import Gate, not_run, quality_at_most
 from workbench.check.record import (
     CostFigures,
     Environment,
@@ -45,7 +45,7 @@ def record(exports) -> Record:
         quality="OVER",
         gates=[
             Gate("interface", "GREEN", 1.0, 1.0, "as in /home/somebody/bundle/x"),
-            within("max_kl", 0.2, 0.05, "mean KL"),
+            quality_at_most("max_kl", 0.2, 0.05, "mean KL"),
             not_run("device", "needs a Mac"),
         ],
         transcript=TranscriptFigures(0.5, (0.4, 0.6), 1, 0.01, 2.0, [prompt]),

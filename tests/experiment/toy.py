@@ -24,7 +24,7 @@ experiment = Experiment("07_toy", globals())
 assert MAX_KL > 0
 speed = pd.DataFrame({"T": T, "tok/s": [float(MAX_SEQ_LEN)] * len(T)})
 display(experiment.figure("speed", plots.bars, speed.set_index("T"), alt="bars of speed"))
-experiment.add_gates([gates.within("max_kl", 0.01, MAX_KL, "mean KL"), gates.holds("budget", True, "")])
+experiment.add_gates([gates.quality_at_most("max_kl", 0.01, MAX_KL, "mean KL"), gates.holds("budget", True, "")])
 experiment.conclude(f"{MAX_SEQ_LEN} rows.")
 """
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}

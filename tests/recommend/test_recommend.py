@@ -23,7 +23,7 @@ from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidat
 
 def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
     sound = gates.holds("program", True, "")
-    return [sound, *more, gates.within("max_kl", cost, limit, "")]
+    return [sound, *more, gates.quality_at_most("max_kl", cost, limit, "")]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(
     over = results(0.2, 0.05)
     assert recommend.recommend(None, llama_bundle, over) is None
     red = results(0.2, 0.05, gates.holds("host", False, ""))
-    unanswered = results(0.01, 0.05, gates.reached("answers", 0.5, 0.7, ""))
+    unanswered = results(0.01, 0.05, gates.quality_at_least("answers", 0.5, 0.7, ""))
     assert recommend.recommend(tiny_llama, llama_bundle, unanswered) is None
     assert recommend.recommend(tiny_llama, llama_bundle, red) is None
     table = recommend.as_table(None)
@@ -238,7 +238,9 @@ def test_estimates_stand_on_either_side_of_a_limit_or_on_it():
 
 
 def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
-    few = gates.reached("answers", 0.5, 0.7, "7 of 14 known answers, the golden 10")
+    few = gates.quality_at_least(
+        "answers", 0.5, 0.7, "7 of 14 known answers, the golden 10"
+    )
     presets = pd.DataFrame(columns=recommend.COLUMNS)
     sentences = recommend.describe_verdict(results(0.01, 0.05, few), presets)
     assert not any("WITHIN" in sentence for sentence in sentences)

@@ -28,7 +28,7 @@ def rows() -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def planting(rows) -> pd.DataFrame:
-    return predictor_errors.planted(rows)
+    return predictor_errors.double_each_source(rows)
 
 
 def test_left_out_errors_are_those_of_the_goal_and_each_term_lowers_them(rows):
@@ -50,7 +50,7 @@ def test_left_out_errors_are_those_of_the_goal_and_each_term_lowers_them(rows):
 
 
 def test_intervals_of_other_groups_contain_their_share(rows):
-    covered = predictor_errors.coverage(rows)["covered"]
+    covered = predictor_errors.measure_coverage(rows)["covered"]
     assert covered.between(0.82, 0.98).all()
 
 
@@ -63,7 +63,7 @@ def test_every_constant_has_an_interval_and_rows(rows, monkeypatch):
 
 
 def test_orders_of_formats_chips_and_lengths():
-    table = predictor_errors.all_orders().set_index("orders")
+    table = predictor_errors.compare_orders().set_index("orders")
     counts = table[["right", "pairs"]].dropna().astype(int)
     assert counts.loc["five formats of Qwen3-VL-2B"].tolist() == [8, 9]
     assert counts.loc["one package on five chips"].tolist() == [8, 9]
@@ -75,9 +75,13 @@ def test_orders_of_formats_chips_and_lengths():
 def test_orders_count_pairs_that_are_far_apart():
     ms = pd.Series([10.0, 10.2, 20.0])
     names = pd.Series(list("abc"))
-    result = predictor_errors.orders(ms, pd.Series([1.0, 1.0, 2.0]), names)
+    result = predictor_errors.count_pairs_in_order(
+        ms, pd.Series([1.0, 1.0, 2.0]), names
+    )
     assert (result["right"], result["pairs"]) == (2, 2)
-    result = predictor_errors.orders(ms, pd.Series([1.0, 3.0, 2.0]), names)
+    result = predictor_errors.count_pairs_in_order(
+        ms, pd.Series([1.0, 3.0, 2.0]), names
+    )
     assert (result["right"], result["wrong"]) == (1, "b and c")
 
 
@@ -91,7 +95,7 @@ def test_a_source_with_doubled_times_is_named_and_lies_beyond_the_interval(
 
 
 def test_rows_beyond_the_interval_have_a_reason_or_are_unknown():
-    table = predictor_errors.beyond_interval(roofline.calibration())
+    table = predictor_errors.rows_beyond_interval(roofline.calibration())
     assert (table["reason"] != "").all()
     assert len(table) <= 0.18 * len(roofline.calibration().rows)
 
@@ -288,7 +292,7 @@ def test_a_file_that_is_no_packed_log_is_refused(public):
 
 @pytest.mark.slow("every predictor is fitted without every group")
 def test_every_table_is_json(planting, monkeypatch, capsys):
-    monkeypatch.setattr(predictor, "planted", lambda rows: planting)
+    monkeypatch.setattr(predictor, "double_each_source", lambda rows: planting)
     monkeypatch.setattr(predictor_errors, "RESAMPLINGS", 3)
     predictor.errors(json=True)
     result = json.loads(capsys.readouterr().out)

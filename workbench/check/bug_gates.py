@@ -7,6 +7,7 @@ the bundle's files, and results of other bundles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property, partial
 
 from workbench.bundle import Bundle
@@ -206,6 +207,32 @@ def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
     return [gates.not_run(name, reason) for name in names]
 
 
+class GateSource(Enum):
+    """Where the bug gates of a validation come from."""
+
+    RUN = "all of them run"
+    STORED = "verdict.json has them"
+    BUNDLE_ALONE = "those run that need nothing but the bundle; the others are not_run"
+
+
+def choose_source(
+    *, has_checkpoint: bool, stored_counts: bool, run_on_decoder: bool
+) -> GateSource:
+    """Where the bug gates come from:
+
+    | checkpoint | verdict.json counts | `run_on_decoder` | source |
+    | --- | --- | --- | --- |
+    | given | no | either | `RUN` |
+    | given | yes | True | `RUN` |
+    | given | yes | False | `STORED` |
+    | none | yes | either | `STORED` |
+    | none | no | either | `BUNDLE_ALONE` |
+    """
+    if has_checkpoint and (run_on_decoder or not stored_counts):
+        return GateSource.RUN
+    return GateSource.STORED if stored_counts else GateSource.BUNDLE_ALONE
+
+
 def load_or_run_gates(
     decoder: Decoder,
     source: Checkpoint | None = None,
@@ -216,12 +243,8 @@ def load_or_run_gates(
     read_weights: Callable[[], StoredWeights] | None = None,
     shared: SharedResults | None = None,
 ) -> list[Gate]:
-    """The bug gates of a decoder's bundle:
-
-    - with a checkpoint, if no stored verdict counts or if `run_on_decoder`: they run, and
-      are stored in verdict.json;
-    - those of verdict.json, if it counts;
-    - otherwise the gates that need nothing but the bundle; the others are not_run.
+    """The bug gates of a decoder's bundle, from the source that `choose_source` gives.
+    Gates that run with the checkpoint are stored in verdict.json.
 
     The gates on the states of a device run on the device.
 
@@ -236,8 +259,12 @@ def load_or_run_gates(
     """
     bundle = decoder.bundle
     stored = None if ignore_stored else gates.stored_verdict(bundle, trusted_hash)
-    counts = stored is not None and stored.counts
-    if source and (run_on_decoder or not counts):
+    chosen = choose_source(
+        has_checkpoint=source is not None,
+        stored_counts=stored is not None and stored.counts,
+        run_on_decoder=run_on_decoder,
+    )
+    if chosen is GateSource.RUN:
         results = bug_gates(
             bundle,
             source,
@@ -250,7 +277,7 @@ def load_or_run_gates(
         gates.save_verdict(bundle, results)
     else:
         bundle.verify()
-        if not counts:
+        if chosen is GateSource.BUNDLE_ALONE:
             unknown = _unknown_gates(bundle, stored, ignore_stored)
             run_here = [interface.interface_gate(bundle), *states.state_gates(decoder)]
             return _with_results(unknown, run_here)

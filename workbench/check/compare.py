@@ -78,7 +78,7 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """KL(reference ‖ actual) [n] in nats between the softmax distributions of two arrays
     of logits [n, V], never below 0; nan where a logit is not finite."""
     nats = np.empty(len(reference))
-    for rows in blocks(reference):
+    for rows in row_blocks(reference):
         log_p, log_q = log_softmax(reference[rows]), log_softmax(actual[rows])
         sums = (np.exp(log_p) * (log_p - log_q)).sum(-1)
         # the rounding of a sum may leave a KL near 0 just below it
@@ -99,7 +99,7 @@ def resampled_means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return (sums[draws].sum(1).T / counts[draws].sum(1)).T
 
 
-def blocks(array: np.ndarray | torch.Tensor) -> Iterator[slice]:
+def row_blocks(array: np.ndarray | torch.Tensor) -> Iterator[slice]:
     """Slices that cut an array into groups of rows of about `BLOCK` numbers, or into
     single rows."""
     n = len(array)
@@ -234,7 +234,7 @@ def vector_errors(
 def distances(expected: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
     """`rms` along the last axis of arrays [n, W], some rows at a time: [n]."""
     parts = []
-    for rows in blocks(expected):
+    for rows in row_blocks(expected):
         parts.append(rms(expected[rows], None if actual is None else actual[rows]))
     return np.concatenate(parts)
 
@@ -282,7 +282,7 @@ def with_similarity(
         value = actual.value(tensor, layer)
         expected = reference.value(tensor, layer)[-len(value) :]
         all_places.append(places)
-        for block in blocks(value):
+        for block in row_blocks(value):
             part = similarity(expected[block], value[block])
             part["digest"] = digests(value[block])
             for name, values in part.items():

@@ -21,6 +21,7 @@ import miltorch
 from miltorch.program import Block, Op, Program, Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import split_layer
+from workbench.check.interface import layer_shards
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import empty_model
 
@@ -35,13 +36,13 @@ def representatives(bundle: Bundle, checkpoint: Checkpoint) -> set[str]:
     All of them if the packages' constants are not compared with the checkpoint: packages
     of another exporter and of a plug-in's target."""
     manifest = bundle.manifest
-    blocks = [s for s in manifest.shards if s.kind in ("layers", "router")]
+    shards = layer_shards(manifest)
     if manifest.foreign or manifest.options.plugin:
-        return {shard.name for shard in blocks}
+        return {shard.name for shard in shards}
     layers = empty_model(checkpoint.config).model.layers
     modules = [_hash(_module_facts(layer)) for layer in layers]
     first: dict[str, str] = {}
-    for shard in blocks:
+    for shard in shards:
         first.setdefault(program_key(bundle, shard, modules), shard.name)
     return set(first.values())
 
@@ -61,12 +62,14 @@ def program_key(bundle: Bundle, shard: Shard, modules: list[str]) -> str:
     tables = {rope.name: rope.model_dump() for rope in manifest.rope}
     for layer in span:
         host = manifest.layers[layer]
-        source = host.source
-        where = ""  # its place, not its distance, which differs from layer to layer
+        source = host.source  # the layer whose cache it reads
+        # its number within the shard; not its distance, which differs from layer to layer
+        source_place: int | str = ""
         if source is not None:
-            where = source - span.start if source in span else "outside"
+            source_place = source - span.start if source in span else "outside"
         host = host.model_copy(update={"source": None})
-        parts.append([host.model_dump(), where, tables.get(host.rope), modules[layer]])
+        rope_table = tables.get(host.rope)
+        parts.append([host.model_dump(), source_place, rope_table, modules[layer]])
     return _hash(parts)
 
 

@@ -32,8 +32,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar, stage
 
 EVALUATION_FORMAT = 4  # of the stored scores: raised when their figures may change
-# the columns of scores [n, 4] of n tokens: nats by the bundle and by Hugging Face's
-# model, KL in nats, and whether both have the same most probable token
+# the columns of scores [n, 4] of n tokens, as the stored files have them: nats by the
+# bundle and by Hugging Face's model, KL in nats, and whether both have the same most
+# probable token. nan: GOLDEN_NLL and SAME_TOP without a checkpoint, NLL without logits
+# (the package outputs the top token alone), KL in both cases
 COLUMN_COUNT = 4
 NLL, GOLDEN_NLL, KL, SAME_TOP = range(COLUMN_COUNT)
 # Tokens that run through Hugging Face's model for each reading of its weights.
@@ -79,7 +81,7 @@ def windows(n: int, window: int, stride: int) -> list[Span]:
 def evaluate(
     decoder: Decoder,
     ids: Sequence[int],
-    reference: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None,
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -89,8 +91,7 @@ def evaluate(
     model.
 
     Args:
-        reference: the checkpoint, whose model is run on its own weights; None: the
-            bundle alone.
+        checkpoint: Hugging Face's model is run on its weights; None: the bundle alone.
         window: tokens of a window (default: max_seq_len), at least 2.
         stride: tokens from one window's begin to the next (default: half a window).
         folder: where the scores of finished windows are stored.
@@ -98,23 +99,23 @@ def evaluate(
     Returns:
         tokens (scored), windows, resumed (windows that were stored before), perplexity,
         golden_perplexity, perplexity_ratio, kl (nats), same_top, and 95% intervals of
-        these means by a bootstrap over windows. Figures are null without a reference,
-        intervals with too few windows, and perplexity and KL for packages that output
-        the top token alone (then `not_run` gives the reason).
+        these means by a bootstrap over windows. Figures are null without a
+        checkpoint, intervals with too few windows, and perplexity and KL for packages
+        that output the top token alone (then `not_run` gives the reason).
 
     Raises:
         InputError: a window longer than max_seq_len, fewer than two tokens, another
             checkpoint than the bundle's.
     """
     ids = check_ids(ids, decoder.manifest.dims.V)
-    if reference is not None:
-        check_exported_from(reference, decoder.bundle)
+    if checkpoint is not None:
+        check_exported_from(checkpoint, decoder.bundle)
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,  # with it the hash of every file
         call_columns(decoder),
-        None if reference is None else reference.sha256,
+        None if checkpoint is None else checkpoint.sha256,
         hashlib.sha256(ids.tobytes()).hexdigest(),
         spans[:2],
         [decoder.runtime, decoder.precision, decoder.compute_units],
@@ -124,16 +125,16 @@ def evaluate(
     path = folder / f"{decoder.bundle.root.name}-{digest}.npy"
     folder.mkdir(parents=True, exist_ok=True)
     counts = [span.end - 1 for span in spans]  # of scores up to each window's end
-    scores = _stored_scores(path, counts, reference is not None)
+    scores = _stored_scores(path, counts, checkpoint is not None)
     resumed = counts.index(len(scores)) + 1 if len(scores) else 0
-    model = None if reference is None else open_reference(reference)
+    reference = None if checkpoint is None else open_reference(checkpoint)
     stored = resumed
     try:
         stage("evaluate: scoring windows")
         with bar(total=len(spans), initial=resumed, unit="window") as progress:
             for group in _groups(spans[resumed:]):
-                of_windows = _score_group(decoder, model, ids, group)
-                scores = np.concatenate([scores, *of_windows])
+                window_scores = _score_group(decoder, reference, ids, group)
+                scores = np.concatenate([scores, *window_scores])
                 write_whole(path, partial(np.save, arr=scores))
                 stored += len(group)
                 progress.update(len(group))
@@ -155,13 +156,13 @@ def open_reference(checkpoint: Checkpoint) -> Reference:
     return Reference(checkpoint, attention="sdpa" if is_equal else "eager")
 
 
-def _stored_scores(path: Path, counts: list[int], compared: bool) -> np.ndarray:
+def _stored_scores(path: Path, counts: list[int], has_reference: bool) -> np.ndarray:
     """The scores [n, 4] of finished windows in a file, none where it is missing, torn,
     or holds something else.
 
     Args:
         counts: the numbers of scores that whole windows have.
-        compared: whether scores have the reference's figures.
+        has_reference: whether scores have the figures of Hugging Face's model.
     """
     empty = np.empty((0, COLUMN_COUNT))
     try:
@@ -173,39 +174,39 @@ def _stored_scores(path: Path, counts: list[int], compared: bool) -> np.ndarray:
         return empty
     if len(scores) not in counts or np.isinf(scores).any():
         return empty
-    has_reference = np.isfinite(scores[:, [GOLDEN_NLL, SAME_TOP]])
+    is_compared = np.isfinite(scores[:, [GOLDEN_NLL, SAME_TOP]])
     has_negative = (scores[:, [NLL, GOLDEN_NLL]] < 0).any()
-    if (has_reference != compared).any() or has_negative:
+    if (is_compared != has_reference).any() or has_negative:
         return empty
     return scores
 
 
 def _score_group(
-    decoder: Decoder, model: Reference | None, ids: np.ndarray, group: list[Span]
+    decoder: Decoder, reference: Reference | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray]:
     """The scores [n, 4] of each window of a group, all of one shape."""
     # the last token of a window is predicted, and predicts none in it
     sequences = [ids[span.begin : span.end - 1].tolist() for span in group]
     count = group[0].end - group[0].first  # scored tokens of each window
-    golden = None
-    if model:
-        hidden = model.last_hidden(np.array(sequences), use_cache=False)
-        golden = hidden[:, -count:]
+    reference_hidden = None  # [windows, count, C]
+    if reference:
+        hidden = reference.last_hidden(np.array(sequences), use_cache=False)
+        reference_hidden = hidden[:, -count:]
     B = decoder.options.batch
     for start in range(0, len(group), B):
         batch = sequences[start : start + B]
         spans = group[start : start + B]
         targets = [ids[span.first : span.end] for span in spans]
-        references = [None] * len(batch) if golden is None else golden[start:]
         outputs = last_outputs(decoder, fill_batch(batch, B), count)
         scores = [[] for _ in batch]
         for columns in _scored_slices(count, decoder.manifest.dims.V):
             logits = decoder.logits(outputs[:, :, columns])
             for seq in range(len(batch)):
-                expected = None
-                if model:
-                    expected = model.logits(references[seq][columns]).numpy()
-                part = _score(targets[seq][columns], logits[seq], expected)
+                reference_logits = None
+                if reference:
+                    expected_hidden = reference_hidden[start + seq, columns]
+                    reference_logits = reference.logits(expected_hidden).numpy()
+                part = _score(targets[seq][columns], logits[seq], reference_logits)
                 scores[seq].append(part)
         yield from map(np.concatenate, scores)
 
@@ -320,15 +321,15 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 
 
 def _score(
-    targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None
+    targets: np.ndarray, logits: np.ndarray, reference_logits: np.ndarray | None
 ) -> np.ndarray:
     """The scores [n, 4] float64 of tokens.
 
     Args:
         targets: [n], their ids.
-        actual: [n, V], the bundle's logits that predict them. All but the top one are
-            −inf where the package outputs the top token alone; NLL and KL are then nan.
-        golden: [n, V], the logits of Hugging Face's model; None: there is no model, and
+        logits: [n, V], the bundle's that predict them. All but the top one are −inf
+            where the package outputs the top token alone; NLL and KL are then nan.
+        reference_logits: [n, V], of Hugging Face's model; None: there is no model, and
             all scores that need it are nan.
     """
     scores = np.full((len(targets), COLUMN_COUNT), np.nan)
@@ -336,23 +337,23 @@ def _score(
     for i, target in enumerate(targets):
         # logits less the largest one, whose exponentials do not overflow; log q is
         # `shifted` − `log_sum`
-        shifted = np.float64(actual[i])
+        shifted = np.float64(logits[i])
         shifted -= shifted.max()
         has_logits = not np.isneginf(shifted).any()
         if has_logits:
             log_sum = np.log(np.exp(shifted).sum())
             scores[i, NLL] = log_sum - shifted[target]
-        if golden is None:
+        if reference_logits is None:
             continue
-        golden_shifted = np.float64(golden[i])
-        golden_shifted -= golden_shifted.max()
-        weights = np.exp(golden_shifted)
+        reference_shifted = np.float64(reference_logits[i])
+        reference_shifted -= reference_shifted.max()
+        weights = np.exp(reference_shifted)
         total = weights.sum()  # p is `weights` / `total`
-        scores[i, GOLDEN_NLL] = np.log(total) - golden_shifted[target]
-        scores[i, SAME_TOP] = np.argmax(golden_shifted) == np.argmax(shifted)
+        scores[i, GOLDEN_NLL] = np.log(total) - reference_shifted[target]
+        scores[i, SAME_TOP] = np.argmax(reference_shifted) == np.argmax(shifted)
         if has_logits:
             # KL = Σ p (log p − log q)
-            mean_difference = weights @ (golden_shifted - shifted) / total
+            mean_difference = weights @ (reference_shifted - shifted) / total
             nats = mean_difference - np.log(total) + log_sum
             # as in `compare.kl`: rounding may leave a KL near 0 just below it
             scores[i, KL] = np.maximum(nats, 0.0)

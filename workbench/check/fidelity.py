@@ -116,7 +116,9 @@ class Cost:
             reason += (
                 f"; Hugging Face's model on the stored weights has {of_budget:.2g}"
             )
-        return gates.within(gates.MAX_KL_GATE, float(np.mean(self.kl)), max_kl, reason)
+        return gates.quality_at_most(
+            gates.MAX_KL_GATE, float(np.mean(self.kl)), max_kl, reason
+        )
 
     def _budget_gate(self) -> Gate:
         if self.budget_kl is None:

@@ -101,19 +101,20 @@ def records(frame) -> list[dict]:
 
 
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
-    """GREEN if value >= threshold, otherwise, and for nan, RED."""
+    """A gate on the export: GREEN if value >= threshold, otherwise, and for nan, RED."""
     verdict = GREEN if value >= threshold else RED
     return Gate(name, verdict, value, threshold, reason)
 
 
 def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
-    """GREEN if value <= threshold, otherwise, and for nan, RED."""
+    """A gate on the export: GREEN if value <= threshold, otherwise, and for nan, RED."""
     verdict = GREEN if value <= threshold else RED
     return Gate(name, verdict, value, threshold, reason)
 
 
 def holds(name: str, condition: bool, reason: str) -> Gate:
-    """GREEN with the value 1 if the condition holds, otherwise RED with 0."""
+    """A gate on the export: GREEN with the value 1 if the condition holds, otherwise RED
+    with 0."""
     return at_least(name, float(condition), 1.0, reason)
 
 
@@ -131,13 +132,15 @@ def no_faults(
     )
 
 
-def within(name: str, value: float, limit: float, reason: str) -> Gate:
-    """A check of quality: WITHIN if value <= limit, otherwise, and for nan, OVER."""
+def quality_at_most(name: str, value: float, limit: float, reason: str) -> Gate:
+    """A check of quality, not of the export: WITHIN if value <= limit, otherwise, and for
+    nan, OVER."""
     return Gate(name, WITHIN if value <= limit else OVER, value, limit, reason)
 
 
-def reached(name: str, value: float, limit: float, reason: str) -> Gate:
-    """A check of quality: WITHIN if value >= limit, otherwise, and for nan, OVER."""
+def quality_at_least(name: str, value: float, limit: float, reason: str) -> Gate:
+    """A check of quality, not of the export: WITHIN if value >= limit, otherwise, and for
+    nan, OVER."""
     return Gate(name, WITHIN if value >= limit else OVER, value, limit, reason)
 
 

@@ -138,7 +138,7 @@ class Golden:
             texts = None
             if METADATA in metadata:
                 stored = {name: arrays.pop(name) for name in ARRAYS}
-                texts = GreedyTexts.of(stored, metadata[METADATA])
+                texts = GreedyTexts.from_arrays(stored, metadata[METADATA])
         except InputError:  # no regular file
             raise
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:

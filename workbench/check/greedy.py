@@ -119,7 +119,7 @@ class GreedyTexts:
         return json.dumps({"sigma": self.sigma, "texts": rows})
 
     @classmethod
-    def of(cls, arrays: dict[str, np.ndarray], metadata: str) -> "GreedyTexts":
+    def from_arrays(cls, arrays: dict[str, np.ndarray], metadata: str) -> "GreedyTexts":
         """The texts that `arrays` and `metadata` stored.
 
         Raises:

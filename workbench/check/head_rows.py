@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from workbench.bundle import Bundle
-from workbench.check.compare import blocks
+from workbench.check.compare import row_blocks
 from workbench.decode.tokenizer import token_labels
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
@@ -55,7 +55,7 @@ def lost_rows(bundle: Bundle, checkpoint: Checkpoint) -> list[LostRow]:
         stored = stored.reshape(-1, stored.shape[1])
         whole = len(stored) == checkpoint.shape(checkpoint.head)[0]
         first = 0 if whole else shard.rows[0]
-        for part in blocks(stored):
+        for part in row_blocks(stored):
             place = slice(first + part.start, first + part.stop)
             original = checkpoint.tensor(checkpoint.head, place)
             if original.shape != stored[part].shape:

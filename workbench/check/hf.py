@@ -132,12 +132,13 @@ class ReferenceLayer(WrappedLayer):
 
     def forward(self, *args, **kwargs):
         args = args or (kwargs.pop("hidden_states"),)
-        args = self.reference.replace_inputs(self.index, args)
+        args = self.reference.replace_layer_inputs(self.index, args)
         read = self.reference.reader(f"layers.{self.index}.")
         weights = {name: read(name).float() for name in self.layer.state_dict()}
         output = functional_call(self.layer, weights, args, kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        self.record(x=args[0], **dict(zip(("hidden", "router"), outputs)))
+        router = outputs[1] if len(outputs) > 1 else None
+        self.record(x=args[0], hidden=outputs[0], router=router)
         if self.reference.batch and "layer_scalar" in weights:
             self.record(
                 scalar=weights["layer_scalar"].expand(self.reference.batch.shape)
@@ -152,7 +153,8 @@ class ReferenceLayer(WrappedLayer):
         self.record(expert=scores.argmax(-1), margin=best - second)
 
     def record(self, **tensors: torch.Tensor | None) -> None:
-        """Sets fields of this layer's record, where a trace is being made."""
+        """Sets fields of this layer's `LayerTrace`, where a trace is being made; None
+        leaves a field as it is."""
         batch = self.reference.batch
         if batch is None:
             return
@@ -236,41 +238,58 @@ class Reference:
         finally:
             self.batch = None
 
-    def replace_norm_inputs(self, norm: nn.Module, args: tuple) -> tuple:
-        """Hook of the final norm; see `replace_inputs`."""
-        return self.replace_inputs(len(self.base.layers), args)
+    @property
+    def replaces_inputs(self) -> bool:
+        """Whether some layer reads another input than the one that the model computes."""
+        return self.batch is not None and any(
+            run.replaces_inputs for run in self.batch.runs
+        )
 
-    def replace_inputs(self, index: int, args: tuple) -> tuple:
-        """The arguments that layer `index` reads in place of `args`, or the final norm,
-        whose index follows the last layer's.
+    def replace_norm_inputs(self, norm: nn.Module, args: tuple) -> tuple:
+        """Hook of the final norm: the arguments that it reads in place of `args`, of which
+        the first is x [B, n, C], the last layer's output."""
+        if not self.replaces_inputs:
+            return args
+        x, *others = args
+        return self.choose_x(x, lambda feed: feed.final_input), *others
+
+    def replace_layer_inputs(self, index: int, args: tuple) -> tuple:
+        """The arguments that layer `index` reads in place of `args`.
 
         Args:
             args: x [B, n, C], which the layer before returned; in models that route by
                 the layer before, then its router state [B, n, R]; then the rest.
         """
-        batch = self.batch
-        if batch is None or not any(run.replaces_inputs for run in batch.runs):
+        if not self.replaces_inputs:
             return args
-        is_layer = index < len(self.base.layers)
-        has_router = (
-            is_layer and index > 0 and batch.trace.layers[index - 1].router is not None
-        )
         x, *others = args
-        inputs, routers = [], []
-        for seq, run in enumerate(batch.runs):
-            source = 0 if run.reads_first_sequence else seq
-            fed_x = fed_router = None
-            if run.feed is not None:
-                fed_x = run.feed.layers[index].x if is_layer else run.feed.final_input
-                if has_router:
-                    fed_router = run.feed.layers[index - 1].router
-            chosen_x = _fed_or_computed(fed_x, x, source)
-            inputs.append(run.perturb(chosen_x) if run.perturb else chosen_x)
-            if has_router:
-                routers.append(_fed_or_computed(fed_router, others[0], source))
-        if has_router:
+        if index > 0 and self.batch.trace.layers[index - 1].router is not None:
+            routers = self.choose(others[0], lambda feed: feed.layers[index - 1].router)
             others[0] = torch.cat(routers)
-        return torch.cat(inputs), *others
+        return self.choose_x(x, lambda feed: feed.layers[index].x), *others
+
+    def choose_x(
+        self, computed: torch.Tensor, read_feed: Callable[[Trace], np.ndarray | None]
+    ) -> torch.Tensor:
+        """`choose`, perturbed, as one tensor [B, n, C]."""
+        chosen = zip(self.batch.runs, self.choose(computed, read_feed))
+        return torch.cat([run.perturb(x) if run.perturb else x for run, x in chosen])
+
+    def choose(
+        self, computed: torch.Tensor, read_feed: Callable[[Trace], np.ndarray | None]
+    ) -> list[torch.Tensor]:
+        """What each sequence reads in place of its part of `computed` [B, n, W], each
+        [1, n, W]; see `SequenceRun`.
+
+        Args:
+            read_feed: what a feed has for this input, [n, W]; None: nothing.
+        """
+        chosen = []
+        for seq, run in enumerate(self.batch.runs):
+            fed = None if run.feed is None else read_feed(run.feed)
+            source = 0 if run.reads_first_sequence else seq
+            chosen.append(_fed_or_computed(fed, computed, source))
+        return chosen
 
     def scale_embeddings(self, module, args, output: torch.Tensor) -> torch.Tensor:
         """Hook of an embedding table: multiplies its output [B, n, W] by the

@@ -52,6 +52,19 @@ Facts = dict[str, object]  # "input x" → "FLOAT16 [1, 64, 1..4, 1]"
 
 
 @dataclass(frozen=True)
+class TokenRange:
+    """The tokens of the calls that a function takes: from `low` to `high`, which are equal
+    for a fixed size; both are "T" in a program that takes any number."""
+
+    low: int | str
+    high: int | str
+
+    @classmethod
+    def exactly(cls, T: int | str) -> "TokenRange":
+        return cls(T, T)
+
+
+@dataclass(frozen=True)
 class FactPair:
     """The same facts as two places state them; a fact that one place lacks is a
     difference."""
@@ -105,7 +118,7 @@ def shard_list_facts(manifest: Manifest) -> FactPair:
     return _layout_facts(manifest) | _shape_facts(manifest)
 
 
-def _blocks(manifest: Manifest) -> list[Shard]:
+def layer_shards(manifest: Manifest) -> list[Shard]:
     """The shards that hold the caches of layers."""
     return [shard for shard in manifest.shards if shard.kind in ("layers", "router")]
 
@@ -115,8 +128,8 @@ def _layout_facts(manifest: Manifest) -> FactPair:
     L = manifest.dims.L
     step = manifest.options.layers_per_shard
     kind = "router" if manifest.options.moe == "routed" else "layers"
-    blocks = _blocks(manifest)
-    experts = {block.layers: [] for block in blocks}
+    shards_of_layers = layer_shards(manifest)
+    experts = {shard.layers: [] for shard in shards_of_layers}
     for shard in manifest.shards:
         if shard.kind == "expert":
             experts.setdefault(shard.layers, []).append(shard.rows)
@@ -127,34 +140,40 @@ def _layout_facts(manifest: Manifest) -> FactPair:
         "experts": dict.fromkeys(experts, [(e, e + 1) for e in range(count)]),
     }
     listed = {
-        "kinds of shards": {block.kind for block in blocks},
-        "layers of shards": [block.layers for block in blocks],
+        "kinds of shards": {shard.kind for shard in shards_of_layers},
+        "layers of shards": [shard.layers for shard in shards_of_layers],
         "experts": {layers: sorted(rows) for layers, rows in experts.items()},
     }
     return FactPair(required, listed)
 
 
 def _shape_facts(manifest: Manifest) -> FactPair:
-    """The shapes of the inputs, outputs and caches of every shard. A value that only one
-    side has is left out, except for caches and what selects their rows: in a shard of
-    layers, a missing or an unexpected one is a difference too."""
+    """The shapes of the inputs, outputs and caches of every shard. Shapes that only one
+    side states are left out, except in a shard of layers those of caches and of what
+    selects their rows: a missing or an unexpected one is a difference too."""
     required, listed = {}, {}
-    blocks = _blocks(manifest)
+    shards_of_layers = layer_shards(manifest)
     for shard in manifest.shards:
-        expected = _shapes(manifest, shard)
-        actual = shard.inputs | shard.outputs
-        for name, state in shard.states.items():
-            actual |= {name: state.shape, f"ring of {name}": state.ring}
-        for name in expected.keys() | actual.keys():
-            on_both_sides = name in expected and name in actual
-            if not on_both_sides and not (shard in blocks and _is_of_cache(name)):
-                continue
-            fact = f"{shard.name} {name}"
-            if name in expected:
-                required[fact] = expected[name]
-            if name in actual:
-                listed[fact] = actual[name]
+        required_shapes = _required_shapes(manifest, shard)
+        listed_shapes = _listed_shapes(shard)
+        compared = required_shapes.keys() & listed_shapes.keys()
+        if shard in shards_of_layers:
+            all_names = required_shapes.keys() | listed_shapes.keys()
+            compared |= {name for name in all_names if _is_of_cache(name)}
+        for name in compared & required_shapes.keys():
+            required[f"{shard.name} {name}"] = required_shapes[name]
+        for name in compared & listed_shapes.keys():
+            listed[f"{shard.name} {name}"] = listed_shapes[name]
     return FactPair(required, listed)
+
+
+def _listed_shapes(shard: Shard) -> Facts:
+    """The shapes of a shard's inputs, outputs and states as the manifest lists them, and
+    the rows of each ring."""
+    shapes = shard.inputs | shard.outputs
+    for name, state in shard.states.items():
+        shapes |= {name: state.shape, f"ring of {name}": state.ring}
+    return shapes
 
 
 def _is_of_cache(name: str) -> bool:
@@ -163,7 +182,7 @@ def _is_of_cache(name: str) -> bool:
     return is_cache(name) or name == POS or name.startswith(KV_WRITE_MASK)
 
 
-def _shapes(manifest: Manifest, shard: Shard) -> Facts:
+def _required_shapes(manifest: Manifest, shard: Shard) -> Facts:
     """Shapes of a shard's inputs, outputs and caches as dimensions and options require
     them."""
     options = manifest.options
@@ -220,28 +239,31 @@ def package_differences(bundle: Bundle, shard: Shard) -> Iterator[str]:
         yield f"functions: {expected} in the manifest, {sorted(functions[place])} in the {place}"
     for name in () if wrong else expected:
         T = shard.functions.get(name, options.t_max)
-        described = description_facts(
-            shard, descriptions[name], T if options.fixed_sizes else 1, T
-        )
+        if options.fixed_sizes:
+            described_range = program_range = TokenRange.exactly(T)
+        else:
+            described_range = TokenRange(1, T)
+            program_range = TokenRange.exactly("T")
+        described = description_facts(shard, descriptions[name], described_range)
         faults = [*described.differences("manifest", "description")]
-        free = T if options.fixed_sizes else "T"
-        program = program_facts(
-            shard, functions["program"][name], free, bundle.manifest
-        )
+        function = functions["program"][name]
+        program = program_facts(shard, function, program_range, bundle.manifest)
         faults += program.differences("manifest", "program")
         for fault in faults:
             yield f"function {name}: {fault}" if shard.functions else fault
 
 
-def manifest_facts(shard: Shard, low: int | str, high: int | str) -> Facts:
-    """Facts of a shard in the manifest: inputs of `low` to `high` tokens, outputs of
-    `high` tokens, and states."""
+def manifest_facts(shard: Shard, tokens: TokenRange) -> Facts:
+    """Facts of a shard in the manifest: inputs of these tokens, outputs of the most of
+    them, and states."""
     facts = {}
     for name, shape in shard.inputs.items():
         dtype = "INT32" if name == POS else "FLOAT16"
-        facts[f"input {name}"] = _fact(dtype, sizes(shape, low), sizes(shape, high))
+        facts[f"input {name}"] = _fact(
+            dtype, sizes(shape, tokens.low), sizes(shape, tokens.high)
+        )
     for name, shape in shard.outputs.items():
-        facts[f"output {name}"] = _fact("FLOAT16", sizes(shape, high))
+        facts[f"output {name}"] = _fact("FLOAT16", sizes(shape, tokens.high))
     for state in shard.states.values():
         facts[f"state {state.tensor}"] = _fact("FLOAT16", state.shape)
     return facts
@@ -254,9 +276,9 @@ def _fact(dtype: str, low: list, high: list | None = None) -> str:
     return f"{dtype} [{', '.join(axes)}]"
 
 
-def description_facts(shard: Shard, description, low: int, high: int) -> FactPair:
+def description_facts(shard: Shard, description, tokens: TokenRange) -> FactPair:
     """Inputs, outputs and states in the manifest and in a package's description, for calls
-    of `low` to `high` tokens. An output without a shape in the description takes the
+    of these tokens. An output without a shape in the description takes the
     manifest's."""
     facts = {}
     dtype_name = protobuf_module("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name
@@ -267,7 +289,7 @@ def description_facts(shard: Shard, description, low: int, high: int) -> FactPai
                 array = value.type.stateType.arrayType
             default = list(array.shape)
             if kind == "output" and not default:
-                default = sizes(shard.outputs.get(value.name, []), high)
+                default = sizes(shard.outputs.get(value.name, []), tokens.high)
             lowest = highest = default
             flexible = array.WhichOneof("ShapeFlexibility")
             if flexible == "shapeRange":
@@ -281,16 +303,17 @@ def description_facts(shard: Shard, description, low: int, high: int) -> FactPai
                 fact += f" by default {default}"
             name = f"{kind} {value.name}"
             facts[name] = f"{facts[name]} and {fact}" if name in facts else fact
-    return FactPair(manifest_facts(shard, low, high), facts)
+    return FactPair(manifest_facts(shard, tokens), facts)
 
 
-def program_facts(shard: Shard, function, T: int | str, manifest: Manifest) -> FactPair:
-    """What the manifest says, and a program of `T` tokens ("T": of any number) has: the
-    interface, the values that hold the layers' hidden outputs, and how weights are
-    stored."""
+def program_facts(
+    shard: Shard, function, tokens: TokenRange, manifest: Manifest
+) -> FactPair:
+    """What the manifest says, and a program for calls of these tokens has: the interface,
+    the values that hold the layers' hidden outputs, and how weights are stored."""
     block = function.block_specializations[function.opset]
     facts, types = _interface_facts(function, block)
-    interface = FactPair(manifest_facts(shard, T, T), facts)
+    interface = FactPair(manifest_facts(shard, tokens), facts)
     return interface | _tap_facts(shard, types) | _storage_facts(shard, block, manifest)
 
 

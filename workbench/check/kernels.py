@@ -2,7 +2,7 @@
 Compiled by numba: as separate steps of torch it takes about 15 passes. It shares no
 arithmetic with the runtime whose bundles it checks.
 
-A deviation is |stored − value| over the tolerance of gate `weights`. `fp16_deviation`,
+A deviation is |stored − value| over the tolerance of gate `weights`. `fp16_ratio`,
 `integer_deviation` and `table_figures` call the compiled functions below them.
 
 The largest deviation is found as the largest bit pattern: float32 numbers that are not
@@ -91,19 +91,19 @@ def _as_number(bits: int) -> float:
     return float(np.uint32(bits).view(np.float32))
 
 
-def fp16_deviation(stored: np.ndarray, values: np.ndarray) -> float:
+def fp16_ratio(stored: np.ndarray, values: np.ndarray) -> float:
     """The largest deviation of weights that are stored in fp16, in halves of a unit in
     the last place of fp16 at the value.
 
     Args:
         stored, values: [n] float32.
     """
-    return _as_number(_fp16_deviation_bits(stored, values))
+    return _as_number(_fp16_ratio_bits(stored, values))
 
 
 @compiled
-def _fp16_deviation_bits(stored, values):
-    """The bits of `fp16_deviation`."""
+def _fp16_ratio_bits(stored, values):
+    """The bits of `fp16_ratio`."""
     worst = np.uint32(0)
     for i in range(len(values)):
         value = values[i]

@@ -37,7 +37,13 @@ from workbench.check.compare import (
 from workbench.check.gates import Gate
 from workbench.check.golden import read_head, stored_weights
 from workbench.check.hf import Head, Reference
-from workbench.check.run import PromptRun, plan_calls, run_passes, with_rounded_inputs
+from workbench.check.run import (
+    PlannedCall,
+    PromptRun,
+    plan_calls,
+    run_passes,
+    with_rounded_inputs,
+)
 from workbench.check.states import ShardNames, default_ts
 from workbench.check.stretches import Stretch, Stretches, reference_stretches
 from workbench.check.trace import Trace, stack
@@ -163,19 +169,22 @@ def program_errors(
         if plan.kind not in references:
             traces = [with_rounded_inputs(decoder, s.trace) for s in plan.stretches]
             references[plan.kind] = stack(traces)
-    passes = [plan.make_run(decoder, references[plan.kind]) for plan in plans]
-    tables: list[list[pd.DataFrame]] = [[] for _ in plans]
-
-    def compare_states(number: int, model: Model, state: State) -> None:
-        tables[number] += state_errors(plans[number], passes[number], model, state)
-
-    traces = run_passes(decoder, passes, "program", compare_states, head=False)
-    calls = []
-    for plan, sequences, table in zip(plans, traces, tables):
-        table += trace_errors(plan, sequences)
-        calls += plan_head_calls(decoder, plan, sequences)
-    tables.append(head_errors(decoder, checkpoint, calls))
-    return pd.concat([part for table in tables for part in table], ignore_index=True)
+    state_tables: list[list[pd.DataFrame]] = [[] for _ in plans]  # filled by the passes
+    passes = [
+        plan.make_run(decoder, references[plan.kind], tables_of_plan)
+        for plan, tables_of_plan in zip(plans, state_tables, strict=True)
+    ]
+    traces = run_passes(decoder, passes, "program", head=False)
+    tables: list[pd.DataFrame] = []
+    head_calls: list[HeadCall] = []
+    for plan, sequences, tables_of_plan in zip(
+        plans, traces, state_tables, strict=True
+    ):
+        tables.extend(tables_of_plan)
+        tables.extend(trace_errors(plan, sequences))
+        head_calls.extend(plan_head_calls(decoder, plan, sequences))
+    tables.extend(head_errors(decoder, checkpoint, head_calls))
+    return pd.concat(tables, ignore_index=True)
 
 
 def can_feed_layers(decoder: Decoder) -> bool:
@@ -267,8 +276,15 @@ class StretchPlan:
         """The value of the column `mode`."""
         return "isolated" if self.isolated else "chained"
 
-    def make_run(self, decoder: Decoder, reference: Trace) -> PromptRun:
-        """The run. `reference`: the stacked traces of its stretches."""
+    def make_run(
+        self, decoder: Decoder, reference: Trace, state_tables: list[pd.DataFrame]
+    ) -> PromptRun:
+        """The run.
+
+        Args:
+            reference: the stacked traces of its stretches.
+            state_tables: the run appends the tables of `state_errors` of each shard.
+        """
         ids = np.stack([stretch.ids for stretch in self.stretches])
         token_scales = None
         if self.stretches[0].token_scales is not None:
@@ -280,6 +296,10 @@ class StretchPlan:
             ragged=decoder.options.kv_write == "mask",
             columns=self.columns,
         )
+
+        def append_state_errors(model: Model, state: State) -> None:
+            state_tables.extend(state_errors(self, calls, model, state))
+
         return PromptRun(
             ids,
             calls,
@@ -289,6 +309,7 @@ class StretchPlan:
             make_state=partial(state_before, self.stretches),
             shards=self.shards,
             token_scales=token_scales,
+            read_state=append_state_errors,
         )
 
 
@@ -303,10 +324,10 @@ def state_before(stretches: Sequence[Stretch], model: Model) -> State:
 
 
 def state_errors(
-    plan: StretchPlan, prompt_run: PromptRun, model: Model, state: State
+    plan: StretchPlan, calls: Sequence[PlannedCall], model: Model, state: State
 ) -> list[pd.DataFrame]:
-    """Errors of every row of every state after a run. Rows without a token, which must
-    not change, have negative positions."""
+    """Errors of every row of every state of a shard after the calls of a run. Rows without
+    a token, which must not change, have negative positions."""
     tables = []
     for name, entry in model.shard.states.items():
         layer, leaf = split_layer(name)
@@ -320,8 +341,8 @@ def state_errors(
             actual = _rows_of(value)
             columns = {"tensor": leaf.removesuffix("_state")}
             columns["position"] = ring_positions(stretch.end - 1, count)
-            calls = [call for call in prompt_run.calls if call.counts[seq]]
-            columns["T"] = max(call.counts.max() for call in calls)
+            calls_with_tokens = [call for call in calls if call.counts[seq]]
+            columns["T"] = max(call.counts.max() for call in calls_with_tokens)
             columns |= vector_errors(expected, actual)
             columns["budget"], columns["ratio"] = budget_and_ratio(
                 columns["distance"],
@@ -462,14 +483,17 @@ def plan_head_calls(
     if not plan.isolated:
         if not decoder.manifest.gives_logits:
             return []
-        output = np.stack([trace.output.T for trace in traces]) / scale
+        outputs = np.stack([trace.output for trace in traces])  # [B, n, C]
         T = np.stack([trace.T for trace in traces])
-        return [HeadCall(plan, output, slice(None), T)]
+        hidden = outputs.swapaxes(1, 2) / scale
+        return [HeadCall(plan, hidden, slice(None), T)]
     calls = []
     for size in plan.sizes:
-        last = np.stack([s.final_input[-size:].T / scale for s in plan.stretches])
-        T = np.full((len(last), last.shape[2]), last.shape[2])
-        calls.append(HeadCall(plan, last, slice(-size, None), T))
+        last = np.stack([s.final_input[-size:] for s in plan.stretches])  # [B, n, C]
+        B, n, _ = last.shape
+        hidden = last.swapaxes(1, 2) / scale
+        T = np.full((B, n), n)
+        calls.append(HeadCall(plan, hidden, slice(-size, None), T))
     return calls
 
 

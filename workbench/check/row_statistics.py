@@ -3,7 +3,8 @@ and their limits. `calibrated` computes the inputs that they need.
 
 Letters: v is a row of C weights in the checkpoint, Δ the change of it that a bundle
 stores, x an input of the matrix, H = E[x xᵀ]. U is upper triangular with U Uᵀ = H. Δ adds
-the error Δ H Δᵀ to the row's output, the squared length of Δ U.
+the error Δ H Δᵀ to the row's output, the squared length of Δ U. c is the relative change
+of a row that is scaled as a whole: Δ = c v, so that the slope of v + Δ on v is 1 + c.
 
 Fitted values are not the nearest ones: error feedback (GPTQ, arXiv 2210.17323) moves the
 rounding error of one input onto others, and so lowers Δ H Δᵀ. Figures of a whole tensor
@@ -11,7 +12,7 @@ would hide one faulty row, so that every row is judged by itself:
 
     error_ratio  Δ H Δᵀ of the stored row, over Δ H Δᵀ of the nearest values that the
                  same tables or scales can express
-    slope        the factor by which the row is scaled, less 1 (`_slopes`)
+    slope        how far the slope of v + Δ on v is from 1 (`_slope_deviations`)
     loss         what `BLOCK` neighbouring inputs lost of what they add to the row
                  (`_largest_losses`)
     levels       the error of the nearest values over that of an even grid (`_levels`)
@@ -48,11 +49,11 @@ SLOPE_LIMIT = 10.0
 LOSS_LIMIT = 6.0  # sound 0, sixteen inputs that are zero 5 to 18
 LEVELS_LIMIT = 1.5  # sound 1.03
 
-# A significant factor may be small: the inputs of an attention sink determine the slope of
-# a row to a thousandth. These are the least faults that count, and the rows that do not.
+# A significant c may be small: the inputs of an attention sink determine the slope of a
+# row to a thousandth. These are the least faults that count, and the rows that do not.
 #
-# Bits of a weight → the least |factor − 1| that counts as a scaled row
-LEAST_SCALE = {4: 0.025, 6: 0.01, 8: 0.01}
+# Bits of a weight → the least |c| that counts as a scaled row
+LEAST_RELATIVE_CHANGE = {4: 0.025, 6: 0.01, 8: 0.01}
 # Largest |rounding of a row| / |row| with which its slope is judged; 0.1 is usual
 LARGEST_ROUNDING = 0.3
 BLOCK = 16  # neighbouring inputs, whose loss is judged
@@ -70,7 +71,7 @@ LEAST_COLUMN_VARIANCE = (
     1e-6  # of an input whose weights are all exact, in parts of the row's
 )
 ERROR_ACCURACY = 1e-12  # of Δ H Δᵀ, in parts of v H vᵀ
-FACTOR_ACCURACY = 1e-6  # of a factor
+RELATIVE_CHANGE_ACCURACY = 1e-6  # of c
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ class RowFigures:
 
     Attributes:
         error_ratio: Δ H Δᵀ over that of the nearest values.
-        slope: the factor of the row less 1, in standard deviations.
+        slope: the slope of v + Δ on v less 1, in standard deviations: 0 for a row that
+            is not scaled.
         loss: the largest deviation of a block of inputs from no loss, in standard
             deviations, of the blocks that lost most of what they add to the row.
         levels: the error of the nearest values over that of the nearest values on an
@@ -172,13 +174,13 @@ class InputWeights:
 
     Attributes:
         order: the numbers [C] of the inputs by falling E[x²].
-        factor: the upper triangular U [C, C] float32 with U Uᵀ = H + damping, inputs in
+        cholesky: the upper triangular U [C, C] float32 with U Uᵀ = H + damping, inputs in
             `order`.
         power: E[x²] [C] float64 with damping, in the inputs' own order.
     """
 
     order: torch.Tensor
-    factor: torch.Tensor
+    cholesky: torch.Tensor
     power: torch.Tensor
 
     @classmethod
@@ -193,8 +195,9 @@ class InputWeights:
         hessian.diagonal().add_(damping)
         order = torch.argsort(power, descending=True, stable=True)
         ordered = hessian[order][:, order]
-        factor = torch.linalg.cholesky(ordered.flip(0, 1)).flip(0, 1)
-        return cls(order, factor.float(), power)
+        # flipped, since torch's factor is lower triangular
+        cholesky = torch.linalg.cholesky(ordered.flip(0, 1)).flip(0, 1)
+        return cls(order, cholesky.float(), power)
 
 
 def row_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
@@ -218,7 +221,7 @@ def row_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
 
 @dataclass(frozen=True)
 class _FactoredRows:
-    """Rows of a matrix, and their products with the factor U of their inputs; all
+    """Rows of a matrix, and their products with the Cholesky factor U of their inputs; all
     [R, C] float32.
 
     Attributes:
@@ -238,15 +241,15 @@ class _FactoredRows:
 
     @classmethod
     def of(cls, rows: FittedRows, inputs: InputWeights) -> "_FactoredRows":
-        values, order, factor = rows.values, inputs.order, inputs.factor
+        values, order, cholesky = rows.values, inputs.order, inputs.cholesky
         change, rounding = rows.stored - values, rows.nearest - values
         return cls(
             values=values,
             change=change,
             rounding=rounding,
-            values_u=values[:, order] @ factor,
-            change_u=change[:, order] @ factor,
-            rounding_u=rounding[:, order] @ factor,
+            values_u=values[:, order] @ cholesky,
+            change_u=change[:, order] @ cholesky,
+            rounding_u=rounding[:, order] @ cholesky,
         )
 
 
@@ -258,13 +261,13 @@ def _piece_figures(rows: FittedRows, inputs: InputWeights) -> RowFigures:
     nearest_error = _squared_length(factored.rounding_u) + ERROR_ACCURACY * output_power
     return RowFigures(
         error_ratio=safe_ratio(error.numpy(), nearest_error.numpy()),
-        slope=_slopes(rows, factored, inputs, output_power).numpy(),
+        slope=_slope_deviations(rows, factored, inputs, output_power).numpy(),
         loss=_largest_losses(rows, inputs, error).numpy(),
         levels=_levels(rows, factored.rounding, inputs),
     )
 
 
-def _slopes(
+def _slope_deviations(
     rows: FittedRows,
     factored: _FactoredRows,
     inputs: InputWeights,
@@ -274,24 +277,24 @@ def _slopes(
 
     Error feedback in the order of the inputs makes the elements i of Δ U independent,
     each the rounding error of weight i times U_ii. The usual order is the one of falling
-    E[x²]. The best linear unbiased estimate of a factor c in Δ = c v is then the weighted
-    least squares of e_i on s_i, the inverse variances w_i being the weights:
+    E[x²]. The best linear unbiased estimate of c in Δ = c v is then the weighted least
+    squares of e_i on s_i, the inverse variances w_i being the weights:
 
         c = Σ w_i s_i e_i / Σ w_i s_i²,  s_i = (v U)_i / U_ii,  e_i = (Δ U)_i / U_ii
 
     Nearest values pull large weights toward the middle of a table, and error feedback
-    keeps this pull, so that the factor of the pull is subtracted. It is fitted to the
-    rounding errors of the nearest values, which have no product with U: e_i is the
-    rounding error of one weight, too.
+    keeps this pull, so that the pull's c is subtracted. It is fitted to the rounding
+    errors of the nearest values, which have no product with U: e_i is the rounding error
+    of one weight, too.
 
     Three kinds of rows and weights do not count:
 
     - Weights that are stored as the last entry of a table or as the largest integer,
       since error feedback may ask for more than these by any amount.
-    - Rows whose c is below `LEAST_SCALE`, or whose output is scaled by less than that: the
-      plain regression of v + Δ on v with H as weights. A scaled row scales its output. A
-      table that a row shares with smaller rows, which draws the weights of inputs that
-      matter little to its middle, does not.
+    - Rows whose c is below `LEAST_RELATIVE_CHANGE`, or whose output is scaled by less
+      than that: the plain regression of v + Δ on v with H as weights. A scaled row scales
+      its output. A table that a row shares with smaller rows, which draws the weights of
+      inputs that matter little to its middle, does not.
     - Rows that are so small beside the rows of their table that the nearest values lose
       a large part of them (`LARGEST_ROUNDING`).
 
@@ -299,44 +302,44 @@ def _slopes(
         output_power: v H vᵀ [R] float64.
     """
     is_free = ~rows.clipped
-    diagonal = inputs.factor.diagonal()
+    diagonal = inputs.cholesky.diagonal()
     variance = factored.rounding.square().mean(1, keepdim=True) + LEAST_VARIANCE
-    fit = _fit_factors(
+    fit = _fit_relative_changes(
         signal=factored.values_u / diagonal * is_free[:, inputs.order],
         errors=factored.change_u / diagonal * is_free[:, inputs.order],
         pull=(factored.rounding * is_free)[:, inputs.order],
         variance=variance,
     )
-    # the same factor of the row's output, where weights of small inputs count little
+    # c of the row's output, where weights of small inputs count little
     output_products = (factored.values_u * factored.change_u).double().sum(1)
-    output_factor = output_products / (output_power + TINY)
-    least = LEAST_SCALE[rows.bits]
-    is_scaled = (fit.factor.abs() >= least) & (
-        output_factor * fit.factor.sign() >= least
-    )
+    output_change = output_products / (output_power + TINY)
+    least = LEAST_RELATIVE_CHANGE[rows.bits]
+    is_scaled = fit.relative_change.abs() >= least
+    # and the output is scaled by as much, in the same direction
+    is_scaled &= output_change * fit.relative_change.sign() >= least
     # a table cannot express a row that is small beside its others
     largest = LARGEST_ROUNDING**2 * _squared_length(factored.values)
     is_scaled &= _squared_length(factored.rounding) <= largest
-    return torch.where(is_scaled, fit.factor / fit.deviation, 0).double()
+    return torch.where(is_scaled, fit.relative_change / fit.deviation, 0).double()
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """By row [R], a factor of least squares and its standard deviation."""
+    """By row [R], c by least squares and its standard deviation."""
 
-    factor: torch.Tensor
+    relative_change: torch.Tensor
     deviation: torch.Tensor
 
 
-def _fit_factors(
+def _fit_relative_changes(
     *,
     signal: torch.Tensor,
     errors: torch.Tensor,
     pull: torch.Tensor,
     variance: torch.Tensor,
 ) -> _Fit:
-    """Weighted least squares of `errors` on `signal`, row by row, less the factor that
-    `pull` has.
+    """Weighted least squares of `errors` on `signal`, row by row, less the
+    coefficient of `pull` on `signal`.
 
     The variance of a column is measured over the rows: an exporter may improve entries
     and indices after the feedback, or use another order or damping, and all rows of a
@@ -350,12 +353,13 @@ def _fit_factors(
     column_variance = _column_variance(errors, variance)
     weights = 1 / (column_variance.clamp(min=LEAST_COLUMN_VARIANCE) * variance)
     power = (weights * signal.square()).sum(1)
-    factor = (weights * signal * errors).sum(1) / power
-    residual = (weights * (errors - factor[:, None] * signal).square()).mean(1)
-    pull_factor = (weights * signal * pull).sum(1) / power
-    deviation = (residual / power).sqrt() + FACTOR_ACCURACY
-    # a row without a signal, 0 / 0, has no factor
-    return _Fit((factor - pull_factor).nan_to_num(), deviation.nan_to_num(1))
+    coefficient = (weights * signal * errors).sum(1) / power
+    residual = (weights * (errors - coefficient[:, None] * signal).square()).mean(1)
+    pull_coefficient = (weights * signal * pull).sum(1) / power
+    deviation = (residual / power).sqrt() + RELATIVE_CHANGE_ACCURACY
+    # a row without a signal, 0 / 0, counts as one that is not scaled
+    relative_change = (coefficient - pull_coefficient).nan_to_num()
+    return _Fit(relative_change, deviation.nan_to_num(1))
 
 
 def _largest_losses(
@@ -364,7 +368,7 @@ def _largest_losses(
     """`RowFigures.loss` [R] float64: the regression of the missing values of a block of
     neighbouring inputs on its nearest ones, in standard deviations; 0 for rows of whose
     error no lost block causes enough to count. Weights that are stored as the last entry
-    of a table or as the largest integer are left out, as they are in `_slopes`.
+    of a table or as the largest integer are left out, as they are in `_slope_deviations`.
 
     Args:
         error: Δ H Δᵀ [R] float64.
@@ -422,7 +426,7 @@ def _loss_statistics(
 ) -> torch.Tensor:
     """The t statistics [R, blocks] of a loss of `BLOCK` neighbouring inputs: weighted least
     squares of what is missing from `stored` on what is `expected`, both [R, C], without a
-    constant; 0 where the factor is below `LOST`.
+    constant; 0 where the coefficient is below `LOST`.
 
     Args:
         variance: of the rounding of a weight [R, C]. The changes of a column may be

@@ -41,6 +41,7 @@ from workbench.progress import bar
 from workbench.runtime import Model, State
 
 Inputs = dict[str, np.ndarray]  # of one call, by name
+StateReader = Callable[[Model, State], None]  # see `PromptRun.read_state`
 
 
 def trace_bundle(
@@ -191,6 +192,8 @@ class PromptRun:
         shards: names of the shards to run, for an isolated pass; None: all.
         token_scales: [B, n], what multiplies the embeddings of every token that shards
             read beside `x`; None: nothing does.
+        read_state: is called with the model and the state of every shard that the pass
+            has run, after its last call.
     """
 
     ids: np.ndarray
@@ -202,23 +205,15 @@ class PromptRun:
     make_state: Callable[[Model], State] = empty_state
     shards: Collection[str] | None = None
     token_scales: np.ndarray | None = None
+    read_state: StateReader | None = None
 
     def runs(self, shard: Shard) -> bool:
         """Whether the pass runs a shard."""
         return self.shards is None or shard.name in self.shards
 
 
-# called when a pass has run its calls on a shard: number of the pass, model, state after
-# the last call
-StateReader = Callable[[int, Model, State], None]
-
-
 def run_passes(
-    decoder: Decoder,
-    passes: Sequence[PromptRun],
-    title: str,
-    read_state: StateReader | None = None,
-    head: bool = True,
+    decoder: Decoder, passes: Sequence[PromptRun], title: str, head: bool = True
 ) -> list[list[Trace]]:
     """Runs the calls of all passes, with a bar. Every pass runs a shard before any moves
     on to the next, so the portable runtime reads each weight once.
@@ -234,16 +229,17 @@ def run_passes(
     """
     recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
     for model in bar(decoder.layer_shards, title, unit="shard"):
-        numbers = [i for i, one in enumerate(passes) if one.runs(model.shard)]
-        states = {i: passes[i].make_state(model) for i in numbers}
-        calls = {
-            i: recorders[i].plan_shard_calls(model.shard, states[i]) for i in numbers
-        }
+        running = [one for one in recorders if one.prompt_run.runs(model.shard)]
+        states = [recorder.prompt_run.make_state(model) for recorder in running]
+        calls = [
+            recorder.plan_shard_calls(model.shard, state)
+            for recorder, state in zip(running, states)
+        ]
         outputs = _run_shard(decoder, model, calls)
-        for i in numbers:
-            recorders[i].record_shard(model.shard, outputs[i], states[i])
-            if read_state:
-                read_state(i, model, states[i])
+        for recorder, pass_outputs, state in zip(running, outputs, states, strict=True):
+            recorder.record_shard(model.shard, pass_outputs, state)
+            if recorder.prompt_run.read_state:
+                recorder.prompt_run.read_state(model, state)
     return [recorder.finished_traces(head) for recorder in recorders]
 
 
@@ -263,11 +259,11 @@ class ShardCall:
 
 
 def _run_shard(
-    decoder: Decoder, model: Model, calls: dict[int, list[ShardCall]]
-) -> dict[int, list[Inputs]]:
-    """The outputs of the calls of each pass, by its number. The shard runs the calls of
-    all passes together."""
-    flat = [call for of_pass in calls.values() for call in of_pass]
+    decoder: Decoder, model: Model, calls: list[list[ShardCall]]
+) -> list[list[Inputs]]:
+    """The outputs of the calls of each pass. The shard runs the calls of all passes
+    together."""
+    flat = [call for pass_calls in calls for call in pass_calls]
     results = iter(
         decoder.run_calls(
             model,
@@ -277,9 +273,7 @@ def _run_shard(
             [call.hook for call in flat],
         )
     )
-    return {
-        number: list(islice(results, len(of_pass))) for number, of_pass in calls.items()
-    }
+    return [list(islice(results, len(pass_calls))) for pass_calls in calls]
 
 
 def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
@@ -299,7 +293,7 @@ def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
             layer.x = fed.x
     else:
         for call, first in zip(prompt_run.calls, inputs):
-            recorder.record(trace.layers[0], "x", call, first[X] * recorder.scale)
+            recorder.write_rows(trace.layers[0], "x", call, first[X] * recorder.scale)
     return recorder
 
 
@@ -345,20 +339,21 @@ class _Recorder:
         """The bundle holds hidden / scale."""
         return self.decoder.manifest.stream_scale
 
-    def record(
+    def write_rows(
         self,
-        record: Trace | LayerTrace,
-        name: str,
+        trace: Trace | LayerTrace,
+        field: str,
         call: PlannedCall,
         plane: np.ndarray,
     ) -> None:
-        """Copies the valid columns of a plane [B, W, …] to the rows [B, n, W] of a
-        field."""
+        """Copies the columns with tokens of a call's plane [B, W, …] to a field of a trace,
+        [B, n, W]. The first call of the pass to do so makes the array."""
         rows = call.rows(plane)
-        if getattr(record, name) is None:
-            shape = *self.prompt_run.ids.shape, rows.shape[1]
-            setattr(record, name, np.zeros(shape, rows.dtype))
-        getattr(record, name)[call.seq, call.position] = rows
+        array = getattr(trace, field)
+        if array is None:
+            array = np.zeros((*self.prompt_run.ids.shape, rows.shape[1]), rows.dtype)
+            setattr(trace, field, array)
+        array[call.seq, call.position] = rows
 
     def plan_shard_calls(self, shard: Shard, state: State) -> list[ShardCall]:
         """The calls of a shard, which all read and write `state`."""
@@ -438,33 +433,44 @@ class _Recorder:
     ) -> list[torch.Tensor] | None:
         """Hook: records the hidden outputs of the `inner` layers and the choices of
         experts. If isolated, it replaces a hidden output by the reference's input of the
-        next layer; if forced, a choice by the reference's.
+        next layer; if forced, a choice by the reference's. None: the operation's outputs
+        stay as they are.
 
-        `running` is the shard that the operation belongs to."""
-        name = op.outputs[0][0] if op.outputs else ""
+        Args:
+            inner: value name → the layer whose hidden output it is.
+            running: the shard that the operation belongs to.
+        """
         if running is not shard:  # an expert of this layer
             return None
+        name = op.outputs[0][0] if op.outputs else ""
         if name in inner:
-            layer = inner[name]
-            hidden = outputs[0].numpy() * self.scale
-            self.record(self.trace.layers[layer], "hidden", call, hidden)
-            if self.prompt_run.isolated:
-                x = self.prompt_run.reference.layers[layer + 1].x / self.scale
-                return [torch.from_numpy(self.plane(call, x))]
-        elif name == ROUTER_SCORES:
+            return self.replace_hidden(inner[name], call, outputs[0])
+        # the program's only argmax picks the expert
+        if name == ROUTER_SCORES or op.kind == "reduce_argmax":
             layer, _ = split_layer(shard.modules[name])
-            return self.force_expert_scores(layer, call, outputs[0])
-        elif op.kind == "reduce_argmax":  # the program's only one picks the expert
-            layer, _ = split_layer(shard.modules[name])
+            if name == ROUTER_SCORES:
+                return self.force_expert_scores(layer, call, outputs[0])
             return self.force_expert_index(layer, call, outputs[0])
         return None
+
+    def replace_hidden(
+        self, layer: int, call: PlannedCall, output: torch.Tensor
+    ) -> list[torch.Tensor] | None:
+        """Records the hidden output of a layer inside a shard. If isolated, returns the
+        reference's input of the next layer."""
+        hidden = output.numpy() * self.scale
+        self.write_rows(self.trace.layers[layer], "hidden", call, hidden)
+        if not self.prompt_run.isolated:
+            return None
+        x = self.prompt_run.reference.layers[layer + 1].x / self.scale
+        return [torch.from_numpy(self.plane(call, x))]
 
     def force_expert_index(
         self, layer: int, call: PlannedCall, index: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Dense experts: records the index [B, 1, ..] that the program picked. If forced,
         returns the reference's."""
-        self.record(self.trace.layers[layer], "expert", call, index.numpy())
+        self.write_rows(self.trace.layers[layer], "expert", call, index.numpy())
         if not self.prompt_run.forced:
             return None
         return _with_tokens(index, call, self._expected_experts(layer, call))
@@ -475,7 +481,7 @@ class _Recorder:
         """Routed experts: records the one that the host will pick from the router's scores
         [B, E, ..]. If forced, returns scores with which it picks the reference's."""
         picked = scores.argmax(1, keepdim=True)
-        self.record(self.trace.layers[layer], "expert", call, picked.numpy())
+        self.write_rows(self.trace.layers[layer], "expert", call, picked.numpy())
         if not self.prompt_run.forced:
             return None
         experts = torch.arange(scores.shape[1])
@@ -494,11 +500,11 @@ class _Recorder:
         for call, values in zip(self.prompt_run.calls, outputs, strict=True):
             stream = values[X] * self.scale
             if self.decoder.manifest.shows_hidden:
-                self.record(last, "hidden", call, stream)
+                self.write_rows(last, "hidden", call, stream)
             if is_last_shard:
-                self.record(self.trace, "output", call, stream)
+                self.write_rows(self.trace, "output", call, stream)
             if ROUTER_STATE in values:
-                self.record(last, "router", call, values[ROUTER_STATE])
+                self.write_rows(last, "router", call, values[ROUTER_STATE])
 
     def record_caches(self, shard: Shard, state: State) -> None:
         """Records the cache rows that the pass wrote; a ring buffer has only the last."""

@@ -35,10 +35,11 @@ from workbench.runtime import Model, State
 
 RESULTS = HIDDEN, BASE, LOGITS  # a shard of layers outputs exactly one of these
 SMALL = 32  # a cache of at most so many rows is tested at every position
-# magnitudes in rows without a token: large, and subnormal in fp16, of which a device
-# may make zeros
-LARGE = 16.0
-SUBNORMAL = 2.0**-20
+# The size of the garbage in rows without a token, by which random values of magnitude 1
+# to 2 are multiplied. Products with the second are subnormal in fp16; a device may make
+# zeros of them, so that it gets the first.
+LARGE_GARBAGE = 16.0
+SUBNORMAL_GARBAGE = 2.0**-20
 # calls that run together, so that each weight is read once for them, and the memory that
 # their states may take
 MAX_CALLS = 16
@@ -194,21 +195,22 @@ def _reading_faults(decoder: Decoder) -> Iterator[str]:
     T = callable_ts(decoder.options)[0]
     pos = min(1, decoder.options.max_seq_len - T)
     for model in decoder.layer_shards:
+        zero_garbage = _random_states(model, garbage_factor=0.0)
         outputs = []
-        for garbage in (LARGE, 0.0):
+        for contents in (_random_states(model, LARGE_GARBAGE), zero_garbage):
             state = model.make_state()
-            random = _random_states(model, garbage)
-            _fill(state, random, pos)
+            _fill(state, contents, pos)
             outputs.append(_call(decoder, model, state, pos, T))
         if not np.array_equal(*outputs):
             yield f"{model.shard.name} reads rows without a token"
-        values = [name for name in random if name.endswith(V_STATE)]
-        if decoder.is_device or not values or not pos:
+        value_caches = [name for name in model.shard.states if name.endswith(V_STATE)]
+        if decoder.is_device or not value_caches or not pos:
             continue
         state = model.make_state()
-        value = _fill(state, random, pos)[values[0]]
-        value[..., 0, :] = np.nan
-        state.write(values[0], value)
+        first_cache = value_caches[0]
+        values = _fill(state, zero_garbage, pos)[first_cache]
+        values[..., 0, :] = np.nan
+        state.write(first_cache, values)
         if np.isfinite(_call(decoder, model, state, pos, T)).all():
             yield f"{model.shard.name} hides a NaN of its cache"
 
@@ -271,7 +273,7 @@ def write_probe(
         rows, and `right`: whether they are equal in every head and sequence.
     """
     records = []
-    garbage = LARGE if decoder.is_device else SUBNORMAL
+    garbage_factor = LARGE_GARBAGE if decoder.is_device else SUBNORMAL_GARBAGE
     all_points = list(points or probe_points(decoder.options))
     reduced = reduced_points(decoder.options)
     for model in decoder.plain.layer_shards:
@@ -279,14 +281,14 @@ def write_probe(
         is_reduced = representatives is not None and not decoder.is_device
         if is_reduced and model.shard.name not in representatives:
             points = reduced
-        random = _random_states(model, garbage)
-        size = sum(content.values.nbytes for content in random.values())
+        contents = _random_states(model, garbage_factor)
+        size = sum(content.values.nbytes for content in contents.values())
         count = max(1, min(MAX_CALLS, STATE_BYTES // max(size, 1)))
         for first in range(0, len(points), count):
             batch_points = points[first : first + count]
             states = [model.make_state() for _ in batch_points]
             filled = [
-                _fill(state, random, pos)
+                _fill(state, contents, pos)
                 for state, (_, pos) in zip(states, batch_points)
             ]
             calls = [_inputs(decoder, model, pos, T) for T, pos in batch_points]
@@ -326,24 +328,24 @@ class RandomState:
 
     Attributes:
         values: random, of magnitude 1 to 2; for rows with a token.
-        garbage: the same values times a factor; for rows without a token.
+        garbage: the same values times the garbage factor; for rows without a token.
     """
 
     values: np.ndarray
     garbage: np.ndarray
 
 
-def _random_states(model: Model, garbage: float) -> dict[str, RandomState]:
-    """By state; `garbage` is the factor of `RandomState.garbage`."""
+def _random_states(model: Model, garbage_factor: float) -> dict[str, RandomState]:
+    """What each state of a shard is filled with, by name."""
     states = model.shard.states
     shapes = tuple(tuple(entry.shape) for entry in states.values())
-    return dict(zip(states, _random_values(shapes, garbage), strict=True))
+    return dict(zip(states, _random_values(shapes, garbage_factor), strict=True))
 
 
 # two entries: `_reading_faults` asks each shard for two kinds of garbage in turn
 @lru_cache(maxsize=2)
 def _random_values(
-    shapes: tuple[tuple[int, ...], ...], garbage: float
+    shapes: tuple[tuple[int, ...], ...], garbage_factor: float
 ) -> list[RandomState]:
     """The values of `_random_states` for states of these shapes."""
     rng = np.random.default_rng(0)
@@ -352,7 +354,7 @@ def _random_values(
         value = (1 + rng.random(shape)) * rng.choice([-1, 1], shape)
         state = RandomState(
             values=value.astype(np.float16),
-            garbage=(garbage * value).astype(np.float16),
+            garbage=(garbage_factor * value).astype(np.float16),
         )
         state.values.flags.writeable = False
         state.garbage.flags.writeable = False
@@ -360,11 +362,11 @@ def _random_values(
     return states
 
 
-def _fill(state: State, random: dict[str, RandomState], tokens: int) -> Arrays:
+def _fill(state: State, contents: dict[str, RandomState], tokens: int) -> Arrays:
     """Fills every state with its random values, and cache rows past the first `tokens`
     with garbage. Returns what it wrote."""
     filled = {}
-    for name, content in random.items():
+    for name, content in contents.items():
         filled[name] = content.values.copy()
         if is_cache(name):
             filled[name][:, :, tokens:] = content.garbage[:, :, tokens:]
@@ -420,10 +422,38 @@ def undo_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
     return gates.no_faults("undo", faults[:4], reason, f"{len(faults)} differ: ", "; ")
 
 
+def tokens_to_undo(seq: int, ends: Sequence[int], most: int, kv_write: str) -> int:
+    """The number of tokens that a sequence undoes after its calls.
+
+    - After several calls: all tokens.
+    - After one call of n tokens: about half of them, one more for each further sequence
+      of the batch, and 0 after n. Sequences that undo alike would hide an exchange of
+      two of them.
+    - Slice writes take no dummy columns, so that the remaining tokens must fill whole
+      calls.
+
+    Example, ends (0, 4): sequences 0, 1, 2, 3 undo 2, 3, 4, 0 tokens.
+
+    Args:
+        ends: 0, and the number of tokens up to the end of each call.
+        most: what the decoder allows.
+        kv_write: `mask` or `slice`, the bundle's option.
+    """
+    total = ends[-1]
+    is_one_call = len(ends) == 2
+    count = total
+    if is_one_call and kv_write == "mask":
+        count = ((total + 1) // 2 + seq) % (total + 1)
+    count = min(count, most)
+    if kv_write == "slice":
+        of_whole_calls = [total - end for end in ends]
+        count = max(tokens for tokens in of_whole_calls if tokens <= count)
+    return count
+
+
 def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[str]:
     """Yields what differs after calls of these sizes from `start` on, when each sequence
-    undoes a different number of tokens. Slice writes take no dummy columns, so they undo
-    whole calls."""
+    undoes `tokens_to_undo` of them."""
     options = decoder.options
     rng = np.random.default_rng([start, *Ts])
     B, S, t_max = options.batch, options.max_seq_len, options.t_max
@@ -436,14 +466,8 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
         undone.advance([row[a:b] for row in tokens], keep=True)
     remaining_counts = []
     for seq in range(B):
-        count = total
-        if len(ends) == 2 and options.kv_write == "mask":
-            # about half of the call, one token more for each further sequence: sequences
-            # that undo alike would hide an exchange
-            count = ((total + 1) // 2 + seq) % (total + 1)
-        count = min(count, len(undone.ids[seq]) - undone.min_lengths[seq])
-        if options.kv_write == "slice":
-            count = max(total - end for end in ends if total - end <= count)
+        most = len(undone.ids[seq]) - undone.min_lengths[seq]
+        count = tokens_to_undo(seq, ends, most, options.kv_write)
         undone.trim(count, seq)
         remaining_counts.append(total - count)
     for a, b in pairwise(ends):

@@ -36,7 +36,7 @@ from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
 from workbench.bundle.presets import Preset
-from workbench.check.compare import blocks, safe_ratio
+from workbench.check.compare import row_blocks, safe_ratio
 from workbench.check.deviation import Deviation, worst_of
 from workbench.check.row_statistics import FittedRows
 
@@ -102,7 +102,7 @@ def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> De
     """The deviation of a weight that is stored in fp16 from `values` in float32."""
     from workbench.check import kernels  # numba takes a moment to import
 
-    ratio = kernels.fp16_deviation(
+    ratio = kernels.fp16_ratio(
         stored.float().reshape(-1).numpy(), values.reshape(-1).numpy()
     )
     return Deviation.at(place, ratio, LIMIT, "halves of an fp16 unit")
@@ -398,7 +398,7 @@ def least_squared_error(values: torch.Tensor, count: int) -> float:
 
 def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Matrices with the same rows, some rows at a time."""
-    for rows in blocks(matrices[0]):
+    for rows in row_blocks(matrices[0]):
         yield tuple(matrix[rows] for matrix in matrices)
 
 

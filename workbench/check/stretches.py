@@ -27,7 +27,7 @@ import torch
 from workbench.bundle import Manifest
 from workbench.bundle.names import is_cache, split_layer
 from workbench.check.hf import Reference, SequenceRun, nudge, recording_cache
-from workbench.check.states import LARGE, SUBNORMAL
+from workbench.check.states import LARGE_GARBAGE, SUBNORMAL_GARBAGE
 from workbench.check.trace import Trace
 from workbench.decode.snapshot import fill
 
@@ -36,7 +36,7 @@ END_POSITIONS = 8
 STAGGER = 3  # positions between the ends of two sequences
 SCALES = 12  # positions of scaled inputs
 SMALLEST = -44  # exponent of their smallest RMS
-GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
+GARBAGE = LARGE_GARBAGE, SUBNORMAL_GARBAGE  # magnitudes in rows without a token
 
 
 @dataclass

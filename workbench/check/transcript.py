@@ -104,11 +104,11 @@ class Transcript:
 
     Attributes:
         sigma: in logits, see the module.
-        error_ratio: see the module; None where a golden's texts stand for the
-            checkpoint.
+        error_ratio: see the module.
         token_error_ratio: the largest RMS error of the logits of one token of the
             vocabulary, over the same rounding.
-        worst_token: the token of `token_error_ratio`.
+        worst_token: the token of `token_error_ratio`. All three are None where a
+            golden's texts stand for the checkpoint.
         limit: on both ratios.
         not_judged_because: why the ratios are only reported: they are then those of the
             bundle as it ran, since no exact arithmetic runs its program. None where they
@@ -121,8 +121,8 @@ class Transcript:
     texts: list[ComparedText]
     sigma: float
     error_ratio: float | None
-    token_error_ratio: float
-    worst_token: int
+    token_error_ratio: float | None
+    worst_token: int | None
     end_tokens: frozenset[int]
     limit: float = ERROR_LIMIT
     not_judged_because: str | None = None
@@ -149,6 +149,16 @@ class Transcript:
         return resampled_interval(right, count)
 
     @property
+    def judged_ratio(self) -> float:
+        """The ratio that `limit` judges: `error_ratio`, or where that one is within the
+        limit and `token_error_ratio` is not, or is nan, the latter."""
+        is_within = self.error_ratio <= self.limit
+        token_is_within = self.token_error_ratio <= self.limit  # False for nan
+        if is_within and not token_is_within:
+            return self.token_error_ratio
+        return self.error_ratio
+
+    @property
     def stops(self) -> Stops:
         ended = [text for text in self.texts if text.ended]
         return Stops(sum(map(self._bundle_ends, ended)), len(ended))
@@ -170,16 +180,13 @@ class Transcript:
             f"prompts, at which the bundle takes the same, {ties} ties included; 95% "
             f"interval {low:.3f} to {high:.3f}"
         )
-        agreed = gates.reached("transcript", self.agreed, min_agreed, reason)
-        return [self._budget(), agreed, self._stop(min_stops)]
+        agreed = gates.quality_at_least("transcript", self.agreed, min_agreed, reason)
+        return [self._text_budget_gate(), agreed, self._stop_gate(min_stops)]
 
-    def _budget(self) -> Gate:
+    def _text_budget_gate(self) -> Gate:
         if self.error_ratio is None:
             reason = "needs --checkpoint, whose model runs with the stored weights"
             return gates.not_run("text_budget", reason)
-        value = self.error_ratio
-        if value <= self.limit and not self.token_error_ratio <= self.limit:  # nan too
-            value = self.token_error_ratio
         reason = (
             "RMS error against Hugging Face's model with the stored weights over what "
             f"rounding of stream and logits alone causes: {self.error_ratio:.3g} for the "
@@ -189,9 +196,9 @@ class Transcript:
         )
         if self.not_judged_because:
             return gates.not_run("text_budget", f"{self.not_judged_because}; {reason}")
-        return gates.at_most("text_budget", value, self.limit, reason)
+        return gates.at_most("text_budget", self.judged_ratio, self.limit, reason)
 
-    def _stop(self, min_stops: float) -> Gate:
+    def _stop_gate(self, min_stops: float) -> Gate:
         bundle_ends, ends = self.stops
         contradiction = f"; {self.contradiction}" if self.contradiction else ""
         if ends < LEAST_ENDS:
@@ -205,7 +212,7 @@ class Transcript:
             f"the bundle ends at {bundle_ends} of the {ends} places where Hugging Face "
             f"ends{never}{contradiction}"
         )
-        return gates.reached("stop", bundle_ends / ends, min_stops, reason)
+        return gates.quality_at_least("stop", bundle_ends / ends, min_stops, reason)
 
     def json(self, decoder: Decoder) -> tuple[dict, dict]:
         """The objects `transcript` and `stop` of a validation's JSON."""
@@ -424,8 +431,8 @@ def transcribe_golden(decoder: Decoder, golden: GreedyTexts) -> Transcript:
         compared,
         sigma=golden.sigma,
         error_ratio=None,  # it needs the checkpoint
-        token_error_ratio=0.0,
-        worst_token=0,
+        token_error_ratio=None,
+        worst_token=None,
         end_tokens=frozenset(decoder.manifest.tokens.eos),
     )
 

@@ -6,7 +6,7 @@ fitted to a calibration text are compared last, layer by layer; see `calibrated`
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from math import inf, prod
 
@@ -17,7 +17,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import PER_LAYER
 from workbench.check import gates
 from workbench.check.calibrated import fitted_tensors, judge_matrices
-from workbench.check.compare import blocks
+from workbench.check.compare import row_blocks
 from workbench.check.deviation import Deviation, worst_of
 from workbench.check.gates import Gate
 from workbench.check.head_rows import describe_lost_rows, lost_rows
@@ -93,9 +93,10 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     if not findings.problems:
         required = text_tensors(checkpoint) - host_tensors | {checkpoint.head}
         findings.problems += _unstored(bundle, checkpoint, required, findings)
-    worst = Deviation.at("no weights", inf, LIMIT, "")
     if findings.deviations:
         worst = worst_of(findings.deviations)
+    else:  # nothing is stored, which is among the problems
+        worst = Deviation.at("no weights", inf, LIMIT, "")
     problems = _head_problems(bundle, checkpoint) + findings.problems
     problems += [d.reason for d in findings.deviations if not d.is_sound]
     pass_reason = (
@@ -103,9 +104,11 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         f"of their preset; worst: {worst.reason}{note}"
     )
     if len(problems) > MAX_PROBLEMS:
-        problems[MAX_PROBLEMS:] = ["…"]
-    gate = gates.no_faults("weights", problems, pass_reason, sep="; ")
-    return replace(gate, value=worst.value, threshold=worst.limit)
+        problems = [*problems[:MAX_PROBLEMS], "…"]
+    # the value is the worst deviation, but a problem without a figure is RED too
+    verdict = gates.RED if problems else gates.GREEN
+    reason = "; ".join(problems) or pass_reason
+    return Gate("weights", verdict, worst.value, worst.limit, reason)
 
 
 def _compare_host_tables(
@@ -269,7 +272,7 @@ def _host_deviation(
     some rows at a time."""
     deviations = []
     for place, part in table:
-        for rows in blocks(part):
+        for rows in row_blocks(part):
             stored = torch.from_numpy(part[rows])
             original = slice(place.start + rows.start, place.start + rows.stop)
             values = checkpoint.tensor(tensor, original).reshape(stored.shape)
