@@ -74,13 +74,27 @@ def test_the_table_gives_the_range_of_the_seeds_and_says_what_is_missing(tmp_pat
     assert llama.startswith("| llama.cpp Q4_0 | 4.05 | no |")
 
 
+def test_settings_leave_out_what_cannot_be_exported():
+    settings = bits.list_settings(["fp16", "lut6-g16", "lut4-g8"], [0.05, 0.02], [0, 1])
+    assert [setting.row_name for setting in settings] == [
+        *["fp16", "lut6-g16"],  # without a text, which lut4-g8 needs
+        *["lut6-g16-s0", "lut4-g8-s0", "lut6-g16-s1", "lut4-g8-s1"],
+        *["mixed-0.05-s0", "mixed-0.02-s0", "mixed-0.05-s1", "mixed-0.02-s1"],
+    ]
+    fp16, mixed = settings[0], settings[-4]
+    assert fp16.export_options() == ["--compress", "fp16"]
+    assert mixed.label == "mixed, KL ≤ 0.05"
+    words = ["--max-kl", "0.05", "--select", str(bits.SELECTION)]
+    assert mixed.export_options()[-4:] == words
+
+
 @pytest.mark.slow("exports a bundle in a process of its own")
 def test_a_preset_is_exported_and_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(bits, "WORK", tmp_path / "work")
     monkeypatch.setattr(bits, "ROWS", tmp_path / "rows")
     source = Checkpoint(ROOT / "data" / "tiny-llama")
     text = windows(source.config.vocab_size)
-    bits.measure(source, "int4-block32", None, [text])
+    bits.measure(source, bits.Setting("int4-block32", None), [text])
     document = json.loads(bits.row_path(source, "int4-block32").read_text())
     assert 4.5 < document["bits"] < 5.5 and document["export_cpu_seconds"] > 0
     result = bits.Score(**document["texts"]["random"])
