@@ -123,3 +123,30 @@ def test_the_page_is_made_of_the_rows(tmp_path):
     page.write_text(text)
     bits.write_page(page)
     assert page.read_text() == text
+
+
+def test_the_page_says_what_the_rows_show():
+    scores: dict[str, list[bits.Score]] = {}
+    for path in (bits.ROWS / "smollm2-135m-instruct").glob("*.json"):
+        document = json.loads(path.read_text())
+        texts = [bits.Score(**text) for text in document["texts"].values()]
+        assert [text.tokens for text in texts] == [4335] * 3
+        scores[path.stem] = texts
+
+    def kl_ratios(name: str, other: str) -> list[float]:
+        pairs = zip(scores[name], scores[other], strict=True)
+        return [score.mean_kl / reference.mean_kl for score, reference in pairs]
+
+    presets = ("int8-channel", "lut6-g16", "int4-block32", "int8-tensor")
+    gains = [kl_ratios(f"{preset}-s0", preset) for preset in presets]
+    gains = [ratio for ratios in gains for ratio in ratios]
+    assert f"{min(gains):.2f} to {max(gains):.2f}" == "0.14 to 0.43"
+    assert max(abs(score.ratio - 1) for score in scores["lut6-g16-s0"]) < 0.01
+    ratios = kl_ratios("llama.cpp-Q4_K_M-imatrix", "lut6-g16-s0")
+    assert 2.4 < min(ratios) and max(ratios) < 2.65
+    ratios = kl_ratios("llama.cpp-Q6_K-imatrix", "int8-channel-s0")
+    assert 1.75 < min(ratios) and max(ratios) < 2
+    ratios = kl_ratios("llama.cpp-Q4_0-imatrix", "lut4-g8-s0")
+    assert (round(100 - 100 * max(ratios)), round(100 - 100 * min(ratios))) == (11, 15)
+    ratios = [score.ratio for score in scores["llama.cpp-Q4_0-imatrix"]]
+    assert max(ratios) < min(score.ratio for score in scores["lut4-g8-s0"])
