@@ -1,14 +1,16 @@
 """What each preset costs a model in bits and in quality, on text that nothing was fitted to.
 
     python tools/bits.py measure CHECKPOINT --text prose=FILE --text code=FILE
+    python tools/bits.py measure CHECKPOINT --preset --max-kl 0.05 0.02 --text prose=FILE
     python tools/bits.py gguf CHECKPOINT Q4_0=FILE.gguf --text prose=FILE
     python tools/bits.py table
 
 `measure` exports the checkpoint in every preset: with `data/calibration.txt` for each seed, and
-without where a preset needs no text. Hugging Face's model then runs on the stored weights and on
-the checkpoint's, over windows of each text. `gguf` does the same with the weights of llama.cpp's
-files. Each row is a file in `experiments/bits`. A row that is there is not measured again, so that
-a run that was ended goes on. `table` writes the rows to docs/presets.md."""
+without where a preset needs no text; with `--max-kl` also with a preset for every matrix that keeps
+this KL on `data/selection.txt` (`--compress mixed`). Hugging Face's model then runs on the stored
+weights and on the checkpoint's, over windows of each text. `gguf` does the same with the weights of
+llama.cpp's files. Each row is a file in `experiments/bits`. A row that is there is not measured
+again, so that a run that was ended goes on. `table` writes the rows to docs/presets.md."""
 
 import argparse
 import hashlib
@@ -32,7 +34,7 @@ from page_blocks import replace_block
 
 from workbench import Bundle
 from workbench.ane.work import stored_format
-from workbench.bundle.presets import PRESETS, find_preset
+from workbench.bundle.presets import MIXED, PRESETS, find_preset
 from workbench.check.evaluate import open_reference
 from workbench.check.golden import stored_weights
 from workbench.check.hf import Reference, Weights
@@ -242,24 +244,54 @@ def last_hidden(source: Checkpoint, model: Reference, text: Windows) -> torch.Te
     return torch.from_numpy(np.load(path))
 
 
-def measure(
-    source: Checkpoint, preset: str, seed: int | None, texts: list[Windows]
-) -> None:
-    """Exports one preset and scores it; writes its row.
+@dataclass(frozen=True)
+class Setting:
+    """How the weights of a row are stored.
 
     Args:
         seed: of the calibration's windows; None: without a text.
+        max_kl: of `mixed`, nats on the text of selection; None: another preset.
     """
-    name = row_name(preset, seed)
+
+    preset: str
+    seed: int | None
+    max_kl: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The preset, and of `mixed` the limit."""
+        limit = "" if self.max_kl is None else f", KL ≤ {self.max_kl:g}"
+        return self.preset + limit
+
+    @property
+    def row_name(self) -> str:
+        """The name of the row's file."""
+        limit = "" if self.max_kl is None else f"-{self.max_kl:g}"
+        seed = "" if self.seed is None else f"-s{self.seed}"
+        return self.preset + limit + seed
+
+    def export_options(self) -> list[str]:
+        """The words of `workbench export` behind checkpoint and bundle."""
+        words = ["--compress", self.preset]
+        if self.seed is not None:
+            words += ["--calibrate", str(CALIBRATION), "--seed", str(self.seed)]
+        if self.max_kl is not None:
+            words += ["--max-kl", f"{self.max_kl:g}", "--select", str(SELECTION)]
+        return words
+
+
+def measure(source: Checkpoint, setting: Setting, texts: list[Windows]) -> None:
+    """Exports one setting and scores it; writes its row."""
+    name = setting.row_name
     folder = WORK / f"{source.name}-{name}"
-    export = run_export(source, preset, seed, folder)
+    export = run_export(source, setting, folder)
     bundle = Bundle.open(folder)
     for text in texts:
         for ids in text.ids:
             check_held_out(bundle, ids)
     row = {
-        "preset": preset,
-        "seed": seed,
+        "preset": setting.label,
+        "seed": setting.seed,
         "bits": bits_of_bundle(source, bundle),
         "bytes": bundle.bytes,
         # an export that continued an interrupted one did only a part of the work
@@ -288,10 +320,8 @@ class ExportRun:
     is_resumed: bool
 
 
-def run_export(
-    source: Checkpoint, preset: str, seed: int | None, folder: Path
-) -> ExportRun:
-    """Exports a preset into a folder, see `measure`.
+def run_export(source: Checkpoint, setting: Setting, folder: Path) -> ExportRun:
+    """Exports a setting into a folder, see `measure`.
 
     Raises:
         subprocess.CalledProcessError: the export fails.
@@ -299,9 +329,7 @@ def run_export(
     shutil.rmtree(folder, ignore_errors=True)
     is_resumed = folder.with_name(f".{folder.name}.calibration").exists()
     command = [sys.executable, "-m", "workbench.cli", "export", source.path, folder]
-    command += ["--compress", preset, "--max-seq-len", "256", "--json"]
-    if seed is not None:
-        command += ["--calibrate", CALIBRATION, "--seed", str(seed)]
+    command += [*setting.export_options(), "--max-seq-len", "256", "--json"]
     cpu_start = cpu_seconds_of_children()
     output = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True)
     cpu_seconds = cpu_seconds_of_children() - cpu_start
@@ -332,11 +360,6 @@ def write_row(
     path = row_path(source, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(rounded(document), indent=1) + "\n").encode())
-
-
-def row_name(preset: str, seed: int | None) -> str:
-    """The name of a row; `seed` is that of the calibration, None: without a text."""
-    return preset if seed is None else f"{preset}-s{seed}"
 
 
 def row_path(source: Checkpoint, name: str) -> Path:
@@ -535,7 +558,8 @@ def parse_arguments() -> argparse.Namespace:
         action.add_argument("checkpoint", type=Path)
         action.add_argument("--text", action="append", default=[], help="NAME=FILE")
         action.add_argument("--windows", type=int, default=WINDOWS)
-    measuring.add_argument("--preset", nargs="+", default=[*PRESETS])
+    measuring.add_argument("--preset", nargs="*", default=[*PRESETS])
+    measuring.add_argument("--max-kl", nargs="*", type=float, default=[])
     measuring.add_argument("--seed", nargs="*", type=int, default=[0])
     gguf.add_argument("files", nargs="+", help="NAME=FILE.gguf")
     actions.add_parser("table")
@@ -555,15 +579,27 @@ def main() -> None:
             measure_row = partial(measure_gguf, source, file, texts)
             complete_row(source, name, texts, measure_row)
         return
-    for seed in (None, *arguments.seed):
-        for preset in map(find_preset, arguments.preset):
+    for setting in list_settings(arguments.preset, arguments.max_kl, arguments.seed):
+        measure_row = partial(measure, source, setting, texts)
+        complete_row(source, setting.row_name, texts, measure_row)
+
+
+def list_settings(
+    presets: list[str], limits: list[float], seeds: list[int]
+) -> list[Setting]:
+    """Every preset without a text and with each seed, where it can be; then `mixed` with each
+    limit of the KL and each seed."""
+    settings = []
+    for seed in (None, *seeds):
+        for preset in map(find_preset, presets):
             if preset.bits == 16 and seed is not None:
                 continue  # fp16 has nothing to calibrate
             if preset.needs_calibration and seed is None:
                 continue
-            name = row_name(preset.name, seed)
-            measure_row = partial(measure, source, preset.name, seed, texts)
-            complete_row(source, name, texts, measure_row)
+            settings.append(Setting(preset.name, seed))
+    for seed in seeds:
+        settings += [Setting(MIXED.name, seed, limit) for limit in limits]
+    return settings
 
 
 def complete_row(

@@ -74,13 +74,27 @@ def test_the_table_gives_the_range_of_the_seeds_and_says_what_is_missing(tmp_pat
     assert llama.startswith("| llama.cpp Q4_0 | 4.05 | no |")
 
 
+def test_settings_leave_out_what_cannot_be_exported():
+    settings = bits.list_settings(["fp16", "lut6-g16", "lut4-g8"], [0.05, 0.02], [0, 1])
+    assert [setting.row_name for setting in settings] == [
+        *["fp16", "lut6-g16"],  # without a text, which lut4-g8 needs
+        *["lut6-g16-s0", "lut4-g8-s0", "lut6-g16-s1", "lut4-g8-s1"],
+        *["mixed-0.05-s0", "mixed-0.02-s0", "mixed-0.05-s1", "mixed-0.02-s1"],
+    ]
+    fp16, mixed = settings[0], settings[-4]
+    assert fp16.export_options() == ["--compress", "fp16"]
+    assert mixed.label == "mixed, KL ≤ 0.05"
+    words = ["--max-kl", "0.05", "--select", str(bits.SELECTION)]
+    assert mixed.export_options()[-4:] == words
+
+
 @pytest.mark.slow("exports a bundle in a process of its own")
 def test_a_preset_is_exported_and_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(bits, "WORK", tmp_path / "work")
     monkeypatch.setattr(bits, "ROWS", tmp_path / "rows")
     source = Checkpoint(ROOT / "data" / "tiny-llama")
     text = windows(source.config.vocab_size)
-    bits.measure(source, "int4-block32", None, [text])
+    bits.measure(source, bits.Setting("int4-block32", None), [text])
     document = json.loads(bits.row_path(source, "int4-block32").read_text())
     assert 4.5 < document["bits"] < 5.5 and document["export_cpu_seconds"] > 0
     result = bits.Score(**document["texts"]["random"])
@@ -109,3 +123,30 @@ def test_the_page_is_made_of_the_rows(tmp_path):
     page.write_text(text)
     bits.write_page(page)
     assert page.read_text() == text
+
+
+def test_the_page_says_what_the_rows_show():
+    scores: dict[str, list[bits.Score]] = {}
+    for path in (bits.ROWS / "smollm2-135m-instruct").glob("*.json"):
+        document = json.loads(path.read_text())
+        texts = [bits.Score(**text) for text in document["texts"].values()]
+        assert [text.tokens for text in texts] == [4335] * 3
+        scores[path.stem] = texts
+
+    def kl_ratios(name: str, other: str) -> list[float]:
+        pairs = zip(scores[name], scores[other], strict=True)
+        return [score.mean_kl / reference.mean_kl for score, reference in pairs]
+
+    presets = ("int8-channel", "lut6-g16", "int4-block32", "int8-tensor")
+    gains = [kl_ratios(f"{preset}-s0", preset) for preset in presets]
+    gains = [ratio for ratios in gains for ratio in ratios]
+    assert f"{min(gains):.2f} to {max(gains):.2f}" == "0.14 to 0.43"
+    assert max(abs(score.ratio - 1) for score in scores["lut6-g16-s0"]) < 0.01
+    ratios = kl_ratios("llama.cpp-Q4_K_M-imatrix", "lut6-g16-s0")
+    assert 2.4 < min(ratios) and max(ratios) < 2.65
+    ratios = kl_ratios("llama.cpp-Q6_K-imatrix", "int8-channel-s0")
+    assert 1.75 < min(ratios) and max(ratios) < 2
+    ratios = kl_ratios("llama.cpp-Q4_0-imatrix", "lut4-g8-s0")
+    assert (round(100 - 100 * max(ratios)), round(100 - 100 * min(ratios))) == (11, 15)
+    ratios = [score.ratio for score in scores["llama.cpp-Q4_0-imatrix"]]
+    assert max(ratios) < min(score.ratio for score in scores["lut4-g8-s0"])
