@@ -56,6 +56,20 @@ def test_a_job_that_is_added_meanwhile_runs_before_the_others(listener):
     assert order == ["f", "l"]
 
 
+@pytest.mark.filterwarnings("error")  # of a thread that ends by an exception
+def test_a_queue_that_is_cancelled_before_it_takes_the_next_job_ends(listener):
+    class CancelledBeforePop(list):
+        def pop(self, index: int) -> Job:
+            if len(self) == 1:
+                listener.queue.cancel()
+            return super().pop(index)
+
+    listener.queue.jobs = CancelledBeforePop()
+    listener.run(Job("a", 1.0, lambda: None), Job("b", 1.0, pytest.fail))
+    assert listener.results == 1 and not listener.queue.is_busy
+    assert listener.texts[-1] == CANCELLED
+
+
 def test_a_job_that_fails_ends_the_queue(listener):
     listener.run(Job("a", 1.0, lambda: [][1]), Job("b", 1.0, pytest.fail))
     assert [type(error) for error in listener.errors] == [IndexError]

@@ -74,8 +74,7 @@ class JobQueue:
         self.cancelled.set()
 
     def _work(self) -> None:
-        while self.jobs:
-            job = self.jobs.pop(0)
+        while job := self._take_next():
             ended = threading.Event()
             clock = threading.Thread(target=self._count_down, args=(job, ended))
             clock.daemon = True
@@ -93,6 +92,12 @@ class JobQueue:
                 ended.set()
                 clock.join()
         call_on_kernel_thread(self._end)
+
+    def _take_next(self) -> Job | None:
+        try:
+            return self.jobs.pop(0)
+        except IndexError:  # `cancel` may empty the list after any test of its length
+            return None
 
     def _end(self) -> None:
         self.is_busy = False
