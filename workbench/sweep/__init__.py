@@ -1,5 +1,15 @@
 """Cross products of options, measured cell by cell in fresh processes and logged.
 
+Words of this room:
+
+    cell      what is measured once: one bundle, one way to run it, one round
+    round     every round of a grid has each bundle and each way to run it once
+    run       the measurement of a cell in a process of its own, and its row in the log's
+              table `runs`; `Run` of a grid has the axes, `Cell.run` a value of each
+    setting   what decides the times of a run on one machine, as a hash: the runs of all
+              rounds share it (`configurations` has a row per setting, `processes` a
+              row per run)
+
 To measure:
 
     grid         the file of a grid → its cells, each one bundle, one way to run it and

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -39,6 +39,9 @@ from workbench.sweep.grid import (
     locate,
 )
 from workbench.sweep.lock import measuring_alone
+
+if TYPE_CHECKING:  # its import takes a moment, and only a cell with ids needs it
+    from workbench.check.validate import Validation
 
 MEASURED = ("ok", "invalid")
 """Statuses of runs with samples. An invalid run did not run as its settings say."""
@@ -355,7 +358,32 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
         InputError: the bundle or its checkpoint is another one than the sweep's.
     """
     bundle, run = _open_bundle(cell.source, path), cell.run
-    decoder = Decoder(
+    decoder = _make_decoder(bundle, run)
+    # imports and loading, which every process of a user pays once
+    startup_s = time.time() - psutil.Process().create_time()
+    sizes = {name: run[name] for name in timing.SIZES if name in run}
+    with energy.metered() as energy_used, log.measure_disturbance() as disturbance:
+        samples = timing.measure_speed(decoder, **sizes)
+    tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
+    row = identity.run_columns(decoder) | disturbance
+    row["ane_joules"] = energy_used.ane_joules
+    row["config"] = {"startup_s": round(startup_s, 3), "energy": None}
+    if energy_used.reason:
+        row["config"]["energy"] = f"not measured: {energy_used.reason}"
+    measured = MeasuredRun(row, tables)
+    if cell.validate_ids:
+        _add_validation(measured, _validate(cell, grid, decoder, path))
+    manifest = bundle.manifest
+    has_features = not (manifest.foreign or manifest.options.plugin)
+    if is_device(row["runtime"]) and has_features:
+        # a table of predictions needs these features beside the time
+        row["config"]["work"] = call_work(bundle, T=run["T"]).json()
+    return measured
+
+
+def _make_decoder(bundle: Bundle, run: dict) -> Decoder:
+    """The decoder of a bundle with the settings of a cell's `run`."""
+    return Decoder(
         bundle,
         run["runtime"],
         precision=run["precision"],
@@ -364,31 +392,19 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
         compute_units=run["compute_units"],
         hints=run["hints"],
     )
-    # imports and loading, which every process of a user pays once
-    startup_s = time.time() - psutil.Process().create_time()
-    sizes = {name: run[name] for name in timing.SIZES if name in run}
-    with energy.metered() as energy_used, log.measure_disturbance() as disturbance:
-        samples = timing.measure_speed(decoder, **sizes)
-    tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
-    config = {"startup_s": round(startup_s, 3), "energy": None}
-    if energy_used.reason:
-        config["energy"] = f"not measured: {energy_used.reason}"
-    row = identity.run_columns(decoder) | disturbance
-    row |= {"ane_joules": energy_used.ane_joules, "config": config}
-    if cell.validate_ids:
-        validation = _validate(cell, grid, decoder, path)
-        tables["fidelity"] = validation.rows
-        row |= {"verdict": validation.verdict, "quality": validation.quality}
-        config["gates"] = [gate.json() for gate in validation.gates]
-        cost = jsonable(validation.cost.json())
-        config[identity.COST_KEY] = cost
-        row["kl_mean"] = cost["kl"]["mean"]
-    manifest = bundle.manifest
-    has_features = not (manifest.foreign or manifest.options.plugin)
-    if is_device(row["runtime"]) and has_features:
-        # a table of predictions needs these features beside the time
-        config["work"] = call_work(bundle, T=run["T"]).json()
-    return MeasuredRun(row, tables)
+
+
+def _add_validation(measured: MeasuredRun, validation: "Validation") -> None:
+    """Adds a validation's verdicts, gates, cost and rows of `fidelity` to a run."""
+    row, cost = measured.row, jsonable(validation.cost.json())
+    row |= {
+        "verdict": validation.verdict,
+        "quality": validation.quality,
+        "kl_mean": cost["kl"]["mean"],
+    }
+    row["config"]["gates"] = [gate.json() for gate in validation.gates]
+    row["config"][identity.COST_KEY] = cost
+    measured.tables["fidelity"] = validation.rows
 
 
 def _open_bundle(source: Source, path: Path) -> Bundle:
@@ -408,7 +424,7 @@ def _open_bundle(source: Source, path: Path) -> Bundle:
     return bundle
 
 
-def _validate(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
+def _validate(cell: Cell, grid: Grid, decoder: Decoder, path: Path) -> "Validation":
     """Validates the bundle against the grid's golden, or against one that is made from
     the checkpoint. Without the checkpoint of a finished bundle, the gates that need it do
     not run."""

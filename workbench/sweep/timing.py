@@ -25,6 +25,7 @@ RAMP_CALLS = 3
 SIZES = ("T", "depth", "n_gen", "repetitions", "min_tokens", "min_seconds")
 """The arguments of `measure_speed`."""
 CLOCKS = ["value", "cpu_ms", "native_ms"]
+"""Columns of `samples`: the fields of `PartTimes`, in their order."""
 PARTS = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
 """A module of a decoder layer → the part of the layer."""
 
@@ -141,24 +142,24 @@ class _SequenceClock:
         first_order = repetition * (WARMUP_CALLS + self.calls)
         for call in range(WARMUP_CALLS + self.calls):
             ids = _ids(self.decoder, self.rng, T)
-            whole_call, *parts = _timed_call(self.decoder, seqs, ids)
+            times = _time_call(self.decoder, seqs, ids)
             is_warmup = call < WARMUP_CALLS
             if not is_warmup:
-                total_ms += whole_call["value"]
+                total_ms += times.whole["value"]
             of_call = of_sequence | self.size
             of_call |= {
                 "order": first_order + call,
                 "elapsed_s": time.perf_counter() - self.start,
                 "warmup": is_warmup,
             }
-            rows.append(of_call | whole_call)
+            rows.append(of_call | times.whole)
             if has_parts:
-                rows += [of_call | part for part in parts]
+                rows += [of_call | part for part in times.parts]
+        of_last_call = of_call
         rate = self.calls * T * self.decoder.options.batch / total_ms * 1e3
-        # the rate has the order and the time of the last call
         rate_row = {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"}
-        rows.append(of_call | rate_row)
-        return _TimedSequence(rows, of_call["elapsed_s"])
+        rows.append(of_last_call | rate_row)
+        return _TimedSequence(rows, of_last_call["elapsed_s"])
 
 
 def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
@@ -188,15 +189,24 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
     return rng.integers(0, decoder.manifest.dims.V, shape).tolist()
 
 
-def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list[dict]:
-    """The phases of one call in ms: the whole call, each layer shard, the head, and the
-    host, which is the rest of the call."""
+class _CallTimes(NamedTuple):
+    """The times of one call: columns of `samples`, in ms."""
+
+    whole: dict
+    """The phase `call`."""
+    parts: list[dict]
+    """The phase `layer` of each shard of layers, then `head` and `host`, which is the rest
+    of the call."""
+
+
+def _time_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> _CallTimes:
+    """Times one call of the tokens `ids` [batch, T]."""
     start = time.thread_time()
     _, times = seqs.step(ids)
     call_cpu_ms = (time.thread_time() - start) * 1e3
     ms, cpu_ms, native_ms = zip(*times.parts)
-    call = {"phase": "call", "value": times.total, "cpu_ms": call_cpu_ms}
-    call["native_ms"] = None if None in native_ms else sum(native_ms)
+    whole = {"phase": "call", "value": times.total, "cpu_ms": call_cpu_ms}
+    whole["native_ms"] = None if None in native_ms else sum(native_ms)
     names = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layer_shards]
     names.append({"phase": "head"})
     parts = [
@@ -204,7 +214,7 @@ def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list
     ]
     host = {"phase": "host", "value": times.total - sum(ms)}
     host["cpu_ms"] = call_cpu_ms - sum(cpu_ms)
-    return [call, *parts, host]
+    return _CallTimes(whole, [*parts, host])
 
 
 def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
