@@ -14,6 +14,7 @@ from workbench import Bundle, sweep
 from workbench.bundle import Options
 from workbench.exporter import bundle_for
 from workbench.models.checkpoint import Checkpoint
+from workbench.models.tokens import CheckpointTokens
 from workbench.sweep import run as cell_runs
 
 
@@ -23,9 +24,7 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
     source = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
     arguments = source, Options(max_seq_len=16), tmp_path
     bundle_for(*arguments)
-    monkeypatch.setattr(
-        Checkpoint, "tokenizer_files", lambda _: [source.path / WEIGHTS]
-    )
+    monkeypatch.setattr(CheckpointTokens, "files", lambda _: [source.path / WEIGHTS])
     with pytest.warns(UserWarning, match="another tokenizer"):
         result = bundle_for(*arguments)
     assert [Path(e.path).name for e in result.manifest.tokens.files] == [WEIGHTS]
