@@ -81,7 +81,7 @@ def test_many_lost_rows_are_counted(tiny_llama):
 def test_every_slice_of_the_head_is_read(broken, monkeypatch):
     """The last row of the head is in its last slice, and blocks are small."""
     monkeypatch.setattr(
-        head_rows, "blocks", lambda array: [slice(0, 40), slice(40, 97)]
+        head_rows, "row_blocks", lambda array: [slice(0, 40), slice(40, 97)]
     )
     folder, checkpoint = broken(lose_rows([96]))
     (row,) = head_rows.lost_rows(Bundle.open(folder), checkpoint)
