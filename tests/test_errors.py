@@ -7,7 +7,7 @@ from in_process import cli
 from tiny import edit_json
 
 from workbench import Bundle
-from workbench.cli.common import show
+from workbench.cli.common import print_and_exit
 from workbench.errors import InputError, visible
 
 NAME = "\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202eeman\x7f"
@@ -34,7 +34,7 @@ def test_an_error_shows_them_wherever_they_come_from(part):
 def test_a_result_is_printed_with_them_seen(capsys):
     gate = {"name": NAME, "verdict": "GREEN", "value": 1.0, "threshold": 1.0}
     gate["reason"] = NAME
-    show({"name": NAME, "gates": [gate], "rows": [{"a": NAME}]}, json=False)
+    print_and_exit({"name": NAME, "gates": [gate], "rows": [{"a": NAME}]}, json=False)
     printed = capsys.readouterr().out
     assert printed.count(SHOWN) == 4 and "\x1b" not in printed
 

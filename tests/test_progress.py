@@ -21,6 +21,38 @@ def test_a_bar_shows_in_a_kernel_and_not_in_a_file(monkeypatch, tmp_path, in_ker
         assert bar([1], file=file).disable is not in_kernel
 
 
+KILLED_WITH_THE_LOCK = """
+import multiprocessing, threading
+from tqdm import tqdm
+from workbench.progress import bar
+
+bar([1])
+
+def hold(is_held):
+    tqdm.get_lock().acquire()
+    is_held.set()
+    threading.Event().wait()
+
+fork = multiprocessing.get_context("fork")
+is_held = fork.Event()
+child = fork.Process(target=hold, args=(is_held,))
+child.start()
+assert is_held.wait(30)
+child.kill()
+child.join()
+drawing = threading.Thread(target=bar, args=([1],), daemon=True)
+drawing.start()
+drawing.join(10)
+print("waits" if drawing.is_alive() else "drawn")
+"""
+
+
+def test_a_process_that_is_killed_while_it_draws_a_bar_stops_no_other():
+    command = [sys.executable, "-c", KILLED_WITH_THE_LOCK]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "drawn\n", ended.stderr
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

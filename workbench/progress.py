@@ -1,6 +1,9 @@
 """Progress of long work: bars, and a line that names the running stage."""
 
+import os
 import sys
+import threading
+from functools import cache
 
 # tqdm's line for the running stage, while one is shown
 _stage_line = None
@@ -13,6 +16,7 @@ def bar(*args, **options):
     a terminal, and nowhere else."""
     from tqdm.auto import tqdm
 
+    _give_each_process_its_lock()
     end_stage()
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
@@ -37,6 +41,7 @@ def stage(name: str) -> None:
     global _stage_line
     from tqdm import tqdm
 
+    _give_each_process_its_lock()
     end_stage()
     if not sys.stderr.isatty():
         if _prints_plain_lines:
@@ -51,3 +56,18 @@ def end_stage() -> None:
     line, _stage_line = _stage_line, None
     if line is not None:
         line.close()
+
+
+@cache
+def _give_each_process_its_lock() -> None:
+    """Replaces the lock of tqdm's bars, which a process shares with those that it forks:
+    if one of them is killed while it holds the lock, all the others wait for ever."""
+    from tqdm import tqdm
+
+    def make_lock() -> None:
+        tqdm.set_lock(threading.RLock())
+
+    make_lock()
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        # a thread may hold the lock while its process forks
+        os.register_at_fork(after_in_child=make_lock)
