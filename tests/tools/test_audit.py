@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 
+import audit_times
 import numpy as np
 import pandas as pd
 import pytest
@@ -118,7 +119,7 @@ def swap_ratio_of_the_answer(project) -> None:
     text = json.loads((project / f"experiments/{NAME}/run.json").read_text())[
         "conclusion"
     ]
-    (ratio,) = [match[3] for match in audit.RATIO.findall(text)]
+    (ratio,) = [match["ratio"] for match in audit_times.RATIO.finditer(text)]
     change_run(project, f"{ratio} times", f"{1 / float(ratio):.3g} times")
 
 
