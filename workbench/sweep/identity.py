@@ -136,8 +136,8 @@ def setting_hash(
         counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    attention = hashed_fast_and_reads(execution["fast"], execution["reads"])
-    return digest(values_hash(contents, options, execution), attention, counts)
+    fast_and_reads = hashed_fast_and_reads(execution["fast"], execution["reads"])
+    return digest(values_hash(contents, options, execution), fast_and_reads, counts)
 
 
 def hashed_fast_and_reads(fast: bool | None, reads: str | None) -> bool | str | None:
