@@ -1,5 +1,6 @@
 """Bars show in notebooks and on terminals."""
 
+import contextlib
 import io
 import json
 import subprocess
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.progress import bar, end_stage, print_plain_lines, stage
+from workbench.cli.app import run
+from workbench.progress import bar, end_stage, plain_stage_lines, stage
 
 
 @pytest.mark.parametrize("in_kernel", [True, False])
@@ -82,16 +84,24 @@ def test_a_stage_of_a_command_is_a_plain_line_in_a_file(monkeypatch):
     file = File()
     monkeypatch.setattr(sys, "stderr", file)
     stage("a notebook's")
-    print_plain_lines()
-    try:
+    with plain_stage_lines():
         stage("reading")
         assert file.flushed == "reading\n"
         assert bar([1]).disable
         stage("comparing")
         end_stage()
-    finally:
-        print_plain_lines(False)
+    stage("a notebook's")
     assert file.flushed == file.getvalue() == "reading\ncomparing\n"
+
+
+def test_a_command_that_ended_in_a_process_prints_no_further_stages_there(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["workbench", "--version"])
+    with contextlib.suppress(SystemExit):
+        run()
+    file = File()
+    monkeypatch.setattr(sys, "stderr", file)
+    stage("a notebook's")
+    assert not file.getvalue()
 
 
 def test_a_command_names_its_stages_on_stderr_beside_the_json(llama_bundle):

@@ -3,6 +3,8 @@
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 # tqdm's line for the running stage, while one is shown
@@ -26,18 +28,23 @@ def bar(*args, **options):
     return tqdm(*args, disable=disable, **options)
 
 
-def print_plain_lines(enabled: bool = True) -> None:
-    """Whether `stage` prints a line where stderr is no terminal: a command does, whose
-    output a file or a CI job keeps; notebooks and scripts that import the workbench do
-    not."""
+@contextmanager
+def plain_stage_lines() -> Iterator[None]:
+    """Within it, `stage` prints a line where stderr is no terminal: a command's output is
+    kept by a file or a CI job. Notebooks and scripts that import the workbench stay
+    silent."""
     global _prints_plain_lines
-    _prints_plain_lines = enabled
+    before, _prints_plain_lines = _prints_plain_lines, True
+    try:
+        yield
+    finally:
+        _prints_plain_lines = before
 
 
 def stage(name: str) -> None:
     """Shows which stage begins, for work that cannot be counted. On a terminal the line is
     removed when the next stage or bar begins, or when a command prints its result;
-    elsewhere it stays (see `print_plain_lines`)."""
+    elsewhere it stays (see `plain_stage_lines`)."""
     global _stage_line
     from tqdm import tqdm
 

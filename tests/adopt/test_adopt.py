@@ -350,7 +350,7 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
     source = "--checkpoint", adoptions.checkpoint("host"), "--out"
     packages = adoptions.packages("host")
     cached = hub_cached(packages, tmp_path)
-    printed = cli("adopt", cached, *source, tmp_path / "e").output
+    printed = cli("adopt", cached, *source, tmp_path / "e").stdout
     assert "0/kv_cache_0/2" in printed
     step = f"workbench validate {tmp_path / 'e'} --checkpoint {source[1]}"
     assert printed.splitlines()[-1].split(maxsplit=1) == ["next", step]

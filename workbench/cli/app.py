@@ -22,7 +22,7 @@ from workbench.cli import (
 from workbench.cli.common import libraries_on_stderr
 from workbench.cli.spellings import check_spelling, unknown_words_error
 from workbench.errors import InputError, visible
-from workbench.progress import print_plain_lines
+from workbench.progress import plain_stage_lines
 
 COMMANDS = {
     "Make": [bundles.export, bundles.golden, bundles.adopt],
@@ -101,14 +101,14 @@ def run() -> None:
     """Runs the command that `sys.argv` names; a warning is one line."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {visible(message)}\n"
     _check_settings()
-    print_plain_lines()
     arguments = sys.argv[1:]
     if sys.flags.optimize == 2 and (not arguments or {"-h", "--help"} & {*arguments}):
         # the texts are docstrings, which Python has removed: once more, with them
         os.environ.pop("PYTHONOPTIMIZE", None)
         command = [sys.executable, "-m", "workbench.cli", *arguments]
         os.execv(sys.executable, command)
-    with libraries_on_stderr() if "--json" in arguments else nullcontext():
+    is_json = "--json" in arguments
+    with plain_stage_lines(), libraries_on_stderr() if is_json else nullcontext():
         run_command(arguments)
 
 
