@@ -99,11 +99,11 @@ def export(
         raise InputError("--compress fp16", "a text", "no calibration", step)
     compression = Compression(calibration, formats, search)
     check_formats(options, compression)
-    source = Checkpoint(paths.find(checkpoint))
+    opened_checkpoint = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         folder = output_root() / "data" / "bundles"
-        return bundle_for(source, options, folder, compression)
-    return _export(source, options, Path(bundle), compression)
+        return bundle_for(opened_checkpoint, options, folder, compression)
+    return _export(opened_checkpoint, options, Path(bundle), compression)
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ class _Compressed:
 
 
 def _export(
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     options: Options,
     bundle: Path,
     compression: Compression = ROUNDED,
 ) -> Bundle:
     coremltools()  # quietly, before a part of it is imported by itself
-    plan = read_plan(source, options)
+    plan = read_plan(checkpoint, options)
     if compression.formats is not None:
-        check_all_named(source, plan, options, compression.formats)
+        check_all_named(checkpoint, plan, options, compression.formats)
     try:
         with ExitStack() as stack:
             compressed = _Compressed()
@@ -138,14 +138,14 @@ def _export(
                 from workbench.exporter.calibrate import work_folder
 
                 work = stack.enter_context(work_folder(bundle))
-                compressed = _compress(source, plan, options, compression, work)
+                compressed = _compress(checkpoint, plan, options, compression, work)
             matrices, allocation = compressed.matrices, compressed.allocation
             formats = compression.formats
             if allocation is not None:
                 formats = allocation.chosen.formats
             presets = find_presets(formats)
             folder = stack.enter_context(new_bundle(bundle))
-            manifest = write_bundle(folder, source, plan, options, matrices, presets)
+            manifest = write_bundle(folder, checkpoint, plan, options, matrices, presets)
             records = {}
             if matrices is not None:
                 nearest = sorted(matrices.unfitted)
@@ -164,7 +164,7 @@ def _export(
 
 
 def _compress(
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     compression: Compression,
@@ -180,12 +180,12 @@ def _compress(
         from workbench.exporter.calibrate import calibrate
 
         presets = find_presets(compression.formats)
-        weights = all_weights(source, plan, options, presets)
-        return _Compressed(calibrate(source, weights, compression.text, folder))
+        weights = all_weights(checkpoint, plan, options, presets)
+        return _Compressed(calibrate(checkpoint, weights, compression.text, folder))
     from workbench.exporter.mixed import choose_and_compress
 
     mixed = choose_and_compress(
-        source, plan, options, compression.text, compression.search, folder
+        checkpoint, plan, options, compression.text, compression.search, folder
     )
     return _Compressed(mixed.matrices, mixed.allocation)
 

@@ -172,13 +172,13 @@ class CalibrationRun:
     """What the layers of one calibration share.
 
     Args:
-        source: the checkpoint, from which a layer reads its tensors.
+        checkpoint: from which a layer reads its tensors.
         weights: checkpoint tensor → the weight that stores it whole.
         files: the matrices that are compressed already.
         progress: a bar that counts layers and slices of other matrices.
     """
 
-    source: Checkpoint
+    checkpoint: Checkpoint
     weights: dict[str, WeightSource]
     files: MatrixFiles
     progress: Any
@@ -195,7 +195,7 @@ class CalibrationRun:
 
     def compress(self, weight: WeightSource, statistics: InputStatistics) -> None:
         """Compresses and saves a matrix, or a slice of one, for its inputs."""
-        matrix = load_values(weight, self.source).reshape(weight.shape[:2])
+        matrix = load_values(weight, self.checkpoint).reshape(weight.shape[:2])
         arrays = compress_matrix(matrix, weight.preset, statistics)
         self.files.save(weight, arrays)
 
@@ -219,7 +219,7 @@ class CompressingLayer(WrappedLayer):
         self.run = run
 
     def forward(self, *args, **kwargs):
-        read = self.run.source.tensor
+        read = self.run.checkpoint.tensor
         values = {
             name: read(self.prefix + name).half().float()
             for name in self.layer.state_dict()
@@ -361,7 +361,7 @@ def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]
 
 @torch.inference_mode()
 def calibrate(
-    source: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
+    checkpoint: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
 ) -> CompressedMatrices:
     """Compresses every matrix of `weights` that is a linear module of a layer, of the
     model around the layers, or the head.
@@ -376,7 +376,7 @@ def calibrate(
     matrices = [weight for weight in weights if weight.is_compressed]
     key = {
         "code": code_version(),
-        "checkpoint": source.sha256,
+        "checkpoint": checkpoint.sha256,
         "ids": text.sha256,
         "presets": [[w.tensor, repr(w.rows), w.preset.name] for w in matrices],
         "seed": text.seed,
@@ -385,23 +385,23 @@ def calibrate(
     files = MatrixFiles(folder)
     head = [weight for weight in matrices if weight.path == HEAD_WEIGHT]
     whole = {weight.tensor: weight for weight in matrices if weight.rows is None}
-    base = empty_model(source.config, "sdpa").model
-    outer = _outer_slices(base, source, matrices)
+    base = empty_model(checkpoint.config, "sdpa").model
+    outer = _outer_slices(base, checkpoint, matrices)
     total = len(base.layers) + len(head) + sum(map(len, outer.values()))
     stage("export: calibrating weights")
     with bar(total=total, desc="calibrate", unit="layer", leave=False) as progress:
-        run = CalibrationRun(source, whole, files, progress)
+        run = CalibrationRun(checkpoint, whole, files, progress)
         for name, slices in outer.items():
             setattr(base, name, CompressingLinear(slices, run))
         for index, layer in enumerate(base.layers):
-            prefix = f"{source.prefix}layers.{index}."
+            prefix = f"{checkpoint.prefix}layers.{index}."
             base.layers[index] = CompressingLayer(layer, prefix, run)
 
         def read(name: str) -> torch.Tensor:
-            return source.tensor(source.prefix + name).half()
+            return checkpoint.tensor(checkpoint.prefix + name).half()
 
         def embed(table: str, ids: np.ndarray) -> torch.Tensor:
-            return source.tensor(source.prefix + table, ids.tolist()).half()
+            return checkpoint.tensor(checkpoint.prefix + table, ids.tolist()).half()
 
         hidden = run_base(base, text.ids, embed, read, use_cache=False)
         run.compress_slices(head, hidden)
@@ -410,13 +410,13 @@ def calibrate(
 
 
 def _outer_slices(
-    base: nn.Module, source: Checkpoint, matrices: list[WeightSource]
+    base: nn.Module, checkpoint: Checkpoint, matrices: list[WeightSource]
 ) -> dict[str, list[WeightSource]]:
     """Name of each linear module of the model that is around the layers → the slices of
     its matrix."""
     outer = {}
     for name, module in base.named_children():
-        tensor = f"{source.prefix}{name}.weight"
+        tensor = f"{checkpoint.prefix}{name}.weight"
         slices = [weight for weight in matrices if weight.tensor == tensor]
         if isinstance(module, nn.Linear) and module.bias is None and slices:
             outer[name] = slices
@@ -425,8 +425,8 @@ def _outer_slices(
 
 @cache
 def code_version() -> str:
-    """SHA-256 of the source files of this package: what other code has finished is
-    calibrated again."""
+    """SHA-256 of the source files of this package. A work folder that other code has
+    filled is emptied."""
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()
 

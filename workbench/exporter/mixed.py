@@ -392,7 +392,7 @@ class MixedExport:
 
 
 def choose_and_compress(
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     calibration: Text,
@@ -409,15 +409,15 @@ def choose_and_compress(
         InputError: a matrix that is no linear layer of Hugging Face's model, no choice
             that keeps the limit, no space on the disk.
     """
-    presets = _fit_candidates(source, plan, options, settings.uniform_candidates)
-    hf_model = load_model(source)
-    modules = linear_modules(hf_model, source, presets)
+    presets = _fit_candidates(checkpoint, plan, options, settings.uniform_candidates)
+    hf_model = load_model(checkpoint)
+    modules = linear_modules(hf_model, checkpoint, presets)
     shapes = {
         tensor: tuple(hf_model.get_submodule(name).weight.shape)
         for tensor, name in modules.items()
     }
     work = folder / "candidates"
-    prepare_work_folder(work, _candidates_key(source, calibration, presets))
+    prepare_work_folder(work, _candidates_key(checkpoint, calibration, presets))
     candidates = CandidateValues(work)
     missing_bytes = _missing_bytes(shapes, presets, candidates)
     check_free_space(work, missing_bytes, "values of all formats")
@@ -430,18 +430,18 @@ def choose_and_compress(
         model, shapes, presets, candidates, settings, seed=calibration.seed
     )
     return _compress_within_limit(
-        allocation, model, source, plan, options, calibration, folder
+        allocation, model, checkpoint, plan, options, calibration, folder
     )
 
 
 def _fit_candidates(
-    source: Checkpoint, plan: Plan, options: Options, names: Iterable[str]
+    checkpoint: Checkpoint, plan: Plan, options: Options, names: Iterable[str]
 ) -> dict[str, dict[str, Preset]]:
     """The presets of every matrix of an export in the candidates with these names."""
     presets: dict[str, dict[str, Preset]] = {}
     for name in names:
         alike = options.model_copy(update={"compress": name})
-        for weight in all_weights(source, plan, alike):
+        for weight in all_weights(checkpoint, plan, alike):
             if weight.tensor and weight.is_compressible:
                 presets.setdefault(weight.tensor, {})[name] = weight.preset
     return presets
@@ -464,7 +464,7 @@ def _missing_bytes(
 
 
 def _candidates_key(
-    source: Checkpoint, calibration: Text, presets: PresetsOfCandidates
+    checkpoint: Checkpoint, calibration: Text, presets: PresetsOfCandidates
 ) -> dict[str, Any]:
     """What decides the values of candidates, as JSON."""
     names = {
@@ -473,7 +473,7 @@ def _candidates_key(
     }
     return {
         "code": code_version(),
-        "checkpoint": source.sha256,
+        "checkpoint": checkpoint.sha256,
         "ids": calibration.sha256,
         "presets": names,
     }
@@ -482,7 +482,7 @@ def _candidates_key(
 def _compress_within_limit(
     allocation: Allocation,
     model: ReplaceableModel,
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     calibration: Text,
@@ -497,10 +497,10 @@ def _compress_within_limit(
     """
     chosen, limit = allocation.chosen, allocation.limit.kl
     for _ in range(EXPORTS):
-        weights = all_weights(source, plan, options, find_presets(chosen.formats))
+        weights = all_weights(checkpoint, plan, options, find_presets(chosen.formats))
         digest = hashlib.sha256(json.dumps(chosen.formats).encode()).hexdigest()
-        matrices = calibrate(source, weights, calibration, folder / digest[:16])
-        quality = _stored_quality(model, weights, matrices, source)
+        matrices = calibrate(checkpoint, weights, calibration, folder / digest[:16])
+        quality = _stored_quality(model, weights, matrices, checkpoint)
         if limit is None or quality.kl <= limit:
             allocation = replace(allocation, chosen=chosen, exported=quality)
             return MixedExport(allocation, matrices)
@@ -521,7 +521,7 @@ def _stored_quality(
     model: ReplaceableModel,
     weights: Iterable[WeightSource],
     matrices: CompressedMatrices,
-    source: Checkpoint,
+    checkpoint: Checkpoint,
 ) -> Quality:
     """The quality of Hugging Face's model with the values that an export stores."""
     pieces: dict[str, list[torch.Tensor]] = {}  # some matrices are stored in slices
@@ -530,7 +530,7 @@ def _stored_quality(
             continue
         shape = weight.shape[:2]
         if weight.preset == FP16:
-            values = load_values(weight, source).reshape(shape)
+            values = load_values(weight, checkpoint).reshape(shape)
         else:
             values = decompress(matrices.load(weight), weight.preset, shape)
         pieces.setdefault(weight.tensor, []).append(values)

@@ -111,17 +111,17 @@ def check_formats(options: Options, compression: Compression) -> None:
 
 
 def check_all_named(
-    source: Checkpoint, plan: Plan, options: Options, formats: Mapping[str, str]
+    checkpoint: Checkpoint, plan: Plan, options: Options, formats: Mapping[str, str]
 ) -> None:
     """Raises an InputError unless formats are those of every matrix of a bundle."""
-    weights = all_weights(source, plan, options, find_presets(formats))
+    weights = all_weights(checkpoint, plan, options, find_presets(formats))
     matrices = {weight.tensor for weight in weights if weight.is_compressible}
     for tensor in sorted(formats.keys() - matrices):
         needed, step = "the name of a matrix", "choose the formats again"
         raise InputError(f"format of {tensor!r}", "no matrix", needed, step)
 
 
-def read_plan(source: Checkpoint, options: Options) -> Plan:
+def read_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint, once `check_options` has accepted the
     options: no weight is read before.
 
@@ -129,9 +129,9 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         InputError: a family or configuration that is not supported; see
             `check_options`.
     """
-    family = family_of(source.config)
+    family = family_of(checkpoint.config)
     try:
-        plan = family.plan(source.config)
+        plan = family.plan(checkpoint.config)
     except ValidationError as problem:
         name, error = first_fault(problem, "config.json")
         actual, step = repr(error.get("input")), "check config.json"
@@ -141,7 +141,7 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         raise InputError("config.json", str(problem), needed, step) from problem
     check_options(options, plan)
     if hasattr(family, "with_weights"):
-        return family.with_weights(plan, source)
+        return family.with_weights(plan, checkpoint)
     return plan
 
 

@@ -19,14 +19,14 @@ SCORED_TOKENS = 32
 HEAD = "lm_head"
 
 
-def load_model(source: Checkpoint) -> nn.Module:
+def load_model(checkpoint: Checkpoint) -> nn.Module:
     """Hugging Face's model of a checkpoint in float32. Its head has a copy of the matrix
     where the checkpoint ties it to the embeddings, which stay as they are."""
     import transformers
 
     with no_progress():
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=torch.float32, **LOCAL
+            checkpoint.path, dtype=torch.float32, **LOCAL
         )
     head = model.get_submodule(HEAD)
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -34,20 +34,20 @@ def load_model(source: Checkpoint) -> nn.Module:
 
 
 def linear_modules(
-    model: nn.Module, source: Checkpoint, tensors: Iterable[str]
+    model: nn.Module, checkpoint: Checkpoint, tensors: Iterable[str]
 ) -> dict[str, str]:
     """Tensor name → name of the `nn.Linear` of the model that has it.
 
     Raises:
         InputError: a tensor of no such module, such as experts in one tensor.
     """
-    names = {source.head: HEAD}
+    names = {checkpoint.head: HEAD}
     # a multimodal model has its language model deeper
     decoder = model.get_decoder()
     path = next(name for name, module in model.named_modules() if module is decoder)
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear):
-            names[f"{source.prefix}{name}.weight"] = f"{path}.{name}"
+            names[f"{checkpoint.prefix}{name}.weight"] = f"{path}.{name}"
     for tensor in tensors:
         if tensor not in names:
             raise InputError(

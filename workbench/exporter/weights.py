@@ -102,7 +102,7 @@ def empty_module(spec: Spec, plan: Plan, options: Options) -> nn.Module:
 
 def weight_sources(
     spec: Spec,
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     presets: Mapping[str, Preset] | None = None,
@@ -133,7 +133,7 @@ def weight_sources(
         owner = module.get_submodule(path.rpartition(".")[0])
         tensor = None
         if parameter.requires_grad:
-            tensor = _tensor_name(path, spec, source, plan)
+            tensor = _tensor_name(path, spec, checkpoint, plan)
         weight = WeightSource(
             path,
             tensor,
@@ -148,7 +148,7 @@ def weight_sources(
             preset = preset.fitted(_rows_to_divide(weight, spec, plan))
             weight = replace(weight, preset=preset)
         if weight.tensor:
-            check_shape(weight, source)
+            check_shape(weight, checkpoint)
         weights.append(weight)
     return weights
 
@@ -183,7 +183,7 @@ def _rows_to_divide(weight: WeightSource, spec: Spec, plan: Plan) -> int:
 
 
 def all_weights(
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     presets: Mapping[str, Preset] | None = None,
@@ -193,7 +193,7 @@ def all_weights(
     return [
         weight
         for spec in shards.specs(plan, options)
-        for weight in weight_sources(spec, source, plan, options, presets)
+        for weight in weight_sources(spec, checkpoint, plan, options, presets)
     ]
 
 
@@ -218,33 +218,33 @@ def _preset_of_matrix(weight: WeightSource, presets: Mapping[str, Preset]) -> Pr
     return presets[weight.tensor]
 
 
-def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
+def _tensor_name(path: str, spec: Spec, checkpoint: Checkpoint, plan: Plan) -> str:
     """Name of the checkpoint tensor behind a parameter."""
     if path == HEAD_WEIGHT:
-        return source.head
+        return checkpoint.head
     path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
-        return source.prefix + path
+        return checkpoint.prefix + path
     if path.startswith(SHARED):
-        return source.prefix + path.removeprefix(SHARED)
+        return checkpoint.prefix + path.removeprefix(SHARED)
     index = "0"
     if spec.kind != "expert":
         _, index, path = path.split(".", 2)  # blocks.0.self_attn.q_proj.weight
-    return f"{source.prefix}layers.{spec.layers[0] + int(index)}.{path}"
+    return f"{checkpoint.prefix}layers.{spec.layers[0] + int(index)}.{path}"
 
 
-def check_shape(weight: WeightSource, source: Checkpoint) -> None:
+def check_shape(weight: WeightSource, checkpoint: Checkpoint) -> None:
     """Raises an InputError for a tensor with another number of values than its
     parameter, for a matrix without its inputs on the last axis, and for inputs that a
     preset's blocks do not divide."""
     subject = f"tensor {weight.tensor!r}"
-    shape = source.shape(weight.tensor, weight.rows)
+    shape = checkpoint.shape(weight.tensor, weight.rows)
     is_matrix = weight.shape[2:] == (1, 1) and len(shape) > 1
     is_transposed = is_matrix and shape[-1] != weight.shape[1]
     if is_transposed or math.prod(shape) != math.prod(weight.shape):
         raise InputError(
             subject,
-            f"shape {source.shape(weight.tensor)}",
+            f"shape {checkpoint.shape(weight.tensor)}",
             f"{list(weight.shape)}",
             "check that config.json belongs to these weights",
         )
@@ -259,7 +259,7 @@ def check_shape(weight: WeightSource, source: Checkpoint) -> None:
 
 
 def iter_values(
-    weight: WeightSource, source: Checkpoint, dtype: torch.dtype
+    weight: WeightSource, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:
     """Yields the values of a weight in flat pieces, rounded to a dtype, its offset added.
 
@@ -267,7 +267,7 @@ def iter_values(
         InputError: a value that fp16 or the compression cannot hold.
     """
     limit = MAX_SCALED if weight.preset.is_integer else MAX_FP16
-    for chunk in source.chunks(weight.tensor, weight.rows):
+    for chunk in checkpoint.chunks(weight.tensor, weight.rows):
         # through float32, which is faster than straight from bfloat16
         values = chunk.float()
         if weight.offset:
@@ -284,13 +284,13 @@ def iter_values(
         yield values
 
 
-def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
+def load_values(weight: WeightSource, checkpoint: Checkpoint) -> torch.Tensor:
     """The values of a weight, flat, fp16; raises the InputErrors of `iter_values`."""
     values = torch.zeros(math.prod(weight.shape), dtype=torch.float16)
     if weight.tensor is None:
         return values
     start = 0
-    for piece in iter_values(weight, source, torch.float16):
+    for piece in iter_values(weight, checkpoint, torch.float16):
         values[start : start + len(piece)] = piece
         start += len(piece)
     return values

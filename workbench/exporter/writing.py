@@ -62,7 +62,7 @@ class PlannedShard:
 
 def write_bundle(
     folder: Path,
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     matrices: "CompressedMatrices | None",
@@ -81,17 +81,17 @@ def write_bundle(
         InputError: a tensor that is missing or does not fit, no space on the disk.
     """
     planned = [
-        PlannedShard(spec, weight_sources(spec, source, plan, options, presets))
+        PlannedShard(spec, weight_sources(spec, checkpoint, plan, options, presets))
         for spec in specs(plan, options)
     ]
     _check_space(planned, plan, folder)
     with _writing_threads() as pool:
         # each future runs while coremltools converts in this thread
-        checkpoint_entry = pool.submit(lambda: source.manifest_entry)
-        embedding_file = pool.submit(write_embedding, source, plan, folder)
-        shards = _write_shards(planned, folder, source, plan, options, matrices, pool)
+        checkpoint_entry = pool.submit(lambda: checkpoint.manifest_entry)
+        embedding_file = pool.submit(write_embedding, checkpoint, plan, folder)
+        shards = _write_shards(planned, folder, checkpoint, plan, options, matrices, pool)
         return Manifest(
-            family=source.config.model_type,
+            family=checkpoint.config.model_type,
             dims=plan.dims,
             options=options,
             rope=plan.rope,
@@ -100,7 +100,7 @@ def write_bundle(
             embedding=Embedding(
                 file=embedding_file.result(), scale=plan.embedding_scale
             ),
-            tokens=source.tokens.save(folder),
+            tokens=checkpoint.tokens.save(folder),
             checkpoint=checkpoint_entry.result(),
             packages=versions(options),
             residual_exponent=plan.residual_exponent,
@@ -134,7 +134,7 @@ def _writing_threads() -> Iterator[ThreadPoolExecutor]:
 def _write_shards(
     planned: list[PlannedShard],
     folder: Path,
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     plan: Plan,
     options: Options,
     matrices: "CompressedMatrices | None",
@@ -144,7 +144,7 @@ def _write_shards(
     every shard once its program is there; returns the manifest's entries."""
     convert = options.plugin.template if options.plugin else convert_shard
     write = partial(
-        _write_shard, folder=folder, source=source, options=options, matrices=matrices
+        _write_shard, folder=folder, checkpoint=checkpoint, options=options, matrices=matrices
     )
     templates: dict[str, Any] = {}  # program key → `Template`, or a plug-in's
     futures: list[Future[Shard]] = []
@@ -211,7 +211,7 @@ def _write_shard(
     template: Template,
     *,
     folder: Path,
-    source: Checkpoint,
+    checkpoint: Checkpoint,
     options: Options,
     matrices: "CompressedMatrices | None",
 ) -> Shard:
@@ -226,7 +226,7 @@ def _write_shard(
     def load_arrays(weight: WeightSource) -> Arrays:
         if matrices is not None and matrices.has(weight):
             return matrices.load(weight)
-        return encode_weight(weight, load_values(weight, source))
+        return encode_weight(weight, load_values(weight, checkpoint))
 
     package = folder / f"{spec.name}{template.suffix}"
     files, places = template.write(package, shard.weights, load_arrays)
@@ -275,7 +275,7 @@ def _find_taps(modules: dict[str, str]) -> dict[int, str]:
     return taps
 
 
-def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
+def write_embedding(checkpoint: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
     """Writes the embedding tables as fp16, and the vectors that are applied to it as
     fp32, to a safetensors file, never holding the table whole in memory."""
     tables: list[tuple[WeightSource, torch.dtype]] = []
@@ -286,8 +286,8 @@ def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
             shape, dtype = [plan.dims.V, plan.dims.C], torch.float16
         elif key == PER_LAYER:
             shape, dtype = [plan.dims.V, plan.dims.L * plan.dims.P], torch.float16
-        weight = WeightSource(key, source.prefix + name, tuple(shape))
-        check_shape(weight, source)
+        weight = WeightSource(key, checkpoint.prefix + name, tuple(shape))
+        check_shape(weight, checkpoint)
         start = end
         end += math.prod(shape) * dtype.itemsize
         header[key] = {
@@ -301,6 +301,6 @@ def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for weight, dtype in tables:
-            for values in iter_values(weight, source, dtype):
+            for values in iter_values(weight, checkpoint, dtype):
                 file.write(values.numpy())
     return file_entries(folder, path)[0]
