@@ -23,7 +23,7 @@ from workbench.check.gates import RED
 from workbench.check.row_statistics import InputWeights, Moment, matrix_deviations
 from workbench.check.stored_values import fitted_rows
 from workbench.check.weights import weights_gate
-from workbench.exporter import calibrate
+from workbench.exporter import inputs as exporter_inputs
 from workbench.exporter.compress import InputStatistics, compress_matrix
 from workbench.models.checkpoint import Checkpoint
 
@@ -197,7 +197,7 @@ def test_statistics_of_another_layer_are_red(tiny_llama, tmp_path, monkeypatch, 
         def of(cls, hessian: torch.Tensor, damping: float) -> InputStatistics:
             return InputStatistics.of(first.setdefault(len(hessian), hessian), damping)
 
-    monkeypatch.setattr(calibrate, "InputStatistics", OfFirstLayer)
+    monkeypatch.setattr(exporter_inputs, "InputStatistics", OfFirstLayer)
     text = tiny.random_text(tiny_llama.config.vocab_size)
     options = {"compress": preset, "max_seq_len": 64, "calibration": text}
     bundle = export(tiny_llama.path, tmp_path / "b", **options)
@@ -222,7 +222,7 @@ def correlated_inputs(seed: int) -> torch.Tensor:
 
 def statistics_of(x: torch.Tensor) -> InputStatistics:
     """What the exporter knows of inputs x."""
-    total = calibrate.InputSum()
+    total = exporter_inputs.InputSum()
     total.add(x[None])
     return total.compute_statistics()
 

@@ -17,7 +17,7 @@ from workbench.check import calibrated
 from workbench.check.golden import stored_weights
 from workbench.check.weights import weights_gate
 from workbench.exporter import calibrate
-from workbench.exporter.calibrate import input_statistics
+from workbench.exporter.inputs import input_statistics
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer
 

@@ -15,8 +15,9 @@ from workbench.check.text import check_held_out
 from workbench.check.weights import weights_gate
 from workbench.cli.common import CalibrationText
 from workbench.exporter import calibrate, compress
-from workbench.exporter.calibrate import InputSum, draw_windows, summed_inputs
+from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.compress import InputStatistics
+from workbench.exporter.inputs import InputSum, summed_inputs
 from workbench.exporter.weights import WeightSource, encode_weight
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.grid import make_grid

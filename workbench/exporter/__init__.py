@@ -3,11 +3,12 @@ Nothing here depends on how shards are run.
 
 `export` is the entry. Data flow through the files in this order:
 
-- `options.py`: what is asked for, checked against the checkpoint;
+- `options.py`: the options, checked against the checkpoint;
 - `shards.py`: the shards of the model, each with its interface;
 - `weights.py`: the checkpoint tensor of each parameter, and the arrays that store it;
-- with a text, `calibrate.py`: matrices compressed for the inputs that they have on it.
-  `compress.py` compresses one matrix, `tables.py` finds its lookup tables;
+- with a text, `calibrate.py`: matrices compressed for their inputs on the text.
+  `inputs.py` sums up inputs, `compress.py` compresses one matrix, `tables.py` finds its
+  lookup tables;
 - for a search of presets, `mixed.py`: `candidates.py`, `losses.py`, `allocation.py`,
   `replaceable.py` are its parts;
 - `template.py`: the program of each distinct shape of shard, which coremltools converts;
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING
 
 from miltorch.coremltools_import import coremltools
 from workbench import paths
-from workbench.bundle import Bundle, Options, new_bundle
+from workbench.bundle import Bundle, Calibration, Options, Selection, new_bundle
 from workbench.bundle.manifest import MANIFEST_VERSION
-from workbench.bundle.presets import FP16, check_calibrated
+from workbench.bundle.presets import FP16, Preset, check_calibrated
 from workbench.errors import InputError
 from workbench.exporter.options import (
     Compression,
@@ -108,13 +109,16 @@ def export(
 
 @dataclass(frozen=True)
 class _Compressed:
-    """Matrices that are compressed before the bundle is written.
+    """What is decided about the matrices before the bundle is written.
 
     Args:
-        matrices: those that are fitted to a text; None: there is no text.
-        allocation: how a search chose their presets; None: no search did.
+        presets: checkpoint tensor → preset, of every matrix of a mixed bundle; empty for
+            other bundles.
+        matrices: the matrices that are fitted to a text; None: there is no text.
+        allocation: how a search chose the presets; None: no search did.
     """
 
+    presets: dict[str, Preset]
     matrices: "CompressedMatrices | None" = None
     allocation: "Allocation | None" = None
 
@@ -125,13 +129,14 @@ def _export(
     bundle: Path,
     compression: Compression = ROUNDED,
 ) -> Bundle:
+    """Exports an opened checkpoint to the new folder `bundle`; see `export`."""
     coremltools()  # quietly, before a part of it is imported by itself
     plan = read_plan(checkpoint, options)
     if compression.formats is not None:
         check_all_named(checkpoint, plan, options, compression.formats)
     try:
         with ExitStack() as stack:
-            compressed = _Compressed()
+            compressed = _Compressed(find_presets(compression.formats))
             if compression.text is not None:
                 paths.check_new_bundle(bundle)
                 # numba and Hugging Face's models take seconds to import
@@ -139,22 +144,17 @@ def _export(
 
                 work = stack.enter_context(work_folder(bundle))
                 compressed = _compress(checkpoint, plan, options, compression, work)
-            matrices, allocation = compressed.matrices, compressed.allocation
-            formats = compression.formats
-            if allocation is not None:
-                formats = allocation.chosen.formats
-            presets = find_presets(formats)
             folder = stack.enter_context(new_bundle(bundle))
-            manifest = write_bundle(folder, checkpoint, plan, options, matrices, presets)
-            records = {}
-            if matrices is not None:
-                nearest = sorted(matrices.unfitted)
-                records["calibration"] = compression.text.record(folder, nearest)
-            if allocation is not None:
-                records["selection"] = allocation.record(
-                    folder, compression.search.text
-                )
-            manifest.model_copy(update=records).save(folder)
+            manifest = write_bundle(
+                folder,
+                checkpoint,
+                plan,
+                options,
+                compressed.matrices,
+                compressed.presets,
+            )
+            entries = _save_texts(folder, compression, compressed)
+            manifest.model_copy(update=entries).save(folder)
         return Bundle.open(bundle)
     except OSError as problem:
         reason = f"{problem.strerror or problem} ({problem.filename or bundle})"
@@ -170,8 +170,8 @@ def _compress(
     compression: Compression,
     folder: Path,
 ) -> _Compressed:
-    """Compresses matrices for the inputs that they have on a text, in presets that are
-    given or that a search chooses.
+    """Compresses matrices for their inputs on a text, in presets that are given or that a
+    search chooses.
 
     Args:
         folder: a work folder.
@@ -181,23 +181,49 @@ def _compress(
 
         presets = find_presets(compression.formats)
         weights = all_weights(checkpoint, plan, options, presets)
-        return _Compressed(calibrate(checkpoint, weights, compression.text, folder))
+        matrices = calibrate(checkpoint, weights, compression.text, folder)
+        return _Compressed(presets, matrices)
     from workbench.exporter.mixed import choose_and_compress
 
     mixed = choose_and_compress(
         checkpoint, plan, options, compression.text, compression.search, folder
     )
-    return _Compressed(mixed.matrices, mixed.allocation)
+    presets = find_presets(mixed.allocation.chosen.formats)
+    return _Compressed(presets, mixed.matrices, mixed.allocation)
+
+
+def _save_texts(
+    folder: Path, compression: Compression, compressed: _Compressed
+) -> dict[str, Calibration | Selection]:
+    """Writes the texts that decided the matrices, and the result of a search, to a
+    bundle's folder; returns the fields of the manifest that list them."""
+    entries = {}
+    if compressed.matrices is not None:
+        nearest = sorted(compressed.matrices.unfitted)
+        entries["calibration"] = compression.text.save(folder, nearest)
+    if compressed.allocation is not None:
+        text = compression.search.text
+        entries["selection"] = compressed.allocation.save(folder, text)
+    return entries
 
 
 def bundle_name(
-    checkpoint: str, identity: str, options: Options, compression: Compression = ROUNDED
+    checkpoint_name: str,
+    checkpoint_sha256: str,
+    options: Options,
+    compression: Compression = ROUNDED,
 ) -> str:
     """The name of a bundle's folder in `data/bundles`: the checkpoint's name and a hash
     of everything that decides the bundle's bytes, except those of its tokenizer."""
-    parts = [MANIFEST_VERSION, identity, options.model_dump(), versions(options)]
-    text = json.dumps([*parts, *compression.key], sort_keys=True)
-    return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    parts = [
+        MANIFEST_VERSION,
+        checkpoint_sha256,
+        options.model_dump(),
+        versions(options),
+        *compression.key,
+    ]
+    text = json.dumps(parts, sort_keys=True)
+    return f"{checkpoint_name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
 def bundle_for(
@@ -215,13 +241,11 @@ def bundle_for(
         checkpoint.name, checkpoint.sha256, options, compression
     )
     with locked(path.with_name(f".{path.name}.lock")):
-        reason = "the checkpoint has another tokenizer now"
         try:
             cached = Bundle.open(path)
-            stored = {Path(e.path).name: e.sha256 for e in cached.manifest.tokens.files}
-            current = {file.name: sha256(file) for file in checkpoint.tokens.files()}
-            if stored == current:
+            if _has_tokenizer_of(cached, checkpoint):
                 return cached
+            reason = "the checkpoint has another tokenizer now"
         except InputError as problem:
             if isinstance(problem.__cause__, OSError):  # unreadable, perhaps whole
                 raise
@@ -231,3 +255,10 @@ def bundle_for(
             warnings.warn(text, stacklevel=2)
             shutil.rmtree(path)
         return _export(checkpoint, options, path, compression)
+
+
+def _has_tokenizer_of(bundle: Bundle, checkpoint: Checkpoint) -> bool:
+    """Whether the tokenizer's files in a bundle are those of the checkpoint."""
+    entries = bundle.manifest.tokens.files
+    stored = {Path(entry.path).name: entry.sha256 for entry in entries}
+    return stored == {file.name: sha256(file) for file in checkpoint.tokens.files()}

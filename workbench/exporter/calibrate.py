@@ -2,27 +2,28 @@
 
 Hugging Face's own layers run one after the other over all windows of the text. A layer
 first runs with its weights in fp16, while E[x xᵀ] of the inputs of each of its linear
-modules is summed; then its matrices are compressed; then it runs again with what is
-stored, so that the layers behind it are calibrated on the inputs that they will have.
-Memory holds one layer and the activations of the text. The head and a projection of the
-embeddings for all layers are compressed in the slices that shards have of them.
+modules is summed (`inputs.py`). Then its matrices are compressed, and it runs again with
+their stored values, so that the layers behind it are calibrated on the inputs that they
+will have. Memory holds one layer and the activations of the text. The head and a
+projection of the embeddings for all layers are compressed in the slices that shards have
+of them.
 
 Matrices that are no linear module of their own, such as stacks of experts, cannot be
 fitted: `CompressedMatrices` lists them, and the export rounds them to the nearest.
 
-`calibrate` puts modules that compress (`CompressingLayer`, `CompressingLinear`) in the
-place of Hugging Face's and runs the model once. Finished matrices are in a work folder
-(`MatrixFiles`), in which an interrupted export finds them again."""
+`calibrate` replaces Hugging Face's layers and linear modules by modules that compress
+(`CompressingLayer`, `CompressingLinear`) and runs the model once. Finished matrices are in
+a work folder (`MatrixFiles`), in which an interrupted export finds them again."""
 
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from torch.func import functional_call
 from workbench.bundle import Calibration, file_entries
 from workbench.errors import InputError
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
+from workbench.exporter.inputs import InputSum, input_statistics, summed_inputs
 from workbench.exporter.weights import HEAD_WEIGHT, Arrays, WeightSource, load_values
 from workbench.files import locked, write_whole
 from workbench.models.checkpoint import Checkpoint
@@ -44,7 +46,6 @@ WINDOW = 128  # tokens
 WINDOWS = 64
 IDS = "calibration.npy"  # in a bundle
 KEY = "key.json"  # in a work folder
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Text:
     def sha256(self) -> str:
         return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
 
-    def record(self, folder: Path, nearest: list[str]) -> Calibration:
+    def save(self, folder: Path, nearest: list[str]) -> Calibration:
         """Writes the ids to a bundle's folder; returns their entry in its manifest.
 
         Args:
-            nearest: the compressed tensors that were not fitted to them.
+            nearest: the compressed tensors that were not fitted to the text.
         """
         np.save(folder / IDS, self.ids.astype("<i4"))
         windows, window = self.ids.shape
@@ -93,8 +94,8 @@ def draw_windows(
     window: int = WINDOW,
     windows: int = WINDOWS,
 ) -> Text:
-    """Cuts a text into windows and draws `windows` of them, in the text's order; all of
-    a shorter text.
+    """Cuts a text into windows and draws `windows` of them, in the text's order; takes all
+    windows where the text has no more.
 
     Args:
         bos: the token before every window, where the text begins with it.
@@ -169,11 +170,13 @@ class CompressedMatrices:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """What the layers of one calibration share.
+    """The checkpoint, work folder and progress bar that the modules of one calibration
+    share.
 
     Args:
-        checkpoint: from which a layer reads its tensors.
-        weights: checkpoint tensor → the weight that stores it whole.
+        checkpoint: the modules read its tensors.
+        weights: checkpoint tensor → the weight that stores it; only tensors that one weight
+            stores whole.
         files: the matrices that are compressed already.
         progress: a bar that counts layers and slices of other matrices.
     """
@@ -219,16 +222,8 @@ class CompressingLayer(WrappedLayer):
         self.run = run
 
     def forward(self, *args, **kwargs):
-        read = self.run.checkpoint.tensor
-        values = {
-            name: read(self.prefix + name).half().float()
-            for name in self.layer.state_dict()
-        }
-        weights: dict[str, WeightSource] = {}  # of the linear modules, by parameter
-        for name, module in self.layer.named_modules():
-            weight = self.run.weights.get(f"{self.prefix}{name}.weight")
-            if isinstance(module, nn.Linear) and weight:
-                weights[f"{name}.weight"] = weight
+        values = self._checkpoint_values()
+        weights = self._linear_weights()
         if not all(map(self.run.files.has, weights.values())):
             linear = {
                 name: self.layer.get_submodule(name.removesuffix(".weight"))
@@ -244,14 +239,30 @@ class CompressingLayer(WrappedLayer):
         self.run.progress.update()
         return functional_call(self.layer, values, args, kwargs)
 
+    def _checkpoint_values(self) -> dict[str, torch.Tensor]:
+        """Parameter → its values in the checkpoint, rounded to fp16, in float32."""
+        read = self.run.checkpoint.tensor
+        names = self.layer.state_dict()
+        return {name: read(self.prefix + name).half().float() for name in names}
+
+    def _linear_weights(self) -> dict[str, WeightSource]:
+        """Parameter → the weight that stores it, of the matrix of every linear module that
+        a preset compresses."""
+        weights = {}
+        for name, module in self.layer.named_modules():
+            weight = self.run.weights.get(f"{self.prefix}{name}.weight")
+            if isinstance(module, nn.Linear) and weight:
+                weights[f"{name}.weight"] = weight
+        return weights
+
     def _compress(
-        self, weights: dict[str, WeightSource], sums: "dict[str, InputSum]"
+        self, weights: dict[str, WeightSource], sums: dict[str, InputSum]
     ) -> None:
         """Compresses and saves matrices.
 
         Args:
-            weights: of the layer, by the name of the parameter.
-            sums: of the inputs, by the same names.
+            weights: parameter → the weight that stores it.
+            sums: parameter → the sum of its inputs; none of a module that was not called.
         """
         statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
         for name, total in sums.items():
@@ -279,86 +290,6 @@ class CompressingLinear(nn.Module):
         return nn.functional.linear(x, torch.cat(pieces))
 
 
-class LastInput(Generic[Result]):
-    """The result that was computed for the last input of linear modules. Modules such as q,
-    k and v read one tensor in turn, for which the result is computed once."""
-
-    def __init__(self):
-        # The tensor is kept, not its address: another one at the address of a freed one
-        # would be taken for it.
-        self._x: torch.Tensor | None = None
-        self._result: Result | None = None
-
-    def find(self, x: torch.Tensor) -> Result | None:
-        """The result for the tensor `x` itself; None: it is not the last one."""
-        return self._result if x is self._x else None
-
-    def set(self, x: torch.Tensor, result: Result) -> None:
-        """Remembers a result in place of the one before."""
-        self._x, self._result = x, result
-
-
-class InputSum:
-    """The sum of x xᵀ over the inputs x of linear modules."""
-
-    def __init__(self):
-        self.total = torch.zeros(())
-        self.squares: list[torch.Tensor] = []  # |x|² of every input
-
-    def add(self, x: torch.Tensor) -> None:
-        """Adds inputs [.., C], a window at a time."""
-        for window in x.reshape(-1, *x.shape[-2:]):
-            self.total = self.total + (window.T @ window).double()
-        self.squares.append(x.square().sum(-1).flatten())
-
-    @property
-    def count(self) -> int:
-        """The number of inputs."""
-        return sum(map(len, self.squares))
-
-    def compute_statistics(self) -> InputStatistics:
-        """What the rounding of the modules' matrices needs to know. It takes a Cholesky
-        decomposition of a matrix [C, C].
-
-        The damping is the median |x|² over the number of inputs: the sampling error of
-        an ordinary input's correlations. The mean of H's diagonal would not do. An
-        attention sink's input of a down projection can be hundreds of times as long as
-        any other, and damping that grows with it would drown all others."""
-        median = float(torch.cat(self.squares).median())
-        return InputStatistics.of(self.total / self.count, median / self.count)
-
-
-def input_statistics(x: torch.Tensor) -> InputStatistics:
-    """The statistics of inputs [windows, window, C]."""
-    total = InputSum()
-    total.add(x)
-    return total.compute_statistics()
-
-
-@contextmanager
-def summed_inputs(linear: dict[str, nn.Module]) -> Iterator[dict[str, InputSum]]:
-    """Sums the inputs of modules by their names while they run; modules that read one
-    tensor share a sum."""
-    sums: dict[str, InputSum] = {}
-    last_input: LastInput[InputSum] = LastInput()
-
-    def record(name: str, module: nn.Module, arguments: tuple) -> None:
-        x = arguments[0]
-        total = last_input.find(x)
-        if total is not None:
-            sums.setdefault(name, total)
-            return
-        total = sums.setdefault(name, InputSum())
-        total.add(x)
-        last_input.set(x, total)
-
-    with ExitStack() as hooks:
-        for name, module in linear.items():
-            hook = partial(record, name)
-            hooks.enter_context(module.register_forward_pre_hook(hook))
-        yield sums
-
-
 @torch.inference_mode()
 def calibrate(
     checkpoint: Checkpoint, weights: list[WeightSource], text: Text, folder: Path
@@ -366,8 +297,8 @@ def calibrate(
     """Compresses every matrix of `weights` that is a linear module of a layer, of the
     model around the layers, or the head.
 
-    What an earlier call with the same checkpoint, weights and text has finished in
-    `folder` is kept; anything else in it is removed.
+    Matrices in `folder` that an earlier call with the same checkpoint, weights and text has
+    finished are kept; anything else in the folder is removed.
 
     Args:
         weights: of all shards.

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from workbench.bundle.presets import FP16, Preset
-from workbench.exporter.calibrate import LastInput, input_statistics
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
+from workbench.exporter.inputs import LastInput, input_statistics
 from workbench.exporter.replaceable import HEAD
 from workbench.exporter.shards import HEAD_ROWS
 from workbench.files import write_whole

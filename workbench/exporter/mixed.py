@@ -172,7 +172,7 @@ class Allocation:
     uniform: tuple[Choice, ...]
     costs: tuple[Cost, ...]
 
-    def record(self, folder: Path, text: Text) -> Selection:
+    def save(self, folder: Path, text: Text) -> Selection:
         """Writes `allocation.json` and the ids of the text for selection to a bundle's
         folder; returns their entry in its manifest."""
         write_allocation(self, folder / FILE)
