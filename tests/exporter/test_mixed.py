@@ -76,7 +76,7 @@ def test_each_matrix_is_compressed_for_its_inputs(
     """A compression that stores E[x²] of the inputs in place of each row."""
 
     def mean_squares(values, preset, inputs):
-        return {"rows": np.broadcast_to(inputs.importance, values.shape)}
+        return {"rows": np.broadcast_to(inputs.mean_squares, values.shape)}
 
     def rows(arrays, preset, shape):
         return torch.from_numpy(arrays["rows"].copy()).half()

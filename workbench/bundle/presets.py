@@ -1,7 +1,7 @@
 """The presets of `--compress`: their names, bits and scales, in one table. Of the
 workbench it imports only the errors.
 
-    >>> find_preset("lut4-g8").fitted(rows=20).name  # 4 divides 20 rows, 8 does not
+    >>> find_preset("lut4-g8").for_rows(20).name  # 4 divides 20 rows, 8 does not
     'lut4-g4'
 """
 
@@ -28,8 +28,8 @@ class Preset:
         block: inputs for which `per_block` has one scale; 0: another granularity.
         group: output rows that share one lookup table, a power of two; 0: the whole
             tensor shares one, or has none.
-        needs_calibration: whether weights that are rounded one by one cost so much that
-            `export` demands a text to calibrate with.
+        needs_calibration: whether `export` demands a calibration text, because rounding
+            each weight to the nearest costs too much.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Preset:
         and the values of tables are few."""
         return self.bits + 16 / self.block if self.block else self.bits
 
-    def fitted(self, rows: int) -> "Preset":
-        """The preset of a tensor with this many output rows: the group is halved until
-        it divides them."""
-        group = math.gcd(self.group, rows)  # of a power of two: the halved group
+    def for_rows(self, rows: int) -> "Preset":
+        """This preset for a tensor of `rows` output rows: its group is halved until it
+        divides them."""
+        group = math.gcd(self.group, rows)  # the group is a power of two
         if not self.group or group == self.group:
             return self
         name = f"lut{self.bits}-g{group}"

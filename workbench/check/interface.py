@@ -375,7 +375,7 @@ def _storage_facts(shard: Shard, block, manifest: Manifest) -> FactPair:
             if name in tensors:
                 preset = manifest.preset_of(tensors[name])
             else:  # a matrix of zeros, which comes from no tensor
-                preset = manifest.options.preset.fitted(shape[0])
+                preset = manifest.options.preset.for_rows(shape[0])
             declared[fact] = expected_storage(preset, shape)
         elif op.type != "const" or name in tensors:
             declared[fact] = ("const", "FLOAT16")

@@ -1,10 +1,10 @@
-"""Compresses one matrix with what is known of its inputs.
+"""Compresses one matrix so that its product with its inputs changes little.
 
-The error of a weight matters by what it adds to the product, ½ Δ H Δᵀ for a change Δ of
-the matrix and H = E[x xᵀ] of its inputs. GPTQ (arXiv 2210.17323) rounds the inputs of a
-row one after the other, those with the largest E[x²] first, and moves the error of each
-onto those that follow, by the Cholesky factor of H⁻¹. It is defined for integers; here
-it also rounds to the entries of lookup tables. k-means chooses these with squared errors
+A change Δ of the matrix costs ½ Δ H Δᵀ, the error that it adds to the product, with
+H = E[x xᵀ] of the inputs x. GPTQ (arXiv 2210.17323) rounds the weights of a row one after
+the other, those of the inputs with the largest E[x²] first, and moves the error of each
+onto those that follow, by the Cholesky factor of H⁻¹. It is defined for integers; here it
+also rounds to the entries of lookup tables. k-means chooses the entries with squared errors
 weighted by √E[x²]; after the rounding, entries and indices are improved in turn
 (`_refine_tables`). For fixed indices the best entries are a least-squares problem, and for
 fixed entries the index of one weight after another is exchanged for a better one, so that
@@ -27,17 +27,18 @@ from workbench.exporter.weights import Arrays, quantize
 
 # of GPTQ: columns that are rounded before their errors reach the others in one product
 COLUMNS_PER_BLOCK = 64
-ROWS = 1024  # rows that are in float32 at a time, a multiple of every group
+ROWS_PER_PIECE = 1024  # rows that are in float32 at a time, a multiple of every group
 CG_STEPS = 5  # of conjugate gradients for the entries of a table
 SWEEPS = 2  # over the indices of a row
 
 
 class BlockRounding(Protocol):
-    """Rounds a block of columns of a matrix, and keeps what it rounded to."""
+    """Rounds a block of columns of a matrix, and stores the indices or integers that it
+    rounded to."""
 
     def __call__(
         self,
-        values: np.ndarray,
+        block: np.ndarray,
         scaled_errors: np.ndarray,
         factor: np.ndarray,
         columns: np.ndarray,
@@ -45,27 +46,28 @@ class BlockRounding(Protocol):
         """Rounds the columns of a block one after the other.
 
         Args:
-            values: [R, B] float32, of which those of later columns change.
-            scaled_errors: [R, B] float32, to fill with the error of each column over its
-                entry of the factor's diagonal.
+            block: the values [R, B] float32. The error of each column is moved onto later
+                columns, in place.
+            scaled_errors: [R, B] float32, filled with the error of each column divided by
+                its entry of the factor's diagonal.
             factor: the block's part [B, B] of `InputStatistics.factor`.
-            columns: the numbers [B] of the columns in the matrix.
+            columns: the numbers [B] of the block's columns in the matrix.
         """
 
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """What the rounding of a matrix needs to know of its inputs.
+    """Statistics of the inputs x of a matrix, by which its values are rounded.
 
     Args:
-        importance: E[x²] [C], float64.
+        mean_squares: E[x²] [C], float64.
         hessian: H with damping [C, C], float32.
         order: the inputs [C] by falling E[x²].
         factor: the upper Cholesky factor of the inverse of `hessian` with its inputs in
             `order` [C, C], float32.
     """
 
-    importance: np.ndarray
+    mean_squares: np.ndarray
     hessian: torch.Tensor
     order: torch.Tensor
     factor: torch.Tensor
@@ -75,13 +77,13 @@ class InputStatistics:
         """The statistics of inputs with `hessian` = E[x xᵀ] [C, C], to whose diagonal
         `damping` is added: estimated correlations hold less on other text."""
         damped = hessian.double().clone()
-        importance = damped.diagonal().clone()
+        mean_squares = damped.diagonal().clone()
         # inputs that are mostly zero have no damping of their own
-        damped.diagonal().add_(damping + 1e-5 * float(importance.mean()) + 1e-30)
-        order = torch.argsort(importance, descending=True, stable=True)
+        damped.diagonal().add_(damping + 1e-5 * float(mean_squares.mean()) + 1e-30)
+        order = torch.argsort(mean_squares, descending=True, stable=True)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
         factor = torch.linalg.cholesky(inverse, upper=True)
-        return cls(importance.numpy(), damped.float(), order, factor.float())
+        return cls(mean_squares.numpy(), damped.float(), order, factor.float())
 
 
 def compress_matrix(
@@ -129,7 +131,7 @@ def _compress_to_tables(
     rows, width = values.shape
     matrix = (values + 0).numpy()  # 0, never -0
     group = preset.group
-    importance = np.sqrt(inputs.importance)
+    importance = np.sqrt(inputs.mean_squares)
     luts = group_tables(matrix, group, 1 << preset.bits, importance)
     indices = np.empty((rows, width), np.uint8)
     for piece in _row_pieces(rows):
@@ -143,9 +145,9 @@ def _compress_to_tables(
 
 
 def _row_pieces(rows: int) -> list[slice]:
-    """Slices of `ROWS` rows each, the last of fewer. They do not depend on the number of
+    """Slices of `ROWS_PER_PIECE` rows each, the last of fewer. They do not depend on the number of
     threads, since products round by their shape."""
-    return [slice(r, min(r + ROWS, rows)) for r in range(0, rows, ROWS)]
+    return [slice(r, min(r + ROWS_PER_PIECE, rows)) for r in range(0, rows, ROWS_PER_PIECE)]
 
 
 def decompress(arrays: Arrays, preset: Preset, shape: tuple[int, int]) -> torch.Tensor:
@@ -163,19 +165,24 @@ def decompress(arrays: Arrays, preset: Preset, shape: tuple[int, int]) -> torch.
 def _gptq_tables(
     values: torch.Tensor, tables: np.ndarray, inputs: InputStatistics
 ) -> np.ndarray:
-    """The indices [R, C] of the entries of float32 `tables` to which GPTQ rounds float32
-    `values` [R, C]."""
+    """GPTQ with lookup tables: the index [R, C] uint8 of the entry that each value is
+    rounded to.
+
+    Args:
+        values: [R, C] float32.
+        tables: [G, K] float32, ascending; each serves R / G rows.
+    """
     indices = np.empty(values.shape, np.uint8)
     group = len(values) // len(tables)
 
     def round_to_entries(
-        values: np.ndarray,
+        block: np.ndarray,
         scaled_errors: np.ndarray,
         factor: np.ndarray,
         columns: np.ndarray,
     ) -> None:
-        indices_of_block = np.empty(values.shape, np.uint8)
-        _round_to_tables(values, scaled_errors, factor, tables, group, indices_of_block)
+        indices_of_block = np.empty(block.shape, np.uint8)
+        _round_to_tables(block, scaled_errors, factor, tables, group, indices_of_block)
         indices[:, columns] = indices_of_block
 
     _gptq_columns(values, inputs, round_to_entries)
@@ -185,20 +192,25 @@ def _gptq_tables(
 def _gptq_integers(
     values: torch.Tensor, scales: torch.Tensor, limit: int, inputs: InputStatistics
 ) -> np.ndarray:
-    """The integers [R, C] up to ±`limit` to whose products with `scales` [R, C] GPTQ
-    rounds float32 `values` [R, C]."""
+    """GPTQ with integers: the integer [R, C] int8, at most ±`limit`, that each value is
+    rounded to.
+
+    Args:
+        values: [R, C] float32.
+        scales: [R, C] float32, the factor of each integer.
+    """
     integers = np.empty(values.shape, np.int8)
 
     def round_to_multiples(
-        values: np.ndarray,
+        block: np.ndarray,
         scaled_errors: np.ndarray,
         factor: np.ndarray,
         columns: np.ndarray,
     ) -> None:
-        integers_of_block = np.empty(values.shape, np.int8)
+        integers_of_block = np.empty(block.shape, np.int8)
         scales_of_block = scales[:, columns].contiguous().numpy()
         _round_to_integers(
-            values, scaled_errors, factor, scales_of_block, limit, integers_of_block
+            block, scaled_errors, factor, scales_of_block, limit, integers_of_block
         )
         integers[:, columns] = integers_of_block
 
@@ -227,8 +239,8 @@ def _gptq_columns(
 def _refine_tables(
     values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
 ) -> None:
-    """Lowers the error Δ H Δᵀ of every group by its entries, its indices, and its entries
-    again; all of them are changed in their place.
+    """Lowers the error Δ H Δᵀ of every group: improves its entries, then its indices, then
+    its entries again, all in place.
 
     Args:
         values: [R, C] float32.
@@ -253,8 +265,8 @@ def _entries(tables: np.ndarray, indices: np.ndarray) -> torch.Tensor:
 def _fit_entries(
     values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
 ) -> None:
-    """Replaces the table of each group whose error falls by the entries that are best
-    for its indices.
+    """Replaces the entries of each group by those that are best for its indices, where this
+    lowers the group's error. Tables stay sorted, and indices follow.
 
     With S the linear map from the entries x of a group to the values that its indices
     select, the error Δ H Δᵀ of Δ = S x − values is least where Sᵀ(S x H) = Sᵀ(values H),
@@ -345,7 +357,7 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
     Args:
         gradient: [R, C] float32, (stored − values) H, half the gradient of the error by
             the stored values. It is updated with every exchange.
-        indices: [R, C] uint8, changed in their place.
+        indices: [R, C] uint8, changed in place.
         tables: [R / group, K] float32, ascending.
         hessian: [C, C] float32.
         sweeps: over the weights of a row.
@@ -367,15 +379,15 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
 
 
 @njit(cache=True, nogil=True)
-def _round_to_tables(values, scaled_errors, factor, tables, group, indices):
+def _round_to_tables(block, scaled_errors, factor, tables, group, indices):
     """Rounds a block of columns to entries of `tables` [R / group, K], and moves the error
     of each column onto those that follow in the block. Fills `indices` [R, B] with the
-    entries. The other arguments are those of `BlockRounding`."""
-    rows, width = values.shape
+    indices of these entries. The other arguments are those of `BlockRounding`."""
+    rows, width = block.shape
     for r in range(rows):
         table = tables[r // group]
         midpoints = (table[1:] + table[:-1]) / 2
-        row = values[r]
+        row = block[r]
         for i in range(width):
             index = np.searchsorted(midpoints, row[i])
             indices[r, i] = index
@@ -385,12 +397,12 @@ def _round_to_tables(values, scaled_errors, factor, tables, group, indices):
 
 
 @njit(cache=True, nogil=True)
-def _round_to_integers(values, scaled_errors, factor, scales, limit, integers):
+def _round_to_integers(block, scaled_errors, factor, scales, limit, integers):
     """Rounds a block of columns to multiples of `scales` [R, B], at most ±`limit` of them;
     fills `integers` [R, B] with the numbers of multiples. See `_round_to_tables`."""
-    rows, width = values.shape
+    rows, width = block.shape
     for r in range(rows):
-        row = values[r]
+        row = block[r]
         for i in range(width):
             scale = scales[r, i]
             number = np.float32(0)

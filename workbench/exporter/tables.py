@@ -9,9 +9,9 @@ Measured on two models the squared error is at most 1.002 times the exact solver
 import numpy as np
 from numba import njit
 
-CELLS = {16: 512, 64: 1280}  # entries of a table → cells that are told apart
-LLOYD = 20  # most iterations
-BATCH = 1 << 22  # values that are sorted at a time
+CELLS = {16: 512, 64: 1280}  # entries of a table → the most cells of a group
+MAX_LLOYD_STEPS = 20
+BATCH_VALUES = 1 << 22  # values that are sorted at a time
 
 
 def group_tables(
@@ -38,7 +38,7 @@ def group_tables(
     importance = np.tile(np.float64(importance), group)
     grouped = values.reshape(rows // group, group * inputs)
     tables = np.empty((len(grouped), count), np.float32)  # numba has no fp16
-    step = max(1, BATCH // grouped.shape[1])
+    step = max(1, BATCH_VALUES // grouped.shape[1])
     for start in range(0, len(grouped), step):
         part = grouped[start : start + step]
         order = np.argsort(_sort_keys(part), axis=1, kind="stable")
@@ -83,7 +83,7 @@ def _fill_table(x, w, table, max_cells):
     used = min(count, cells)
     bounds = edges[_best_bounds(x, w, sum_w, sum_wx, edges, used)]
     means = np.empty(used)
-    for _ in range(LLOYD):
+    for _ in range(MAX_LLOYD_STEPS):
         for k in range(used):
             start, stop = bounds[k], bounds[k + 1]
             if stop > start:

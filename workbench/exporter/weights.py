@@ -37,9 +37,10 @@ from workbench.models.family import Plan
 # coremltools doubles the largest weight in fp16 on the way to an integer scale
 MAX_SCALED = 32752.0
 HEAD_WEIGHT = "lm_head.weight"  # the path of the matrix in every family's head
-SHARED = "shared."  # begins the path of what the layers of a shard share
-EXPERTS = ".experts."  # in the path of every parameter of an expert
-ROUTER = ".mlp.gate."  # in the path of every parameter of a router
+# parts of the paths of parameters
+SHARED_PREFIX = "shared."  # of a module that all layers of a shard use
+EXPERT_PART = ".experts."  # of an expert
+ROUTER_PART = ".mlp.gate."  # of a router
 
 Arrays = dict[str, np.ndarray]
 """The arrays that store a weight, by their role in the program: `val`, fp16 values; `data`
@@ -68,15 +69,16 @@ class WeightSource:
 
     @property
     def is_compressible(self) -> bool:
-        """Whether a preset compresses the parameter: the weight of a 1×1 convolution
-        outside routers. Routers are small, and another choice of expert is the largest
-        of all errors."""
+        """Whether the parameter may have a preset other than fp16: it is the weight of a
+        1×1 convolution outside routers. Routers are small, and another choice of expert
+        is the largest of all errors."""
         is_matrix = len(self.shape) == 4 and self.shape[2:] == (1, 1)
-        return is_matrix and min(self.shape[:2]) > 1 and ROUTER not in self.path
+        return is_matrix and min(self.shape[:2]) > 1 and ROUTER_PART not in self.path
 
     @property
     def is_compressed(self) -> bool:
-        """Whether a preset compresses the parameter's values, which are a tensor's."""
+        """Whether the parameter holds a tensor of the checkpoint in a preset other than
+        fp16."""
         return self.tensor is not None and self.preset != FP16
 
     @property
@@ -109,12 +111,13 @@ def weight_sources(
 ) -> list[WeightSource]:
     """The source of every parameter of one shard.
 
-    The path of a parameter gives the name of its tensor. What else is to be known, the
-    family's modules say:
+    The path of a parameter gives the name of its tensor. The family's modules define the
+    rest:
 
     - A parameter that requires no gradient has no tensor in the checkpoint; its values
       are zeros.
-    - A module with an attribute `rows` holds these rows of its tensors (see `_rows_of`).
+    - A module with an attribute `rows` holds only these rows of its tensors (see
+      `_rows_of`).
     - A module with an attribute `offset` stores its tensors with this number added.
 
     Args:
@@ -145,7 +148,7 @@ def weight_sources(
             preset = options.preset
             if preset == MIXED:
                 preset = _preset_of_matrix(weight, presets or {})
-            preset = preset.fitted(_rows_to_divide(weight, spec, plan))
+            preset = preset.for_rows(_rows_to_divide(weight, spec, plan))
             weight = replace(weight, preset=preset)
         if weight.tensor:
             check_shape(weight, checkpoint)
@@ -156,28 +159,29 @@ def weight_sources(
 def _rows_of(path: str, spec: Spec, owner: nn.Module) -> slice | None:
     """The rows of its tensor that a parameter holds; None: all of them.
 
-    The LM head is cut into slices, and a stack of experts into experts: of these, a shard
-    has `spec.rows`. Any other module that holds a part of a tensor has the attribute
-    `rows`.
+    A slice of the LM head holds the rows `spec.rows` of the head; the shard of an expert
+    holds the rows `spec.rows` of a stack of experts. Any other module that holds a part of
+    a tensor has the attribute `rows`.
 
     Args:
         owner: the module of the parameter.
     """
     is_head_slice = spec.kind == "head" and path == HEAD_WEIGHT
-    is_expert = spec.kind == "expert" and EXPERTS in path
+    is_expert = spec.kind == "expert" and EXPERT_PART in path
     if is_head_slice or is_expert:
         return slice(*spec.rows)
     return getattr(owner, "rows", None)
 
 
 def _rows_to_divide(weight: WeightSource, spec: Spec, plan: Plan) -> int:
-    """The number of rows that groups of tables have to divide.
+    """The number of rows that the groups of a lookup-table preset have to divide.
 
-    All slices of a matrix have groups of one size, those of the head and those of a
-    projection that the layers of a shard share: a divisor of the rows of all slices."""
+    All slices of one matrix have groups of one size, which divides the rows of every
+    slice. The head and a projection that the layers of a shard share are stored in
+    slices."""
     if spec.kind == "head":
         return math.gcd(plan.dims.V, shards.HEAD_ROWS)
-    if weight.path.startswith(SHARED):
+    if weight.path.startswith(SHARED_PREFIX):
         return plan.dims.P
     return weight.shape[0]
 
@@ -225,8 +229,8 @@ def _tensor_name(path: str, spec: Spec, checkpoint: Checkpoint, plan: Plan) -> s
     path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
         return checkpoint.prefix + path
-    if path.startswith(SHARED):
-        return checkpoint.prefix + path.removeprefix(SHARED)
+    if path.startswith(SHARED_PREFIX):
+        return checkpoint.prefix + path.removeprefix(SHARED_PREFIX)
     index = "0"
     if spec.kind != "expert":
         _, index, path = path.split(".", 2)  # blocks.0.self_attn.q_proj.weight
@@ -297,7 +301,7 @@ def load_values(weight: WeightSource, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 def encode_weight(weight: WeightSource, values: torch.Tensor) -> Arrays:
-    """Rounds every value of a weight to the nearest that its preset has.
+    """Rounds every value of a weight to the nearest one that its preset can store.
 
     Args:
         values: fp16, flat; they are overwritten.
@@ -320,7 +324,7 @@ def encode_weight(weight: WeightSource, values: torch.Tensor) -> Arrays:
 def quantize(values: torch.Tensor, preset: Preset) -> Arrays:
     """Symmetric linear quantization of `values` [outputs, inputs] fp16, which are
     overwritten: `data` [outputs · inputs] int8, and `scale` fp16, one for the tensor, each
-    output or each block of inputs. The module has the formula."""
+    output or each block of inputs. The formula is at the top of this file."""
     limit = 2 ** (preset.bits - 1) - 1
     values = values.reshape(-1, preset.block or values.shape[1])
     amax = torch.maximum(values.amax(1), -values.amin(1))
@@ -354,8 +358,8 @@ def palettize(values: np.ndarray, bits: int) -> Arrays:
 
 
 def palettize_groups(values: np.ndarray, preset: Preset) -> Arrays:
-    """A table of 2^bits values for each group of rows of `values` [R, C], fp16, and an
-    index into it for each weight."""
+    """A table of 2^bits values for each group of rows of `values` [R, C] fp16, and an index
+    into it for each weight: `lut` [R / group, 2^bits] fp16, `indices` [R·C] uint8."""
     from workbench.exporter import tables  # numba takes a moment to import
 
     luts = tables.group_tables(values, preset.group, 1 << preset.bits)
