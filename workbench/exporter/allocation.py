@@ -36,16 +36,17 @@ from workbench.bundle.presets import MIXED, Preset
 from workbench.errors import InputError
 
 MEASUREMENTS = 8  # the most choices that a search measures
-# The search ends where the choices that are left differ by a smaller share of the price.
-NEAR = 0.01
+# The search ends once the cheapest choice that is known to keep the limit costs at most this
+# share more than the costliest one that is known to exceed it.
+PRICE_TOLERANCE = 0.01
 # The expected ratio of a choice's measured KL to its rescaled estimate, until a choice of
-# several candidates is measured. Each measurement replaces it, so that it decides only where
+# several candidates is measured. Measured ratios replace it, so that it decides only where
 # the search begins.
-UNDERESTIMATE = 1.1
+FIRST_KL_RATIO = 1.1
 # The search aims at this share of the limit: predictions that are right by a fraction of a
 # per cent would often miss the limit itself.
 AIM = 0.99
-MEANS = 9  # of two prices, from the first price alone to the second alone
+PRICE_MEANS = 9  # means of two prices, from the first price alone to the second alone
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Choice:
         formats: tensor → name of its preset, as in `Manifest.formats`.
         bytes: stored bytes of these matrices.
         bits: stored bits per weight of these matrices.
-        price: what is minimized. Of each resource the matrices' prices are added; the
-            choice costs the largest total, since resources are used at the same time.
+        price: what a search minimizes. The matrices' prices are added for each resource;
+            the price is the largest sum, since resources are used at the same time.
         predicted_kl: the sum of the estimated losses, in nats per token.
         ms: predicted milliseconds of a call on a chip; None: not predicted.
         quality: of Hugging Face's model with the matrices in these presets, each
@@ -183,7 +184,7 @@ def frontier(costs: Sequence[Cost]) -> list[Choice]:
     if len(costs[0].prices) == 1:
         return nested_choices(costs, (1.0,))
     choices = []
-    for share in np.linspace(0, 1, MEANS).tolist():
+    for share in np.linspace(0, 1, PRICE_MEANS).tolist():
         choices += nested_choices(costs, (share, 1 - share))
     return _undominated(choices)
 
@@ -254,13 +255,13 @@ def make_choice(costs: Iterable[Cost]) -> Choice:
     costs = list(costs)
     names = {cost.candidate for cost in costs}
     total = sum(cost.bytes for cost in costs)
-    totals_of_resources = map(sum, zip(*(cost.prices for cost in costs)))
+    prices_by_resource = zip(*(cost.prices for cost in costs))
     return Choice(
         name=names.pop() if len(names) == 1 else MIXED.name,
         formats={cost.tensor: cost.preset for cost in costs},
         bytes=total,
         bits=8 * total / sum(cost.weights for cost in costs),
-        price=max(totals_of_resources),
+        price=max(map(sum, prices_by_resource)),
         predicted_kl=sum(cost.loss for cost in costs),
     )
 
@@ -329,7 +330,7 @@ def _find_cheapest_within_kl(
             too_lossy = index
         if best and too_lossy >= 0:
             difference = best.price - choices[too_lossy].price
-            if difference <= NEAR * best.price:
+            if difference <= PRICE_TOLERANCE * best.price:
                 break
     if best is None:
         least = min(choice.quality.kl for choice in measured)
@@ -344,12 +345,12 @@ def _find_cheapest_within_kl(
 
 def kl_ratio(measured: Sequence[Choice]) -> float:
     """The ratio of the measured KL to the predicted one, of the last choice for which both
-    are above 0; `UNDERESTIMATE` where there is none. A KL of 0, as that of presets which
+    are above 0; `FIRST_KL_RATIO` where there is none. A KL of 0, as that of presets which
     are exact or of a difference that rounding hides, says nothing about other choices."""
     for choice in reversed(measured):
         if choice.predicted_kl > 0 and choice.quality.kl > 0:
             return choice.quality.kl / choice.predicted_kl
-    return UNDERESTIMATE
+    return FIRST_KL_RATIO
 
 
 def _first_within(choices: Sequence[Choice], kl: float, below: int, above: int) -> int:

@@ -1,8 +1,8 @@
-"""Every matrix of a model in every preset that it may get, compressed for the inputs that
-it has in the unchanged model.
+"""Compresses every matrix of a model in every preset that a search may choose, for the
+inputs that the matrix has in the unchanged model.
 
 The values of all candidates are in a folder, which an interrupted export finds again.
-Memory has those of one matrix at a time."""
+Memory holds those of one matrix at a time."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -40,6 +40,7 @@ class CandidateValues:
         self.folder = folder
 
     def path(self, tensor: str, preset: str) -> Path:
+        """The file of a matrix in a preset, by their names."""
         # a hash, since a tensor's name may be longer than a file's
         name = hashlib.sha256(f"{tensor} {preset}".encode()).hexdigest()
         return self.folder / f"{name[:32]}.npy"
@@ -95,7 +96,7 @@ class _CandidateWriter:
     Args:
         pool: its threads compress a matrix in several presets.
         progress: counts matrices.
-        statistics: of the last input.
+        statistics: of the last input that a module has read.
     """
 
     presets: Mapping[str, Sequence[Preset]]
@@ -107,8 +108,8 @@ class _CandidateWriter:
     def store_when_called(
         self, tensor: str, module: nn.Linear, arguments: tuple
     ) -> None:
-        """Stores the matrix of a module that is about to read its input: a forward
-        pre-hook, once the name of the tensor is bound."""
+        """Stores the matrix of a module that is about to be called. With `tensor` bound it is
+        a forward pre-hook."""
         self.store(tensor, module, arguments[0])
 
     def store(self, tensor: str, module: nn.Linear, x: torch.Tensor) -> None:
@@ -158,8 +159,8 @@ def _store_values(
 def compressed_values(
     values: torch.Tensor, preset: Preset, inputs: InputStatistics
 ) -> torch.Tensor:
-    """The values [R, K] fp16 that a matrix has when it is stored, a slice of rows at a
-    time, as the slices of the head are stored."""
+    """The values [R, K] fp16 of a matrix once it is compressed. `HEAD_ROWS` rows are
+    compressed at a time, as an export stores a head in slices."""
     pieces = []
     for piece in values.split(HEAD_ROWS):
         arrays = compress_matrix(piece, preset, inputs)

@@ -1,8 +1,8 @@
-"""Estimates of the KL that storing one matrix of a model in a preset causes, from one
-backward pass for all matrices.
+"""Estimates the KL that storing one matrix of a model in a preset causes, by one backward
+pass for all matrices.
 
-`estimate_losses` is the entry. During the pass, a hook on each matrix adds the matrix's
-losses; the head's are added without a gradient, from `_Distributions`."""
+`estimate_losses` is the entry. During the pass a hook on each matrix adds the matrix's
+losses. Those of the head need no gradient and are computed from `_Distributions`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,8 @@ def estimate_losses(
     candidates: CandidateValues,
     seed: int,
 ) -> dict[tuple[str, str], float]:
-    """(tensor, preset) → the estimated KL in nats per token of storing one matrix so.
+    """The estimated KL, in nats per token, that storing one matrix in one preset causes, by
+    (tensor, preset name).
 
     To second order a KL is ½ δᵀ F δ for a change δ of the parameters, F their Fisher
     information (Martens, arXiv 1412.1193). For one matrix that is ½ E[(dᵀ Δ x)²]: Δ the
@@ -37,7 +38,8 @@ def estimate_losses(
 
     Args:
         presets: tensor → the presets that it may have.
-        candidates: the values of every tensor in each of them but fp16, whose loss is 0.
+        candidates: the values of every tensor in each of its presets. Those in fp16 are not
+            read: their loss is 0.
         seed: of the draws of y.
     """
     model = replaceable.model
@@ -86,7 +88,7 @@ def estimate_losses(
         for ids in windows:
             hidden = model.model(input_ids=ids[None], use_cache=False)[0]
             gradients = []
-            for part in _distributions(replaceable, hidden.detach()[0]):
+            for part in _iter_distributions(replaceable, hidden.detach()[0]):
                 add_head_losses(part)
                 gradients.append(
                     part.drawn_gradient(generator) @ replaceable.unchanged_head
@@ -97,8 +99,8 @@ def estimate_losses(
 
 
 def _differentiate_output(module, arguments: tuple, output: torch.Tensor):
-    """A forward hook after which gradients of the module's output are computed. No weight
-    requires any: without such a hook nothing would be differentiated."""
+    """A forward hook that makes the module's output require a gradient. No weight requires
+    one, so that without this hook nothing would be differentiated."""
     return output.detach().requires_grad_()
 
 
@@ -107,8 +109,8 @@ class _Distributions:
     """The unchanged model's distributions of the next token.
 
     Args:
-        x: what its head reads [n, C].
-        p: the probabilities [n, V].
+        x: the final hidden states [n, C], the input of its head.
+        p: the probabilities [n, V] of the next token.
         slope: the derivative [n, V] of the bound on logits, 1 − tanh²; 1 where there is
             none.
     """
@@ -125,18 +127,18 @@ class _Distributions:
         return mean_square - mean.square()
 
     def drawn_gradient(self, generator: torch.Generator) -> torch.Tensor:
-        """The gradients [n, V] of −log p(y) by the logits before their bound, for tokens
-        y that are drawn."""
-        # of −log softmax by its logits: p − one_hot(y)
+        """The gradients [n, V] of −log p(y) by the logits before their bound, for tokens y
+        that are drawn from p."""
+        # the gradient of −log softmax by the logits is p − one_hot(y)
         drawn = torch.multinomial(self.p, 1, generator=generator)
         minus_one = torch.full_like(drawn, -1.0, dtype=self.p.dtype)
         return self.p.scatter_add(1, drawn, minus_one) * self.slope
 
 
-def _distributions(
+def _iter_distributions(
     replaceable: ReplaceableModel, hidden: torch.Tensor
 ) -> Iterator[_Distributions]:
-    """The distributions for what the head reads [n, C], `SCORED_TOKENS` at a time."""
+    """Yields the distributions of final hidden states [n, C], `SCORED_TOKENS` at a time."""
     for x in hidden.split(SCORED_TOKENS):
         logits = replaceable.logits(x, replaceable.unchanged_head)
         slope = 1.0

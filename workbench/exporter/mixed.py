@@ -65,17 +65,18 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar, stage
 
-# the candidates that a matrix may get
+# the candidates that a search chooses from
 CANDIDATES = ("lut4-g8", "lut6-g16", "int8-channel", "fp16")
 WINDOW = 256  # tokens of the text for selection that the model reads at a time
 WINDOWS = 16  # the most of them that are measured
-EXPORTS = 4  # the most choices that are compressed until one keeps the limit
-IDS = "selection.npy"
-FILE = "allocation.json"
+MAX_COMPRESSED_CHOICES = 4  # compressed one after another until one keeps the limit
+# files of a bundle
+SELECTION_IDS = "selection.npy"
+ALLOCATION = "allocation.json"
 
-PresetsOfCandidates = Mapping[str, Mapping[str, Preset]]
+CandidatePresets = Mapping[str, Mapping[str, Preset]]
 """Tensor → candidate → the preset that stores the matrix: the candidate with groups that
-divide its rows."""
+divide the matrix's rows."""
 
 
 class TimePredictor(Protocol):
@@ -100,8 +101,8 @@ class SearchSettings:
         limit: what the choice has to keep.
         timing: predicts the time of choices; None: no time is predicted.
         minimizes: the bytes of matrices, or the predicted milliseconds of a call.
-        compared_presets: presets beside `CANDIDATES` that are measured for all matrices
-            alike, and that no matrix gets.
+        compared_presets: candidates beside `CANDIDATES` that are measured, each for all
+            matrices, and never chosen.
         further_limits: mean KLs in nats; for each of them the cheapest choice that is
             predicted to keep it is measured, too.
 
@@ -134,15 +135,15 @@ class SearchSettings:
 
     @property
     def key(self) -> list:
-        """What decides the choice, as JSON."""
+        """Everything that decides the choice, as JSON."""
         text = [self.text.source, self.text.sha256]
         measured = [list(self.compared_presets), list(self.further_limits)]
         return [*text, asdict(self.limit), self.minimizes, self.chip, *measured]
 
     @property
     def uniform_candidates(self) -> tuple[str, ...]:
-        """The candidates that are measured for all matrices alike: those that a matrix
-        may get, and those that are only compared."""
+        """The candidates that are measured for all matrices at once: those that the search
+        chooses from, and those that are only compared."""
         return tuple(dict.fromkeys((*CANDIDATES, *self.compared_presets)))
 
 
@@ -175,12 +176,12 @@ class Allocation:
     def save(self, folder: Path, text: Text) -> Selection:
         """Writes `allocation.json` and the ids of the text for selection to a bundle's
         folder; returns their entry in its manifest."""
-        write_allocation(self, folder / FILE)
-        np.save(folder / IDS, text.ids.astype("<i4"))
+        write_allocation(self, folder / ALLOCATION)
+        np.save(folder / SELECTION_IDS, text.ids.astype("<i4"))
         windows, window = text.ids.shape
         return Selection(
-            file=file_entries(folder, folder / IDS)[0],
-            allocation=file_entries(folder, folder / FILE)[0],
+            file=file_entries(folder, folder / SELECTION_IDS)[0],
+            allocation=file_entries(folder, folder / ALLOCATION)[0],
             ids_sha256=text.sha256,
             tokens=windows * window,
             window=window,
@@ -236,7 +237,7 @@ def read_allocation(path: Path) -> Allocation:
 def measure_and_choose(
     model: ReplaceableModel,
     shapes: Mapping[str, tuple[int, int]],
-    presets: PresetsOfCandidates,
+    presets: CandidatePresets,
     candidates: CandidateValues,
     settings: SearchSettings,
     seed: int = 0,
@@ -245,7 +246,7 @@ def measure_and_choose(
 
     Args:
         shapes: tensor → [rows, inputs].
-        presets: of all candidates, and of the presets that are only compared.
+        presets: of all candidates, also of those that are only compared.
         seed: of the estimates' draws.
 
     Raises:
@@ -291,8 +292,8 @@ class _Measurement:
 
     Args:
         shapes: tensor → [rows, inputs].
-        current: tensor → the preset that the model has; a tensor that is missing is
-            unchanged.
+        current: tensor → the name of the preset whose values the model has now; a tensor
+            that is missing is unchanged.
         progress: a bar that counts choices.
     """
 
@@ -306,7 +307,7 @@ class _Measurement:
     )
 
     def run(self, choice: Choice) -> Choice:
-        """The choice with its quality and its time."""
+        """Measures a choice; returns it with its quality and its predicted time."""
         for tensor, preset in choice.formats.items():
             if self.current.get(tensor) != preset:
                 values = self.candidates.load(tensor, preset)
@@ -324,8 +325,8 @@ def _describe_frontier(
     shapes: Mapping[str, tuple[int, int]],
     settings: SearchSettings,
 ) -> list[Choice]:
-    """The choices of a frontier: those that were measured with their qualities, the
-    others with their predicted times alone."""
+    """The choices of a frontier with their predicted times; those that were measured also
+    have their qualities."""
     measured_by_formats = {tuple(c.formats.items()): c for c in measured}
     described = []
     for choice in choices:
@@ -334,14 +335,14 @@ def _describe_frontier(
     return described
 
 
-def _presets_of_tensors(presets: PresetsOfCandidates) -> dict[str, Sequence[Preset]]:
-    """Tensor → the presets of its candidates, two of which may be the same."""
+def _presets_of_tensors(presets: CandidatePresets) -> dict[str, Sequence[Preset]]:
+    """Tensor → the presets of its candidates. Two candidates may have the same preset."""
     return {tensor: list(of_tensor.values()) for tensor, of_tensor in presets.items()}
 
 
 def _matrix_costs(
     shapes: Mapping[str, tuple[int, int]],
-    presets: PresetsOfCandidates,
+    presets: CandidatePresets,
     losses: Mapping[tuple[str, str], float],
     settings: SearchSettings,
 ) -> list[Cost]:
@@ -409,7 +410,7 @@ def choose_and_compress(
         InputError: a matrix that is no linear layer of Hugging Face's model, no choice
             that keeps the limit, no space on the disk.
     """
-    presets = _fit_candidates(checkpoint, plan, options, settings.uniform_candidates)
+    presets = _candidate_presets(checkpoint, plan, options, settings.uniform_candidates)
     hf_model = load_model(checkpoint)
     modules = linear_modules(hf_model, checkpoint, presets)
     shapes = {
@@ -434,14 +435,14 @@ def choose_and_compress(
     )
 
 
-def _fit_candidates(
+def _candidate_presets(
     checkpoint: Checkpoint, plan: Plan, options: Options, names: Iterable[str]
 ) -> dict[str, dict[str, Preset]]:
-    """The presets of every matrix of an export in the candidates with these names."""
+    """The preset of every matrix of an export in each candidate of `names`."""
     presets: dict[str, dict[str, Preset]] = {}
     for name in names:
-        alike = options.model_copy(update={"compress": name})
-        for weight in all_weights(checkpoint, plan, alike):
+        uniform_options = options.model_copy(update={"compress": name})
+        for weight in all_weights(checkpoint, plan, uniform_options):
             if weight.tensor and weight.is_compressible:
                 presets.setdefault(weight.tensor, {})[name] = weight.preset
     return presets
@@ -449,7 +450,7 @@ def _fit_candidates(
 
 def _missing_bytes(
     shapes: Mapping[str, tuple[int, int]],
-    presets: PresetsOfCandidates,
+    presets: CandidatePresets,
     candidates: CandidateValues,
 ) -> int:
     """The bytes of the fp16 values that candidates still lack: an interrupted search has
@@ -464,9 +465,9 @@ def _missing_bytes(
 
 
 def _candidates_key(
-    checkpoint: Checkpoint, calibration: Text, presets: PresetsOfCandidates
+    checkpoint: Checkpoint, calibration: Text, presets: CandidatePresets
 ) -> dict[str, Any]:
-    """What decides the values of candidates, as JSON."""
+    """Everything that decides the values of candidates, as JSON."""
     names = {
         tensor: [preset.name for preset in of_tensor.values()]
         for tensor, of_tensor in presets.items()
@@ -488,15 +489,15 @@ def _compress_within_limit(
     calibration: Text,
     folder: Path,
 ) -> MixedExport:
-    """Compresses the matrices in the chosen presets as the export stores them and
-    measures them; takes a costlier choice until the limit holds for these values.
+    """Compresses the matrices in the chosen presets, as the export stores them, and measures
+    the model with these values; tries costlier choices until the limit holds.
 
     Raises:
-        InputError: the limit does not hold for the costliest choice, or for the last of
-            `EXPORTS`.
+        InputError: the limit does not hold for the costliest choice, or
+            `MAX_COMPRESSED_CHOICES` choices do not keep it.
     """
     chosen, limit = allocation.chosen, allocation.limit.kl
-    for _ in range(EXPORTS):
+    for _ in range(MAX_COMPRESSED_CHOICES):
         weights = all_weights(checkpoint, plan, options, find_presets(chosen.formats))
         digest = hashlib.sha256(json.dumps(chosen.formats).encode()).hexdigest()
         matrices = calibrate(checkpoint, weights, calibration, folder / digest[:16])
@@ -524,7 +525,7 @@ def _stored_quality(
     checkpoint: Checkpoint,
 ) -> Quality:
     """The quality of Hugging Face's model with the values that an export stores."""
-    pieces: dict[str, list[torch.Tensor]] = {}  # some matrices are stored in slices
+    slices: dict[str, list[torch.Tensor]] = {}  # a large head is stored in several
     for weight in weights:
         if not weight.tensor or not weight.is_compressible:
             continue
@@ -533,7 +534,7 @@ def _stored_quality(
             values = load_values(weight, checkpoint).reshape(shape)
         else:
             values = decompress(matrices.load(weight), weight.preset, shape)
-        pieces.setdefault(weight.tensor, []).append(values)
-    for tensor, values in pieces.items():
+        slices.setdefault(weight.tensor, []).append(values)
+    for tensor, values in slices.items():
         model.replace_matrix(tensor, torch.cat(values).float())
     return model.quality()

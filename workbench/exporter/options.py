@@ -1,5 +1,5 @@
-"""What an export is asked for: its options, how the values of its matrices are chosen,
-and whether they apply to a checkpoint."""
+"""The settings of an export: its options, how the values of its matrices are chosen, and
+whether they apply to a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workbench.exporter.calibrate import Text
     from workbench.exporter.mixed import SearchSettings
 
-MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
+MATRIX_T_MAX = 8  # the most tokens of a call where layers keep a matrix state
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Compression:
     A mixed bundle has `formats` or `search`; other bundles have neither.
 
     Attributes:
-        text: whose inputs the matrices are compressed for; None: each weight is rounded
-            to the nearest.
+        text: the matrices are compressed for their inputs on it; None: each weight is
+            rounded to the nearest.
         formats: checkpoint tensor → name of its preset, of every matrix.
-        search: how the presets are chosen.
+        search: how a search chooses the presets.
     """
 
     text: "Text | None" = None
@@ -43,7 +43,7 @@ class Compression:
 
     @property
     def key(self) -> list:
-        """What decides the stored values beside the options, as JSON."""
+        """Everything beside the options that decides the stored values, as JSON."""
         parts = []
         if self.text is not None:
             parts += [self.text.sha256, self.text.source, self.text.seed]
@@ -59,7 +59,7 @@ def make_options(**fields) -> Options:
 
     Raises:
         InputError: an unknown option, a value out of range, a preset that is no longer
-            exported, options that exclude each other, or that the target's plug-in
+            exported, options that exclude each other, an option that the target's plug-in
             refuses.
     """
     try:
@@ -113,7 +113,9 @@ def check_formats(options: Options, compression: Compression) -> None:
 def check_all_named(
     checkpoint: Checkpoint, plan: Plan, options: Options, formats: Mapping[str, str]
 ) -> None:
-    """Raises an InputError unless formats are those of every matrix of a bundle."""
+    """Raises an InputError unless `formats` names every matrix of a bundle and nothing
+    else."""
+    # raises for a matrix without a preset
     weights = all_weights(checkpoint, plan, options, find_presets(formats))
     matrices = {weight.tensor for weight in weights if weight.is_compressible}
     for tensor in sorted(formats.keys() - matrices):

@@ -36,10 +36,10 @@ def load_model(checkpoint: Checkpoint) -> nn.Module:
 def linear_modules(
     model: nn.Module, checkpoint: Checkpoint, tensors: Iterable[str]
 ) -> dict[str, str]:
-    """Tensor name → name of the `nn.Linear` of the model that has it.
+    """Tensor name → name of the `nn.Linear` of the model whose weight the tensor is.
 
     Raises:
-        InputError: a tensor of no such module, such as experts in one tensor.
+        InputError: a tensor that is no such weight, such as a stack of experts.
     """
     names = {checkpoint.head: HEAD}
     # a multimodal model has its language model deeper
@@ -61,19 +61,19 @@ def linear_modules(
 
 @dataclass(frozen=True)
 class ReplaceableModel:
-    """Hugging Face's model, whose matrices can be replaced, beside what the unchanged one
-    computed. `from_unchanged` makes it.
+    """Hugging Face's model, whose matrices can be replaced, and the hidden states that it
+    computed before any change. `from_unchanged` makes it.
 
     Args:
-        model: in float32; `replace_matrix` changes it in its place.
-        modules: tensor name → the `nn.Linear` that has the tensor.
+        model: in float32; `replace_matrix` changes it in place.
+        modules: tensor name → the `nn.Linear` whose weight the tensor is.
         ids: [windows, window] tokens of a text, int64.
         divisor: of the logits (1: none). Granite divides them.
         softcap: the bound b of logits b · tanh(x / b); None: not bounded. Gemma 4 bounds
             them.
         unchanged_head: a copy of the head's matrix [V, C] from before any change.
-        unchanged_hidden: of each window [window, C], what the head of the unchanged model
-            reads.
+        unchanged_hidden: the final hidden states [window, C] of the unchanged model, the
+            input of its head, of each window.
     """
 
     model: nn.Module
@@ -88,11 +88,11 @@ class ReplaceableModel:
     def from_unchanged(
         cls, model: nn.Module, modules: Mapping[str, str], ids: torch.Tensor
     ) -> "ReplaceableModel":
-        """Runs a model that is still unchanged over a text, and keeps what it computes.
+        """Runs a model that is still unchanged over a text, and keeps its hidden states.
 
         Args:
             model: in float32, see `load_model`.
-            modules: tensor name → name of the `nn.Linear` that has the tensor.
+            modules: tensor name → name of the `nn.Linear` whose weight the tensor is.
             ids: [windows, window] tokens of the text, int64.
         """
         model = model.eval().requires_grad_(False)
@@ -149,5 +149,5 @@ class ReplaceableModel:
 
 @torch.inference_mode()
 def _last_hidden(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """What the head reads [n, C] for tokens [n]."""
+    """The final hidden states [n, C], the input of the head, for tokens [n]."""
     return model.model(input_ids=ids[None], use_cache=False)[0][0]

@@ -41,14 +41,15 @@ HEAD_ROWS = 16_384
 @dataclass
 class Spec:
     """One shard to write: its contents and the interface of its module. Its fields are
-    those of the same names in `bundle.Shard`, in which shapes have ints and "T".
+    those of the same names in `bundle.Shard`. A shape has ints and "T", the tokens of a
+    call.
 
     Args:
         kind: `layers`, `router`, `expert` or `head`.
         layers: the decoder layers [start, stop); (0, 0) in a head.
-        rows: the rows [start, stop) of what the shard has a part of: of the vocabulary
-            in a head, of the experts in an expert shard (start is its expert), of Gemma
-            4's projection per layer in a shard of layers; (0, 0) in other shards.
+        rows: the rows [start, stop) of the tensors that the shard holds in part. `head`:
+            rows of the vocabulary. `expert`: [expert, expert + 1). `layers`: rows of
+            Gemma 4's projection per layer. (0, 0) where it holds no tensor in part.
         states: logical state (`layers.3.k_state`) → its entry.
     """
 
@@ -103,9 +104,9 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     """The shard of decoder layers [first, last); with routed experts, of one layer up
     to its router.
 
-    Its inputs are x, each rope table with its masks, write addresses, side inputs. Each
-    state is a separate tensor; in a shard of several layers its name begins with the
-    number of its layer in the shard."""
+    Its inputs are x, each rope table with its masks, write addresses, side inputs; their
+    order here is that of the program. Each state is a separate tensor; in a shard of
+    several layers its name begins with the number of its layer in the shard."""
     C = options.activation_shape(plan.dims.C)
     E = options.activation_shape(plan.experts + 1)
     B = options.batch
@@ -187,9 +188,13 @@ def _state_entries(
 
 
 class LayerStack(nn.Module):
-    """Decoder layers that run one after the other, each on the states of its layer;
-    inputs and outputs are in the order of the spec. `shared` gives each layer its input
-    `LAYER_INPUT`, in families that have one."""
+    """Decoder layers that run one after the other, each on its own states. Inputs and
+    outputs are in the order of the spec.
+
+    Args:
+        shared: computes the input `LAYER_INPUT` of each layer from the shard's inputs;
+            None: the family has no such input.
+    """
 
     def __init__(
         self, blocks: list[nn.Module], spec: Spec, shared: nn.Module | None = None

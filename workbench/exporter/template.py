@@ -50,7 +50,7 @@ Proto = Any  # coremltools' Model protobuf, whose class is made when it is first
 # These passes fold neighbouring scales into convolution weights and round the product
 # again: the stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6
 # on one layer).
-FOLDING = [
+FOLDING_PASSES = [
     "common::fuse_conv_scale",
     "common::fuse_conv_bias",
     "common::fuse_conv_batchnorm",
@@ -177,7 +177,7 @@ def convert_shard(
     module = _placeholder_module(spec, plan, options, weights)
     programs: dict[str, Path] = {}  # function → its package
     modules: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder, frozen_gc(), _no_search():
+    with tempfile.TemporaryDirectory() as folder, frozen_gc(), _without_overflow_search():
         for name, T in (options.tiling.functions or {"main": None}).items():
             mlmodel = convert_module(module, spec, options, weights, T)
             programs[name] = Path(folder, f"{name}.mlpackage")
@@ -221,7 +221,7 @@ def _placeholder_module(
 def _find_constants(
     weights: list[WeightSource], names: Iterable[str]
 ) -> dict[str, str]:
-    """Parameter's path → the one of the constants' `names` that holds it.
+    """Path of a parameter → name of the constant that holds it, one of `names`.
 
     coremltools names a constant after the path, with underscores in place of dots; the
     cast to fp16 and the compression append to that, such as `_to_fp16_palettized`."""
@@ -232,8 +232,8 @@ def _find_constants(
 def _bytes_between(
     arrays: dict[str, list[FileArray | InlineArray]], blob: bytes
 ) -> list[tuple[int, bytes]]:
-    """(offset, bytes) of what a weight file has before, between and after the arrays of
-    its parameters."""
+    """The bytes of a weight file before, between and after the arrays of its parameters, as
+    pairs (offset, bytes)."""
     spans = sorted(
         (array.start, array.stop)
         for arrays_of_parameter in arrays.values()
@@ -249,10 +249,10 @@ def _bytes_between(
     return [*pieces, (end, blob[end:])]
 
 
-def _no_search():
-    """Context manager around conversions, in which coremltools does not search for
-    constants beyond fp16. There are none, and version 9.0 searches with 40 bytes of
-    memory for every element of every weight."""
+def _without_overflow_search():
+    """Context manager in which coremltools converts without searching for constants beyond
+    fp16. There are none, and the search of version 9.0 takes 40 bytes of memory for every
+    element of every weight."""
     from coremltools.converters.mil.mil.passes.defs import quantization
 
     cast = quantization.FP16ComputePrecision
@@ -289,7 +289,7 @@ def convert_module(
         tensor_type = ct.TensorType(shape=state.shape, dtype=np.float16)
         states.append(ct.StateType(tensor_type, name=state.tensor))
     pipeline = ct.PassPipeline.DEFAULT
-    pipeline.remove_passes(FOLDING)
+    pipeline.remove_passes(FOLDING_PASSES)
     _append_compression(pipeline, weights)
     with quiet(), no_progress(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
@@ -411,7 +411,9 @@ def find_modules(mlmodel: "MLModel") -> dict[str, str]:
     for op in mlmodel._mil_program.functions["main"].operations:
         scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
         if op.op_type != "const" and scope:
+            # a scope ends with the name of the operation itself
             path = ".".join(scope[:-1])
+            # the list `LayerStack.blocks` is no scope: a path begins with a layer's number
             if path[:1].isdigit():
                 path = f"layers.{path}"
             paths |= {out.name: path for out in op.outputs}

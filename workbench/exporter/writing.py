@@ -54,7 +54,7 @@ MAX_THREADS = 2  # writing is bound by memory and disk: more threads gain little
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard to write, and the sources of its weights."""
+    """A shard to write, and where the values of its parameters come from."""
 
     spec: Spec
     weights: list[WeightSource]
@@ -72,8 +72,8 @@ def write_bundle(
     manifest.
 
     Args:
-        matrices: those that are fitted to a text; the values of all others are rounded
-            to the nearest. None: there is no text.
+        matrices: the matrices that are fitted to a text; all other values are rounded to
+            the nearest. None: there is no text.
         presets: checkpoint tensor → preset, of every matrix of a mixed bundle; empty
             for other bundles.
 
@@ -117,8 +117,9 @@ def _check_space(planned: list[PlannedShard], plan: Plan, folder: Path) -> None:
 
 @contextmanager
 def _writing_threads() -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads that write. In its block torch has one thread in each of them and
-    in this one: more would only wait for the pool's, and spin meanwhile."""
+    """Context manager that gives a pool of threads that write. Inside it torch uses one
+    thread in each of them and in this one: more would only wait for the pool's, and spin
+    meanwhile."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(
@@ -140,8 +141,8 @@ def _write_shards(
     matrices: "CompressedMatrices | None",
     pool: ThreadPoolExecutor,
 ) -> list[Shard]:
-    """Converts each distinct program in this thread, and has the threads of `pool` write
-    every shard once its program is there; returns the manifest's entries."""
+    """Converts each distinct program in this thread, while the threads of `pool` write the
+    shards whose programs are converted; returns the manifest's entries."""
     convert = options.plugin.template if options.plugin else convert_shard
     write = partial(
         _write_shard, folder=folder, checkpoint=checkpoint, options=options, matrices=matrices
@@ -168,8 +169,8 @@ def _write_shards(
 
 
 def _differing_presets(planned: list[PlannedShard], options: Options) -> dict[str, str]:
-    """Checkpoint tensor → name of its preset, for every tensor that a preset could
-    compress and that is not stored by the options'. They are `Manifest.formats`."""
+    """`Manifest.formats`: checkpoint tensor → name of its preset, of every compressible
+    tensor whose preset is not that of the options."""
     weights = [weight for shard in planned for weight in shard.weights]
     return {
         weight.tensor: weight.preset.name
@@ -187,18 +188,18 @@ def versions(options: Options) -> dict[str, str]:
 
 
 def _program_key(shard: PlannedShard, plan: Plan) -> str:
-    """A key of a shard's program: all that decides it, without the numbers of layers and
-    the names of tensors. Shards with equal keys have equal programs."""
+    """Everything that decides a shard's program, as text: shards with equal keys have equal
+    programs. The numbers of layers and the names of tensors are left out."""
     spec = shard.spec
-    layers = [_locate_source(layer, spec) for layer in plan.layers[slice(*spec.layers)]]
+    layers = [_relative_layer(layer, spec) for layer in plan.layers[slice(*spec.layers)]]
     states = list(spec.states.values())
     parameters = [replace(weight, tensor=None, rows=None) for weight in shard.weights]
     return repr([spec.kind, spec.inputs, spec.outputs, states, layers, parameters])
 
 
-def _locate_source(layer: Layer, spec: Spec) -> tuple[Layer, str]:
-    """A layer without the number of its source, and where the source is: at a place in
-    the shard, or outside."""
+def _relative_layer(layer: Layer, spec: Spec) -> tuple[Layer, str]:
+    """A layer without the number of its `Layer.source`, and where that source is: at a place
+    in the shard, or outside."""
     if layer.source is None:
         return layer, ""
     place = layer.source - spec.layers[0]
@@ -276,31 +277,47 @@ def _find_taps(modules: dict[str, str]) -> dict[int, str]:
 
 
 def write_embedding(checkpoint: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
-    """Writes the embedding tables as fp16, and the vectors that are applied to it as
-    fp32, to a safetensors file, never holding the table whole in memory."""
-    tables: list[tuple[WeightSource, torch.dtype]] = []
-    header, end = {}, 0
-    for key, name in ({"weight": "embed_tokens.weight"} | plan.embedding).items():
-        shape, dtype = [plan.dims.C], torch.float32
-        if key == "weight":
-            shape, dtype = [plan.dims.V, plan.dims.C], torch.float16
-        elif key == PER_LAYER:
-            shape, dtype = [plan.dims.V, plan.dims.L * plan.dims.P], torch.float16
-        weight = WeightSource(key, checkpoint.prefix + name, tuple(shape))
-        check_shape(weight, checkpoint)
+    """Writes the tables and vectors that the host computes embeddings with to a safetensors
+    file, never holding a table whole in memory."""
+    tensors = _embedding_tensors(checkpoint, plan)
+    header = {}
+    end = 0
+    for weight, dtype in tensors:
         start = end
-        end += math.prod(shape) * dtype.itemsize
-        header[key] = {
+        end += math.prod(weight.shape) * dtype.itemsize
+        header[weight.path] = {
             "dtype": f"F{8 * dtype.itemsize}",
-            "shape": shape,
+            "shape": list(weight.shape),
             "data_offsets": [start, end],
         }
-        tables.append((weight, dtype))
     path = folder / "embedding.safetensors"
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for weight, dtype in tables:
+        for weight, dtype in tensors:
             for values in iter_values(weight, checkpoint, dtype):
                 file.write(values.numpy())
     return file_entries(folder, path)[0]
+
+
+def _embedding_tensors(
+    checkpoint: Checkpoint, plan: Plan
+) -> list[tuple[WeightSource, torch.dtype]]:
+    """The tensors of the embedding file by their keys (`WeightSource.path`), and the dtypes
+    in which they are stored: fp16 for tables, fp32 for vectors.
+
+    Raises:
+        InputError: a tensor that is missing or has another size.
+    """
+    dims = plan.dims
+    tables = {"weight": (dims.V, dims.C), PER_LAYER: (dims.V, dims.L * dims.P)}
+    tensors = []
+    for key, name in ({"weight": "embed_tokens.weight"} | plan.embedding).items():
+        if key in tables:
+            shape, dtype = tables[key], torch.float16
+        else:
+            shape, dtype = (dims.C,), torch.float32
+        weight = WeightSource(key, checkpoint.prefix + name, shape)
+        check_shape(weight, checkpoint)
+        tensors.append((weight, dtype))
+    return tensors
