@@ -8,6 +8,7 @@ A file imports only files above it in this list:
 - `rings.py`: which row of a ring buffer holds which position;
 - `tiling.py`: how tokens are cut into calls;
 - `presets.py`: how weights are stored, by the names of `--compress`;
+- `fields.py`: the base class and the field types of the manifest's parts;
 - `foreign.py`: the part of the manifest that describes another exporter's packages;
 - `manifest.py`: the pydantic models of `bundle.json`, from the export options down to
   single files. An export fills them in, everything later reads them;

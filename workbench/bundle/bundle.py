@@ -153,7 +153,8 @@ class Bundle:
         self._check_embedding()
 
     def _stamp(self) -> dict[str, str]:
-        """A fingerprint of the files that needs no reading of their contents."""
+        """Hashes that change with the manifest and with the size, times or inode of a file.
+        The contents of files are not read."""
         stamps = []
         for entry in self.files:
             _check_size(self.root, entry)

@@ -1,30 +1,19 @@
 """The description of another exporter's packages in a manifest: what their inputs and
-outputs are (`Role`), which calls run them (`Function`, `Foreign.calls`), and where their
-caches are (`PlaneName`) and in which order these have their rows (`RowOrder`). Of the
-workbench it imports only the errors and `rings`."""
+outputs are (`Role`), which calls run them (`Function`, `Foreign.calls`), where their caches
+are (`PlaneName`), and how the rows of a cache are ordered (`RowOrder`). Of the workbench it
+imports only the errors, `fields` and `rings`."""
 
 import math
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from workbench.bundle.fields import Count, ManifestModel, NonNegative, RelativePath
 from workbench.bundle.rings import ring_positions
 from workbench.errors import InputError
 
-
-def _inside(path: str) -> str:
-    parts = PurePosixPath(path).parts
-    if not parts or {"/", ".."} & set(parts) or "\0" in path:
-        raise ValueError(f"path {path!r} must stay inside the bundle")
-    return path
-
-
-RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
-NonNegative = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
 # role of an input → its axis with one entry for each token of a call
 TOKEN_AXIS = {
     "ids": -1,  # token ids
@@ -75,12 +64,6 @@ holds these positions (·: none) once 2, 4 and 6 tokens are written:
 - `right`: every call moves the rows up, from the first token on, and writes at the end."""
 
 
-class ManifestModel(BaseModel):
-    """A part of the manifest: immutable, and without fields of other names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class Function(ManifestModel):
     """One way to call the packages that have states.
 
@@ -122,8 +105,8 @@ class Part(ManifestModel):
     Args:
         state: the number of its state, which several parts may share; None: it has
             none.
-        functions: the names of the functions of a package without a state, left out of
-            the file where it has one function alone.
+        functions: the names of the functions of a package without a state; empty, and left
+            out of the file, where it has only one.
     """
 
     package: RelativePath
@@ -179,9 +162,9 @@ class Foreign(ManifestModel):
     moves: dict[Count, RowOrder] = {}
 
     def function_of(self, part: Part, function: Function) -> str | None:
-        """The name of the function of a part's package that a call of `function` runs:
-        the same one; of a package without a state that has none of this name, the
-        default function."""
+        """The name of the function of a part's package that a call of `function` runs: that
+        of `function`. None, the default function, for a package without a state that has no
+        function of this name."""
         if part.state is None and function.name not in part.functions:
             return None
         return function.name

@@ -12,13 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from workbench import paths, plugins
-from workbench.bundle.foreign import (
-    Count,
-    Foreign,
-    ManifestModel,
-    NonNegative,
-    RelativePath,
-)
+from workbench.bundle.fields import Count, ManifestModel, NonNegative, RelativePath
+from workbench.bundle.foreign import Foreign
 from workbench.bundle.names import (
     ATTN_MASK,
     K_ROWS,
@@ -42,39 +37,40 @@ FOREIGN_ERROR = 0.02
 MAX_SEQ_LEN = 1 << 24
 
 
+# for `exclude_if`
 def _is_empty(value: object) -> bool:
     return not value
+
+
+def _is_none(value: int | None) -> bool:
+    """Unlike `_is_empty`, this keeps a `source` of 0 in the file."""
+    return value is None
 
 
 def _is_coreml(target: object) -> bool:
     return target == COREML
 
 
-def _tokens(text: str) -> str:
+def _check_tokens(text: str) -> str:
     if not re.fullmatch(r"1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*", text):
         raise ValueError("tokens of a call are 1-4, 4 or 1,64")
     return text
 
 
-def _preset(name: str) -> str:
+def _check_preset(name: str) -> str:
     find_preset(name)
     return name
 
 
-PresetName = Annotated[str, AfterValidator(_preset)]
+PresetName = Annotated[str, AfterValidator(_check_preset)]
 TokensOfCall = Annotated[
-    str, Field(coerce_numbers_to_str=True), AfterValidator(_tokens)
+    str, Field(coerce_numbers_to_str=True), AfterValidator(_check_tokens)
 ]
 StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(STATES)})$")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 RopeName = Literal["", "local", "global", "nope"]
 Shapes = dict[str, list[int | Literal["T"]]]
-
-
-def _is_none(value: int | None) -> bool:
-    """Unlike `_is_empty`, this keeps a `source` of 0 in the file."""
-    return value is None
 
 
 class Dims(ManifestModel):
@@ -168,7 +164,8 @@ class Options(ManifestModel):
 
     @property
     def interpreter(self) -> str:
-        """The runtime that runs the programs as they are written and is no device."""
+        """The name of the runtime that executes the programs in software, as they are
+        written."""
         return self.plugin.runtime if self.plugin else "portable"
 
     @property
@@ -187,8 +184,8 @@ class Options(ManifestModel):
         return self.ring_rows(window) or self.max_seq_len
 
     def ring_rows(self, window: int | None) -> int | None:
-        """Rows of that cache if it is a ring buffer, in which position p is in row p
-        modulo the rows; else None.
+        """Rows of the cache of such a layer if the cache is a ring buffer, in which position
+        p is in row p modulo the rows; else None.
 
         That also holds for `window`: the bundle's order is that of a ring, whatever the
         order inside the packages. `StateEntry.ring` records the number."""
@@ -260,8 +257,8 @@ class Layer(ManifestModel):
     Args:
         window: the attention window in tokens (None: all).
         rope: the name of the rope table.
-        attends: whether the layer attends; one that does not has no cache and takes
-            none of these inputs.
+        attends: whether the layer has attention. A layer without it has no cache and reads
+            no rope tables or masks.
         H_kv, D: where they differ from the model's.
         source: the earlier layer whose cache rows this layer keeps a copy of, in place
             of rows of its own.
@@ -286,7 +283,7 @@ class Layer(ManifestModel):
 
     @property
     def suffix(self) -> str:
-        """What follows the names of the layer's rope tables and masks."""
+        """The end of the names of the layer's rope tables and masks."""
         return f"_{self.rope}" if self.rope else ""
 
 
@@ -410,9 +407,9 @@ class Calibration(ManifestModel):
         method: `gptq`, the error feedback of arXiv 2210.17323 onto the entries of
             tables and onto integers.
         source: the name of the text's file.
-        nearest: the compressed tensors that the text decides nothing of, such as stacks
-            of experts: their weights are rounded to the nearest. Left out where every
-            matrix was fitted.
+        nearest: the compressed tensors that were not fitted to the text, such as stacks of
+            experts: their weights are rounded to the nearest. Left out where every matrix
+            was fitted.
     """
 
     file: FileEntry
@@ -456,11 +453,11 @@ class Manifest(ManifestModel):
             depend on, by name. Everywhere else a package is an `.mlpackage`.
         residual_exponent: `x` and `hidden` of every shard are the model's divided by
             2^exponent (`stream_scale`).
-        formats: the preset of each tensor that is not stored by `options.compress`:
-            every matrix where that is `mixed`, elsewhere those such as one whose rows
-            the groups of tables do not divide.
-        calibration: None, and left out of the file: weights were rounded one by one.
-        selection: None, and left out of the file: no text chose the formats.
+        formats: tensor → name of its preset, where that is not `options.compress`: of every
+            matrix where `options.compress` is `mixed`; elsewhere of the matrices whose rows
+            the groups of its tables do not divide, which have smaller groups.
+        calibration: None, and left out of the file, where weights were rounded one by one.
+        selection: None, and left out of the file, where no search chose the formats.
     """
 
     format: Literal["workbench-bundle"] = "workbench-bundle"

@@ -23,21 +23,23 @@ class Tiling:
 
     @classmethod
     def parse(cls, tokens: str, takes_dummies: bool) -> "Tiling":
-        """Of the option `tokens`: `1-4`, `4` or `1,64`."""
+        """The tiling of the option `tokens`: `1-4`, `4` or `1,64`."""
         sizes = tuple(int(size) for size in re.split("[-,]", tokens))
-        return cls(sizes[-1], () if "-" in tokens else sizes, takes_dummies)
+        fixed_sizes = () if "-" in tokens else sizes
+        return cls(sizes[-1], fixed_sizes, takes_dummies)
 
     @property
     def functions(self) -> dict[str, int]:
         """The functions of a shard, name → T: {"t1": 1, "t64": 64} of `1,64`. Empty where
         calls of every size run the one function `main`."""
-        return (
-            {f"t{T}": T for T in self.fixed_sizes} if len(self.fixed_sizes) > 1 else {}
-        )
+        if len(self.fixed_sizes) <= 1:
+            return {}
+        return {f"t{T}": T for T in self.fixed_sizes}
 
     def width(self, T: int) -> int:
-        """Columns of a call of `T` tokens, at most t_max: T, or the next fixed size, whose
-        further columns are dummies. It does not check T; above t_max it returns T."""
+        """The number of columns of a call of `T` tokens: T or, with fixed sizes, the next
+        one, whose further columns are dummies. T is not checked; above t_max it is
+        returned."""
         return next((n for n in self.fixed_sizes if n >= T), T)
 
     def call_size(self, limit: int) -> int:
@@ -48,8 +50,8 @@ class Tiling:
         return max((n for n in self.fixed_sizes if n <= limit), default=limit)
 
     def calls(self, count: int, tile: int | None = None) -> Iterator[tuple[int, int]]:
-        """The start and the end of each call that `count` tokens take, `tile` tokens a
-        call at most (default t_max)."""
+        """Yields the start and the end of each call for `count` tokens, at most `tile` tokens
+        in a call (default t_max)."""
         start = 0
         while start < count:
             end = start + self.call_size(min(tile or self.t_max, count - start))
