@@ -1,4 +1,4 @@
-"""The values and the bytes of a checkpoint's matrices in other presets than that of its
+"""The values and the bytes of a checkpoint's matrices in presets other than that of its
 bundle. Nothing is exported."""
 
 import math
@@ -27,7 +27,7 @@ from workbench.exporter.weights import (
 from workbench.files import output_root
 from workbench.models.checkpoint import Checkpoint
 
-# Options of `workbench export` that a command names beside --compress.
+# Options of `workbench export` that `export_command` writes beside --compress.
 NAMED_OPTIONS = (
     "max_seq_len",
     "tokens",
@@ -47,9 +47,8 @@ CALIBRATION_SECONDS_PER_WEIGHT = 98 / 134.5e6
 
 @dataclass(frozen=True)
 class PresetWeights:
-    """Reads a checkpoint's tensors as an export would store them, decompressed. They are
-    those of `check.golden.stored_weights`, bit for bit, for an export without a
-    calibration text.
+    """Reads a checkpoint's tensors with the values that an export without a calibration
+    text would store: bit for bit those of `check.golden.stored_weights`.
 
     Attributes:
         sources: every weight of every shard.
@@ -149,7 +148,7 @@ def list_candidates(checkpoint: Checkpoint, bundle: Bundle) -> list[Candidate]:
     fitted to a calibration text. An allocation of presets to matrices is such a bundle
     too.
 
-    A preset is left out that the checkpoint or the bundle's target does not allow."""
+    Presets that the checkpoint or the bundle's target does not allow are left out."""
     manifest = bundle.manifest
     plan = read_plan(checkpoint, manifest.options)
     presets = find_presets(manifest.formats)  # of a mixed bundle, of every matrix
@@ -198,7 +197,8 @@ def _unexported(
 
 
 def export_command(checkpoint: Checkpoint, options: Options) -> str:
-    """The export of a checkpoint with these options, for a shell in this folder."""
+    """The command that exports a checkpoint with these options, for a shell in the current
+    folder."""
     folder = checkpoint.path
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())

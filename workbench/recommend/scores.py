@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from workbench.check import gates
 from workbench.check.compare import kl
@@ -14,7 +15,12 @@ from workbench.check.gates import Gate
 from workbench.check.greedy import padded_inputs
 from workbench.check.hf import Reference
 from workbench.check.text import default_ids
-from workbench.check.transcript import TIE, Transcript, resampled_interval
+from workbench.check.transcript import (
+    TIE,
+    ComparedText,
+    Transcript,
+    resampled_interval,
+)
 from workbench.decode.sampling import suppress
 
 # The tokens of plain text that judge a preset where there is no transcript.
@@ -28,6 +34,7 @@ KEPT = "within"
 ON_LIMIT = "on the limit"
 EXCEEDED = "over"
 NOT_MEASURED = "not measured"
+BEST_TO_WORST = (KEPT, ON_LIMIT, EXCEEDED)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Limits:
-    """The user's limits. One is None where its check of quality did not run."""
+    """The user's limits. A limit is None where its check of quality did not run."""
 
     max_kl: float | None
     min_agreed: float | None
@@ -111,7 +118,25 @@ class Limits:
             outcomes.append(figures.agreed.at_least(self.min_agreed))
         if self.min_stops is not None and figures.stops:
             outcomes.append(figures.stops.at_least(self.min_stops))
-        return max(outcomes, key=[KEPT, ON_LIMIT, EXCEEDED].index)
+        return max(outcomes, key=BEST_TO_WORST.index)
+
+
+@dataclass(frozen=True)
+class _PromptFigures:
+    """The figures of a preset on the text of one prompt.
+
+    Attributes:
+        nats: the KL, summed over the tokens.
+        agreed: number of tokens at which the preset takes Hugging Face's token, or one
+            that is tied with it.
+        tokens: number of tokens.
+        stops: whether the preset ends where the text ends; None: the text has no end.
+    """
+
+    nats: float
+    agreed: int
+    tokens: int
+    stops: bool | None
 
 
 @dataclass(frozen=True)
@@ -119,7 +144,7 @@ class TranscriptText:
     """The texts of a transcript, which judge presets.
 
     Attributes:
-        original: Hugging Face's model on the checkpoint's own weights.
+        original: Hugging Face's model with the checkpoint's own weights.
     """
 
     original: Reference
@@ -143,32 +168,49 @@ class TranscriptText:
             model: reads Hugging Face's tokens, so that every prediction of a preset has
                 the same tokens before it.
         """
-        transcript = self.transcript
-        suppressed = self.original.checkpoint.tokens.suppressed
+        texts = self.transcript.texts
         hidden = model.last_hidden(np.array(self.sequences), use_cache=False)
-        # a sum or a count for each prompt; `stops` for each one whose text ended
-        nats, agreed, counts, stops = [], [], [], []
-        for number, text in enumerate(transcript.texts):
-            golden = self.original.logits(text.hidden).numpy()
-            actual = model.logits(hidden[number, text.predicting_positions]).numpy()
-            tokens = suppress(actual, suppressed).argmax(-1)
-            # how far below Hugging Face's best token it ranks the preset's, as
-            # `Transcript.agrees` compares the tokens of a bundle
-            highest = suppress(golden, suppressed).max(-1)
-            gap = highest - golden[np.arange(len(golden)), tokens]
-            nats.append(kl(golden, actual).sum())
-            agreed.append((gap <= TIE * transcript.sigma).sum())
-            counts.append(len(text.tokens))
-            if text.ended:
-                stops.append(int(tokens[-1]) in transcript.end_tokens)
-        counts = np.array(counts)
+        prompts = [
+            self._prompt_figures(model, text, hidden[number])
+            for number, text in enumerate(texts)
+        ]
+        nats = np.array([prompt.nats for prompt in prompts])
+        agreed = np.array([prompt.agreed for prompt in prompts], float)
+        tokens = np.array([prompt.tokens for prompt in prompts])
+        stops = [prompt.stops for prompt in prompts if prompt.stops is not None]
         stopped_share = None
         if stops:
             stopped_share = Estimate.of(np.array(stops, float), np.ones(len(stops)))
         return Figures(
-            kl=Estimate.of(np.array(nats), counts),
-            agreed=Estimate.of(np.array(agreed, float), counts),
+            kl=Estimate.of(nats, tokens),
+            agreed=Estimate.of(agreed, tokens),
             stops=stopped_share,
+        )
+
+    def _prompt_figures(
+        self, model: Reference, text: ComparedText, hidden: torch.Tensor
+    ) -> _PromptFigures:
+        """The figures on one text.
+
+        Args:
+            hidden: the final hidden states [n, C] of `model` for the padded text.
+        """
+        suppressed = self.original.checkpoint.tokens.suppressed
+        golden = self.original.logits(text.hidden).numpy()
+        actual = model.logits(hidden[text.predicting_positions]).numpy()
+        tokens = suppress(actual, suppressed).argmax(-1)
+        # how far below Hugging Face's best token it ranks the preset's, as
+        # `Transcript.agrees` compares the tokens of a bundle
+        highest = suppress(golden, suppressed).max(-1)
+        gap = highest - golden[np.arange(len(golden)), tokens]
+        stops = None
+        if text.ended:
+            stops = int(tokens[-1]) in self.transcript.end_tokens
+        return _PromptFigures(
+            nats=kl(golden, actual).sum(),
+            agreed=(gap <= TIE * self.transcript.sigma).sum(),
+            tokens=len(text.tokens),
+            stops=stops,
         )
 
 
@@ -177,18 +219,18 @@ class PlainText:
     """Tokens of a text, which judge presets.
 
     Attributes:
-        original: Hugging Face's model on the checkpoint's own weights.
-        hidden: [n, C], what its head reads.
+        original: Hugging Face's model with the checkpoint's own weights.
+        hidden: its final hidden states [n, C], the input of its head.
     """
 
     original: Reference
     ids: np.ndarray
-    hidden: np.ndarray
+    hidden: torch.Tensor
 
     @classmethod
     def of(cls, original: Reference) -> "PlainText":
-        """The default text of the checkpoint of a model, as far as its positions
-        reach."""
+        """The default text of a model's checkpoint, at most as long as the model's
+        positions."""
         checkpoint = original.checkpoint
         most = getattr(checkpoint.config, "max_position_embeddings", None)
         ids = default_ids(checkpoint, min(TEXT_TOKENS, most or TEXT_TOKENS))

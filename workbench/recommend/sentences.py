@@ -29,23 +29,27 @@ class TriedPreset:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it was not measured since no calibration has chosen its values yet. Such
-        a preset alone has the seconds of an export."""
+        """Whether it was not measured because a calibration has to choose its values first.
+        Only such a preset has `export_seconds`."""
         return self.export_seconds is not None
 
     @classmethod
     def of(cls, row: dict) -> "TriedPreset":
         """The preset of a row, whose columns may be null or absent."""
-        estimates = {}
-        for name in ("kl", "agreed", "stops"):
-            ends = (row.get(column) for column in (name, f"{name}_low", f"{name}_high"))
-            estimate = Estimate(*ends)
-            estimates[name] = None if pd.isna(estimate.value) else estimate
+
+        def read_estimate(name: str) -> Estimate | None:
+            value = row.get(name)
+            if pd.isna(value):
+                return None
+            return Estimate(value, row.get(f"{name}_low"), row.get(f"{name}_high"))
+
         seconds = row.get("export_seconds")
         return cls(
             compress=row["compress"],
             outcome=row["outcome"],
-            **estimates,
+            kl=read_estimate("kl"),
+            agreed=read_estimate("agreed"),
+            stops=read_estimate("stops"),
             mib=row["MiB"],
             bundle_mib=row["bundle_MiB"],
             export_seconds=None if pd.isna(seconds) else seconds,
@@ -161,21 +165,26 @@ def _describe_quality(results: Sequence[Gate]) -> list[str]:
 
 
 def _describe_unjudged(max_kl: Gate) -> str:
-    return f"Quality not judged: {_cost(max_kl)} is measured, and the fault has a part in it."
+    """The mean KL of a faulty export."""
+    return (
+        f"Quality not judged: {_kl_in_words(max_kl)} is measured, and the fault has a "
+        "part in it."
+    )
 
 
 def _describe_max_kl(max_kl: Gate, is_over_elsewhere: bool) -> str:
     """The mean KL of a sound export beside its limit."""
     if max_kl.verdict == gates.OVER:
         return (
-            f"Quality OVER: it costs {_cost(max_kl)}, more than your limit of "
+            f"Quality OVER: it costs {_kl_in_words(max_kl)}, more than your limit of "
             f"{max_kl.threshold:g}. This is the cost of compression and no fault."
         )
     subject = "It" if is_over_elsewhere else "Quality WITHIN: it"
     return (
-        f"{subject} costs {_cost(max_kl)}, at most your limit of {max_kl.threshold:g}."
+        f"{subject} costs {_kl_in_words(max_kl)}, at most your limit of "
+        f"{max_kl.threshold:g}."
     )
 
 
-def _cost(max_kl: Gate) -> str:
+def _kl_in_words(max_kl: Gate) -> str:
     return f"a mean KL of {max_kl.value:.3g} nats from Hugging Face's model"

@@ -28,12 +28,26 @@ from workbench.recommend.scores import (
     TranscriptText,
 )
 
-COLUMNS = """compress outcome kl kl_low kl_high agreed agreed_low agreed_high stops
-stops_low stops_high MiB bundle_MiB seconds export_seconds command""".split()
-"""Columns of the table of trials, which notebooks store: the preset; its outcome; its
-figures and the ends of their intervals (see `Figures`); the MiB of its bundle and of the
-bundle that is OVER; the seconds of the trial, and of an export that needs a calibration;
-and the next step."""
+COLUMNS = [
+    "compress",
+    "outcome",
+    "kl",
+    "kl_low",
+    "kl_high",
+    "agreed",
+    "agreed_low",
+    "agreed_high",
+    "stops",
+    "stops_low",
+    "stops_high",
+    "MiB",  # of the preset's bundle
+    "bundle_MiB",  # of the bundle that is OVER
+    "seconds",  # of the trial
+    "export_seconds",  # of an export that needs a calibration
+    "command",  # the next step
+]
+"""Columns of the table of trials, which notebooks store. The figures and the ends of their
+intervals are those of `Figures`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Recommendation:
     first, up to the first one that keeps the limits.
 
     Attributes:
-        judged_on: the judging text in words, such as "512 tokens of text".
+        judged_on: the text that judged the presets in words, such as "512 tokens of text".
         bundle_bytes: of the bundle that is OVER.
         seconds: of everything.
         cpu_seconds: of everything, by all threads of this process.
@@ -120,7 +134,7 @@ class Recommendation:
 
 
 def as_table(recommendation: Recommendation | None) -> pd.DataFrame:
-    """The presets that were tried, by `COLUMNS`; without rows where none was."""
+    """`Recommendation.table`; without rows where there is no recommendation."""
     return (recommendation or Recommendation()).table()
 
 
@@ -132,7 +146,7 @@ def recommend(
 ) -> Recommendation | None:
     """Tries presets for a bundle, the smallest first, until one keeps the user's limits.
 
-    The check `answers` has no part in it.
+    Presets are not judged by the check `answers`.
 
     Args:
         checkpoint: of the bundle.
@@ -148,13 +162,13 @@ def recommend(
     if checkpoint is None or gates.quality(results) != gates.OVER:
         return None
     has_texts = transcript is not None and len(transcript.texts) >= LEAST_PROMPTS
-    judged = {gates.MAX_KL_GATE}
+    judged_gates = {gates.MAX_KL_GATE}
     if has_texts:
-        judged |= {"transcript", "stop"}
+        judged_gates |= {"transcript", "stop"}
     over = {gate.name for gate in results if gate.verdict == gates.OVER}
-    # Where no check that is OVER can be judged, none is tried: a preset that keeps the
-    # other limits may still exceed that one.
-    if not over & judged or bundle.manifest.foreign:
+    # Where presets cannot be judged by a check that is OVER, none is tried: a preset that
+    # keeps the other limits may still exceed that one.
+    if not over & judged_gates or bundle.manifest.foreign:
         return None
     stage("validate: presets that keep the limits")
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -210,6 +224,6 @@ def _is_held_out(text: TranscriptText | PlainText, bundle: Bundle) -> bool:
     try:
         for ids in text.sequences:
             check_held_out(bundle, ids)
-    except InputError:  # it is raised for nothing else
+    except InputError:  # raised only for a text that the bundle was fitted to
         return False
     return True
