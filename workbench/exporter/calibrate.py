@@ -44,13 +44,13 @@ from workbench.progress import bar, stage
 # are in all outputs, and with 64 of them they weigh more and vary more.
 WINDOW = 128  # tokens
 WINDOWS = 64
-IDS = "calibration.npy"  # in a bundle
-KEY = "key.json"  # in a work folder
+CALIBRATION_IDS = "calibration.npy"  # in a bundle
+WORK_KEY = "key.json"  # in a work folder
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids to calibrate with.
+    """Token ids of a text, for calibration or for the selection of presets.
 
     Args:
         ids: [windows, window] int32.
@@ -64,18 +64,20 @@ class Text:
 
     @property
     def sha256(self) -> str:
+        """SHA-256 of the ids, little-endian int32, row after row."""
         return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
 
     def save(self, folder: Path, nearest: list[str]) -> Calibration:
-        """Writes the ids to a bundle's folder; returns their entry in its manifest.
+        """Writes the ids to the folder of a bundle that they calibrated; returns their entry
+        in its manifest.
 
         Args:
             nearest: the compressed tensors that were not fitted to the text.
         """
-        np.save(folder / IDS, self.ids.astype("<i4"))
+        np.save(folder / CALIBRATION_IDS, self.ids.astype("<i4"))
         windows, window = self.ids.shape
         return Calibration(
-            file=file_entries(folder, folder / IDS)[0],
+            file=file_entries(folder, folder / CALIBRATION_IDS)[0],
             ids_sha256=self.sha256,
             tokens=windows * window,
             window=window,
@@ -366,7 +368,7 @@ def prepare_work_folder(folder: Path, key: dict) -> None:
     """Makes a work folder for results that `key`, as JSON, decides. One with another key
     is emptied first."""
     text = json.dumps(key, sort_keys=True)
-    file = folder / KEY
+    file = folder / WORK_KEY
     if folder.is_dir() and not (file.is_file() and file.read_text() == text):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
