@@ -145,9 +145,11 @@ def _compress_to_tables(
 
 
 def _row_pieces(rows: int) -> list[slice]:
-    """Slices of `ROWS_PER_PIECE` rows each, the last of fewer. They do not depend on the number of
-    threads, since products round by their shape."""
-    return [slice(r, min(r + ROWS_PER_PIECE, rows)) for r in range(0, rows, ROWS_PER_PIECE)]
+    """Slices of `ROWS_PER_PIECE` rows each, the last of fewer. They do not depend on the
+    number of threads, since the rounding of a product depends on its shape."""
+    return [
+        slice(r, min(r + ROWS_PER_PIECE, rows)) for r in range(0, rows, ROWS_PER_PIECE)
+    ]
 
 
 def decompress(arrays: Arrays, preset: Preset, shape: tuple[int, int]) -> torch.Tensor:

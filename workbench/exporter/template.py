@@ -177,7 +177,11 @@ def convert_shard(
     module = _placeholder_module(spec, plan, options, weights)
     programs: dict[str, Path] = {}  # function → its package
     modules: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder, frozen_gc(), _without_overflow_search():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        frozen_gc(),
+        _without_overflow_search(),
+    ):
         for name, T in (options.tiling.functions or {"main": None}).items():
             mlmodel = convert_module(module, spec, options, weights, T)
             programs[name] = Path(folder, f"{name}.mlpackage")

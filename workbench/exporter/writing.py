@@ -89,7 +89,9 @@ def write_bundle(
         # each future runs while coremltools converts in this thread
         checkpoint_entry = pool.submit(lambda: checkpoint.manifest_entry)
         embedding_file = pool.submit(write_embedding, checkpoint, plan, folder)
-        shards = _write_shards(planned, folder, checkpoint, plan, options, matrices, pool)
+        shards = _write_shards(
+            planned, folder, checkpoint, plan, options, matrices, pool
+        )
         return Manifest(
             family=checkpoint.config.model_type,
             dims=plan.dims,
@@ -145,7 +147,11 @@ def _write_shards(
     shards whose programs are converted; returns the manifest's entries."""
     convert = options.plugin.template if options.plugin else convert_shard
     write = partial(
-        _write_shard, folder=folder, checkpoint=checkpoint, options=options, matrices=matrices
+        _write_shard,
+        folder=folder,
+        checkpoint=checkpoint,
+        options=options,
+        matrices=matrices,
     )
     templates: dict[str, Any] = {}  # program key → `Template`, or a plug-in's
     futures: list[Future[Shard]] = []
@@ -191,7 +197,9 @@ def _program_key(shard: PlannedShard, plan: Plan) -> str:
     """Everything that decides a shard's program, as text: shards with equal keys have equal
     programs. The numbers of layers and the names of tensors are left out."""
     spec = shard.spec
-    layers = [_relative_layer(layer, spec) for layer in plan.layers[slice(*spec.layers)]]
+    layers = [
+        _relative_layer(layer, spec) for layer in plan.layers[slice(*spec.layers)]
+    ]
     states = list(spec.states.values())
     parameters = [replace(weight, tensor=None, rows=None) for weight in shard.weights]
     return repr([spec.kind, spec.inputs, spec.outputs, states, layers, parameters])
