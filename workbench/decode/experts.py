@@ -3,7 +3,6 @@ per call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from workbench.bundle.names import (
     ROUTER_PROBS,
     ROUTER_SCORES,
 )
+from workbench.decode.hooks import ShardHook, model_hook
 from workbench.runtime import Model
 from workbench.runtime.base import OnCall
 
@@ -59,7 +59,7 @@ class RoutedExperts:
         layer: int,
         routed: dict[str, np.ndarray],
         counts: np.ndarray,
-        hook: Callable | None = None,
+        hook: ShardHook | None = None,
         on_call: OnCall | None = None,
     ) -> np.ndarray:
         """Finishes a layer from the outputs of its router shard.
@@ -71,8 +71,8 @@ class RoutedExperts:
         Args:
             routed: the router shard's outputs by name; see `bundle.names` for shapes.
             counts: [B] valid columns.
-            hook: see `Sequences.advance`.
-            on_call: see `LoadedShards.run_calls`.
+            hook: see `ShardHook`.
+            on_call: called before every call of an expert's package.
 
         Returns:
             The hidden states as a plane.
@@ -114,13 +114,13 @@ class RoutedExperts:
         self,
         model: Model,
         inputs: dict[str, np.ndarray],
-        hook: Callable | None,
+        hook: ShardHook | None,
         on_call: OnCall | None,
     ) -> dict[str, np.ndarray]:
-        shard_hook = None if hook is None else partial(hook, model.shard)
+        expert_hook = model_hook(hook, model.shard)
         if on_call:
-            return model.predict_observed(inputs, None, shard_hook, on_call)
-        return model.predict(inputs, None, shard_hook)
+            return model.predict_observed(inputs, None, expert_hook, on_call)
+        return model.predict(inputs, None, expert_hook)
 
     @contextmanager
     def taking_all_columns(self) -> Iterator[None]:

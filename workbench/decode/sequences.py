@@ -10,7 +10,8 @@ import numpy as np
 from workbench.bundle.names import X, is_cache
 from workbench.decode import checks
 from workbench.decode.checks import whole_number
-from workbench.decode.shards import LoadedShards, ShardHook
+from workbench.decode.hooks import ShardHook
+from workbench.decode.shards import LoadedShards, ShardCall
 from workbench.decode.snapshot import (
     Snapshot,
     attention_window,
@@ -154,7 +155,8 @@ class Sequences:
         times = Times()
         for model, state in zip(decoder.layer_shards, self.states, strict=True):
             start = clock()
-            values = decoder.run_calls(model, [values], [counts], [state], [hook])[0]
+            call = ShardCall(values, counts, state, hook)
+            (values,) = decoder.run_calls(model, [call])
             native_ms = [model.last_native_ms]
             if model.shard.kind == "router":
                 native_ms += decoder.experts.native_ms

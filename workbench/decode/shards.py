@@ -2,8 +2,8 @@
 of the first shard, through one shard after another, to logits. No sequence is held here:
 callers pass the positions and states."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -26,15 +26,30 @@ from workbench.bundle.names import (
     X,
 )
 from workbench.decode.experts import RoutedExperts
+from workbench.decode.hooks import ShardHook, model_hook
 from workbench.decode.inputs import HostInputs
 from workbench.decode.snapshot import snapshot_identity
 from workbench.decode.times import Times, clock
 from workbench.runtime import Model, Settings, State
-from workbench.runtime.base import Hook, OnCall
+from workbench.runtime.base import OnCall
 
-# Called as hook(shard, op, outputs) after every operation of a program, with its results;
-# it may return other results, which replace them.
-ShardHook = Callable[[Shard, object, list], list | None]
+
+@dataclass(frozen=True, eq=False)
+class ShardCall:
+    """One call of a layer shard.
+
+    Args:
+        values: what the call has computed so far, by name; the shard's inputs are among
+            them.
+        counts: [B] valid columns, from column 0 on; the others are dummies.
+        state: of the shard; the call advances it.
+        hook: see `ShardHook`.
+    """
+
+    values: dict[str, np.ndarray]
+    counts: np.ndarray
+    state: State
+    hook: ShardHook | None = None
 
 
 class LoadedShards:
@@ -161,11 +176,11 @@ class LoadedShards:
             values[PER_LAYER] = self.plane(rows.transpose(0, 2, 1))
         return values
 
-    def read_inputs(
+    def select_inputs(
         self, shard: Shard, values: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """What a shard reads of `values`. Of `per_layer` it reads only the channels of
-        its own layers."""
+        """The inputs of a shard among `values`; of `per_layer` only the channels of its
+        own layers."""
         inputs = {name: values[name] for name in shard.inputs}
         if PER_LAYER in inputs:
             start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
@@ -175,10 +190,7 @@ class LoadedShards:
     def run_calls(
         self,
         model: Model,
-        values: Sequence[dict[str, np.ndarray]],
-        counts: Sequence[np.ndarray],
-        states: Sequence[State],
-        hooks: Sequence[ShardHook | None],
+        calls: Sequence[ShardCall],
         on_call: OnCall | None = None,
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
@@ -188,51 +200,46 @@ class LoadedShards:
         must add up in the order of decoding.
 
         Args:
-            values: what each call has computed so far, by name; the shard reads its
-                inputs among them.
-            counts: [B] valid columns of each call.
-            states, hooks: of each call.
             on_call: called before every call of a package, those of experts and of the
                 parts of another exporter's shard included. The calls then run one by
                 one, so that it sees the states from which every call starts.
 
         Returns:
-            `values` for the next shard: `x` is this shard's hidden output,
-            `router_state` its router state where the family has one; cache rows that
-            later layers copy have their names; all others are passed on.
+            The `values` of each call for the next shard: `x` is this shard's hidden
+            output, `router_state` its router state where the family has one; cache rows
+            that later layers copy have their names; all others are passed on.
         """
         shard = model.shard
-        inputs = [self.read_inputs(shard, call_values) for call_values in values]
-        outputs = self._predict(model, inputs, states, hooks, on_call)
+        outputs_of_calls = self._predict(model, calls, on_call)
         if shard.kind == "router":
-            layer = shard.layers[0]
-            for out, count, hook in zip(outputs, counts, hooks, strict=True):
-                out[HIDDEN] = self.experts.run(layer, out, count, hook, on_call)
+            for call, outputs in zip(calls, outputs_of_calls, strict=True):
+                outputs[HIDDEN] = self.experts.run(
+                    shard.layers[0], outputs, call.counts, call.hook, on_call
+                )
         return [
-            call_values | _values_for_next_shard(out)
-            for call_values, out in zip(values, outputs, strict=True)
+            call.values | _values_for_next_shard(outputs)
+            for call, outputs in zip(calls, outputs_of_calls, strict=True)
         ]
 
     def _predict(
-        self,
-        model: Model,
-        inputs: Sequence[dict[str, np.ndarray]],
-        states: Sequence[State],
-        hooks: Sequence[ShardHook | None],
-        on_call: OnCall | None,
+        self, model: Model, calls: Sequence[ShardCall], on_call: OnCall | None
     ) -> list[dict[str, np.ndarray]]:
         """The outputs of one shard for each call; see `run_calls`."""
         shard = model.shard
-        calls = inputs, states, [_model_hook(hook, shard) for hook in hooks]
-        if on_call:
-            return [
-                model.predict_observed(*call, on_call)
-                for call in zip(*calls, strict=True)
-            ]
+        inputs = [self.select_inputs(shard, call.values) for call in calls]
+        states = [call.state for call in calls]
+        hooks = [model_hook(call.hook, shard) for call in calls]
         # calls of several tokens at once would add up a matrix in another order
-        if any(name.endswith(MATRIX_STATE) for name in shard.states):
-            return [model.predict(*call) for call in zip(*calls, strict=True)]
-        return model.predict_calls(*calls)
+        has_matrices = any(name.endswith(MATRIX_STATE) for name in shard.states)
+        if not (on_call or has_matrices):
+            return model.predict_calls(inputs, states, hooks)
+        outputs = []
+        for arguments in zip(inputs, states, hooks, strict=True):
+            if on_call:
+                outputs.append(model.predict_observed(*arguments, on_call))
+            else:
+                outputs.append(model.predict(*arguments))
+        return outputs
 
     def logits(
         self,
@@ -273,7 +280,7 @@ class LoadedShards:
             self._head_inputs(piece) for of_values in pieces for piece in of_values
         ]
         for model in self.heads:
-            hooks = [_model_hook(hook, model.shard)] * len(calls)
+            hooks = [model_hook(hook, model.shard)] * len(calls)
             outputs = iter(model.predict_calls(calls, [None] * len(calls), hooks))
             logits = []
             for of_values in pieces:
@@ -296,11 +303,6 @@ class LoadedShards:
         T = hidden.shape[2]
         dummies = self.options.tiling.width(T) - T
         return {X: self.plane(np.pad(hidden, ((0, 0), (0, 0), (0, dummies))))}
-
-
-def _model_hook(hook: ShardHook | None, shard: Shard) -> Hook | None:
-    """The hook of a model of this shard, which is called without the shard."""
-    return None if hook is None else partial(hook, shard)
 
 
 def _values_for_next_shard(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
