@@ -292,7 +292,7 @@ def _scaled_embeddings(
     `token_scales` of their tokens; a bundle without them keeps its inputs."""
     scaled = []
     for call, values in zip(prompt_run.calls, inputs, strict=True):
-        scales = decoder.plane(call.columns(prompt_run.token_scales[..., None]))
+        scales = decoder.to_layout(call.columns(prompt_run.token_scales[..., None]))
         products = {
             name: values[name] * scales for name in (X0, PER_LAYER) if name in values
         }
@@ -384,7 +384,7 @@ class _Recorder:
 
     def plane(self, call: PlannedCall, rows: np.ndarray) -> np.ndarray:
         """The rows of a call's tokens in the bundle's layout."""
-        return self.decoder.plane(call.columns(rows))
+        return self.decoder.to_layout(call.columns(rows))
 
     def hooks(self, shard: Shard) -> list[Callable | None]:
         """The hook of every call of a shard; None if no value inside it is read or

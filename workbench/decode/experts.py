@@ -29,7 +29,7 @@ class RoutedExperts:
     Args:
         bundle: an opened bundle.
         load: loads one shard.
-        plane: [B, C, T] → the bundle's layout.
+        to_layout: puts [B, C, T] into the bundle's layout.
 
     Attributes:
         takes_all_columns: whether expert shards take every column of a call, because
@@ -43,10 +43,10 @@ class RoutedExperts:
         self,
         bundle: Bundle,
         load: Callable[[Shard], Model],
-        plane: Callable[[np.ndarray], np.ndarray],
+        to_layout: Callable[[np.ndarray], np.ndarray],
     ):
         self.load = load
-        self.plane = plane
+        self.to_layout = to_layout
         self.takes_all_columns = bool(bundle.manifest.options.fixed_sizes)
         self.shards = {
             (shard.layers[0], shard.expert): shard for shard in bundle.shards("expert")
@@ -75,8 +75,9 @@ class RoutedExperts:
             on_call: called before every call of an expert's package.
 
         Returns:
-            The hidden states as a plane.
+            The hidden states in the bundle's layout.
         """
+        # [B, channels, T]: without the axis of 1, which is the last or the one before
         flat = {
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
@@ -96,19 +97,20 @@ class RoutedExperts:
             columns = is_chosen.any(0)
             if self.takes_all_columns:
                 columns = np.ones_like(columns)
-            inputs = {
+            all_columns = {
                 EXPERT_IN: flat[EXPERT_IN],
                 EXPERT_WEIGHT: weights * is_chosen[:, None],
                 ACC: hidden,
             }
             inputs = {
-                name: self.plane(value[:, :, columns]) for name, value in inputs.items()
+                name: self.to_layout(value[:, :, columns])
+                for name, value in all_columns.items()
             }
             model = self.model(layer, expert)
             outputs = self._predict(model, inputs, hook, on_call)
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
-        return self.plane(hidden)
+        return self.to_layout(hidden)
 
     def _predict(
         self,

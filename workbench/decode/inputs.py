@@ -83,7 +83,7 @@ class HostInputs:
                     "ask for fewer, or export with a larger --max-seq-len",
                 )
 
-    def plane(self, hidden: np.ndarray) -> np.ndarray:
+    def to_layout(self, hidden: np.ndarray) -> np.ndarray:
         """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
         hidden = np.ascontiguousarray(hidden)
         if self.options.layout == "bct1":

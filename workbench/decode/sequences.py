@@ -160,7 +160,7 @@ class Sequences:
             native_ms = [model.last_native_ms]
             if model.shard.kind == "router":
                 native_ms += decoder.experts.native_ms
-            times.add(start, native_ms)
+            times.end_part(start, native_ms)
         self._end_call(chunk)
         return values[X].reshape(len(chunk), -1, width), times
 

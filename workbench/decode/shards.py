@@ -99,7 +99,7 @@ class LoadedShards:
         self.manifest = bundle.manifest
         self.options = bundle.manifest.options
         self.host = HostInputs(bundle.manifest)
-        self.plane = self.host.plane
+        self.to_layout = self.host.to_layout
         plugin = self.options.plugin
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
@@ -123,7 +123,7 @@ class LoadedShards:
         kinds = "layers", "router"
         self.layer_shards = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
-        self.experts = RoutedExperts(bundle, load, self.plane)
+        self.experts = RoutedExperts(bundle, load, self.to_layout)
         # experts load when they are picked; they are packages like the others
         models = [*self.layer_shards, *self.heads]
         self.shows_inner_layers = all(m.shows_inner_layers for m in models)
@@ -168,12 +168,12 @@ class LoadedShards:
         computes, and the embeddings of the tokens as `x`."""
         ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
         counts = np.array([len(tokens) for tokens in chunk])
-        x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        x = self.to_layout(self.bundle.embed(ids).transpose(0, 2, 1))
         values = self.host.inputs(offsets, counts, T) | {X: x, IDS: ids}
         if self.manifest.dims.P:
             rows = self.bundle.embed_per_layer(ids)
             values[X0] = x
-            values[PER_LAYER] = self.plane(rows.transpose(0, 2, 1))
+            values[PER_LAYER] = self.to_layout(rows.transpose(0, 2, 1))
         return values
 
     def select_inputs(
@@ -258,7 +258,7 @@ class LoadedShards:
             joined = np.concatenate([logits for (logits,) in slices], axis=1)
             by_token = joined.transpose(0, 2, 1)
         if times:
-            times.add(start, [*native_ms])
+            times.end_part(start, [*native_ms])
         return np.ascontiguousarray(by_token)
 
     def logit_slices(self, hidden: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -275,34 +275,41 @@ class LoadedShards:
     ) -> Iterator[tuple[list[np.ndarray], float | None]]:
         """For every slice of the vocabulary the logits [B, rows, T] of each of `hidden`
         [B, C, T], and Core ML's own time."""
-        pieces = [self._pieces_of_calls(values) for values in hidden]
-        calls = [
-            self._head_inputs(piece) for of_values in pieces for piece in of_values
+        # the hidden states of each call, for each array of `hidden`
+        chunks_of_arrays = [self._cut_into_calls(array) for array in hidden]
+        inputs = [
+            self._head_inputs(chunk) for chunks in chunks_of_arrays for chunk in chunks
         ]
+        no_states = [None] * len(inputs)
         for model in self.heads:
-            hooks = [model_hook(hook, model.shard)] * len(calls)
-            outputs = iter(model.predict_calls(calls, [None] * len(calls), hooks))
+            hooks = [model_hook(hook, model.shard)] * len(inputs)
+            results = iter(model.predict_calls(inputs, no_states, hooks))
             logits = []
-            for of_values in pieces:
-                columns = []
-                for piece in of_values:
-                    output = next(outputs)[LOGITS]
-                    by_row = output.reshape(*output.shape[:2], -1)  # [B, rows, columns]
-                    columns.append(by_row[:, :, : piece.shape[2]])
+            for chunks in chunks_of_arrays:
+                columns = [
+                    _logits_of_call(next(results)[LOGITS], chunk.shape[2])
+                    for chunk in chunks
+                ]
                 logits.append(np.concatenate(columns, axis=2))
             yield logits, model.last_native_ms
 
-    def _pieces_of_calls(self, hidden: np.ndarray) -> list[np.ndarray]:
-        """Hidden states [B, C, T] cut into pieces of at most t_max columns."""
+    def _cut_into_calls(self, hidden: np.ndarray) -> list[np.ndarray]:
+        """Hidden states [B, C, T] cut into chunks of at most t_max columns."""
         t_max = self.options.t_max
         return np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2)
 
     def _head_inputs(self, hidden: np.ndarray) -> dict[str, np.ndarray]:
-        """The inputs of a head for hidden states [B, C, T]. Heads of fixed sizes take
-        whole calls, too: the columns behind these are zeros."""
+        """The inputs of a head for hidden states [B, C, T]. A head of fixed sizes takes
+        columns of zeros behind these."""
         T = hidden.shape[2]
         dummies = self.options.tiling.width(T) - T
-        return {X: self.plane(np.pad(hidden, ((0, 0), (0, 0), (0, dummies))))}
+        return {X: self.to_layout(np.pad(hidden, ((0, 0), (0, 0), (0, dummies))))}
+
+
+def _logits_of_call(output: np.ndarray, T: int) -> np.ndarray:
+    """Logits [B, rows, T] from a head's output [B, rows, columns, 1] or [B, rows, 1,
+    columns], whose columns behind the first T are dummies."""
+    return output.reshape(*output.shape[:2], -1)[:, :, :T]
 
 
 def _values_for_next_shard(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
