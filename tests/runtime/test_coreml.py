@@ -92,7 +92,7 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
     def fail(*_):
         raise OSError(text) if step == "disk" else shim._error(f'"{text}"')
 
-    shutil.rmtree(model.compiled)
+    shutil.rmtree(model.compiled_path)
     monkeypatch.setattr(*NATIVE[step], fail)
     with refused(shard.name) as refusal:
         uses.get(step, lambda: load_shard(bundle, shard, COREML))()
@@ -111,7 +111,7 @@ def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard):
         first, second = (load_shard(bundle, shard, COREML) for _ in range(2))
     compile_model.assert_called_once()
     path = coreml.compiled_path(bundle, shard)
-    assert first.compiled == second.compiled == path
+    assert first.compiled_path == second.compiled_path == path
     for model, cold in ((first, True), (second, False)):
         told = {name for name, ms in model.loading_ms.items() if ms}
         assert told == ({"compile", "cold_load"} if cold else {"load"})

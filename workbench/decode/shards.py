@@ -61,7 +61,9 @@ class LoadedShards:
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`);
             a plug-in's target has its own.
         fast: whether the portable runtime runs groups of operations as one step each in
-            `declared`; by default every operation runs as the program states it.
+            `declared`; by default every operation runs as the program states it. For
+            another exporter's packages, on any runtime: whether logits that a prefill
+            function does not output stay nan, see `ForeignModel`.
         reads: with `fast`, the rows of a cache that attention reads: `used`, those that
             hold tokens, or `all`, as the program does.
         compute_units: Core ML's compute units.
@@ -75,8 +77,9 @@ class LoadedShards:
         layer_shards: the models of layer and router shards, in the order of the layers.
         heads: the models of the slices of the vocabulary, in its order; none where
             `layers_give_logits`.
-        experts: the expert shards, of which router shards pick.
-        settings: how the shards were loaded; its fields are attributes, too.
+        experts: the expert shards, from which the host picks for each router shard.
+        settings: how the shards were loaded. Each of its fields but `keeps_head` is an
+            attribute, too.
 
     Raises:
         InputError: no whole bundle, no such runtime here, a shard that does not load.
@@ -109,13 +112,13 @@ class LoadedShards:
         self.compute_units = compute_units
         self.hints = hints or {}
         self.settings = Settings(
-            self.runtime,
-            self.precision,
-            fast,
-            reads,
-            compute_units,
-            self.hints,
-            keeps_head,
+            runtime=self.runtime,
+            precision=self.precision,
+            fast=fast,
+            reads=reads,
+            compute_units=compute_units,
+            hints=self.hints,
+            keeps_head=keeps_head,
         )
         # Nothing here may refer to this object itself, so that dropping a decoder frees its
         # memory at once, without the garbage collector.
