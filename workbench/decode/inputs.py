@@ -23,12 +23,13 @@ from workbench.errors import InputError
 
 
 class AttentionTables(NamedTuple):
-    """What the inputs of one kind of attending layers depend on.
+    """The rope table and the window from which the inputs of one kind of attending layers
+    are computed.
 
     Attributes:
-        suffix: of the inputs' names.
-        rope: its rope table.
-        window: its attention window in tokens; None: all tokens.
+        suffix: of the names of these inputs.
+        rope: the rope table.
+        window: the attention window in tokens; None: all tokens.
     """
 
     suffix: str

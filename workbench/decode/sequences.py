@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.bundle.names import X, is_cache
-from workbench.decode import checks
-from workbench.decode.checks import whole_number
+from workbench.decode.checks import check_prompts, whole_number
 from workbench.decode.hooks import ShardHook
 from workbench.decode.shards import LoadedShards, ShardCall
 from workbench.decode.snapshot import (
@@ -105,7 +104,7 @@ class Sequences:
             InputError: another number of lists than sequences, no token at all, an id
                 outside the vocabulary.
         """
-        return checks.prompts(ids, len(self.ids), self.decoder.manifest.dims.V)
+        return check_prompts(ids, len(self.ids), self.decoder.manifest.dims.V)
 
     def check_not_interrupted(self) -> None:
         """Raises an InputError for a sequence whose states an interrupted call has

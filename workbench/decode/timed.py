@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench import paths
-from workbench.decode import checks
-from workbench.decode.checks import whole_number
+from workbench.decode.checks import check_prompts, whole_number
 from workbench.decode.decoder import GREEDY, Decoder
 from workbench.decode.sampling import Sampling
 from workbench.decode.times import Times
@@ -154,8 +153,9 @@ def _check_length(decoder: Decoder, ids: list[int], new: int) -> None:
     """Raises the InputError of `Decoder.stream` for a prompt that cannot be decoded,
     before anything runs."""
     if decoder.options.batch == 1:
-        prompts = checks.prompts(ids, 1, decoder.manifest.dims.V)
-        decoder.host.check([0], [len(prompts[0]) + max(new - 1, 0)])
+        (prompt,) = check_prompts(ids, 1, decoder.manifest.dims.V)
+        # the last new token does not run
+        decoder.host.check([0], [len(prompt) + max(new - 1, 0)])
 
 
 def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
