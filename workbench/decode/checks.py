@@ -27,8 +27,8 @@ def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
 
 
 def check_prompts(ids, batch: int, V: int) -> list[list[int]]:
-    """The prompt of each of `batch` sequences as plain ints. At least one prompt has a
-    token. `ids` has one list per sequence; plain ids are the prompt of a single sequence."""
+    """The prompt of each of `batch` sequences as plain ints; at least one has a token.
+    `ids` has one list per sequence; plain ids are the prompt of a single sequence."""
     is_plain = len(ids) and np.ndim(ids[0]) == 0
     lists = [ids] if is_plain else ids
     if len(lists) != batch or not any(map(len, lists)):

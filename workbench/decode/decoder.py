@@ -179,7 +179,7 @@ class Decoder(LoadedShards):
                 raise InputError("prompt after a snapshot", "no token", needed, step)
             # the last new token does not run
             counts.append(len(prompt) + max(limit - 1, 0) if prompt else 0)
-        self.host.check(seqs.offsets, counts)
+        self.host.check_positions(seqs.offsets, counts)
 
     def generate(self, ids, max_new, **options) -> list:
         """All tokens of `stream`: a list, or one list per sequence when batch > 1."""

@@ -66,7 +66,7 @@ class HostInputs:
             for suffix, layer in layers.items()
         ]
 
-    def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
+    def check_positions(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
         """Raises an InputError for a token at a position past max_seq_len, before
         anything is written.
 
@@ -114,7 +114,7 @@ class HostInputs:
             InputError: a position past max_seq_len; unequal positions or dummies for a
                 slice write.
         """
-        self.check(offsets, counts)
+        self.check_positions(offsets, counts)
         # dummies have positions, too, and garbage in their columns: nothing reads either
         positions = offsets[:, None] + np.arange(T)  # [B, T]
         valid = np.arange(T) < counts[:, None]

@@ -242,7 +242,7 @@ class Sequences:
         decoder = self.decoder
         prompts = self.check_tokens(ids)
         tile = whole_number(tile or decoder.options.t_max, "tile")
-        decoder.host.check(self.offsets, [*map(len, prompts)])
+        decoder.host.check_positions(self.offsets, [*map(len, prompts)])
         # [B, C, 1] after each sequence's last token so far; zeros before its first
         last_hidden = np.zeros((len(prompts), 1, 1), np.float32)
         for chunk, hidden in self.advance_calls(prompts, tile):

@@ -155,7 +155,7 @@ def _check_length(decoder: Decoder, ids: list[int], new: int) -> None:
     if decoder.options.batch == 1:
         (prompt,) = check_prompts(ids, 1, decoder.manifest.dims.V)
         # the last new token does not run
-        decoder.host.check([0], [len(prompt) + max(new - 1, 0)])
+        decoder.host.check_positions([0], [len(prompt) + max(new - 1, 0)])
 
 
 def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
