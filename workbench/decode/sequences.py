@@ -127,7 +127,8 @@ class Sequences:
             hook: see `ShardHook`.
             min_columns: the fewest columns of the call.
             keep: whether to keep a copy of recurrent states from before the call, so
-                that `trim` can go back into it. A slice write keeps none.
+                that `trim` can go back into it. Ignored for a slice write and for a call of
+                one token a sequence.
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
