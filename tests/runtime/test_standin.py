@@ -175,7 +175,8 @@ def swept(source, tmp_path_factory):
     for batch, faults in (2, alone), (1, ROWS.keys() - alone):
         grid = {"checkpoint": str(source), "validate_ids": IDS}
         sizes = {"max_seq_len": [16], "tokens": ["1-2"], "batch": [batch]}
-        run = {"runtime": sorted(map(runtime_with, faults)), "n_gen": 2, "repetitions": 1}
+        runtimes = sorted(map(runtime_with, faults))
+        run = {"runtime": runtimes, "n_gen": 2, "repetitions": 1}
         cells = sweep.make_grid(grid | {"export": sizes, "run": run})
         where = {"root": folder / "log", "bundles": folder / "bundles"}
         sweep.sweep(cells, progress=False, **where)
@@ -190,7 +191,8 @@ def test_a_fault_ends_in_its_row(swept, fault):
     is_row = [config["run"]["runtime"] == runtime_with(fault) for config in configs]
     (row,), (config,) = rows[is_row].to_dict("records"), configs[is_row]
     row = {name: None if value != value else value for name, value in row.items()}
-    assert row["runtime"] == runtime_with(fault) and row["placement_source"] != "measured"
+    assert row["runtime"] == runtime_with(fault)
+    assert row["placement_source"] != "measured"
     assert {name: row[name] for name in columns} == columns
     assert (reason in row["reason"]) if reason else row["reason"] is None
     assert placement_reason in config.get("placement", "")

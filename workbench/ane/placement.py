@@ -146,7 +146,10 @@ def read_compute_plan(
 
 
 def count_units(
-    shard: str, plan: list[PlacedOperation], source: str = "measured", rules: Iterable = ()
+    shard: str,
+    plan: list[PlacedOperation],
+    source: str = "measured",
+    rules: Iterable = (),
 ) -> Placement:
     """The placement of a compute plan, by each operation's preferred unit; operations
     without one count in `ops` alone."""

@@ -191,10 +191,7 @@ class LoadedShards:
         return inputs
 
     def run_calls(
-        self,
-        model: Model,
-        calls: Sequence[ShardCall],
-        on_call: OnCall | None = None,
+        self, model: Model, calls: Sequence[ShardCall], on_call: OnCall | None = None
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
 

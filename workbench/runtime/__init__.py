@@ -214,9 +214,7 @@ def _load_foreign(bundle: Bundle, shard: Shard, settings: Settings) -> Model:
         path = bundle.package(shard) / part.package
         compiled = _compiled_path(bundle, shard, path, settings.runtime)
         models = {
-            name: _load(
-                Package(path, function=name, compiled_path=compiled), settings
-            )
+            name: _load(Package(path, function=name, compiled_path=compiled), settings)
             for name in shard.foreign.functions_of(part)
         }
         parts.append(LoadedPart(part, models))
