@@ -70,7 +70,7 @@ def test_devices_are_listed_by_kind_with_the_cores_of_the_engine(monkeypatch):
         {"kind": "ane", "cores": 16},
     ]
     assert hasattr(kinds.MLNeuralEngineComputeDevice, "total_core_count")
-    assert set(doctor.KINDS) <= set(vars(kinds))
+    assert set(doctor.DEVICE_UNITS) <= set(vars(kinds))
 
 
 def test_a_coremltools_without_its_native_layer_says_so():

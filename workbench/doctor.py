@@ -10,7 +10,7 @@ from miltorch.coremltools_import import coremltools, frozen_gc, quiet
 from workbench import log, plugins, process, runtime
 from workbench.errors import InputError, one_line
 from workbench.log.machine import hardware
-from workbench.runtime.coreml import KINDS
+from workbench.runtime.coreml import DEVICE_UNITS
 
 UNITS = ("CPU_ONLY", "CPU_AND_NE")
 TIMEOUT_S = 120
@@ -112,7 +112,7 @@ def compute_devices() -> list[dict]:
     check_native_layer()
     return [
         {
-            "kind": KINDS.get(type(device).__name__, type(device).__name__),
+            "kind": DEVICE_UNITS.get(type(device).__name__, type(device).__name__),
             "cores": getattr(device, "total_core_count", None),
         }
         for device in ct.models.compute_device.MLComputeDevice.get_all_compute_devices()

@@ -2,10 +2,10 @@
 of the tokens that remain.
 
 A program runs on a batch of three sequences. The test notes the history of every sequence: its
-calls, and for each call T, the tokens that remain of it, and the sequence's place in the batch, on
-which a kernel's order of sums depends. At the end new sequences run each history alone while the
-others wait: in `exact`, one more call must compute the same bits, and every state must hold them.
-"""
+calls, and for each call T, the tokens that remain of it, and the sequence's place in the batch (a
+kernel's order of sums depends on the place). At the end new sequences run each history alone while
+the others wait: in `exact`, one more call must compute the same bits, and every state must hold
+them."""
 
 import tempfile
 from collections.abc import Iterator
@@ -33,31 +33,44 @@ SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "layout": "bc1t"})
 
 
 @dataclass
-class Lineage:
-    """The history of a sequence: its calls as [T, tokens that remain, place in the batch]; `high`,
-    the most tokens that it has had; and `last`, how many tokens remain of the last call, in which
-    the sequence may have waited. `last` is 0 after a call of one token of each sequence, for which
-    no recurrent state is kept."""
+class Call:
+    """A call of T columns: the tokens of one sequence that remain of it, and the sequence's place
+    in the batch."""
 
-    calls: list[list] = field(default_factory=list)
-    high: int = 0
-    last: int = 0
+    T: int
+    tokens: list[int]
+    place: int
+
+
+@dataclass
+class Lineage:
+    """The history of a sequence.
+
+    Attributes:
+        most_tokens: the most that the sequence has had.
+        undoable: how many tokens remain of the last call, in which the sequence may have waited; 0
+            after a call of one token of each sequence, for which no recurrent state is kept.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    most_tokens: int = 0
+    undoable: int = 0
 
     @property
     def ids(self) -> list[int]:
-        return [token for _, tokens, _ in self.calls for token in tokens]
+        return [token for call in self.calls for token in call.tokens]
 
-    def add(self, T: int, tokens: list[int], place: int, is_undoable: bool) -> None:
-        if tokens:
-            self.calls.append([T, tokens, place])
-        self.last = is_undoable * len(tokens)
-        self.high = max(self.high, len(self.ids))
+    def add(self, call: Call, is_undoable: bool) -> None:
+        if call.tokens:
+            self.calls.append(call)
+        self.undoable = len(call.tokens) if is_undoable else 0
+        self.most_tokens = max(self.most_tokens, len(self.ids))
 
     def undo(self, count: int) -> None:
-        self.last = max(0, self.last - count)
-        for call in self.calls[::-1]:
-            removed = min(count, len(call[1]))
-            del call[1][len(call[1]) - removed :]
+        self.undoable = max(0, self.undoable - count)
+        for call in reversed(self.calls):
+            removed = min(count, len(call.tokens))
+            del call.tokens[len(call.tokens) - removed :]
             count -= removed
 
 
@@ -75,16 +88,20 @@ class Program:
         self.decoder.begin()
         shares = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
         for _ in range(STEPS):
-            self.done.append(self.rng.choice(list(OPERATIONS), p=shares))
-            getattr(self, self.done[-1])()
+            operation = self.rng.choice(list(OPERATIONS), p=shares)
+            self.done.append(operation)
+            getattr(self, operation)()
 
-    def ran(self, chunk: list[list[int]], is_undoable: bool) -> None:
-        """Notes a call; `is_undoable`: whether recurrent states go back into it."""
+    def note_call(self, chunk: list[list[int]], is_undoable: bool) -> None:
+        """Notes a call in every lineage; `is_undoable`: whether recurrent states go back into
+        it."""
+        T = max(map(len, chunk))
         for seq, tokens in enumerate(chunk):
-            self.lineages[seq].add(max(map(len, chunk)), tokens, seq, is_undoable)
+            self.lineages[seq].add(Call(T, tokens, place=seq), is_undoable)
 
     def room(self, seq: int) -> int:
-        return S - 1 - len(self.lineages[seq].ids)  # one place for the last call
+        """How many tokens a sequence can still take, but for the one of the last call."""
+        return S - 1 - len(self.lineages[seq].ids)
 
     def tokens(self, count: int) -> list[int]:
         return self.rng.integers(0, self.decoder.manifest.dims.V, count).tolist()
@@ -99,14 +116,16 @@ class Program:
             self.decoder.prefill(prompts, tile)
             for start in range(0, max(map(len, prompts)), tile):
                 chunk = [prompt[start : start + tile] for prompt in prompts]
-                self.ran(chunk, max(map(len, chunk)) > 1)
+                self.note_call(chunk, is_undoable=max(map(len, chunk)) > 1)
 
     def decode(self) -> None:
-        going = [self.room(seq) > 0 and self.rng.random() < 0.8 for seq in range(B)]
-        if any(going):
-            tokens = [self.tokens(1) if go else [] for go in going]
-            self.decoder.decode_one_token([t[0] if t else None for t in tokens])
-            self.ran(tokens, False)
+        takes_token = [
+            self.room(seq) > 0 and self.rng.random() < 0.8 for seq in range(B)
+        ]
+        if any(takes_token):
+            chunk = [self.tokens(1) if takes else [] for takes in takes_token]
+            self.decoder.decode_one_token([ids[0] if ids else None for ids in chunk])
+            self.note_call(chunk, is_undoable=False)
 
     def trim(self) -> None:
         """Within the promised depth a trim must work; beyond it a trim may be refused, and then
@@ -124,9 +143,9 @@ class Program:
     def promised(self, lineage: Lineage) -> int:
         """How many tokens can be trimmed at least: from the most that the sequence has had, t_max
         tokens; with recurrent states, those of the last call."""
-        depth = T_MAX - (lineage.high - len(lineage.ids))
+        depth = T_MAX - (lineage.most_tokens - len(lineage.ids))
         if has_recurrent_state(self.decoder.manifest):
-            return min(depth, lineage.last)
+            return min(depth, lineage.undoable)
         return depth
 
     def snapshot(self) -> None:
@@ -136,7 +155,7 @@ class Program:
             int(self.rng.integers(0, snapshot.offset - snapshot.min_length + 1)) // 2
         )
         lineage.undo(count)
-        lineage.last = 0
+        lineage.undoable = 0
         with tempfile.TemporaryDirectory() as folder:
             store.save(folder, "sequence", snapshot.trim(count))
             self.stored.append((store.load(folder, "sequence"), lineage))
@@ -161,22 +180,23 @@ class Program:
         index = int(self.rng.integers(-1, len(self.stored)))
         return self.stored[index] if index >= 0 else None
 
-    def faults(self) -> Iterator[str]:
+    def differences(self) -> Iterator[str]:
         """The differences between the sequences and runs of their histories alone."""
-        decoder, last = self.decoder, [self.tokens(1) for _ in range(B)]
-        hidden, _ = decoder.seqs.advance(last)
-        left = [decoder.snapshot(seq) for seq in range(B)]
+        decoder = self.decoder
+        last_tokens = [self.tokens(1) for _ in range(B)]
+        hidden, _ = decoder.seqs.advance(last_tokens)
+        snapshots = [decoder.snapshot(seq) for seq in range(B)]
         for seq, lineage in enumerate(self.lineages):
-            seqs, before = decoder.new_sequences(), seq
-            for T, tokens, place in [*lineage.calls, [1, last[seq], seq]]:
-                if tokens:
-                    move(seqs, before, place)
-                    chunk = [tokens if s == place else [] for s in range(B)]
-                    alone, _ = seqs.advance(chunk, min_columns=T)
-                    before = place
-            if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
+            seqs, place = decoder.new_sequences(), seq
+            for call in [*lineage.calls, Call(1, last_tokens[seq], place=seq)]:
+                if call.tokens:
+                    move(seqs, place, call.place)
+                    place = call.place
+                    chunk = [call.tokens if s == place else [] for s in range(B)]
+                    hidden_alone, _ = seqs.advance(chunk, min_columns=call.T)
+            if not np.array_equal(hidden_alone[seq, :, 0], hidden[seq, :, 0]):
                 yield f"the hidden state of sequence {seq}"
-            for name in differing(left[seq], seqs.snapshot(seq)):
+            for name in differing(snapshots[seq], seqs.snapshot(seq)):
                 yield f"{name} of sequence {seq}"
 
 
@@ -208,10 +228,12 @@ def options(family: str, shape: int) -> dict:
     return sizes | ring | SHAPES[shape]
 
 
-def fault_of(decoder: Decoder, seed: int) -> str:
+def find_differences(decoder: Decoder, seed: int) -> str:
     """The differences at the end of the program of a seed, and its operations; "" without a
     difference."""
     program = Program(decoder, seed)
     program.run()
-    faults = list(program.faults())
-    return f"{', '.join(faults)} after {', '.join(program.done)}" if faults else ""
+    differences = list(program.differences())
+    if not differences:
+        return ""
+    return f"{', '.join(differences)} after {', '.join(program.done)}"

@@ -58,12 +58,13 @@ def test_64_greedy_tokens_equal_hugging_face(family, exports):
 
 
 def state_of(decoder) -> tuple[list, list]:
+    """The tokens and the states of the current sequences."""
     states = [state.read(name) for state, name in decoder.seqs.named_states]
     return [list(ids) for ids in decoder.seqs.ids], states
 
 
-def foreign(decoder) -> Snapshot:
-    """A snapshot of another bundle."""
+def of_another_bundle(decoder) -> Snapshot:
+    """A snapshot of the decoder, with the identity of a decoder of another bundle."""
     return replace(decoder.snapshot(), identity="f" * 64)
 
 
@@ -83,8 +84,8 @@ def foreign(decoder) -> Snapshot:
         (lambda d: d.trim(1, seq=1), "sequence: found 1"),
         (lambda d: d.snapshot(-1), "sequence: found -1"),
         (lambda d: d.add(1, d.snapshot()), "sequence: found 1"),
-        (lambda d: d.add(0, foreign(d)), "identity"),
-        (lambda d: d.begin(foreign(d)), "identity"),
+        (lambda d: d.add(0, of_another_bundle(d)), "identity"),
+        (lambda d: d.begin(of_another_bundle(d)), "identity"),
         (lambda d: d.begin([None] * 2), "a value for each sequence"),
         (lambda d: d.seqs.advance([[1] * 5]), "5 tokens.*t_max = 4"),
         (lambda d: d.seqs.advance([[1]], min_columns=5), "5 tokens.*t_max = 4"),
@@ -95,8 +96,8 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, messag
     ids, states = state_of(llama)
     with refused(message):
         call(llama)
-    left, after = state_of(llama)
-    assert left == ids and all(map(np.array_equal, states, after))
+    ids_after, states_after = state_of(llama)
+    assert ids_after == ids and all(map(np.array_equal, states, states_after))
 
 
 @pytest.mark.parametrize("family, goes_on", [("llama", True), ("lfm2", False)])
@@ -158,12 +159,14 @@ def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
         decoder = Decoder(bundle, "portable", fast=fast)
         decoder.generate([1, 2, 3], 3, stop=())
         executables = [
-            one for m in decoder.layer_shards for one in m.executables.values()
+            executable
+            for model in decoder.layer_shards
+            for executable in model.executables.values()
         ]
         references = list(map(weakref.ref, executables))
         gc.disable()
         try:
             del decoder, executables
-            assert not any(alive() for alive in references)
+            assert not any(reference() for reference in references)
         finally:
             gc.enable()

@@ -33,20 +33,20 @@ def test_an_inspection_leaves_the_decoder_s_sequence_as_it_was(
     decoder, other = (Decoder(llama_bundle, "portable", fast=True) for _ in range(2))
     for one in (decoder, other):
         one.prefill(IDS)
-    run_calls, done = portable.run_calls, []
+    run_calls, executables_that_ran = portable.run_calls, []
 
-    def stopped(executable, *arguments):
+    def run_until_stopped(executable, *arguments):
         outputs = run_calls(executable, *arguments)
-        done.append(executable)
-        if len(done) == calls:
+        executables_that_ran.append(executable)
+        if len(executables_that_ran) == calls:
             raise KeyboardInterrupt
         return outputs
 
     ends = pytest.raises(KeyboardInterrupt) if calls else nullcontext()
     with monkeypatch.context() as patch, ends:
-        patch.setattr(portable, "run_calls", stopped)
+        patch.setattr(portable, "run_calls", run_until_stopped)
         INSPECTIONS[name](decoder, llama_golden)
-    assert done  # the literal graph ran
+    assert executables_that_ran  # the literal graph ran
     for token in (5, 42):  # the earlier sequence continues
         logits = [one.decode_one_token(token) for one in (decoder, other)]
         assert np.array_equal(*logits)

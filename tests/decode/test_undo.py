@@ -15,36 +15,43 @@ MATRICES = "qwen3_5_text", "granitemoehybrid"
 GUIDE = tiny.ROOT / "docs" / "guide.md"
 
 
-def three(exports, family: str, shape: int = 0) -> Decoder:
+def decoder_of_three(exports, family: str, shape: int = 0) -> Decoder:
     """A decoder of three sequences."""
     options = programs.options(family, shape)
     return exports.decoder(family, **options)
 
 
-# the program of this seed goes back into a call, where an undo could forget a tail
-BACK = 11
+# the seed of a program that goes back into a call, where an undo could forget a tail
+UNDOES_PART_OF_A_CALL = 11
 
 
 @pytest.mark.parametrize(
     "family, seed",
-    [("gemma3_text", 1), ("lfm2", BACK), wide("lfm2", 0), wide("zaya", BACK)],
+    [
+        ("gemma3_text", 1),
+        ("lfm2", UNDOES_PART_OF_A_CALL),
+        wide("lfm2", 0),
+        wide("zaya", UNDOES_PART_OF_A_CALL),
+    ],
 )
 def test_a_random_program_ends_as_the_tokens_that_count_alone(exports, family, seed):
-    assert not programs.fault_of(three(exports, family), seed)
+    assert not programs.find_differences(decoder_of_three(exports, family), seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", tiny.DIMS)
 def test_200_random_programs_end_as_the_tokens_that_count_alone(exports, family):
-    decoders = [three(exports, family, shape) for shape in (0, 1)]
-    faults = {seed: programs.fault_of(decoders[seed % 2], seed) for seed in range(200)}
-    assert not {seed: fault for seed, fault in faults.items() if fault}
+    decoders = [decoder_of_three(exports, family, shape) for shape in (0, 1)]
+    differences = {
+        seed: programs.find_differences(decoders[seed % 2], seed) for seed in range(200)
+    }
+    assert not {seed: text for seed, text in differences.items() if text}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("family", MATRICES)
 def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family):
-    decoder = three(exports, family)
+    decoder = decoder_of_three(exports, family)
     decoder.begin()
     ids = tiny.prompt(decoder.manifest.dims.V, 18)
     decoder.prefill([ids] * 3)  # in calls of 4: the last has two tokens
@@ -54,7 +61,7 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
         decoder.snapshot().trim(1)
     assert [decoder.trim(1), decoder.trim(1)] == [1, 1]
     assert decoder.snapshot().min_length == 16
-    assert not any(programs.fault_of(decoder, seed) for seed in range(3))
+    assert not any(programs.find_differences(decoder, seed) for seed in range(3))
 
 
 @pytest.mark.matrix(1, wide=3)

@@ -80,41 +80,47 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
 ):
     model = load_shard(bundle, shard, COREML)
     state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
+
+    def load():
+        return load_shard(bundle, shard, COREML)
+
     uses = {
+        "compile": load,
+        "disk": load,
+        "load": load,
         "make_state": model.make_state,
         "predict": lambda: model.predict(tiny.filled(shard), state),
         "read": lambda: state.read(name),
         "write": lambda: state.write(name, np.zeros(entry.shape, np.float16)),
     }
-
     text = "x × 5 failed with error code: -14"
-
-    def fail(*_):
-        raise OSError(text) if step == "disk" else shim._error(f'"{text}"')
-
-    shutil.rmtree(model.compiled)
-    monkeypatch.setattr(*NATIVE[step], fail)
+    if step == "disk":
+        error, message = OSError(text), text
+    else:
+        error = shim._error(f'"{text}"')
+        message = f'NSLocalizedDescription = "\\"{text}\\""'
+    shutil.rmtree(model.compiled_path)
+    monkeypatch.setattr(*NATIVE[step], mock.Mock(side_effect=error))
     with refused(shard.name) as refusal:
-        uses.get(step, lambda: load_shard(bundle, shard, COREML))()
+        uses[step]()
     assert "\n" not in str(refusal.value)
-    words = f'NSLocalizedDescription = "\\"{text}\\""'
-    assert refusal.value.actual == (text if step == "disk" else words)
+    assert refusal.value.actual == message
 
 
 # --- compiled shards ------------------------------------------------------------------------------
 
 
-def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard):
+def test_a_shard_is_compiled_once_and_its_times_are_recorded(bundle, shard):
     with mock.patch.object(
         shim.Proxy, "compileModel", side_effect=shim.Proxy.compileModel
     ) as compile_model:
         first, second = (load_shard(bundle, shard, COREML) for _ in range(2))
     compile_model.assert_called_once()
     path = coreml.compiled_path(bundle, shard)
-    assert first.compiled == second.compiled == path
+    assert first.compiled_path == second.compiled_path == path
     for model, cold in ((first, True), (second, False)):
-        told = {name for name, ms in model.loading_ms.items() if ms}
-        assert told == ({"compile", "cold_load"} if cold else {"load"})
+        timed = {stage for stage, ms in model.loading_ms.items() if ms}
+        assert timed == ({"compile", "cold_load"} if cold else {"load"})
     decoder, times = Decoder(bundle, "coreml"), []
     for ids in ([1, 2, 3], [4]):
         decoder.prefill(ids)

@@ -65,10 +65,8 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     decoder.prefill([1, 2, 3])
     named = decoder.seqs.named_states
     before = [state.read(name) for state, name in named]
-    model, inputs = (
-        decoder.layer_shards[0],
-        tiny.filled(decoder.layer_shards[0].shard, T),
-    )
+    model = decoder.layer_shards[0]
+    inputs = tiny.filled(model.shard, T)
     inputs["pos"] = np.array([position], np.int32)
     with refused("an update of shape"):
         model.predict(inputs, named[0][0])

@@ -16,10 +16,8 @@ from workbench.runtime import Settings, load_shard
 from workbench.runtime.coreml import CoreMLState
 from workbench.sweep import timing
 
-PROMPT, MORE = (
-    8,
-    5,
-)  # tokens that T = 4 divides, tokens that are decoded one by one after them
+# tokens of a prompt, which T = 4 divides, and tokens that are decoded one by one after it
+PROMPT, MORE = 8, 5
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def bundle(exports, source):
 def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, source):
     """A prompt at T = 4, then single tokens, as with one flexible program; the head has one T."""
     flexible = exports.bundle(source, tokens="1-4", max_seq_len=24)
-    one, several = (Decoder(decoder, "coreml") for decoder in (flexible, bundle))
+    one, several = (Decoder(exported, "coreml") for exported in (flexible, bundle))
     ids = tiny.prompt(90, PROMPT + MORE)
     logits, expected = (
         [decoder.prefill(ids[:PROMPT]), *map(decoder.decode_one_token, ids[PROMPT:])]

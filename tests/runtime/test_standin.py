@@ -110,13 +110,12 @@ COMMANDS = {
 }
 
 
-def of(name: str, bundle, source, where: str) -> list[str]:
-    """The arguments of a command on a runtime."""
+def command_line(name: str, bundle, source, runtime: str) -> list[str]:
+    """The arguments of one of `COMMANDS` on a runtime."""
     verb, *options = COMMANDS[name]
     checkpoint = [source] if name == "validate" else []
-    return list(
-        map(str, [verb, bundle.root, *options, *checkpoint, "--runtime", where])
-    )
+    arguments = [verb, bundle.root, *options, *checkpoint, "--runtime", runtime]
+    return list(map(str, arguments))
 
 
 @pytest.mark.matrix(2, wide=2)
@@ -125,7 +124,7 @@ def test_commands_end_as_on_portable_without_an_illegal_call(name, source, bundl
     """The shim prints every array that the binding would refuse, which is no JSON."""
     results = []
     for where in ("stand-in", "portable"):
-        ended = cli(*of(name, bundle, source, where), "--json")
+        ended = cli(*command_line(name, bundle, source, where), "--json")
         assert ended.exit_code == 0, ended.output
         results.append(json.loads(ended.stdout))
     ours, portable = results
@@ -147,7 +146,9 @@ DIED, PLANLESS = {"status": "failed"}, {"status": "ok", "placement_source": None
 ON_CPU = {"status": "invalid", "placement_source": "simulated", "ane_ops_share": 0.0}
 ON_ENGINE = {"status": "ok", "placement_source": "simulated", "ane_ops_share": 1.0}
 NOWHERE = "not on the Neural Engine: the plan puts 0 of "
-ROWS = {  # fault → columns, and words of the reason, of the config's reason for no placement
+# fault → columns of its row, words of the row's reason, words of the reason in its config why
+# there is no placement
+ROWS = {
     "": (PLANLESS, "", "MLComputePlan"),
     "load14": (DIED, "error code: -14", ""),
     "fallback": (ON_CPU, NOWHERE, ""),
@@ -161,7 +162,8 @@ ROWS = {  # fault → columns, and words of the reason, of the config's reason f
 }
 
 
-def name_of(fault: str) -> str:
+def runtime_with(fault: str) -> str:
+    """The name of the stand-in with a fault; "": without one."""
     return f"stand-in-{fault}" if fault else "stand-in"
 
 
@@ -173,7 +175,8 @@ def swept(source, tmp_path_factory):
     for batch, faults in (2, alone), (1, ROWS.keys() - alone):
         grid = {"checkpoint": str(source), "validate_ids": IDS}
         sizes = {"max_seq_len": [16], "tokens": ["1-2"], "batch": [batch]}
-        run = {"runtime": sorted(map(name_of, faults)), "n_gen": 2, "repetitions": 1}
+        runtimes = sorted(map(runtime_with, faults))
+        run = {"runtime": runtimes, "n_gen": 2, "repetitions": 1}
         cells = sweep.make_grid(grid | {"export": sizes, "run": run})
         where = {"root": folder / "log", "bundles": folder / "bundles"}
         sweep.sweep(cells, progress=False, **where)
@@ -182,16 +185,17 @@ def swept(source, tmp_path_factory):
 
 @pytest.mark.parametrize("fault", ROWS)
 def test_a_fault_ends_in_its_row(swept, fault):
-    columns, reason, planless = ROWS[fault]
+    columns, reason, placement_reason = ROWS[fault]
     rows = log.load("runs", root=swept)
     configs = rows["config"].map(json.loads)
-    is_row = [config["run"]["runtime"] == name_of(fault) for config in configs]
+    is_row = [config["run"]["runtime"] == runtime_with(fault) for config in configs]
     (row,), (config,) = rows[is_row].to_dict("records"), configs[is_row]
     row = {name: None if value != value else value for name, value in row.items()}
-    assert row["runtime"] == name_of(fault) and row["placement_source"] != "measured"
+    assert row["runtime"] == runtime_with(fault)
+    assert row["placement_source"] != "measured"
     assert {name: row[name] for name in columns} == columns
     assert (reason in row["reason"]) if reason else row["reason"] is None
-    assert planless in config.get("placement", "")
+    assert placement_reason in config.get("placement", "")
     samples = log.load("samples", root=swept, where={"run_id": [row["run_id"]]})
     assert samples.empty == (row["status"] == "failed")
     assert row["status"] == "failed" or row["verdict"] == "GREEN"
@@ -217,7 +221,7 @@ def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
 def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
     name, bundle, source
 ):
-    arguments = of(name, bundle, source, "stand-in-load14")
+    arguments = command_line(name, bundle, source, "stand-in-load14")
     ended = cli(*arguments)
     assert (ended.exit_code, ended.stdout) == (2, "")
     words = "^workbench: shard layers_00_00: found .*error code: -14.*try other --compute-units.*$"
@@ -228,14 +232,14 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize("where", ["stand-in-fallback", "portable"])
 @pytest.mark.parametrize("name", ["generate", "plan"])
 def test_compute_units_that_are_none_are_refused(name, where, bundle, source):
-    arguments = of(name, bundle, source, where)
+    arguments = command_line(name, bundle, source, where)
     ended = cli(*arguments, "--compute-units", "ANE")
     assert ended.exit_code == 2 and "compute units: found 'ANE'" in ended.output
 
 
 def test_messages_of_the_compiler_stay_out_of_the_output(source, tmp_path, capfd):
     fresh = export(source, tmp_path / "fresh", **OPTIONS)
-    ended = cli(*of("generate", fresh, source, "stand-in-chatter"), "--json")
+    ended = cli(*command_line("generate", fresh, source, "stand-in-chatter"), "--json")
     assert ended.exit_code == 0 and len(json.loads(ended.stdout)["tokens"]) == 2
     out, err = capfd.readouterr()
     assert not out and err.count("coremlcompiler: note") == 2  # two shards
@@ -244,7 +248,7 @@ def test_messages_of_the_compiler_stay_out_of_the_output(source, tmp_path, capfd
 @pytest.mark.parametrize("fault", ["", "fallback", "plan-raises", "plan-aborts"])
 def test_residency_without_a_plan_predicts_and_says_why(fault, bundle, source):
     words = ROWS[fault][-1]
-    ended = cli(*of("plan", bundle, source, name_of(fault)), "--json")
+    ended = cli(*command_line("plan", bundle, source, runtime_with(fault)), "--json")
     result = json.loads(ended.stdout)
     assert ended.exit_code == 0
     assert result["source"] == ("predicted" if words else "simulated")
@@ -258,7 +262,7 @@ def test_residency_without_a_plan_predicts_and_says_why(fault, bundle, source):
 
 
 def test_a_plan_that_names_no_unit_makes_no_run_invalid():
-    silent = placement.count_units("s", [coreml.Placed("conv", "y", None, ())])
+    silent = placement.count_units("s", [coreml.PlacedOperation("conv", "y", None, ())])
     row = placement.run_columns([silent], "CPU_AND_NE")
     assert "status" not in row and "ane_ops_share" not in row
 

@@ -11,7 +11,7 @@ import miltorch
 from miltorch.coremltools_import import coremltools
 from miltorch.program import read_spec
 from miltorch.shim import Proxy, StateProxy, _error
-from workbench.runtime.coreml import KINDS
+from workbench.runtime.coreml import DEVICE_UNITS
 from workbench.runtime.standin import StandInModel
 
 
@@ -121,7 +121,7 @@ class Plan:
 
     def block(self, operations: list) -> SimpleNamespace:
         devices, listed = coremltools().models.compute_device, []
-        names = {unit: name for name, unit in KINDS.items()}
+        names = {unit: name for name, unit in DEVICE_UNITS.items()}
         for kind, unit, *inside in operations:
             usage = None
             if unit:  # past the checks for native proxies

@@ -19,7 +19,7 @@ from miltorch.program import read_spec
 from workbench.ane.rules import LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
-from workbench.runtime.coreml import Placed, compiled_path, compute_plan
+from workbench.runtime.coreml import PlacedOperation, compiled_path, compute_plan
 
 LISTED_NAMES = 5
 """The most operations that a placement names for each rule."""
@@ -119,7 +119,7 @@ def place_operations(shard: str, graph: LintGraph) -> Placement:
         runs_on_ane = is_supported and not program_fails and op.name not in staying
         preferred = "ane" if runs_on_ane else "cpu"
         supported = ("ane", "cpu") if is_supported else ("cpu",)
-        plan.append(Placed(op.kind, op.name, preferred, supported))
+        plan.append(PlacedOperation(op.kind, op.name, preferred, supported))
     return count_units(shard, plan, "predicted", listed)
 
 
@@ -146,7 +146,10 @@ def read_compute_plan(
 
 
 def count_units(
-    shard: str, plan: list[Placed], source: str = "measured", rules: Iterable = ()
+    shard: str,
+    plan: list[PlacedOperation],
+    source: str = "measured",
+    rules: Iterable = (),
 ) -> Placement:
     """The placement of a compute plan, by each operation's preferred unit; operations
     without one count in `ops` alone."""

@@ -26,6 +26,7 @@ from workbench.check.fidelity import summarize_kl
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
 from workbench.decode import Decoder
+from workbench.decode.shards import ShardCall
 from workbench.errors import InputError
 from workbench.files import check_regular, write_whole
 from workbench.models.checkpoint import Checkpoint
@@ -257,11 +258,12 @@ def last_outputs(
     outputs = []
     for segment in _segments(decoder, sequences):
         inputs = [call.inputs for call in segment]
-        counts = [call.counts for call in segment]
-        hooks = [None] * len(segment)
         for model, state in zip(decoder.layer_shards, states):
-            same_state = [state] * len(segment)
-            inputs = decoder.run_calls(model, inputs, counts, same_state, hooks)
+            calls = [
+                ShardCall(values, call.counts, state)
+                for values, call in zip(inputs, segment)
+            ]
+            inputs = decoder.run_calls(model, calls)
         for call, results in zip(segment, inputs):
             if call.end > first:
                 x = results[X].reshape(len(sequences), -1, call.width)

@@ -37,6 +37,7 @@ from workbench.check.golden import Golden, check_fits
 from workbench.check.hf import round_stream
 from workbench.check.trace import LayerTrace, Trace, stack, unstack
 from workbench.decode import Decoder
+from workbench.decode.shards import ShardCall
 from workbench.progress import bar
 from workbench.runtime import Model, State
 
@@ -243,36 +244,13 @@ def run_passes(
     return [recorder.finished_traces(head) for recorder in recorders]
 
 
-@dataclass(frozen=True)
-class ShardCall:
-    """One call of a shard in a pass.
-
-    Attributes:
-        counts: see `PlannedCall`.
-        hook: see `_Recorder.hooks`.
-    """
-
-    inputs: Inputs
-    counts: np.ndarray
-    state: State
-    hook: Callable | None
-
-
 def _run_shard(
     decoder: Decoder, model: Model, calls: list[list[ShardCall]]
 ) -> list[list[Inputs]]:
     """The outputs of the calls of each pass. The shard runs the calls of all passes
     together."""
     flat = [call for pass_calls in calls for call in pass_calls]
-    results = iter(
-        decoder.run_calls(
-            model,
-            [call.inputs for call in flat],
-            [call.counts for call in flat],
-            [call.state for call in flat],
-            [call.hook for call in flat],
-        )
-    )
+    results = iter(decoder.run_calls(model, flat))
     return [list(islice(results, len(pass_calls))) for pass_calls in calls]
 
 
@@ -314,7 +292,7 @@ def _scaled_embeddings(
     `token_scales` of their tokens; a bundle without them keeps its inputs."""
     scaled = []
     for call, values in zip(prompt_run.calls, inputs, strict=True):
-        scales = decoder.plane(call.columns(prompt_run.token_scales[..., None]))
+        scales = decoder.to_layout(call.columns(prompt_run.token_scales[..., None]))
         products = {
             name: values[name] * scales for name in (X0, PER_LAYER) if name in values
         }
@@ -406,7 +384,7 @@ class _Recorder:
 
     def plane(self, call: PlannedCall, rows: np.ndarray) -> np.ndarray:
         """The rows of a call's tokens in the bundle's layout."""
-        return self.decoder.plane(call.columns(rows))
+        return self.decoder.to_layout(call.columns(rows))
 
     def hooks(self, shard: Shard) -> list[Callable | None]:
         """The hook of every call of a shard; None if no value inside it is read or

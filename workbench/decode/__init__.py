@@ -5,6 +5,7 @@ Token ids become tokens in this order; each file imports those before it:
 
     checks.py     checks of the ids, counts and indices that a caller gives
     inputs.py     masks, write addresses and rotary tables of a call
+    hooks.py      the hook on every operation of a shard
     experts.py    routed experts: which run, and the sum of their outputs
     snapshot.py   a detached copy of one sequence, and how far a sequence can be trimmed
     shards.py     the loaded shards: one call of a layer shard, and of the head

@@ -26,9 +26,9 @@ def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
     return [whole_number(value, subject, V) for value in ids]
 
 
-def prompts(ids, batch: int, V: int) -> list[list[int]]:
-    """The prompt of each of `batch` sequences. `ids` has one list per sequence; plain
-    ids are the prompt of a single sequence."""
+def check_prompts(ids, batch: int, V: int) -> list[list[int]]:
+    """The prompt of each of `batch` sequences as plain ints; at least one has a token.
+    `ids` has one list per sequence; plain ids are the prompt of a single sequence."""
     is_plain = len(ids) and np.ndim(ids[0]) == 0
     lists = [ids] if is_plain else ids
     if len(lists) != batch or not any(map(len, lists)):

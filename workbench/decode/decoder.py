@@ -76,8 +76,8 @@ class Decoder(LoadedShards):
         """New sequences.
 
         Args:
-            after: None; one snapshot, which every sequence continues; or a list with a
-                snapshot or None for each sequence.
+            after: what they continue: one snapshot for every sequence, or a list with a
+                snapshot or None for each. None: a sequence without a token.
 
         Raises:
             InputError: a snapshot that does not fit.
@@ -95,14 +95,14 @@ class Decoder(LoadedShards):
         self.seqs = seqs
 
     def begin(self, snapshot=None) -> None:
-        """Makes `new_sequences` the current ones; if a snapshot is refused, the earlier
-        ones stay."""
+        """Makes new sequences, which continue `snapshot`, the current ones; see `after` of
+        `new_sequences`. If a snapshot is refused, the earlier sequences stay."""
         self._continue_with(self.new_sequences(snapshot))
 
     def prefill(self, ids, tile: int | None = None) -> np.ndarray:
         """Runs the prompt of each current sequence; see `Sequences.prefill`. Returns
         logits after the last token: [V], or [B, V] when batch > 1."""
-        return self._of_batch(self.seqs.prefill(ids, tile))
+        return self._squeeze_batch(self.seqs.prefill(ids, tile))
 
     def decode_one_token(self, token) -> np.ndarray:
         """Continues each current sequence by one token (batch > 1: a list, None for a
@@ -115,7 +115,7 @@ class Decoder(LoadedShards):
         tokens = [token] if np.ndim(token) == 0 else token
         chunk = [[] if token is None else [token] for token in tokens]
         logits, _ = self.seqs.step(chunk)
-        return self._of_batch(logits)
+        return self._squeeze_batch(logits)
 
     def stream(
         self, ids, max_new, *, after=None, stop=None, sampling=GREEDY
@@ -172,21 +172,21 @@ class Decoder(LoadedShards):
         """Raises an InputError for prompts after which `limits` new tokens cannot be
         decoded."""
         counts = []
-        for prompt, limit, earlier in zip(prompts, limits, seqs.ids):
-            if earlier and not prompt:
+        for prompt, limit, earlier_ids in zip(prompts, limits, seqs.ids):
+            if earlier_ids and not prompt:
                 needed = "at least one token, whose logits give the next one"
                 step = "trim the snapshot by a token and give that one"
                 raise InputError("prompt after a snapshot", "no token", needed, step)
             # the last new token does not run
             counts.append(len(prompt) + max(limit - 1, 0) if prompt else 0)
-        self.host.check(seqs.offsets, counts)
+        self.host.check_positions(seqs.offsets, counts)
 
     def generate(self, ids, max_new, **options) -> list:
         """All tokens of `stream`: a list, or one list per sequence when batch > 1."""
         tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
         for record in self.stream(ids, max_new, **options):
             tokens[record.seq].append(record.token)
-        return self._of_batch(tokens)
+        return self._squeeze_batch(tokens)
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of new sequences of one
@@ -211,9 +211,8 @@ class Decoder(LoadedShards):
         """Takes back the last tokens of a current sequence; see `Sequences.trim`."""
         return self.seqs.trim(count, seq)
 
-    def _of_batch(self, values):
-        """One value per sequence as the public methods return it: without the list if the
-        batch is 1."""
+    def _squeeze_batch(self, values):
+        """The values of all sequences; of a batch of 1 the value of its sequence."""
         return values if self.options.batch > 1 else values[0]
 
 

@@ -3,7 +3,6 @@ per call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from workbench.bundle.names import (
     ROUTER_PROBS,
     ROUTER_SCORES,
 )
+from workbench.decode.hooks import ShardHook, model_hook
 from workbench.runtime import Model
 from workbench.runtime.base import OnCall
 
@@ -29,7 +29,7 @@ class RoutedExperts:
     Args:
         bundle: an opened bundle.
         load: loads one shard.
-        plane: [B, C, T] → the bundle's layout.
+        to_layout: puts [B, C, T] into the bundle's layout.
 
     Attributes:
         takes_all_columns: whether expert shards take every column of a call, because
@@ -43,10 +43,10 @@ class RoutedExperts:
         self,
         bundle: Bundle,
         load: Callable[[Shard], Model],
-        plane: Callable[[np.ndarray], np.ndarray],
+        to_layout: Callable[[np.ndarray], np.ndarray],
     ):
         self.load = load
-        self.plane = plane
+        self.to_layout = to_layout
         self.takes_all_columns = bool(bundle.manifest.options.fixed_sizes)
         self.shards = {
             (shard.layers[0], shard.expert): shard for shard in bundle.shards("expert")
@@ -59,7 +59,7 @@ class RoutedExperts:
         layer: int,
         routed: dict[str, np.ndarray],
         counts: np.ndarray,
-        hook: Callable | None = None,
+        hook: ShardHook | None = None,
         on_call: OnCall | None = None,
     ) -> np.ndarray:
         """Finishes a layer from the outputs of its router shard.
@@ -71,12 +71,13 @@ class RoutedExperts:
         Args:
             routed: the router shard's outputs by name; see `bundle.names` for shapes.
             counts: [B] valid columns.
-            hook: see `Sequences.advance`.
-            on_call: see `LoadedShards.run_calls`.
+            hook: see `ShardHook`.
+            on_call: called before every call of an expert's package.
 
         Returns:
-            The hidden states as a plane.
+            The hidden states in the bundle's layout.
         """
+        # [B, channels, T]: without the axis of 1, which is the last or the one before
         flat = {
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
@@ -96,31 +97,32 @@ class RoutedExperts:
             columns = is_chosen.any(0)
             if self.takes_all_columns:
                 columns = np.ones_like(columns)
-            inputs = {
+            all_columns = {
                 EXPERT_IN: flat[EXPERT_IN],
                 EXPERT_WEIGHT: weights * is_chosen[:, None],
                 ACC: hidden,
             }
             inputs = {
-                name: self.plane(value[:, :, columns]) for name, value in inputs.items()
+                name: self.to_layout(value[:, :, columns])
+                for name, value in all_columns.items()
             }
             model = self.model(layer, expert)
             outputs = self._predict(model, inputs, hook, on_call)
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = outputs[HIDDEN].reshape(*hidden.shape[:2], -1)
-        return self.plane(hidden)
+        return self.to_layout(hidden)
 
     def _predict(
         self,
         model: Model,
         inputs: dict[str, np.ndarray],
-        hook: Callable | None,
+        hook: ShardHook | None,
         on_call: OnCall | None,
     ) -> dict[str, np.ndarray]:
-        shard_hook = None if hook is None else partial(hook, model.shard)
+        expert_hook = model_hook(hook, model.shard)
         if on_call:
-            return model.predict_observed(inputs, None, shard_hook, on_call)
-        return model.predict(inputs, None, shard_hook)
+            return model.predict_observed(inputs, None, expert_hook, on_call)
+        return model.predict(inputs, None, expert_hook)
 
     @contextmanager
     def taking_all_columns(self) -> Iterator[None]:

@@ -23,12 +23,13 @@ from workbench.errors import InputError
 
 
 class AttentionTables(NamedTuple):
-    """What the inputs of one kind of attending layers depend on.
+    """The rope table and the window from which the inputs of one kind of attending layers
+    are computed.
 
     Attributes:
-        suffix: of the inputs' names.
-        rope: its rope table.
-        window: its attention window in tokens; None: all tokens.
+        suffix: of the names of these inputs.
+        rope: the rope table.
+        window: the attention window in tokens; None: all tokens.
     """
 
     suffix: str
@@ -65,7 +66,7 @@ class HostInputs:
             for suffix, layer in layers.items()
         ]
 
-    def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
+    def check_positions(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
         """Raises an InputError for a token at a position past max_seq_len, before
         anything is written.
 
@@ -83,7 +84,7 @@ class HostInputs:
                     "ask for fewer, or export with a larger --max-seq-len",
                 )
 
-    def plane(self, hidden: np.ndarray) -> np.ndarray:
+    def to_layout(self, hidden: np.ndarray) -> np.ndarray:
         """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
         hidden = np.ascontiguousarray(hidden)
         if self.options.layout == "bct1":
@@ -113,7 +114,7 @@ class HostInputs:
             InputError: a position past max_seq_len; unequal positions or dummies for a
                 slice write.
         """
-        self.check(offsets, counts)
+        self.check_positions(offsets, counts)
         # dummies have positions, too, and garbage in their columns: nothing reads either
         positions = offsets[:, None] + np.arange(T)  # [B, T]
         valid = np.arange(T) < counts[:, None]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.bundle.names import X, is_cache
-from workbench.decode import checks
-from workbench.decode.checks import whole_number
-from workbench.decode.shards import LoadedShards, ShardHook
+from workbench.decode.checks import check_prompts, whole_number
+from workbench.decode.hooks import ShardHook
+from workbench.decode.shards import LoadedShards, ShardCall
 from workbench.decode.snapshot import (
     Snapshot,
     attention_window,
@@ -45,18 +45,21 @@ class LastCall:
 class Sequences:
     """The history of one batch of sequences, and the methods that continue it.
 
-    Tokens are taken back by `trim`. How far a sequence can go back depends on its states:
+    `advance` is one call of the layers; `prefill` runs prompts in as many calls as they
+    need, and `step` one call and the head. `trim` takes tokens back, to a length that
+    depends on the states:
 
-    - a cache has rows of its own for every token: to any length;
-    - a ring overwrites rows: by at most t_max tokens;
-    - a recurrent state is overwritten by every call: not at all, except into a call with
-      `keep`, from before which there is a copy (`last_call`).
+    - a cache has rows of its own for every token: any length;
+    - a ring overwrites rows: at most t_max tokens less;
+    - a recurrent state is overwritten by every call: no shorter length, except into a
+      call with `keep`, for which `last_call` has a copy of the states.
 
-    `min_lengths` has the shortest of these lengths. `_begin_call` raises it before a call
-    runs, because the call may end early, in the middle of the shards: then the states of
-    some layers have values of tokens that do not count. A sequence that can be trimmed to
-    the length that it had before the call goes on, since those values are overwritten;
-    any other one is interrupted and refused. `_end_call` follows a call that ran.
+    A call may end early, by an exception in the middle of the shards. Then some layers
+    have states with tokens that do not count. If the sequence can be trimmed to its
+    length before the call, it continues: the next call overwrites these tokens. Otherwise
+    its states are of no use, and every later call refuses it. `_begin_call` therefore
+    decides before each call whether the sequence would survive, and `_end_call` clears
+    the mark.
 
     Args:
         decoder: the shards that run the sequences; for a decoder's current sequences a
@@ -64,16 +67,16 @@ class Sequences:
         states: one per layer shard; a state works only with the model that made it.
         ids: the tokens that each sequence has run.
         min_lengths: the shortest length that each sequence can be trimmed to.
-        is_interrupted: whether each sequence is in a call that overwrites what its earlier
-            tokens need, or was in one that did not end (see `check_whole`).
-        last_call: of a call with `keep`, where states are recurrent.
+        interrupted: whether each sequence was in a call that did not end and that
+            overwrote what its earlier tokens need. While such a call runs it is set, too.
+        last_call: the last call, if it had `keep` and some states are recurrent.
     """
 
     decoder: LoadedShards
     states: list[State]
     ids: list[list[int]]
     min_lengths: list[int]
-    is_interrupted: list[bool]
+    interrupted: list[bool]
     last_call: LastCall | None = None
 
     @classmethod
@@ -101,13 +104,13 @@ class Sequences:
             InputError: another number of lists than sequences, no token at all, an id
                 outside the vocabulary.
         """
-        return checks.prompts(ids, len(self.ids), self.decoder.manifest.dims.V)
+        return check_prompts(ids, len(self.ids), self.decoder.manifest.dims.V)
 
-    def check_whole(self) -> None:
+    def check_not_interrupted(self) -> None:
         """Raises an InputError for a sequence whose states an interrupted call has
         advanced in part."""
-        for seq, is_interrupted in enumerate(self.is_interrupted):
-            if is_interrupted:
+        for seq, was_interrupted in enumerate(self.interrupted):
+            if was_interrupted:
                 raise interrupted_error(f"sequence {seq}")
 
     def advance(
@@ -123,8 +126,9 @@ class Sequences:
             chunk: token ids of each sequence, from none to t_max.
             hook: see `ShardHook`.
             min_columns: the fewest columns of the call.
-            keep: whether `trim` can go back into the call where states are
-                recurrent and a mask writes the caches.
+            keep: whether to keep a copy of recurrent states from before the call, so
+                that `trim` can go back into it. Ignored for a slice write and for a call of
+                one token a sequence.
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
@@ -147,18 +151,19 @@ class Sequences:
             )
         width = self._width_of_call(chunk, min_columns)
         values = decoder.inputs(self.offsets, chunk, width)
-        self.check_whole()
+        self.check_not_interrupted()
 
         counts = np.array([len(tokens) for tokens in chunk])
         self._begin_call(counts, width, keep)
         times = Times()
         for model, state in zip(decoder.layer_shards, self.states, strict=True):
             start = clock()
-            values = decoder.run_calls(model, [values], [counts], [state], [hook])[0]
+            call = ShardCall(values, counts, state, hook)
+            (values,) = decoder.run_calls(model, [call])
             native_ms = [model.last_native_ms]
             if model.shard.kind == "router":
                 native_ms += decoder.experts.native_ms
-            times.add(start, native_ms)
+            times.end_part(start, native_ms)
         self._end_call(chunk)
         return values[X].reshape(len(chunk), -1, width), times
 
@@ -181,9 +186,11 @@ class Sequences:
 
     def _begin_call(self, counts: np.ndarray, width: int, keep: bool) -> None:
         """Prepares `trim` for a call of `counts` [B] tokens, and marks the sequences that
-        cannot go on if the call does not end; see the class."""
+        cannot continue if the call does not end; see the class."""
         manifest = self.decoder.manifest
         self.last_call = None
+        # A slice write takes no dummy columns, with which the call would run again. A copy
+        # for every call of one token would cost time at every token.
         can_rerun = max(counts) > 1 and manifest.options.kv_write == "mask"
         if keep and can_rerun and has_recurrent_state(manifest):
             before = [self.snapshot(seq) for seq in range(len(self.ids))]
@@ -192,12 +199,12 @@ class Sequences:
             length = len(self.ids[seq])
             after_call = shortest_length(manifest, length + int(count))
             self.min_lengths[seq] = max(self.min_lengths[seq], after_call)
-            self.is_interrupted[seq] = self.min_lengths[seq] > length
+            self.interrupted[seq] = self.min_lengths[seq] > length
 
     def _end_call(self, chunk: Sequence[Sequence[int]]) -> None:
         """Adds the tokens of a call that has run to its end."""
         self.append(chunk)
-        self.is_interrupted = [False] * len(self.ids)
+        self.interrupted = [False] * len(self.ids)
         if self.last_call:
             self.min_lengths = [before.offset for before in self.last_call.before]
 
@@ -236,13 +243,16 @@ class Sequences:
         decoder = self.decoder
         prompts = self.check_tokens(ids)
         tile = whole_number(tile or decoder.options.t_max, "tile")
-        decoder.host.check(self.offsets, [*map(len, prompts)])
-        last = 0.0  # stands for the hidden state of a sequence without a token
+        decoder.host.check_positions(self.offsets, [*map(len, prompts)])
+        # [B, C, 1] after each sequence's last token so far; zeros before its first
+        last_hidden = np.zeros((len(prompts), 1, 1), np.float32)
         for chunk, hidden in self.advance_calls(prompts, tile):
             # a sequence whose prompt has ended keeps the hidden state of its last token
-            has_tokens = np.array([[[len(tokens) > 0]] for tokens in chunk])
-            last = np.where(has_tokens, _last_columns(hidden, chunk), last)
-        return decoder.logits(last)[:, -1]
+            has_tokens = np.array([len(tokens) > 0 for tokens in chunk])
+            last_hidden = np.where(
+                has_tokens[:, None, None], _last_columns(hidden, chunk), last_hidden
+            )
+        return decoder.logits(last_hidden)[:, -1]
 
     def step(self, ids) -> tuple[np.ndarray, Times]:
         """One call of the layers and, for the last token of each sequence, of the head.
@@ -263,7 +273,7 @@ class Sequences:
     def snapshot(self, seq: int = 0) -> Snapshot:
         """A detached copy of one sequence."""
         seq = whole_number(seq, "sequence", len(self.ids))
-        self.check_whole()
+        self.check_not_interrupted()
         manifest = self.decoder.manifest
         length = len(self.ids[seq])
         # without `last_call`, which a snapshot does not have
@@ -308,7 +318,7 @@ class Sequences:
         self.min_lengths[seq] = shortest_length(manifest, len(self.ids[seq]))
         if stored:
             self.min_lengths[seq] = max(self.min_lengths[seq], stored.min_length)
-        self.is_interrupted[seq] = False
+        self.interrupted[seq] = False
 
     def trim(self, count: int, seq: int = 0) -> int:
         """Takes back the last `count` tokens of a sequence, as if they had never run
@@ -324,7 +334,7 @@ class Sequences:
             InputError: a state that cannot be trimmed so far, which is then unchanged; a
                 negative count.
         """
-        self.check_whole()
+        self.check_not_interrupted()
         ids = self.ids[whole_number(seq, "sequence", len(self.ids))]
         count = trimmed_count(count, len(ids), self.min_lengths[seq])
         remaining = ids[: len(ids) - count]
@@ -343,7 +353,7 @@ class Sequences:
         chunk[seq] = ids[before.offset :]
         if chunk[seq]:
             self.advance(chunk, min_columns=last_call.width)
-        # `put` and `advance` forget both, but the same call can be undone again
+        # `put` and `advance` change both, but `trim` may go back into the same call again
         self.last_call, self.min_lengths = last_call, min_lengths
 
 

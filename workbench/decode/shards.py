@@ -2,8 +2,8 @@
 of the first shard, through one shard after another, to logits. No sequence is held here:
 callers pass the positions and states."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -26,15 +26,30 @@ from workbench.bundle.names import (
     X,
 )
 from workbench.decode.experts import RoutedExperts
+from workbench.decode.hooks import ShardHook, model_hook
 from workbench.decode.inputs import HostInputs
 from workbench.decode.snapshot import snapshot_identity
 from workbench.decode.times import Times, clock
 from workbench.runtime import Model, Settings, State
-from workbench.runtime.base import Hook, OnCall
+from workbench.runtime.base import OnCall
 
-# Called as hook(shard, op, outputs) after every operation of a program, with its results;
-# it may return other results, which replace them.
-ShardHook = Callable[[Shard, object, list], list | None]
+
+@dataclass(frozen=True, eq=False)
+class ShardCall:
+    """One call of a layer shard.
+
+    Args:
+        values: what the call has computed so far, by name; the shard's inputs are among
+            them.
+        counts: [B] valid columns, from column 0 on; the others are dummies.
+        state: of the shard; the call advances it.
+        hook: see `ShardHook`.
+    """
+
+    values: dict[str, np.ndarray]
+    counts: np.ndarray
+    state: State
+    hook: ShardHook | None = None
 
 
 class LoadedShards:
@@ -46,7 +61,9 @@ class LoadedShards:
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`);
             a plug-in's target has its own.
         fast: whether the portable runtime runs groups of operations as one step each in
-            `declared`; by default every operation runs as the program states it.
+            `declared`; by default every operation runs as the program states it. For
+            another exporter's packages, on any runtime: whether logits that a prefill
+            function does not output stay nan, see `ForeignModel`.
         reads: with `fast`, the rows of a cache that attention reads: `used`, those that
             hold tokens, or `all`, as the program does.
         compute_units: Core ML's compute units.
@@ -60,8 +77,9 @@ class LoadedShards:
         layer_shards: the models of layer and router shards, in the order of the layers.
         heads: the models of the slices of the vocabulary, in its order; none where
             `layers_give_logits`.
-        experts: the expert shards, of which router shards pick.
-        settings: how the shards were loaded; its fields are attributes, too.
+        experts: the expert shards, from which the host picks for each router shard.
+        settings: how the shards were loaded. Each of its fields but `keeps_head` is an
+            attribute, too.
 
     Raises:
         InputError: no whole bundle, no such runtime here, a shard that does not load.
@@ -84,7 +102,7 @@ class LoadedShards:
         self.manifest = bundle.manifest
         self.options = bundle.manifest.options
         self.host = HostInputs(bundle.manifest)
-        self.plane = self.host.plane
+        self.to_layout = self.host.to_layout
         plugin = self.options.plugin
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
@@ -94,13 +112,13 @@ class LoadedShards:
         self.compute_units = compute_units
         self.hints = hints or {}
         self.settings = Settings(
-            self.runtime,
-            self.precision,
-            fast,
-            reads,
-            compute_units,
-            self.hints,
-            keeps_head,
+            runtime=self.runtime,
+            precision=self.precision,
+            fast=fast,
+            reads=reads,
+            compute_units=compute_units,
+            hints=self.hints,
+            keeps_head=keeps_head,
         )
         # Nothing here may refer to this object itself, so that dropping a decoder frees its
         # memory at once, without the garbage collector.
@@ -108,7 +126,7 @@ class LoadedShards:
         kinds = "layers", "router"
         self.layer_shards = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
-        self.experts = RoutedExperts(bundle, load, self.plane)
+        self.experts = RoutedExperts(bundle, load, self.to_layout)
         # experts load when they are picked; they are packages like the others
         models = [*self.layer_shards, *self.heads]
         self.shows_inner_layers = all(m.shows_inner_layers for m in models)
@@ -153,19 +171,19 @@ class LoadedShards:
         computes, and the embeddings of the tokens as `x`."""
         ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
         counts = np.array([len(tokens) for tokens in chunk])
-        x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        x = self.to_layout(self.bundle.embed(ids).transpose(0, 2, 1))
         values = self.host.inputs(offsets, counts, T) | {X: x, IDS: ids}
         if self.manifest.dims.P:
             rows = self.bundle.embed_per_layer(ids)
             values[X0] = x
-            values[PER_LAYER] = self.plane(rows.transpose(0, 2, 1))
+            values[PER_LAYER] = self.to_layout(rows.transpose(0, 2, 1))
         return values
 
-    def read_inputs(
+    def select_inputs(
         self, shard: Shard, values: dict[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """What a shard reads of `values`. Of `per_layer` it reads only the channels of
-        its own layers."""
+        """The inputs of a shard among `values`; of `per_layer` only the channels of its
+        own layers."""
         inputs = {name: values[name] for name in shard.inputs}
         if PER_LAYER in inputs:
             start, stop = (layer * self.manifest.dims.P for layer in shard.layers)
@@ -173,13 +191,7 @@ class LoadedShards:
         return inputs
 
     def run_calls(
-        self,
-        model: Model,
-        values: Sequence[dict[str, np.ndarray]],
-        counts: Sequence[np.ndarray],
-        states: Sequence[State],
-        hooks: Sequence[ShardHook | None],
-        on_call: OnCall | None = None,
+        self, model: Model, calls: Sequence[ShardCall], on_call: OnCall | None = None
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
 
@@ -188,51 +200,46 @@ class LoadedShards:
         must add up in the order of decoding.
 
         Args:
-            values: what each call has computed so far, by name; the shard reads its
-                inputs among them.
-            counts: [B] valid columns of each call.
-            states, hooks: of each call.
             on_call: called before every call of a package, those of experts and of the
                 parts of another exporter's shard included. The calls then run one by
                 one, so that it sees the states from which every call starts.
 
         Returns:
-            `values` for the next shard: `x` is this shard's hidden output,
-            `router_state` its router state where the family has one; cache rows that
-            later layers copy have their names; all others are passed on.
+            The `values` of each call for the next shard: `x` is this shard's hidden
+            output, `router_state` its router state where the family has one; cache rows
+            that later layers copy have their names; all others are passed on.
         """
         shard = model.shard
-        inputs = [self.read_inputs(shard, call_values) for call_values in values]
-        outputs = self._predict(model, inputs, states, hooks, on_call)
+        outputs_of_calls = self._predict(model, calls, on_call)
         if shard.kind == "router":
-            layer = shard.layers[0]
-            for out, count, hook in zip(outputs, counts, hooks, strict=True):
-                out[HIDDEN] = self.experts.run(layer, out, count, hook, on_call)
+            for call, outputs in zip(calls, outputs_of_calls, strict=True):
+                outputs[HIDDEN] = self.experts.run(
+                    shard.layers[0], outputs, call.counts, call.hook, on_call
+                )
         return [
-            call_values | _values_for_next_shard(out)
-            for call_values, out in zip(values, outputs, strict=True)
+            call.values | _values_for_next_shard(outputs)
+            for call, outputs in zip(calls, outputs_of_calls, strict=True)
         ]
 
     def _predict(
-        self,
-        model: Model,
-        inputs: Sequence[dict[str, np.ndarray]],
-        states: Sequence[State],
-        hooks: Sequence[ShardHook | None],
-        on_call: OnCall | None,
+        self, model: Model, calls: Sequence[ShardCall], on_call: OnCall | None
     ) -> list[dict[str, np.ndarray]]:
         """The outputs of one shard for each call; see `run_calls`."""
         shard = model.shard
-        calls = inputs, states, [_model_hook(hook, shard) for hook in hooks]
-        if on_call:
-            return [
-                model.predict_observed(*call, on_call)
-                for call in zip(*calls, strict=True)
-            ]
+        inputs = [self.select_inputs(shard, call.values) for call in calls]
+        states = [call.state for call in calls]
+        hooks = [model_hook(call.hook, shard) for call in calls]
         # calls of several tokens at once would add up a matrix in another order
-        if any(name.endswith(MATRIX_STATE) for name in shard.states):
-            return [model.predict(*call) for call in zip(*calls, strict=True)]
-        return model.predict_calls(*calls)
+        has_matrices = any(name.endswith(MATRIX_STATE) for name in shard.states)
+        if not (on_call or has_matrices):
+            return model.predict_calls(inputs, states, hooks)
+        outputs = []
+        for arguments in zip(inputs, states, hooks, strict=True):
+            if on_call:
+                outputs.append(model.predict_observed(*arguments, on_call))
+            else:
+                outputs.append(model.predict(*arguments))
+        return outputs
 
     def logits(
         self,
@@ -251,7 +258,7 @@ class LoadedShards:
             joined = np.concatenate([logits for (logits,) in slices], axis=1)
             by_token = joined.transpose(0, 2, 1)
         if times:
-            times.add(start, [*native_ms])
+            times.end_part(start, [*native_ms])
         return np.ascontiguousarray(by_token)
 
     def logit_slices(self, hidden: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -268,39 +275,41 @@ class LoadedShards:
     ) -> Iterator[tuple[list[np.ndarray], float | None]]:
         """For every slice of the vocabulary the logits [B, rows, T] of each of `hidden`
         [B, C, T], and Core ML's own time."""
-        pieces = [self._pieces_of_calls(values) for values in hidden]
-        calls = [
-            self._head_inputs(piece) for of_values in pieces for piece in of_values
+        # the hidden states of each call, for each array of `hidden`
+        chunks_of_arrays = [self._cut_into_calls(array) for array in hidden]
+        inputs = [
+            self._head_inputs(chunk) for chunks in chunks_of_arrays for chunk in chunks
         ]
+        no_states = [None] * len(inputs)
         for model in self.heads:
-            hooks = [_model_hook(hook, model.shard)] * len(calls)
-            outputs = iter(model.predict_calls(calls, [None] * len(calls), hooks))
+            hooks = [model_hook(hook, model.shard)] * len(inputs)
+            results = iter(model.predict_calls(inputs, no_states, hooks))
             logits = []
-            for of_values in pieces:
-                columns = []
-                for piece in of_values:
-                    output = next(outputs)[LOGITS]
-                    by_row = output.reshape(*output.shape[:2], -1)  # [B, rows, columns]
-                    columns.append(by_row[:, :, : piece.shape[2]])
+            for chunks in chunks_of_arrays:
+                columns = [
+                    _logits_of_call(next(results)[LOGITS], chunk.shape[2])
+                    for chunk in chunks
+                ]
                 logits.append(np.concatenate(columns, axis=2))
             yield logits, model.last_native_ms
 
-    def _pieces_of_calls(self, hidden: np.ndarray) -> list[np.ndarray]:
-        """Hidden states [B, C, T] cut into pieces of at most t_max columns."""
+    def _cut_into_calls(self, hidden: np.ndarray) -> list[np.ndarray]:
+        """Hidden states [B, C, T] cut into chunks of at most t_max columns."""
         t_max = self.options.t_max
         return np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2)
 
     def _head_inputs(self, hidden: np.ndarray) -> dict[str, np.ndarray]:
-        """The inputs of a head for hidden states [B, C, T]. Heads of fixed sizes take
-        whole calls, too: the columns behind these are zeros."""
+        """The inputs of a head for hidden states [B, C, T]. A head of fixed sizes takes
+        columns of zeros behind these."""
         T = hidden.shape[2]
         dummies = self.options.tiling.width(T) - T
-        return {X: self.plane(np.pad(hidden, ((0, 0), (0, 0), (0, dummies))))}
+        return {X: self.to_layout(np.pad(hidden, ((0, 0), (0, 0), (0, dummies))))}
 
 
-def _model_hook(hook: ShardHook | None, shard: Shard) -> Hook | None:
-    """The hook of a model of this shard, which is called without the shard."""
-    return None if hook is None else partial(hook, shard)
+def _logits_of_call(output: np.ndarray, T: int) -> np.ndarray:
+    """Logits [B, rows, T] from a head's output [B, rows, columns, 1] or [B, rows, 1,
+    columns], whose columns behind the first T are dummies."""
+    return output.reshape(*output.shape[:2], -1)[:, :, :T]
 
 
 def _values_for_next_shard(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -32,8 +32,9 @@ GROUP = 64  # values along head_dim, at most, that share one scale
 # the largest RMS of the errors of q4, over that of the values' deviations from the mean
 MAX_Q4_ERROR_RATIO = 0.25
 IDS_ARRAY = "ids"  # the name of the array of `Snapshot.ids`
-# suffixes of the arrays of a cache in q4
-CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
+CODES = ".codes"
+# suffixes of the names of a cache's arrays in q4, in the order of the results of `quantize`
+Q4_SUFFIXES = (CODES, ".scale", ".low")
 # The field of a file's header that has `Snapshot.min_length`. Files have the word that the
 # field was called by once.
 MIN_LENGTH = "floor"
@@ -52,13 +53,7 @@ def save(
     path = _path(folder, name)
     tensors = {IDS_ARRAY: np.array(snapshot.ids, np.int32)}
     for state, value in snapshot.states.items():
-        tensors[state] = value
-        if format == "q4" and is_cache(state) and value.size:
-            parts = quantize(value)
-            if is_close_enough_for_q4(value, dequantize(*parts)):
-                for suffix, part in zip(PARTS, parts):
-                    tensors[state + suffix] = part
-                del tensors[state]
+        tensors |= tensors_of_state(state, value, format)
     header = {
         "version": VERSION,
         "identity": snapshot.identity,
@@ -146,13 +141,26 @@ def _open(path: Path) -> Iterator[tuple[dict, safe_open]]:
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
 
 
+def tensors_of_state(
+    state: str, value: np.ndarray, format: str
+) -> dict[str, np.ndarray]:
+    """The tensors of a file that hold a state, by name."""
+    if format == "q4" and is_cache(state) and value.size:
+        arrays = quantize(value)
+        if is_close_enough_for_q4(value, dequantize(*arrays)):
+            names = [state + suffix for suffix in Q4_SUFFIXES]
+            return dict(zip(names, arrays, strict=True))
+    return {state: value}
+
+
 def states_from_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """States from the tensors of a file; quantized caches in float16."""
     states = dict(tensors)
-    for codes in [name for name in tensors if name.endswith(CODES)]:
-        state = codes.removesuffix(CODES)
-        parts = [states.pop(state + suffix) for suffix in PARTS]
-        states[state] = dequantize(*parts).astype(np.float16)
+    for name in tensors:
+        if name.endswith(CODES):
+            state = name.removesuffix(CODES)
+            arrays = [states.pop(state + suffix) for suffix in Q4_SUFFIXES]
+            states[state] = dequantize(*arrays).astype(np.float16)
     return states
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from workbench import paths
-from workbench.decode import checks
-from workbench.decode.checks import whole_number
+from workbench.decode.checks import check_prompts, whole_number
 from workbench.decode.decoder import GREEDY, Decoder
 from workbench.decode.sampling import Sampling
 from workbench.decode.times import Times
-from workbench.decode.tokenizer import load_tokenizer
+from workbench.decode.tokenizer import has_tokenizer, load_tokenizer
 from workbench.errors import InputError
 from workbench.files import write_whole
 
@@ -51,7 +50,7 @@ def timed_generation(
     max_new = whole_number(max_new, "new tokens")
     _check_options(decoder, logits, sampling)
     tokenizer = None
-    if (decoder.bundle.tokenizer / "tokenizer.json").exists():
+    if has_tokenizer(decoder.bundle.tokenizer):
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
     on_token = None
     if tokenizer and on_text:
@@ -113,9 +112,9 @@ def _decode(
     eos = decoder.manifest.tokens.eos
     limit, stop = max_new, eos
     if keeps_logits:
-        # A record has the logits from which its token was picked. Those after the last
-        # token come with one record more, so that `stream` must not end before it: the
-        # loop ends there, and drops its token.
+        # A record has the logits from which its token was picked. The logits after the
+        # last new token come with one more record, so `stream` must yield that record:
+        # the loop below keeps its logits, drops its token and ends.
         limit, stop = max_new + 1, ()
     decoded = Decoded()
     tokens = decoded.tokens
@@ -154,8 +153,9 @@ def _check_length(decoder: Decoder, ids: list[int], new: int) -> None:
     """Raises the InputError of `Decoder.stream` for a prompt that cannot be decoded,
     before anything runs."""
     if decoder.options.batch == 1:
-        prompts = checks.prompts(ids, 1, decoder.manifest.dims.V)
-        decoder.host.check([0], [len(prompts[0]) + max(new - 1, 0)])
+        (prompt,) = check_prompts(ids, 1, decoder.manifest.dims.V)
+        # the last new token does not run
+        decoder.host.check_positions([0], [len(prompt) + max(new - 1, 0)])
 
 
 def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:

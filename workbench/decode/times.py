@@ -31,8 +31,10 @@ class Times:
     parts: list[PartTimes] = field(default_factory=list)
     total: float = 0.0
 
-    def add(self, start: tuple[float, float], native_ms: list[float | None]) -> None:
-        """Adds a part.
+    def end_part(
+        self, start: tuple[float, float], native_ms: list[float | None]
+    ) -> None:
+        """Adds the part of the call that ends now.
 
         Args:
             start: when it began, a result of `clock`.

@@ -7,15 +7,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workbench import checkpoint_checks
 from workbench.errors import InputError, one_line
 from workbench.files import check_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 TEMPLATE_SECONDS = 10.0  # limit for a chat template; real ones take milliseconds
 
 
-def load_tokenizer(folder: str | Path):
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether there is a tokenizer in the folder of a checkpoint, or in the `tokenizer`
+    folder of a bundle."""
+    return (Path(folder) / "tokenizer.json").is_file()
+
+
+def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
     """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder. While no file
     of the folder changes, a process reads it once: a vocabulary of 262,144 takes a
     second.
@@ -23,7 +33,7 @@ def load_tokenizer(folder: str | Path):
     Raises:
         InputError: no tokenizer in the folder, or a damaged one.
     """
-    if not (Path(folder) / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         raise InputError(
             f"tokenizer {folder}",
             "no tokenizer.json",
@@ -32,13 +42,20 @@ def load_tokenizer(folder: str | Path):
         )
     check_folder(Path(folder), checkpoint_checks.MAX_FILE_BYTES)
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
-    states = tuple((path.name, path.stat().st_mtime_ns) for path in files)
-    return _read_tokenizer(Path(folder).resolve(), states)
+    file_times = tuple((path.name, path.stat().st_mtime_ns) for path in files)
+    return _read_tokenizer(Path(folder).resolve(), file_times)
 
 
 @lru_cache(maxsize=4)
-def _read_tokenizer(folder: Path, states: tuple[tuple[str, int], ...]):
-    """The tokenizer of a folder whose files have these names and times of change."""
+def _read_tokenizer(
+    folder: Path, file_times: tuple[tuple[str, int], ...]
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a folder.
+
+    Args:
+        file_times: the name and the time of the last change of every file. They are not
+            read here: a change of a file makes `lru_cache` read the folder again.
+    """
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -71,7 +88,7 @@ def encode_text(folder: str | Path, text: str) -> list[int]:
 def text_of(folder: Path, ids: Sequence[int]) -> str:
     """The text of token ids without special tokens; the ids themselves where `folder`
     has no tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return ", ".join(map(str, ids))
     return load_tokenizer(folder).decode(ids, skip_special_tokens=True)
 
@@ -79,7 +96,7 @@ def text_of(folder: Path, ids: Sequence[int]) -> str:
 def unknown_share(folder: Path, ids: Sequence[int]) -> float:
     """The share of token ids that stand for text unknown to the tokenizer in `folder`;
     0 without one, or for one that knows every text."""
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return 0.0
     unknown = load_tokenizer(folder).unk_token_id
     return sum(token == unknown for token in ids) / max(1, len(ids))
@@ -88,7 +105,7 @@ def unknown_share(folder: Path, ids: Sequence[int]) -> float:
 def token_labels(folder: Path | None, ids: Sequence[int]) -> list[str]:
     """The text of each token for an axis: white space visible, at most 12 characters;
     the id itself where `folder` has no tokenizer."""
-    if folder is None or not (folder / "tokenizer.json").is_file():
+    if folder is None or not has_tokenizer(folder):
         return [str(token) for token in ids]
     decode = load_tokenizer(folder).decode
     visible_space = str.maketrans(" \n\t", "·↵⇥")

@@ -16,6 +16,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import X
 from workbench.check.states import default_ts
 from workbench.decode import Decoder
+from workbench.decode.shards import ShardCall
 from workbench.errors import InputError
 from workbench.explain.reduced import reduce
 from workbench.explain.running import Arrays, Runner
@@ -125,9 +126,8 @@ def run_shard(
     Args:
         on_call: called before every call of a package, see `record_call`.
     """
-    (values,) = decoder.run_calls(
-        model, [call.inputs], [call.counts], [state], hooks=[None], on_call=on_call
-    )
+    shard_call = ShardCall(call.inputs, call.counts, state)
+    (values,) = decoder.run_calls(model, [shard_call], on_call)
     return values
 
 

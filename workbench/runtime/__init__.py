@@ -201,7 +201,8 @@ def load_shard(bundle: Bundle, shard: Shard, settings: Settings = DEFAULTS) -> M
         return _load_foreign(bundle, shard, settings)
     path = bundle.package(shard)
     compiled = _compiled_path(bundle, shard, path, settings.runtime)
-    return _load(Package(path, shard, options.t_max, compiled=compiled), settings)
+    package = Package(path, shard, options.t_max, compiled_path=compiled)
+    return _load(package, settings)
 
 
 def _load_foreign(bundle: Bundle, shard: Shard, settings: Settings) -> Model:
@@ -213,7 +214,7 @@ def _load_foreign(bundle: Bundle, shard: Shard, settings: Settings) -> Model:
         path = bundle.package(shard) / part.package
         compiled = _compiled_path(bundle, shard, path, settings.runtime)
         models = {
-            name: _load(Package(path, function=name, compiled=compiled), settings)
+            name: _load(Package(path, function=name, compiled_path=compiled), settings)
             for name in shard.foreign.functions_of(part)
         }
         parts.append(LoadedPart(part, models))
@@ -237,12 +238,12 @@ def _load(package: Package, settings: Settings) -> PackageModel:
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable[[str | list[str]], "Tensor"]:
-    """A function from the place of a weight in a shard to its values [rows, ..] as a
+    """A function that reads a weight of a shard: its place → its values [rows, ..] as a
     tensor, decompressed, fp16 or float32.
 
-    A place is a value of `Shard.weights`: the name of a constant of the package; the
-    places of a matrix's pieces in another exporter's packages, see `foreign.constants`;
-    or what a plug-in's target stored there, which `Target.dense` reads."""
+    A place is a value of `Shard.weights`: the name of a constant of the package; of
+    another exporter's packages the places of the matrix's pieces, see
+    `foreign.constants`; of a plug-in's target whatever `Target.dense` reads."""
     if shard.foreign:
         from workbench.runtime import foreign
 

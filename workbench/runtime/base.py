@@ -41,6 +41,8 @@ class Settings:
         runtime: `auto`, `portable`, `coreml`, `stand-in` or a plug-in's.
         precision, fast, reads, keeps_head: of the portable runtime; see
             `PortableModel`.
+        fast: for another exporter's packages, on any runtime, also
+            `skips_missing_logits` of `ForeignModel`.
         compute_units, hints: of Core ML; see `CoreMLModel`.
 
     Raises:
@@ -70,23 +72,22 @@ class Package:
 
     Args:
         path: the `.mlpackage`.
-        shard: the shard of a bundle that the package is, whose manifest entry its
-            interface must have (None: a package of no bundle, or one of several that
-            another exporter's shard consists of; its states have the names of their
-            tensors).
+        shard: the shard of a bundle that the package is, with the interface that it
+            must have. None: a package outside of a bundle, or one of several that are
+            another exporter's shard. Its states are then called by their tensors' names.
         t_max: the most tokens of a call of the shard.
         function: the one function to run. By default a shard that names functions runs
             each call with the function of its T, and any other package runs its own
             default function.
-        compiled: where a device keeps the compiled package (None: only as long as the
-            model).
+        compiled_path: where a device keeps the compiled package. None: in a temporary
+            folder, which is removed with the model.
     """
 
     path: Path
     shard: Shard | None = None
     t_max: int = 0
     function: str | None = None
-    compiled: Path | None = None
+    compiled_path: Path | None = None
 
 
 class State(ABC):
@@ -131,11 +132,12 @@ class Model(ABC):
     consists of several packages, or where several calls at once cost less.
 
     Attributes:
-        shard: the shard of a bundle that it is; None: a package by itself.
+        shard: the shard that the model runs; None: a package outside of a bundle, or
+            one of several that are another exporter's shard.
         loading_ms: milliseconds of the `LOADING_STAGES`; None where a stage did not
             happen or its time is not known.
-        is_device: whether its values depend on the hardware that runs it. Only models
-            of other runtimes take hooks.
+        is_device: whether its values depend on the hardware that runs it. A device takes
+            no hooks.
         shows_inner_layers: whether a hook sees every operation and may replace its
             value.
         last_native_ms: Core ML's own share of the last call; None where the runtime
@@ -150,8 +152,8 @@ class Model(ABC):
 
     @property
     def package_models(self) -> list["Model"]:
-        """The models of the packages that it consists of: itself alone, except where
-        several packages of another exporter are one shard."""
+        """The model itself; where several packages of another exporter are one shard,
+        the models of their functions."""
         return [self]
 
     @abstractmethod
@@ -207,8 +209,9 @@ class PackageModel(Model):
         settings: see `Settings`.
         function_names: by the T of the calls that they run, or one by `ANY_T`; None is
             the package's default function.
-        program: a function without its operations: the states that all functions have,
-            the inputs and outputs of one. `read_programs` sets it.
+        program: the program that `read_programs` has read last, without its operations.
+            All functions of a package have the same states; inputs and outputs are those
+            of one function.
     """
 
     program: miltorch.Program
@@ -223,15 +226,15 @@ class PackageModel(Model):
         self._t_max = package.t_max
 
     def read_programs(
-        self, use: Callable[[int, miltorch.Program], None] | None = None
+        self, prepare: Callable[[int, miltorch.Program], None] | None = None
     ) -> None:
         """Reads the program of every function, compares its interface with the manifest
         and sets `program`.
 
         Args:
-            use: called as use(T, program) with each program once it is checked. Its
-                operations are dropped afterwards, so that no file of weights stays
-                mapped.
+            prepare: called as prepare(T, program) with each program once it is checked,
+                the only time that its operations are at hand: they are dropped
+                afterwards, so that no file of weights stays mapped.
 
         Raises:
             InputError: a function that the package lacks, or whose interface is not as
@@ -241,8 +244,8 @@ class PackageModel(Model):
             program = miltorch.read(self.path, name)
             if self.shard:
                 check_interface(self.shard, program, self._most_tokens(T))
-            if use:
-                use(T, program)
+            if prepare:
+                prepare(T, program)
             self.program = replace(program, block=None)
 
     @property
@@ -278,9 +281,9 @@ def interrupted_error(subject: str) -> InputError:
 
 
 def native_inputs(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Inputs as Core ML's binding takes them: contiguous and writeable, int32 as they
-    are and all others in float32, which Core ML rounds once, to the float16 of its
-    inputs. The portable runtime takes the same arrays, so that both round alike."""
+    """Inputs as Core ML's binding takes them: contiguous and writeable arrays, int32 or
+    else float32. Core ML rounds float32 once, to the float16 of its inputs. The portable
+    runtime takes the same arrays, so that both round alike."""
     return {
         name: np.require(x, np.int32 if x.dtype == np.int32 else np.float32, "CW")
         for name, x in inputs.items()
@@ -292,11 +295,12 @@ def check_outputs(
 ) -> None:
     """Raises an InputError for outputs of another shape than the manifest states. Core
     ML was reported to return a batch of 1 without an error (coremltools issue 2730)."""
-    sizes = {}  # of each axis, as the manifest names it
+    sizes = {}  # of this call: axis as the manifest names it (`T`, or its size) → size
     for name, shape in shard.inputs.items():
         sizes.update(zip(shape, inputs[name].shape))
     for name, shape in shard.outputs.items():
-        declared, actual = [sizes.get(n, n) for n in shape], [*outputs[name].shape]
+        declared = [sizes.get(axis, axis) for axis in shape]
+        actual = list(outputs[name].shape)
         if actual == declared:
             continue
         text = f"shape {actual}"

@@ -42,22 +42,28 @@ HINTS = {
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
 }
-# coremltools' classes of devices
-KINDS = {
+# coremltools' class of a device → the compute unit
+DEVICE_UNITS = {
     "MLNeuralEngineComputeDevice": "ane",
     "MLGPUComputeDevice": "gpu",
     "MLCPUComputeDevice": "cpu",
 }
-# copies on the disk of a shard that runs: the compiled model, and the program that Core
-# ML makes of it for a device
-COPIES = 2
+# A shard that runs is on the disk twice besides its package: as the compiled model, and as
+# the program that Core ML makes of this for a device.
+COMPILED_COPIES = 2
 
 
 @dataclass(frozen=True)
-class Placed:
-    """One compute operation of a compute plan: the unit that Core ML prefers (`ane`,
-    `gpu` or `cpu`; None if the plan does not state it), and the units that could run
-    it."""
+class PlacedOperation:
+    """One compute operation of a compute plan.
+
+    Args:
+        op: the kind of operation, such as `conv`.
+        name: of its first output.
+        preferred: the unit that Core ML prefers: `ane`, `gpu` or `cpu`; None if the plan
+            does not state it.
+        supported: the units that could run it.
+    """
 
     op: str
     name: str
@@ -92,11 +98,14 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 class CoreMLState(State):
-    """coremltools' MLState: float16, as Core ML holds it. An MLState belongs to the
-    loaded function that made it, the function of calls of `T`.
+    """coremltools' MLState: float16, as Core ML holds it.
 
     The binding reads states as float32, and writes neither float16 nor read-only
-    arrays."""
+    arrays. An MLState works only with the loaded function that made it.
+
+    Args:
+        T: of the calls of the function that makes the MLState; see `move_to`.
+    """
 
     def __init__(self, model: "CoreMLModel", T: int):
         super().__init__(model.shard)
@@ -132,7 +141,7 @@ class CoreMLModel(PackageModel):
             them.
 
     Attributes:
-        compiled: where the compiled package is.
+        compiled_path: of the compiled package.
         was_compiled: whether it was there before this model.
         plan_source: what a log says of the compute plans of this runtime.
         loaded_functions: coremltools' `CompiledMLModel` of every function that is
@@ -149,8 +158,9 @@ class CoreMLModel(PackageModel):
     @classmethod
     @contextmanager
     def native_layer(cls) -> Iterator[None]:
-        """Context manager in which coremltools compiles and loads a package, or plans it.
-        Here it changes nothing; a stand-in replaces coremltools' native layer in it."""
+        """Context manager for every call of coremltools that compiles, loads or plans a
+        package; callers of `compile_package` and `compute_plan` enter it. Here it changes
+        nothing. A stand-in replaces coremltools' native layer in it."""
         yield
 
     def __init__(self, package: Package, settings: Settings):
@@ -161,13 +171,13 @@ class CoreMLModel(PackageModel):
         self.hints = _hints(ct, settings.hints)
         self.loading_ms = dict.fromkeys(LOADING_STAGES)
         self.loaded_functions: dict[int, object] = {}
-        self.compiled = package.compiled
-        if self.compiled is None:
+        self.compiled_path = package.compiled_path
+        if self.compiled_path is None:
             folder = Path(tempfile.mkdtemp(prefix="workbench-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            self.compiled = folder / f"{package.path.stem}.mlmodelc"
+            self.compiled_path = folder / f"{package.path.stem}.mlmodelc"
         with self.core_ml_errors(), self.native_layer():
-            compile_ms = compile_package(package.path, self.compiled)
+            compile_ms = compile_package(package.path, self.compiled_path)
         self.was_compiled = compile_ms is None
         self.loading_ms["compile"] = compile_ms
         # `make_state` needs a loaded function
@@ -196,9 +206,9 @@ class CoreMLModel(PackageModel):
         function_name = self.function_names[T]
         loaded_with = self.units, function_name, sorted(self.hints.items())
         key = hashlib.sha256(repr(loaded_with).encode()).hexdigest()[:8]
-        mark = self.compiled.with_suffix(f".{key}.loaded")
+        mark = self.compiled_path.with_suffix(f".{key}.loaded")
         was_loaded = self.was_compiled and mark.exists()
-        path = str(self.compiled)
+        path = str(self.compiled_path)
         start = time.perf_counter()
         with self.core_ml_errors(), self.native_layer():
             self.loaded_functions[T] = coremltools().models.CompiledMLModel(
@@ -249,7 +259,7 @@ def compile_package(package: Path, target: Path) -> float | None:
         return None
     size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
     check_free_space(
-        target.parent, COPIES * size, f"compiled copy of shard {package.stem}"
+        target.parent, COMPILED_COPIES * size, f"compiled copy of shard {package.stem}"
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     # a name of its own, because several processes may compile the same shard
@@ -270,7 +280,7 @@ def compile_package(package: Path, target: Path) -> float | None:
 
 def compute_plan(
     package: Path, compiled: Path, compute_units: str, function: str = "main"
-) -> list[Placed]:
+) -> list[PlacedOperation]:
     """Where Core ML plans to run every compute operation of a package, nested blocks
     included; constants are left out. The package is compiled at `compiled` unless it is
     there. Core ML may abort the process that calls this.
@@ -292,7 +302,7 @@ def compute_plan(
         if plan is None:
             raise InputError(subject, str(plan), needed, next_step)
         functions = plan.model_structure.program.functions
-        return list(_placed(plan, functions[function].block))
+        return list(_placed_operations(plan, functions[function].block))
 
 
 def compiled_path(bundle: Bundle, shard: Shard, package: Path | None = None) -> Path:
@@ -322,20 +332,22 @@ def _hints(ct, hints: dict) -> dict:
     return values
 
 
-def _placed(plan, block) -> Iterator[Placed]:
-    def kind(device) -> str | None:
-        return KINDS.get(type(device).__name__)
+def _placed_operations(plan, block) -> Iterator[PlacedOperation]:
+    """The compute operations of a block of coremltools' plan, nested blocks included."""
+
+    def unit(device) -> str | None:
+        return DEVICE_UNITS.get(type(device).__name__)
 
     for op in block.operations:
         name = op.operator_name.rpartition(".")[2]
         if name != "const" and not name.startswith("constexpr_"):
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
             devices = getattr(usage, "supported_compute_devices", ())
-            yield Placed(
-                name,
-                next((output.name for output in op.outputs), ""),
-                kind(getattr(usage, "preferred_compute_device", None)),
-                tuple(filter(None, map(kind, devices))),
+            yield PlacedOperation(
+                op=name,
+                name=next((output.name for output in op.outputs), ""),
+                preferred=unit(getattr(usage, "preferred_compute_device", None)),
+                supported=tuple(filter(None, map(unit, devices))),
             )
         for inner in op.blocks:
-            yield from _placed(plan, inner)
+            yield from _placed_operations(plan, inner)

@@ -1,10 +1,10 @@
 """Packages of another exporter as one shard: a model with the interface of the workbench's
 own shards.
 
-A call of the shard (`ShardCall`) becomes one or more calls of the packages (`ForeignCall`),
-because their functions take other numbers of tokens. Each of these runs every package
-once, in the order of the parts. `foreign_call.py` translates its arrays; `foreign_state.py`
-shows the packages' states as those of a bundle."""
+A call of the shard (`BundleCall`) becomes one or more calls of the packages
+(`ForeignCall`), because their functions take other numbers of tokens. A call of the
+packages runs each of them once, in the order of the parts. `foreign_call.py` translates
+its arrays; `foreign_state.py` shows the packages' states as those of a bundle."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,8 +40,9 @@ class LoadedPart:
 
 
 @dataclass(frozen=True)
-class ShardCall:
-    """A call of the shard: the arguments of `Model.predict_observed`."""
+class BundleCall:
+    """A call of the shard, as a bundle's shards are called: the arguments of
+    `Model.predict_observed`."""
 
     inputs: dict[str, np.ndarray]
     state: ForeignState
@@ -75,6 +76,10 @@ class ForeignModel(Model):
             gives none, such as a prefill that only fills the cache. Otherwise other
             functions compute them first. The last column always has its logits.
 
+    Attributes:
+        ring_rows: the rows of the smallest cache, where an input has the role
+            `ring_start`, which is a row of this cache; None: no input has it.
+
     Raises:
         InputError: a description that the packages contradict.
     """
@@ -91,7 +96,6 @@ class ForeignModel(Model):
         self.skips_missing_logits = skips_missing_logits
         self.V = bundle.manifest.dims.V
         self.parts = parts
-        # rows of the smallest cache, where inputs say which of them a call writes first
         self.ring_rows: int | None = None
         if "ring_start" in shard.foreign.roles.values():
             self.ring_rows = min(entry.shape[-2] for entry in shard.states.values())
@@ -111,23 +115,28 @@ class ForeignModel(Model):
     def _check_names(self) -> None:
         """Refuses a description that lacks an input, output or cache of the packages, or
         has one that no package has."""
+        caches = self.shard.states.values()
+        described = {f"{cache.tensor} {cache.shape}" for cache in caches}
+        described |= self.foreign.roles.keys()
         packaged = set()
-        states = self.shard.states.values()
-        widths = {entry.tensor: entry.shape[-1] for entry in states}
         for part in self.parts:
             for model in part.models.values():
-                program = model.program
-                packaged |= {*program.inputs, *program.outputs}
-                state = part.description.state
-                for tensor, shape in plane_shapes(state, program.states).items():
-                    *sizes, width = shape
-                    # the heads of a layer may be narrower than their plane
-                    width = min(width, widths.get(tensor, width))
-                    packaged.add(f"{tensor} {[*sizes, width]}")
-        described = {f"{entry.tensor} {entry.shape}" for entry in states}
-        if different := packaged ^ (described | self.foreign.roles.keys()):
+                packaged |= {*model.program.inputs, *model.program.outputs}
+                packaged |= self._packaged_caches(part.description.state, model)
+        if different := packaged ^ described:
             actual = f"{sorted(different)} on one side only"
             raise_contradiction("names", actual, "those of the packages")
+
+    def _packaged_caches(self, state: int | None, model: PackageModel) -> set[str]:
+        """The names and shapes of a package's caches, as the description has them."""
+        caches = self.shard.states.values()
+        head_widths = {cache.tensor: cache.shape[-1] for cache in caches}
+        names_and_shapes = set()
+        for name, shape in plane_shapes(state, model.program.states).items():
+            # the heads of a layer may be narrower than their plane
+            width = min(shape[-1], head_widths.get(name, shape[-1]))
+            names_and_shapes.add(f"{name} {[*shape[:-1], width]}")
+        return names_and_shapes
 
     def _check_slices(self) -> None:
         """Refuses several slices of `top` tokens if their logits are not output too."""
@@ -157,7 +166,7 @@ class ForeignModel(Model):
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
         need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick."""
-        return self._predict(ShardCall(inputs, state, hook, on_call=None))
+        return self._predict(BundleCall(inputs, state, hook, on_call=None))
 
     def predict_observed(
         self,
@@ -166,71 +175,72 @@ class ForeignModel(Model):
         hook: Hook | None,
         on_call: OnCall,
     ) -> dict[str, np.ndarray]:
-        return self._predict(ShardCall(inputs, state, hook, on_call))
+        return self._predict(BundleCall(inputs, state, hook, on_call))
 
-    def _predict(self, shard_call: ShardCall) -> dict[str, np.ndarray]:
+    def _predict(self, bundle_call: BundleCall) -> dict[str, np.ndarray]:
+        """Calls the packages as an app would. Functions that only fill the cache give no
+        logits: unless these are skipped, the packages first run from the same states
+        through functions that give all of them."""
         self.last_native_ms = 0.0
-        logits = np.full((1, self.V, shard_call.T, 1), np.nan, np.float32)
-        planned = list(self._planned_calls(shard_call, allow_without_logits=True))
-        lacks_logits = not all(function.logits for function, _ in planned)
+        logits = np.full((1, self.V, bundle_call.T, 1), np.nan, np.float32)
+        calls = list(self._package_calls(bundle_call, allow_without_logits=True))
+        lacks_logits = not all(function.logits for function, _ in calls)
         if lacks_logits and not self.skips_missing_logits:
-            # A function that only fills the cache gives no logits: first functions that
-            # give some run, then, from the same states, those that an app would call.
-            with_logits = self._planned_calls(shard_call, allow_without_logits=False)
-            with shard_call.state.restored():
-                self._run(with_logits, shard_call, logits)
-        self._run(planned, shard_call, logits)
+            with_logits = self._package_calls(bundle_call, allow_without_logits=False)
+            with bundle_call.state.restored():
+                self._run_calls(with_logits, bundle_call, logits)
+        self._run_calls(calls, bundle_call, logits)
         return {LOGITS: logits}
 
-    def _planned_calls(
-        self, shard_call: ShardCall, allow_without_logits: bool
+    def _package_calls(
+        self, bundle_call: BundleCall, allow_without_logits: bool
     ) -> Iterator[tuple[Function, np.ndarray]]:
-        """The calls of the packages for a call of the shard, see `Foreign.calls`."""
+        """The calls of the packages for a call of the shard: the function of each, and
+        the indices of its tokens; see `Foreign.calls`."""
         return self.foreign.calls(
-            shard_call.start, shard_call.T, allow_without_logits, self.ring_rows
+            bundle_call.start, bundle_call.T, allow_without_logits, self.ring_rows
         )
 
-    def _run(
+    def _run_calls(
         self,
-        planned: Iterable[tuple[Function, np.ndarray]],
-        shard_call: ShardCall,
+        package_calls: Iterable[tuple[Function, np.ndarray]],
+        bundle_call: BundleCall,
         logits: np.ndarray,
     ) -> None:
-        """Calls the packages for the tokens of `shard_call`, and writes the logits of
-        functions that give any into their columns of `logits` [1, V, T, 1].
+        """Runs calls of the packages, as `_package_calls` gives them.
 
         Args:
-            planned: the function of each call of the packages, and the indices of its
-                tokens, as `_planned_calls` gives them.
+            logits: [1, V, T, 1]; the columns of functions that give logits are
+                overwritten.
         """
-        for function, tokens in planned:
-            positions = shard_call.start + tokens
+        for function, tokens in package_calls:
+            positions = bundle_call.start + tokens
             foreign_call = ForeignCall(
                 self.foreign,
                 positions,
-                shard_call.inputs_of(tokens),
+                bundle_call.inputs_of(tokens),
                 self.ring_rows,
                 # a hook may search the operations for an inf: the masks must have none
-                has_finite_masks=shard_call.hook is not None,
+                has_finite_masks=bundle_call.hook is not None,
             )
-            shard_call.state.arrange_rows(positions[0])
-            with shard_call.state.changing_order(positions[-1] + 1):
-                self._call_parts(function, foreign_call, shard_call)
+            bundle_call.state.arrange_rows(positions[0])
+            with bundle_call.state.changing_order(positions[-1] + 1):
+                self._call_parts(function, foreign_call, bundle_call)
             if function.logits:
                 logits[0, :, tokens, 0] = foreign_call.logits(self.V).T
 
     def _call_parts(
-        self, function: Function, foreign_call: ForeignCall, shard_call: ShardCall
+        self, function: Function, foreign_call: ForeignCall, bundle_call: BundleCall
     ) -> None:
         """Calls every part once."""
         for part in self._parts_of(function):
             name = self.foreign.function_of(part.description, function)
             model = part.models[name]
             inputs = foreign_call.package_inputs(model.program)
-            state = shard_call.state.states.get(part.description.state)
-            if shard_call.on_call:
-                shard_call.on_call(model, inputs, state)
-            foreign_call.add_results(model.predict(inputs, state, shard_call.hook))
+            state = bundle_call.state.states.get(part.description.state)
+            if bundle_call.on_call:
+                bundle_call.on_call(model, inputs, state)
+            foreign_call.add_results(model.predict(inputs, state, bundle_call.hook))
             self.last_native_ms = total_ms([self.last_native_ms, model.last_native_ms])
 
     def _parts_of(self, function: Function) -> Sequence[LoadedPart]:

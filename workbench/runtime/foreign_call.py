@@ -1,6 +1,6 @@
 """Translates one call of another exporter's packages: from the inputs of a bundle to those
-of each package, and from the outputs of the packages to logits. What an input or output
-is, its role in `bundle.foreign` says."""
+of each package, and from the outputs of the packages to logits. The role of an input or
+output says what it is, see `bundle.foreign.Role`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ class ForeignCall:
         positions: [T] of the tokens.
         values: the bundle's inputs for these tokens, by name. An output `x` of a package
             replaces the `x` before it.
-        ring_rows: rows of the smallest cache, where an input says which of them the call
-            writes first.
+        ring_rows: see `ForeignModel`.
         has_finite_masks: whether masks have −1e4 where the packages would be fed −inf.
 
     Attributes:
-        carried: what later packages read of the results so far, by the inputs' names.
-        outputs: all other results so far by role, as [rows, T]: one array for every
+        carried: the results so far of the role `carried`, by the names of the inputs of
+            later packages.
+        outputs: the other results so far by role, as [rows, T]: one array for every
             package or slice of the vocabulary.
     """
 
@@ -56,7 +56,7 @@ class ForeignCall:
         return inputs
 
     def _value(self, name: str, shape: Sequence[int | None]) -> np.ndarray:
-        """What an input of this shape is fed, perhaps with fewer or more axes of 1."""
+        """The array for an input of this shape, perhaps with fewer or more axes of 1."""
         role = self.foreign.roles[name]
         match role:
             case "positions":
@@ -77,8 +77,8 @@ class ForeignCall:
             case "zeros":
                 return np.zeros([size or self.T for size in shape])
         if role in self.values:
-            return _in_form_of_input(role, shape, self.values[role], self.T)
-        # a role that no input can have, or `carried` before a package has put it out
+            return _fit_to_input(role, shape, self.values[role], self.T)
+        # a role of outputs alone, or `carried` before a package has output it
         roles = [*self.values, *TOKEN_AXIS, "start"]
         raise_contradiction(name, f"role {role!r}", f"one of {roles}")
 
@@ -118,19 +118,21 @@ class ForeignCall:
         argmax, only the tokens that it picked have one; the others are −inf."""
         if "top" not in self.outputs:
             return np.concatenate(self.outputs["logits"])
-        top = np.concatenate(self.outputs["top"])
-        # ids count from the first token of their slice of the vocabulary
+        # [slices, T]: in each slice of the vocabulary, counted from its first token
+        top = np.concatenate(self.outputs["top"]).astype(int)
         slices = np.array_split(np.arange(V), len(top))
-        top = top.astype(int) + [ids[:1] for ids in slices]
-        values = np.zeros(top.shape)
+        first_ids = np.array([ids[0] for ids in slices])
+        top_ids = top + first_ids[:, None]
+        # one slice needs no logit: its token is the only one
+        top_logits = np.zeros(top.shape)
         if "top_value" in self.outputs:
-            values = np.concatenate(self.outputs["top_value"])
+            top_logits = np.concatenate(self.outputs["top_value"])
         logits = np.full((V, top.shape[1]), -np.inf, np.float32)
-        np.put_along_axis(logits, top, values, axis=0)
+        np.put_along_axis(logits, top_ids, top_logits, axis=0)
         return logits
 
 
-def _in_form_of_input(
+def _fit_to_input(
     role: str, shape: Sequence[int | None], value: np.ndarray, T: int
 ) -> np.ndarray:
     """A value of the bundle's interface as a package takes it, for a call of T tokens.
@@ -145,7 +147,7 @@ def _in_form_of_input(
     if role in (X, PER_LAYER) and len(shape) < 4:
         return value[..., 0].swapaxes(1, 2)
     if role.startswith("rope"):
-        # may be as wide as the head, with the half twice
+        # the input may have the width of the head: the table's half of it twice
         return np.tile(value, shape[-1] // value.shape[-1])
     return value
 

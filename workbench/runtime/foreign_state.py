@@ -11,19 +11,23 @@ from workbench.bundle import Shard
 from workbench.bundle.foreign import PlaneName
 from workbench.runtime.base import PackageModel, State, interrupted_error
 
+# the number of tokens after which the rows of every cache are in the order of a bundle
+BUNDLE_ORDER = 0
+
 
 class ForeignState(State):
     """The states of all packages of a shard under the logical names of a bundle,
     `layers.i.k_state` and `layers.i.v_state` [1, H_kv, rows, D].
 
     Args:
-        models: for the number of every state, a model of a package that has it.
+        models: a model of a package that has the state, by the state's number (see
+            `bundle.foreign.Part`).
 
     Attributes:
         states: the packages' states, by their numbers.
         tensors: (state, name in it) of every tensor.
         rows_arranged_after: the number of tokens after which the packages have their
-            rows in the present order; 0: the order is the bundle's.
+            rows in the present order, or `BUNDLE_ORDER`.
         is_interrupted: whether a call or a move of rows began and did not end, so that
             the order is not known. Packages that move no row can continue all the same.
     """
@@ -37,37 +41,37 @@ class ForeignState(State):
             for number, model in models.items()
             for name in model.program.states
         ]
-        # channels of each plane that the heads of its layer have
-        self._widths = {
+        # how many channels of each plane belong to the heads of its layer
+        self._head_widths = {
             entry.tensor: entry.shape[-1] for entry in shard.states.values()
         }
-        self.rows_arranged_after = 0
+        self.rows_arranged_after = BUNDLE_ORDER
         self.is_interrupted = False
 
     def read_tensor(self, tensor: str) -> np.ndarray:
-        return self.read_plane(tensor)[..., : self._widths[tensor]]
+        return self.read_plane(tensor)[..., : self._head_widths[tensor]]
 
     def read_plane(self, tensor: str) -> np.ndarray:
         """A plane [1, H_kv, rows, width] with all its channels, which may be more than
         the heads of its layer have."""
-        self.arrange_rows(0)
+        self.arrange_rows(BUNDLE_ORDER)
         plane = PlaneName.parse(tensor)
         value = self.states[plane.state].read(plane.tensor)
         planes = value.reshape(-1, *value.shape[-3:])
         return planes[[plane.index]]
 
     def write_tensor(self, tensor: str, value: np.ndarray) -> None:
-        self.arrange_rows(0)
+        self.arrange_rows(BUNDLE_ORDER)
         plane = PlaneName.parse(tensor)
         state = self.states[plane.state]
         whole = state.read(plane.tensor)
         planes = whole.reshape(-1, *whole.shape[-3:])  # a view of `whole`
-        planes[plane.index][..., : self._widths[tensor]] = value[0]
+        planes[plane.index][..., : self._head_widths[tensor]] = value[0]
         state.write(plane.tensor, whole)
 
     def arrange_rows(self, token_count: int) -> None:
-        """Moves every row to its place in the packages after `token_count` tokens; with
-        0 to its place in a bundle.
+        """Moves every row to its place in the packages after `token_count` tokens, or,
+        with `BUNDLE_ORDER`, to its place in a bundle.
 
         Raises:
             InputError: the present order is not known.
@@ -83,10 +87,11 @@ class ForeignState(State):
             for state, name in self.tensors:
                 value = state.read(name)
                 rows = value.shape[-2]
-                # what was `shift` rows up moves down again, then up for the new count
+                # down by the present shift is the bundle's order, from there up by the
+                # new shift the order that is wanted
                 rows_down = shift(rows, self.rows_arranged_after)
-                rows_down -= shift(rows, token_count)
-                state.write(name, np.roll(value, rows_down, axis=-2))
+                rows_up = shift(rows, token_count)
+                state.write(name, np.roll(value, rows_down - rows_up, axis=-2))
 
     @contextmanager
     def changing_order(self, token_count: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 before anything runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import miltorch
@@ -29,12 +29,10 @@ Size = int | SizeRange | None
 
 
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
-    """Compares the inputs, states and outputs of a shard in the manifest with those of
-    its package.
-
-    Compared are the names of inputs, outputs and states, every size, the dtypes that
-    the contract says (`pos` int32, floats for all else), and whether the axis T takes 1
-    to t_max tokens, or t_max alone where the package fixes it.
+    """Compares the interface of a shard in the manifest with that of its package: the
+    names and every size of inputs, outputs and states, and the dtypes of inputs (`pos`
+    int32, all others floats). An axis T must take 1 to t_max tokens, or t_max alone where
+    the package fixes it.
 
     Raises:
         InputError: names the first value that differs.
@@ -87,11 +85,12 @@ def _flexible_sizes(program: miltorch.Program) -> dict[str, list[SizeRange]]:
 
 
 def _check_names(
-    shard: Shard, subject: str, declared: Mapping, packaged: Mapping
+    shard: Shard, subject: str, declared: Iterable[str], packaged: Iterable[str]
 ) -> None:
-    if declared.keys() != set(packaged):
-        names = ", ".join(sorted(packaged)), ", ".join(sorted(declared))
-        raise _disagreement(shard, subject, *names)
+    if set(declared) != set(packaged):
+        packaged_names = ", ".join(sorted(packaged))
+        declared_names = ", ".join(sorted(declared))
+        raise _disagreement(shard, subject, packaged_names, declared_names)
 
 
 def _check_input_dtype(

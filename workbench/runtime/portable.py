@@ -52,9 +52,9 @@ class PortableModel(PackageModel):
             `declared` and without a hook, which needs every operation.
         reads: with `fast`, the rows of a cache that attention reads: `all` as the
             program does, or those that hold tokens (`used`).
-        keeps_head: whether a slice of the head keeps its weights between calls;
-            otherwise they are read for each call of `predict_calls` and dropped, so
-            that a large vocabulary is never in memory whole.
+        keeps_head: whether a slice of the head keeps its weights between calls.
+            Otherwise each call of `predict_calls` reads and drops them, so that a large
+            vocabulary is never in memory whole.
 
     Attributes:
         executables: what runs a call, by the T of its function and whether groups of
@@ -83,9 +83,9 @@ class PortableModel(PackageModel):
         self.loading_ms = dict.fromkeys(LOADING_STAGES) | {"load": load_ms}
 
     def _prepare(self, T: int, program: miltorch.Program) -> None:
-        """Builds the executable of the smallest T from its program, so that this is not
-        read twice; the others are built when they are first needed. A model that keeps
-        no weights builds none."""
+        """Builds the executable of the smallest T while its program is at hand, so that
+        the program is not read again; the others are built when they are first needed. A
+        model that keeps no weights builds none."""
         if not self.keeps_weights:
             check_program(program)
         elif T == self.smallest_T:
@@ -100,6 +100,7 @@ class PortableModel(PackageModel):
         return self.executables[key]
 
     def build(self, program: miltorch.Program, fused: bool) -> miltorch.Executable:
+        """The executable of a program, with fused groups of operations or without."""
         if not fused:
             return miltorch.Executable(program, self.precision)
         executable = miltorch.Executable(
@@ -138,8 +139,8 @@ class PortableModel(PackageModel):
             InputError: a file of weights is no longer as long as when it was opened.
         """
         results = []
-        zipped = zip(calls, states, hooks, strict=True)
-        for T, group in groupby(zipped, lambda call: self.T_of(call[0])):
+        arguments = zip(calls, states, hooks, strict=True)
+        for T, group in groupby(arguments, lambda call: self.T_of(call[0])):
             tensors, cells, group_hooks = [], [], []
             for inputs, state, hook in group:
                 arrays = native_inputs(inputs)

@@ -122,7 +122,7 @@ def test_inputs_that_are_missing_misshapen_or_too_many_are_refused_by_name(apple
     model, T = decoder.layer_shards[0], np.array([8])
     state, C = model.make_state(), apple.manifest.dims.C
     io = decoder.host.inputs(0 * T, T, 8)
-    io[X] = decoder.plane(np.zeros((1, C, 8)))
+    io[X] = decoder.to_layout(np.zeros((1, C, 8)))
     for inputs, message in [
         (io, r"found \[.*8, 1\].*T from 1 to 4"),
         ({name: io[name] for name in io if name != X}, "'x': found nothing"),
