@@ -74,7 +74,7 @@ class Constants:
         self.ops = {
             name: op
             for op in program.block.walk()
-            if op.constant
+            if op.is_constant
             for name, _ in op.outputs
         }
         self.values: dict[str, object] = {}
@@ -93,7 +93,7 @@ class Constants:
         """Name and value of every constant that an operation at run time reads."""
         names = set()
         for op in self.program.block.walk():
-            if not op.constant:
+            if not op.is_constant:
                 names.update(op.reads())
         for name in self.ops:
             if name in names:

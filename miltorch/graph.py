@@ -22,7 +22,7 @@ class Graph:
     def __init__(self, program: Program):
         all_ops = list(program.block.walk())
         self.program = program
-        self.ops = [op for op in all_ops if not op.constant]
+        self.ops = [op for op in all_ops if not op.is_constant]
         self.producers = {name: op for op in all_ops for name, _ in op.outputs}
         self.types = program.inputs | program.states
         for op in all_ops:

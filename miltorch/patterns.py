@@ -155,7 +155,7 @@ class Matcher:
         """The operation of a kind that computes an argument at run time, if all its
         results are fp16."""
         op = self.graph.producer(source)
-        if op is None or op.kind != kind or op.constant:
+        if op is None or op.kind != kind or op.is_constant:
             return None
         is_half = all(declared.dtype == "FLOAT16" for _, declared in op.outputs)
         return op if is_half else None

@@ -203,7 +203,7 @@ def stored_weight(source, graph: Graph, constants: Constants) -> StoredWeight | 
     """The constant fp16 weight [R, K, 1, 1] that an argument names, as it is stored;
     None for anything else."""
     op, weight = graph.producer(source), None
-    if op is None or not op.constant or op.outputs[0][1].dtype != "FLOAT16":
+    if op is None or not op.is_constant or op.outputs[0][1].dtype != "FLOAT16":
         return None
     if op.kind in FORMS:
         operands = {
