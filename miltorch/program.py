@@ -83,7 +83,7 @@ class Op:
     def reads(self) -> list[str]:
         """Names of the values and states that the operation itself reads, without those
         of its blocks."""
-        return [ref.name for source in self.inputs.values() for ref in refs(source)]
+        return [ref.name for value in self.inputs.values() for ref in refs(value)]
 
 
 @dataclass
@@ -103,11 +103,10 @@ class Block:
                 yield from block.walk()
 
 
-def refs(source: Argument) -> list[Ref]:
+def refs(argument: Argument | None) -> list[Ref]:
     """The values that an argument names."""
-    if not isinstance(source, list):
-        source = [source]
-    return [s for s in source if isinstance(s, Ref)]
+    elements = argument if isinstance(argument, list) else [argument]
+    return [element for element in elements if isinstance(element, Ref)]
 
 
 @dataclass
