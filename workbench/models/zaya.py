@@ -21,7 +21,7 @@ from workbench.bundle.names import (
     V_DELAYED_STATE,
 )
 from workbench.models import llama
-from workbench.models.family import Plan, alternating, dims, refuse
+from workbench.models.family import Plan, dims, plan_alternating_layers, refuse
 from workbench.models.layers import (
     NORMAL,
     ActivationShape,
@@ -297,7 +297,7 @@ def plan(config) -> Plan:
         actual = f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}"
         refuse(config, actual, f"{TAPS} and {TAPS}")
     d = dims(config)
-    tables, layers = alternating(config, "hybrid", "hybrid_sliding")
+    tables, layers = plan_alternating_layers(config, "hybrid", "hybrid_sliding")
     side = {
         CONV_STATE: (TAIL, (d.H + d.H_kv) * d.D),
         V_DELAYED_STATE: (1, d.H_kv * d.D // 2),
