@@ -1,9 +1,10 @@
 """ZAYA1: compressed convolutional attention, one expert per token, learned scales on
 both sides of every residual sum.
 
-A router has a state from the layer before. Experts are stacked, and run all together,
-weighted by one-hot probabilities (dense), or one by one as the host picks them
-(routed). The class after the last expert is the skip class, which adds nothing."""
+A router reads the state of the router in the layer before. The experts of a layer are
+either stacked and all run for every token, weighted by one-hot probabilities (dense), or
+the host runs the chosen one (routed). The class after the last expert is the skip class,
+which adds nothing."""
 
 import torch
 from torch import nn
@@ -198,7 +199,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The router and, unless the host runs the experts, these."""
+    """The router and the experts; `experts` is None where the host runs them (routed)."""
 
     def __init__(self, gate: Router, experts: Experts | None):
         super().__init__()
