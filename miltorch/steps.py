@@ -88,10 +88,12 @@ class Step:
         # an operation that declares no result may return one
         for (name, dtype), value in zip(self.outputs, results):
             if dtype is not None and value.dtype is not dtype:
-                exact, value = value, value.to(dtype)
-                floats = exact.is_floating_point() and not dtype.is_floating_point
-                if floats and self.op.kind != "cast" and not torch.equal(exact, value):
+                converted = value.to(dtype)
+                to_integers = value.is_floating_point() and not dtype.is_floating_point
+                must_be_whole = to_integers and self.op.kind != "cast"
+                if must_be_whole and not torch.equal(value, converted):
                     raise TypeError(f"{name} has fractions, and {dtype} is declared")
+                value = converted
             values[name] = value
 
     def reads(self) -> Iterator[str]:
