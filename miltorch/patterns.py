@@ -166,7 +166,9 @@ class Matcher:
         match pattern:
             case Value():
                 first = bound.setdefault(pattern, argument)
-                return first is argument or (isinstance(argument, Ref) and first == argument)
+                return first is argument or (
+                    isinstance(argument, Ref) and first == argument
+                )
             case OperationPattern(kind):
                 op = self.computed(argument, kind)
                 return op is not None and self._binds_operation(pattern, op, bound)

@@ -11,15 +11,7 @@ import torch
 from miltorch.blob import NUMPY
 from miltorch.constants import Constants, python_value, to_tensor, torch_dtype, widened
 from miltorch.ops import HALF_OPERANDS, LIST_PARAMETERS, OPERATIONS, narrowed
-from miltorch.program import (
-    Argument,
-    Block,
-    Op,
-    Program,
-    Ref,
-    Type,
-    operation_errors,
-)
+from miltorch.program import Argument, Block, Op, Program, Ref, Type, operation_errors
 
 NARROW_INTEGERS = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
 

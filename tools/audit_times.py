@@ -150,9 +150,7 @@ def check_ratios(
     return findings
 
 
-def paired_ratios(
-    figures: dict[str, pd.DataFrame],
-) -> dict[tuple[str, str], set[str]]:
+def paired_ratios(figures: dict[str, pd.DataFrame]) -> dict[tuple[str, str], set[str]]:
     """(first, second) value of an axis → the ratios of second to first, as they are printed, of
     settings that differ in this axis alone."""
     ratios: dict[tuple[str, str], set[str]] = {}

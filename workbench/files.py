@@ -210,7 +210,9 @@ def _kind(mode: int) -> str:
     return "a device"
 
 
-def _unreadable(subject: object, actual: str, max_bytes: int = MAX_TEXT_BYTES) -> InputError:
+def _unreadable(
+    subject: object, actual: str, max_bytes: int = MAX_TEXT_BYTES
+) -> InputError:
     needed = f"a regular file of at most {max_bytes:,} bytes"
     return InputError(str(subject), actual, needed, "give the file itself, whole")
 
