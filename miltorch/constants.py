@@ -7,7 +7,7 @@ import torch
 
 from miltorch.blob import NUMPY
 from miltorch.ops import OPERATIONS
-from miltorch.program import Op, Program, Ref, operation_errors, refs
+from miltorch.program import Argument, Op, Program, Ref, operation_errors, refs
 
 # torch hardly supports unsigned types of more than 8 bits
 _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
@@ -74,7 +74,7 @@ class Constants:
         self.ops = {
             name: op
             for op in program.block.walk()
-            if op.constant
+            if op.is_constant
             for name, _ in op.outputs
         }
         self.values: dict[str, object] = {}
@@ -93,25 +93,25 @@ class Constants:
         """Name and value of every constant that an operation at run time reads."""
         names = set()
         for op in self.program.block.walk():
-            if not op.constant:
+            if not op.is_constant:
                 names.update(op.reads())
         for name in self.ops:
             if name in names:
                 yield name, self[name]
 
-    def value_or_none(self, source):
+    def value_or_none(self, argument: Argument | None):
         """The value of an argument that is a literal, a constant or a list of them; None
         for one that has to be computed at run time."""
-        if isinstance(source, Ref):
-            return self[source.name] if source.name in self.ops else None
-        if not refs(source):
-            return to_tensor(source)
-        values = list(map(self.value_or_none, source))
+        if isinstance(argument, Ref):
+            return self[argument.name] if argument.name in self.ops else None
+        if not refs(argument):
+            return to_tensor(argument)
+        values = list(map(self.value_or_none, argument))
         return None if any(value is None for value in values) else values
 
-    def scalar(self, source) -> float | None:
+    def scalar(self, argument: Argument | None) -> float | None:
         """The value of a constant of one element; None for any other argument."""
-        value = self.value_or_none(source)
+        value = self.value_or_none(argument)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.item()
         return None
@@ -129,12 +129,14 @@ class Constants:
             return {op.key: to_tensor(op.inputs["val"])}
         rule = OPERATIONS[op.kind]
         operands = {}
-        for parameter, source in op.inputs.items():
-            stored = self.ops.get(getattr(source, "name", None))
-            if stored is not None:
-                value = self._results(stored)[source.name]
+        for parameter, argument in op.inputs.items():
+            constant_op = None
+            if isinstance(argument, Ref):
+                constant_op = self.ops.get(argument.name)
+            if constant_op is None:
+                value = to_tensor(argument)
             else:
-                value = to_tensor(source)
+                value = self._results(constant_op)[argument.name]
             if parameter in rule.attributes:
                 value = python_value(value)
             operands[parameter] = widened(value)

@@ -1,7 +1,6 @@
-"""The import of coremltools (`coremltools()`), which takes over a second and is therefore
-left until it is needed, or of its protobuf definitions alone (`protobuf_module`), which
-takes 20 ms; and context managers under which its work is quiet and fast: `quiet`,
-`no_progress`, `without_gc`, `frozen_gc`.
+"""Imports coremltools when it is needed, because that takes over a second (`coremltools`), or
+its protobuf definitions alone, which take 20 ms (`protobuf_module`). Context managers keep
+the work of coremltools quiet and fast: `quiet`, `no_progress`, `without_gc`, `frozen_gc`.
 
 Imports nothing of miltorch; every other module imports coremltools through this one.
 """
@@ -40,7 +39,8 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 
 def no_progress():
-    """coremltools draws its bars with tqdm and has no switch for them."""
+    """Context manager that hides coremltools' bars: it draws them with tqdm, and has no switch
+    for them."""
     from unittest.mock import patch
 
     import tqdm

@@ -129,20 +129,22 @@ class Fusion:
         require(match is not None, fault)
         return match
 
-    def require_fp16(self, source) -> Ref:
+    def require_fp16(self, argument: Argument | None) -> Ref:
         """Returns an argument; raises `Unfused` unless it is a value that is declared
         fp16, which a literal is not."""
-        is_value = isinstance(source, Ref) and source.name in self.graph.types
+        is_value = isinstance(argument, Ref) and argument.name in self.graph.types
         require(
-            is_value and self.graph.types[source.name].dtype == "FLOAT16",
+            is_value and self.graph.types[argument.name].dtype == "FLOAT16",
             "a value that is not fp16",
         )
-        return source
+        return argument
 
-    def require_shape(self, source, rank: int = 4) -> tuple[int | None, ...]:
+    def require_shape(
+        self, argument: Argument | None, rank: int = 4
+    ) -> tuple[int | None, ...]:
         """Returns the declared shape of an fp16 value; raises `Unfused` for another
         rank."""
-        shape = self.graph.types[self.require_fp16(source).name].shape
+        shape = self.graph.types[self.require_fp16(argument).name].shape
         require(len(shape) == rank, f"a value of rank {len(shape)}")
         return shape
 
@@ -288,20 +290,22 @@ def fuse_masked_write(fusion: Fusion, op: Op, update: Op | None) -> None:
     """Replaces a write of rows by a mask. `update` is the slice update whose result the
     operation writes, if there is one: coremltools writes all of a state as an update of a
     slice that is the whole."""
-    source, inner = op.inputs["data"], [op]
+    data = op.inputs["data"]
+    # operations of the group, which may read the earlier value of the state
+    readers_in_group = [op]
     if update:
         match = fusion.match(WRITE_OF_ALL, update, NO_CACHE_WRITE)
         sizes = fusion.require_shape(op.inputs["input"])
         whole = [(0, size) for size in sizes]
         fault = f"{NO_CACHE_WRITE}: a slice that is not the whole state"
         require(bounds(match, sizes) == whole, fault)
-        source = match.argument(UPDATE)
-        inner.append(update)
-    placed = fusion.matcher.computed(source, "add")
-    require(placed is not None, NO_CACHE_WRITE)
-    match = fusion.match(WRITE_BY_MASK, placed, NO_CACHE_WRITE)
-    inner.append(match.operation(OLD_ROWS))
-    check_only_access(fusion, op, match.operation(READ_STATE), inner)
+        data = match.argument(UPDATE)
+        readers_in_group.append(update)
+    addition = fusion.matcher.computed(data, "add")
+    require(addition is not None, NO_CACHE_WRITE)
+    match = fusion.match(WRITE_BY_MASK, addition, NO_CACHE_WRITE)
+    readers_in_group.append(match.operation(OLD_ROWS))
+    check_only_access(fusion, op, match.operation(READ_STATE), readers_in_group)
     rows, mask = match.argument(ROWS), match.argument(WRITE_MASK)
     is_transposed = match.attribute(IS_TRANSPOSED)
     B, H, S, D = fusion.require_shape(op.inputs["input"])
@@ -359,19 +363,21 @@ def fuse_slice_write(fusion: Fusion, op: Op, slice_update: Op) -> None:
     fusion.replace_operation(op, "write_cache_slice", **inputs)
 
 
-def check_only_access(fusion: Fusion, write: Op, reading: Op, inner: list[Op]) -> None:
-    """Requires that `reading` is the one access of a state before `write`, and that the
-    operations `inner` alone read its result: rows are written in place, where the
-    state's earlier value would change under any other reader."""
+def check_only_access(
+    fusion: Fusion, write: Op, read: Op, readers_in_group: list[Op]
+) -> None:
+    """Requires that the operation `read` is the only access of a state before `write`, and
+    that only operations of the group use its result: a fused write changes the state in
+    place, and any other reader would see the new rows."""
     fault = "the state is read by other operations before it is written"
     cell = write.inputs["input"]
-    require(isinstance(cell, Ref) and reading.inputs.get("input") == cell, fault)
+    require(isinstance(cell, Ref) and read.inputs.get("input") == cell, fault)
     for op in fusion.graph.readers(cell.name):
         is_later = fusion.order[op.key] >= fusion.order[write.key]
-        require(op is reading or is_later, fault)
-    for op in fusion.graph.readers(reading.key):
-        require(any(op is other for other in inner), fault)
-    require(reading.key not in fusion.program.outputs, fault)
+        require(op is read or is_later, fault)
+    for op in fusion.graph.readers(read.key):
+        require(any(op is reader for reader in readers_in_group), fault)
+    require(read.key not in fusion.program.outputs, fault)
 
 
 # ---- attention
@@ -403,8 +409,8 @@ def fuse_attention(fusion: Fusion, op: Op) -> None:
     check_reshapes(fusion, match)
     check_attention_shapes(fusion, match)
     check_softmax_axis(fusion, match)
-    for state, reading in ((KEY, READ_KEY), (VALUE, READ_VALUE)):
-        check_not_written_after(fusion, match.argument(state), match.operation(reading))
+    for state, read in ((KEY, READ_KEY), (VALUE, READ_VALUE)):
+        check_not_written_after(fusion, match.argument(state), match.operation(read))
     mask = match.argument(SCORE_MASK)
     inputs = {
         "q": fusion.require_fp16(match.argument(Q)),
@@ -456,11 +462,11 @@ def check_softmax_axis(fusion: Fusion, match: Match) -> None:
     require(rank == 4 or B == 1, fault)
 
 
-def check_not_written_after(fusion: Fusion, state: Ref, reading: Op) -> None:
-    """Requires that nothing writes a state after `reading`: attention reads the state
-    itself."""
+def check_not_written_after(fusion: Fusion, state: Ref, read: Op) -> None:
+    """Requires that nothing writes a state after the operation `read`: fused attention
+    reads the state later than `read` did."""
     for other in fusion.graph.readers(state.name):
-        is_before = fusion.order[other.key] < fusion.order[reading.key]
+        is_before = fusion.order[other.key] < fusion.order[read.key]
         fault = f"{NO_ATTENTION}: {state.name} is written after it is read"
         require(other.kind not in WRITES or is_before, fault)
 

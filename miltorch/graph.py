@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from miltorch.program import Op, Program, Ref
+from miltorch.program import Argument, Op, Program, Ref
 
 
 class Graph:
@@ -22,18 +22,18 @@ class Graph:
     def __init__(self, program: Program):
         all_ops = list(program.block.walk())
         self.program = program
-        self.ops = [op for op in all_ops if not op.constant]
+        self.ops = [op for op in all_ops if not op.is_constant]
         self.producers = {name: op for op in all_ops for name, _ in op.outputs}
         self.types = program.inputs | program.states
         for op in all_ops:
             self.types.update(op.outputs)
         self._readers: dict[str, list[Op]] | None = None
 
-    def producer(self, source) -> Op | None:
+    def producer(self, argument: Argument | None) -> Op | None:
         """The operation that computes an argument; None for inputs, states, literals
         and absent arguments."""
-        if isinstance(source, Ref):
-            return self.producers.get(source.name)
+        if isinstance(argument, Ref):
+            return self.producers.get(argument.name)
         return None
 
     def readers(self, name: str) -> list[Op]:
@@ -45,18 +45,18 @@ class Graph:
                     self._readers[value].append(op)
         return self._readers.get(name, [])
 
-    def literal(self, source):
+    def literal(self, argument: Argument | None) -> Argument | None:
         """An argument as the program states it, inline or as a plain constant; None for
         one that has to be computed."""
-        if not isinstance(source, Ref):
-            return source
-        op = self.producers.get(source.name)
+        if not isinstance(argument, Ref):
+            return argument
+        op = self.producers.get(argument.name)
         if op is None or op.kind != "const":
             return None
         return op.inputs["val"]
 
-    def shape_of(self, source) -> tuple[int | None, ...]:
+    def shape_of(self, argument: Argument) -> tuple[int | None, ...]:
         """The shape of an argument, None for sizes that are known only at run time."""
-        if isinstance(source, Ref):
-            return self.types[source.name].shape
-        return np.shape(source)
+        if isinstance(argument, Ref):
+            return self.types[argument.name].shape
+        return np.shape(argument)

@@ -18,12 +18,12 @@ from miltorch.ops.state import StateCell
 from miltorch.program import Program, operation_errors
 from miltorch.steps import Body, Step, is_pointwise_weight
 
-# but for those that take vectors over the channels
+# elementwise operations, without the two that take a vector over the channels
 POINTWISE = rules(elementwise).keys() - {"prelu", "softplus_parametric"}
 NO_VALUE = torch.zeros(())
 MORE_THAN_ANY_SIZE = 1 << 40
-# elements of inputs of calls that run together: bounds their memory
-MOST_ELEMENTS = 1 << 20
+# elements of the inputs of the calls of a batch, approximately: bounds their memory
+BATCH_ELEMENTS = 1 << 20
 
 
 class Call(NamedTuple):
@@ -34,14 +34,15 @@ class Call(NamedTuple):
     hook: Hook | None
 
 
-class Joined(NamedTuple):
-    """The values of several calls along `axis`; `sizes`: columns of each."""
+class JoinedValue(NamedTuple):
+    """The values of several calls, one behind another along `axis`; `sizes` has the number of
+    columns of each call."""
 
     value: torch.Tensor
     axis: int
     sizes: tuple[int, ...]
 
-    def has_columns_of(self, other: "Joined") -> bool:
+    def has_columns_of(self, other: "JoinedValue") -> bool:
         """Whether the columns of both lie along one axis and belong to the same calls."""
         return (self.axis, self.sizes) == (other.axis, other.sizes)
 
@@ -73,12 +74,12 @@ def run_calls(
 def _batches(calls: list[Call]) -> Iterator[list[Call]]:
     """The calls that run together, in order."""
     # Calls stay in their order, because each may read a state that the one before wrote. A
-    # batch ends where the sum over all calls so far passes a multiple of MOST_ELEMENTS: its
-    # first call may take it past MOST_ELEMENTS, because a call is never cut.
+    # batch ends where the sum over all calls so far passes a multiple of BATCH_ELEMENTS. It
+    # may be larger than that by its first call, because no call is split.
     batch, batch_number, total = [], 0, 0
     for call in calls:
         total += sum(x.numel() for x in call.inputs.values())
-        number = total // MOST_ELEMENTS
+        number = total // BATCH_ELEMENTS
         if batch and number > batch_number:
             yield batch
             batch = []
@@ -102,7 +103,7 @@ class JoinedCalls:
         self.values = [
             executable.initial_values(call.inputs, call.state) for call in calls
         ]
-        self.joined: dict[str, Joined] = {}
+        self.joined: dict[str, JoinedValue] = {}
         for name, declared in executable.program.inputs.items():
             # the axis that may have any size is that of the columns
             if declared.shape.count(None) == 1:
@@ -127,10 +128,11 @@ class JoinedCalls:
         return list(map(self.executable.outputs, self.values))
 
     def run_step(self, step: Step) -> None:
-        """Runs a step for all calls at once, or else for one after another."""
+        """Runs a step for all calls at once; where that is impossible, for one call after
+        another."""
         with operation_errors(self.executable.program, step.op):
-            together = is_columnwise(step) and self.run_columnwise(step)
-        if together:
+            ran_jointly = is_columnwise(step) and self.run_columnwise(step)
+        if ran_jointly:
             self.show(step)
         else:
             self.separate(step.reads())
@@ -153,10 +155,10 @@ class JoinedCalls:
         results = {}
         step.store(step.function(**step.arguments(arguments)), results)
         for name, value in results.items():
-            self.joined[name] = Joined(value, axis, first.sizes)
+            self.joined[name] = JoinedValue(value, axis, first.sizes)
         return True
 
-    def operands(self, step: Step) -> dict[str, Joined] | None:
+    def operands(self, step: Step) -> dict[str, JoinedValue] | None:
         """The operands of a step, joined along one axis, that of a joined value or the
         first spatial axis of a convolution; None where they cannot be joined."""
         names = list(step.reads())
@@ -174,7 +176,7 @@ class JoinedCalls:
             operands[name] = operand
         return operands
 
-    def join(self, name: str, axis: int) -> Joined | None:
+    def join(self, name: str, axis: int) -> JoinedValue | None:
         """The values of all calls by a name; None where they differ in another axis."""
         parts = [values[name] for values in self.values]
         if min(part.dim() for part in parts) < -axis:
@@ -182,7 +184,7 @@ class JoinedCalls:
         if len({part.movedim(axis, 0).shape[1:] for part in parts}) > 1:
             return None
         sizes = tuple(part.shape[axis] for part in parts)
-        return Joined(torch.cat(parts, axis), axis, sizes)
+        return JoinedValue(torch.cat(parts, axis), axis, sizes)
 
     def separate(self, names: Iterable[str]) -> None:
         """Gives every call its own columns of the joined values `names`, unless it has
@@ -208,25 +210,32 @@ class JoinedCalls:
 
 
 class Stage(NamedTuple):
-    """Steps that follow one another."""
+    """Steps that follow one another.
+
+    Attributes:
+        is_joint: whether each step may run for all calls at once. Otherwise a call runs all
+            of these steps before the next call begins.
+    """
 
     is_joint: bool
-    """Whether calls run together there."""
     steps: list[Step]
 
 
 def _stages(body: Body, program: Program) -> Iterator[Stage]:
-    """The steps in their order. Between the first and the last access of a state, a call
-    must not begin before the earlier call ends."""
+    """The steps in their order. From the first to the last access of a state they are not
+    joint: there a call must read what the call before it wrote."""
+    # for each step, the states that it accesses
     accessed = [program.states.keys() & set(step.reads()) for step in body.steps]
     last = {name: index for index, names in enumerate(accessed) for name in names}
-    busy_until = -1  # the last step that accesses a state which is in use
-    together = []
+    # the last step that accesses any of the states which steps so far access
+    busy_until = -1
+    is_joint = []
     for index, names in enumerate(accessed):
         busy_until = max([busy_until, *(last[name] for name in names)])
-        together.append(index > busy_until)
-    for flag, stage in groupby(zip(together, body.steps), lambda pair: pair[0]):
-        yield Stage(flag, [step for _, step in stage])
+        is_joint.append(index > busy_until)
+    pairs = zip(is_joint, body.steps)
+    for stage_is_joint, stage_pairs in groupby(pairs, lambda pair: pair[0]):
+        yield Stage(stage_is_joint, [step for _, step in stage_pairs])
 
 
 def is_columnwise(step: Step) -> bool:

@@ -151,41 +151,43 @@ class Matcher:
         match = Match()
         return match if self._binds_operation(pattern, op, match.bound) else None
 
-    def computed(self, source, kind: str) -> Op | None:
+    def computed(self, argument: Argument | None, kind: str) -> Op | None:
         """The operation of a kind that computes an argument at run time, if all its
         results are fp16."""
-        op = self.graph.producer(source)
-        if op is None or op.kind != kind or op.constant:
+        op = self.graph.producer(argument)
+        if op is None or op.kind != kind or op.is_constant:
             return None
         is_half = all(declared.dtype == "FLOAT16" for _, declared in op.outputs)
         return op if is_half else None
 
-    def _binds(self, pattern, source, bound: dict) -> bool:
+    def _binds(self, pattern, argument: Argument | None, bound: dict) -> bool:
         """Whether an argument fits a pattern, given the bindings so far; adds its own to
         `bound`."""
         match pattern:
             case Value():
-                first = bound.setdefault(pattern, source)
-                return first is source or (isinstance(source, Ref) and first == source)
+                first = bound.setdefault(pattern, argument)
+                return first is argument or (
+                    isinstance(argument, Ref) and first == argument
+                )
             case OperationPattern(kind):
-                op = self.computed(source, kind)
+                op = self.computed(argument, kind)
                 return op is not None and self._binds_operation(pattern, op, bound)
             case OrFirstOperand(inner):
-                if self.computed(source, inner.kind) is None:
-                    return self._binds(inner.operands[0], source, bound)
-                return self._binds(inner, source, bound)
+                if self.computed(argument, inner.kind) is None:
+                    return self._binds(inner.operands[0], argument, bound)
+                return self._binds(inner, argument, bound)
             case Scaled(inner):
-                source, bound[pattern] = self._unscaled(source)
-                return self._binds(inner, source, bound)
+                argument, bound[pattern] = self._unscaled(argument)
+                return self._binds(inner, argument, bound)
             case list():
-                return self._binds_list(pattern, source, bound)
-        return self.constants.scalar(source) == pattern
+                return self._binds_list(pattern, argument, bound)
+        return self.constants.scalar(argument) == pattern
 
-    def _binds_list(self, patterns: list, sources, bound: dict) -> bool:
-        if not isinstance(sources, list) or len(sources) < len(patterns):
+    def _binds_list(self, patterns: list, arguments, bound: dict) -> bool:
+        if not isinstance(arguments, list) or len(arguments) < len(patterns):
             return False
-        pairs = zip(patterns, sources)
-        return all(self._binds(pattern, source, bound) for pattern, source in pairs)
+        pairs = zip(patterns, arguments)
+        return all(self._binds(pattern, argument, bound) for pattern, argument in pairs)
 
     def _binds_operation(self, pattern: OperationPattern, op: Op, bound: dict) -> bool:
         if op.kind != pattern.kind or bound.setdefault(pattern, op) is not op:
@@ -199,30 +201,30 @@ class Matcher:
                 expected = pattern.attributes.get(name, default)
                 if not _binds_attribute(expected, value, bound):
                     return False
-        sources = [op.inputs.get(name) for name in rule.operands]
-        return self._binds_list([*pattern.operands], sources, bound)
+        arguments = [op.inputs.get(name) for name in rule.operands]
+        return self._binds_list([*pattern.operands], arguments, bound)
 
     def attribute(self, op: Op, name: str, default):
         """An attribute as a Python value; a `Ref` where it is computed at run time."""
         if name not in op.inputs:
             return default
-        source = op.inputs[name]
-        value = self.constants.value_or_none(source)
+        argument = op.inputs[name]
+        value = self.constants.value_or_none(argument)
         if value is not None:
             return python_value(value)
-        return source if isinstance(source, Ref) else MIXED
+        return argument if isinstance(argument, Ref) else MIXED
 
-    def _unscaled(self, source) -> tuple[object, float]:
+    def _unscaled(self, argument: Argument | None) -> tuple[Argument | None, float]:
         """An argument without the constant scalars that multiply it one after another,
         and their product."""
         factor = 1.0
-        while (product := self.computed(source, "mul")) is not None:
+        while (product := self.computed(argument, "mul")) is not None:
             scalar = self.constants.scalar(product.inputs.get("y"))
             if scalar is None:
                 break
             factor *= scalar
-            source = product.inputs.get("x")
-        return source, factor
+            argument = product.inputs.get("x")
+        return argument, factor
 
 
 def _binds_attribute(pattern, value, bound: dict) -> bool:

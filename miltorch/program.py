@@ -75,7 +75,7 @@ class Op:
         return id(self)
 
     @property
-    def constant(self) -> bool:
+    def is_constant(self) -> bool:
         """Whether its results are known before the program runs: a plain constant or a
         compressed weight."""
         return self.kind == "const" or self.kind.startswith("constexpr_")
@@ -83,7 +83,7 @@ class Op:
     def reads(self) -> list[str]:
         """Names of the values and states that the operation itself reads, without those
         of its blocks."""
-        return [ref.name for source in self.inputs.values() for ref in refs(source)]
+        return [ref.name for value in self.inputs.values() for ref in refs(value)]
 
 
 @dataclass
@@ -103,11 +103,10 @@ class Block:
                 yield from block.walk()
 
 
-def refs(source: Argument) -> list[Ref]:
+def refs(argument: Argument | None) -> list[Ref]:
     """The values that an argument names."""
-    if not isinstance(source, list):
-        source = [source]
-    return [s for s in source if isinstance(s, Ref)]
+    elements = argument if isinstance(argument, list) else [argument]
+    return [element for element in elements if isinstance(element, Ref)]
 
 
 @dataclass
@@ -169,10 +168,14 @@ def _refuse(
     raise InputError(str(path), actual, needed, next_step)
 
 
-def inside(package: Path, folder: Path, name: str) -> Path:
-    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and
-    symlinks on the way to it, but those of the Hub's cache (see `_is_blob`)."""
-    relative = _relative(package, name)
+def check_inside(package: Path, folder: Path, name: str) -> Path:
+    """Returns the path of the file `name` of `folder`, a folder of `package`.
+
+    Raises:
+        InputError: no such file, an absolute path, one with `..` or with a symlink in it.
+            The links of a Hub cache are allowed, see `_is_blob`.
+    """
+    relative = _check_relative(package, name)
     path = folder / relative
     if not os.path.isfile(path):  # also False for names that no file can have
         _refuse(
@@ -187,7 +190,8 @@ def inside(package: Path, folder: Path, name: str) -> Path:
     return path
 
 
-def _relative(package: Path, name: str) -> PurePosixPath:
+def _check_relative(package: Path, name: str) -> PurePosixPath:
+    """Returns a path in a package; refuses an absolute one and `..`."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts:
         _refuse(
@@ -214,22 +218,22 @@ def _is_blob(path: Path) -> bool:
     return any(path.resolve().parent == model / "blobs" for model in models)
 
 
-def _entries(package: Path) -> tuple[dict, str]:
-    """The items of a package's Manifest.json by identifier, and which of them is the
-    model."""
+def _read_manifest(package: Path) -> tuple[dict, str]:
+    """The paths of the items in a package's Manifest.json by their identifiers, and the
+    identifier of the model."""
     manifest = package / "Manifest.json"
     if not package.exists():
         _refuse(package, "nothing there")
     if not manifest.is_file():
         _refuse(package, OTHER_MODELS.get(package.suffix, "no Manifest.json in it"))
-    inside(package, package, manifest.name)
+    check_inside(package, package, manifest.name)
     if manifest.stat().st_size > 1 << 20:
         _refuse(manifest, "a manifest over 1 MiB")
     try:
         fields = json.loads(manifest.read_text())
         items = {key: str(i["path"]) for key, i in fields["itemInfoEntries"].items()}
         root = fields["rootModelIdentifier"]
-        items[root]
+        items[root]  # a KeyError, if the manifest has no such item
         return items, root
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         _refuse(manifest, f"no root model entry ({type(problem).__name__})")
@@ -238,8 +242,8 @@ def _entries(package: Path) -> tuple[dict, str]:
 def spec_path(package: Path) -> Path:
     """The model file that a package's Manifest.json names, refusing every path that
     leaves the package."""
-    items, root = _entries(package)
-    return inside(package, package / "Data", items[root])
+    items, root = _read_manifest(package)
+    return check_inside(package, package / "Data", items[root])
 
 
 def files(package: Path) -> list[PurePosixPath]:
@@ -247,13 +251,13 @@ def files(package: Path) -> list[PurePosixPath]:
     items that this names, and what is in those that are folders.
 
     Raises:
-        InputError: a link that leaves the package, but those of the Hub's cache; a link
-            to a folder; an item that is missing.
+        InputError: an item that is missing, a link to a folder, or a link that leaves the
+            package and is none of a Hub cache.
     """
-    items, _ = _entries(package)
+    items, _ = _read_manifest(package)
     relative = [PurePosixPath("Manifest.json")]
     for name in items.values():
-        item = PurePosixPath("Data") / _relative(package, name)
+        item = PurePosixPath("Data") / _check_relative(package, name)
         if not (package / item).is_dir():
             relative.append(item)
             continue
@@ -263,7 +267,7 @@ def files(package: Path) -> list[PurePosixPath]:
                 _refuse(Path(folder) / links[0], "a link to a folder", "a folder")
             relative += [PurePosixPath(place / name) for name in names]
     for name in relative:
-        inside(package, package, str(name))
+        check_inside(package, package, str(name))
     return sorted(dict.fromkeys(relative))
 
 
@@ -329,12 +333,11 @@ class _Reader:
         states = {n: t for n, t in declared if t.kind == "state"}
         body = self.block(block)
         outputs = list(block.outputs)
-        lost = {feature.name for feature in description.input} - inputs.keys()
-        lost |= {feature.name for feature in description.output} - {*outputs}
-        if lost:
-            _refuse(
-                self.package, f"a description of {sorted(lost)}, not in its program"
-            )
+        missing = {feature.name for feature in description.input} - inputs.keys()
+        missing |= {feature.name for feature in description.output} - {*outputs}
+        if missing:
+            actual = f"a description of {sorted(missing)}, not in its program"
+            _refuse(self.package, actual)
         return Program(self.package, name, inputs, states, outputs, body, description)
 
     def declared(self, named) -> list[tuple[str, Type]]:
@@ -430,9 +433,8 @@ class _Reader:
         """An array in a weight file, as a view of the mapped file."""
         name = blob.fileName.removeprefix("@model_path/")
         if name not in self.files:
-            self.files[name] = BlobFile(
-                inside(self.package, spec_path(self.package).parent, name)
-            )
+            folder = spec_path(self.package).parent
+            self.files[name] = BlobFile(check_inside(self.package, folder, name))
         array = self.files[name].array(blob.offset, declared.shape)
         dtype = np.dtype(NUMPY[declared.dtype])
         if array.dtype.itemsize != dtype.itemsize:

@@ -98,21 +98,22 @@ def replaced(proxy: "type[Proxy]") -> Iterator[None]:
 
     native = ModuleType("coremltools.libcoremlpython")
     native._MLModelProxy = proxy
-    values = [
+    # modules, and the value that replaces a name in each of them
+    replacements = [
         ([model, _compiled_model], "_MLModelProxy", proxy),
         ([model, _compiled_model, utils], "_macos_version", lambda: MACOS),
         ([model], "_is_macos", lambda: True),
         ([ct], "libcoremlpython", native),
     ]
     if hasattr(proxy, "get_compute_plan"):
-        values.append(([compute_plan], "_MLModelProxy", proxy))
-    before = sys.modules.pop(native.__name__, None)
+        replacements.append(([compute_plan], "_MLModelProxy", proxy))
+    original = sys.modules.pop(native.__name__, None)
     with ExitStack() as patches:
-        if before:
-            patches.callback(sys.modules.__setitem__, native.__name__, before)
+        if original:
+            patches.callback(sys.modules.__setitem__, native.__name__, original)
         patches.callback(sys.modules.pop, native.__name__, None)
         sys.modules[native.__name__] = native
-        for modules, name, value in values:
+        for modules, name, value in replacements:
             for module in modules:
                 patch = mock.patch.object(module, name, value, create=True)
                 patches.enter_context(patch)
@@ -264,14 +265,16 @@ def _accepted(value) -> np.ndarray:
         and value.dtype in ACCEPTED
     ):
         return value
-    print(f"Error: value type not convertible:\n{value}")  # natively on stdout, too
+    # the binding prints this line, too
+    print(f"Error: value type not convertible:\n{value}")
     raise RuntimeError("value type not convertible")
 
 
 def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
     """A user's value as the program's input, checked against the feature's
     description."""
-    if value is None or isinstance(value, (list, tuple)):  # the binding's nil
+    # the binding takes a list for a missing value
+    if value is None or isinstance(value, (list, tuple)):
         array = _default(feature)
     elif feature.type.WhichOneof("Type") == "imageType":
         return _from_image(feature, value)

@@ -11,7 +11,7 @@ import torch
 from miltorch.blob import NUMPY
 from miltorch.constants import Constants, python_value, to_tensor, torch_dtype, widened
 from miltorch.ops import HALF_OPERANDS, LIST_PARAMETERS, OPERATIONS, narrowed
-from miltorch.program import Block, Op, Program, Ref, Type, operation_errors
+from miltorch.program import Argument, Block, Op, Program, Ref, Type, operation_errors
 
 NARROW_INTEGERS = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
 
@@ -80,10 +80,12 @@ class Step:
         # an operation that declares no result may return one
         for (name, dtype), value in zip(self.outputs, results):
             if dtype is not None and value.dtype is not dtype:
-                exact, value = value, value.to(dtype)
-                floats = exact.is_floating_point() and not dtype.is_floating_point
-                if floats and self.op.kind != "cast" and not torch.equal(exact, value):
+                converted = value.to(dtype)
+                to_integers = value.is_floating_point() and not dtype.is_floating_point
+                must_be_whole = to_integers and self.op.kind != "cast"
+                if must_be_whole and not torch.equal(value, converted):
                     raise TypeError(f"{name} has fractions, and {dtype} is declared")
+                value = converted
             values[name] = value
 
     def reads(self) -> Iterator[str]:
@@ -150,36 +152,37 @@ class Binder:
         """The steps of a block, and the constants that they read by name."""
         body = Body([name for name, _ in block.inputs], outputs=block.outputs)
         for op in block.ops:
-            if not op.constant:
+            if not op.is_constant:
                 with operation_errors(self.program, op):
                     body.steps.append(self.step(op, body))
         for name in block.outputs:
-            self.value_name(name, body)
+            self.add_constant(name, body)
         return body
 
     def step(self, op: Op, body: Body) -> Step:
-        """An operation of a block bound to its rule; literals that it reads by name become
-        constants of `body`."""
+        """An operation of a block bound to its rule. Constants that its operands name are
+        added to `body`."""
         outputs = [
             Output(name, run_time_dtype(declared, self.precision))
             for name, declared in op.outputs
         ]
         step = Step(op, self.function(op), outputs)
-        exact, takes_half = self.precision == "exact", op.kind in HALF_OPERANDS
-        step.widens = not takes_half and not exact
+        # in `exact` every float is float32 already
+        is_exact = self.precision == "exact"
+        takes_half = op.kind in HALF_OPERANDS and not is_exact
+        step.widens = not takes_half and not is_exact
         attributes = OPERATIONS[op.kind].attributes
-        for parameter, source in op.inputs.items():
-            if parameter in LIST_PARAMETERS and not isinstance(source, list):
-                source = [source]
-            value = self.constants.value_or_none(source)
+        for parameter, argument in op.inputs.items():
+            if parameter in LIST_PARAMETERS and not isinstance(argument, list):
+                argument = [argument]
+            value = self.constants.value_or_none(argument)
             if value is None:
-                names = self.names(source, body, f"{op.name}.{parameter}")
-                step.operands.append(Operand(parameter, names, parameter in attributes))
+                source = self.operand_source(argument, body, f"{op.name}.{parameter}")
+                operand = Operand(parameter, source, parameter in attributes)
+                step.operands.append(operand)
             elif parameter in attributes:
                 step.constants[parameter] = python_value(value)
-            elif (takes_half and not exact) or is_pointwise_weight(
-                op, parameter, value
-            ):
+            elif takes_half or is_pointwise_weight(op, parameter, value):
                 step.constants[parameter] = value
             else:
                 step.constants[parameter] = widened(value)
@@ -196,24 +199,28 @@ class Binder:
             function = narrowed(function)
         return function
 
-    def names(self, source, body: Body, where: str) -> str | list[str]:
-        """The name of a value at run time, or that of each of a list; a literal among
-        names becomes a constant of the block, named `where`."""
-        if isinstance(source, list):
+    def operand_source(
+        self, argument: Argument, body: Body, literal_name: str
+    ) -> str | list[str]:
+        """`Operand.source` of an argument. Adds to `body` the constants that the argument
+        names, and its literals: those of a list with computed values get names that
+        begin with `literal_name`."""
+        if isinstance(argument, list):
             return [
-                self.names(element, body, f"{where}.{index}")
-                for index, element in enumerate(source)
+                self.operand_source(element, body, f"{literal_name}.{index}")
+                for index, element in enumerate(argument)
             ]
-        if isinstance(source, Ref):
-            return self.value_name(source.name, body)
-        body.constants[where] = self.as_at_run_time(to_tensor(source))
-        return where
+        if isinstance(argument, Ref):
+            self.add_constant(argument.name, body)
+            return argument.name
+        body.constants[literal_name] = self.as_at_run_time(to_tensor(argument))
+        return literal_name
 
-    def value_name(self, name: str, body: Body) -> str:
-        """`name`; a constant of this name becomes one of the block."""
+    def add_constant(self, name: str, body: Body) -> None:
+        """Adds the constant `name` to those of a body; does nothing where `name` is a value
+        that is computed at run time."""
         if name in self.constants.ops:
             body.constants[name] = self.as_at_run_time(self.constants[name])
-        return name
 
     def as_at_run_time(self, value):
         """A constant in the dtype that values of its declared dtype have at run time, fp16

@@ -15,6 +15,7 @@ import torch
 from miltorch.constants import Constants
 from miltorch.graph import Graph
 from miltorch.ops.sums import panel_product
+from miltorch.program import Argument
 
 # rows of activations for which a compiled kernel reads stored weights; more rows meet
 # panels of float32, which torch multiplies faster
@@ -199,20 +200,20 @@ def scaled_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return blocks.mul_(scale[..., None]).flatten(1)
 
 
-def stored_weight(source, graph: Graph, constants: Constants) -> StoredWeight | None:
+def stored_weight(
+    argument: Argument | None, graph: Graph, constants: Constants
+) -> StoredWeight | None:
     """The constant fp16 weight [R, K, 1, 1] that an argument names, as it is stored;
     None for anything else."""
-    op, weight = graph.producer(source), None
-    if op is None or not op.constant or op.outputs[0][1].dtype != "FLOAT16":
+    op, weight = graph.producer(argument), None
+    if op is None or not op.is_constant or op.outputs[0][1].dtype != "FLOAT16":
         return None
     if op.kind in FORMS:
-        operands = {
-            name: graph.literal(argument) for name, argument in op.inputs.items()
-        }
+        operands = {name: graph.literal(value) for name, value in op.inputs.items()}
         if all(isinstance(operand, np.ndarray) for operand in operands.values()):
             weight = FORMS[op.kind](**operands)
     if weight is None:
-        half = constants.compute_uncached(source.name)
+        half = constants.compute_uncached(argument.name)
         if half.dim() == 4 and half.shape[2:] == (1, 1):
             weight = HalfWeight(half.flatten(1).numpy().view(np.uint16))
     return weight

@@ -20,15 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-
-from workbench.errors import InputError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from audit_answers import check_sentences  # beside this script
+from audit_answers import check_sentences
 from audit_benchmarks import check_benchmarks
 from audit_prose import check_prose
 from audit_times import check_listed_times
 from finding import Finding
+
+from workbench.errors import InputError
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
@@ -214,7 +212,7 @@ def check_report(folder: Path, log: Log) -> list[Finding]:
     report = (folder / "report.md").read_text()
     findings = []
     tables: dict[str, pd.DataFrame] = {}  # stored data by name, such as tables/cost
-    processes: dict[str, pd.DataFrame] = {}  # figure of times → a row for each process
+    times: dict[str, pd.DataFrame] = {}  # figure of times → a row for each process
     for path in sorted(folder.glob("*/*.json")):
         part = json.loads(path.read_text())
         data = pd.read_parquet(path.with_suffix(".parquet"))
@@ -230,12 +228,12 @@ def check_report(folder: Path, log: Log) -> list[Finding]:
             findings += check_times(
                 place, PHASE_OF_FIGURE[path.stem], ylabel, data, log
             )
-            processes[path.stem] = data
+            times[path.stem] = data
     place = f"{folder.name}/Answer"
     answer = run["conclusion"]
-    if processes:
-        named = tables.get("tables/processes")
-        findings += check_listed_times(place, answer, processes, named)
+    if times:
+        named_processes = tables.get("tables/processes")
+        findings += check_listed_times(place, answer, times, named_processes)
     check = check_sentences(folder.name[:2], answer, tables, place)
     return findings + check.findings
 
@@ -249,9 +247,9 @@ def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
     if not tables:
         columns = str(list(stored.columns))
         return [Finding(place, "table of the report", "no such columns", columns)]
-    # Several tables may have the same columns: the one with the fewest differences is meant. Of
-    # two stored tables with the same columns, both may be compared with the same printed one, so
-    # that an error in the other is not found.
+    # Where several printed tables have these columns, the one with the fewest differences is
+    # taken for this stored one. Two stored tables may thus be compared with the same printed
+    # table, and an error in the other printed one is not found.
     return min((_compare(place, stored, table) for table in tables), key=len)
 
 

@@ -103,16 +103,17 @@ def printed_numbers(match: re.Match) -> dict[str, str]:
 
 
 def agrees(printed: str, computed: float) -> bool:
-    """Whether a number rounds to its printed digits; a last digit may be one off, where
-    the stored value lies at the middle of two."""
+    """Whether a number rounds to its printed digits. A number in the middle between two
+    printed ones agrees with both."""
     text = printed.replace(",", "")
     scale = 0.01 if text.endswith("%") else 1.0
     text = text.removesuffix("%")
     mantissa, _, exponent = text.lower().partition("e")
     decimals = len(mantissa.partition(".")[2])
-    # what a step of the last digit counts
+    # the value of one step of the last printed digit
     last_digit = scale * 10.0 ** (int(exponent or 0) - decimals)
     distance = abs(float(text) * scale - computed)
+    # a little more than half a step, because the middle has no exact floating-point number
     return distance <= 0.5000001 * last_digit
 
 

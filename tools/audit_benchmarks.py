@@ -60,24 +60,25 @@ def check_benchmarks(project: Path) -> list[Finding]:
     if not files and not block:
         return []
     lines = block[1].splitlines() if block else []
-    printed = printed_rows(lines)
+    # every row with a benchmark is removed from these
+    unmatched = printed_rows(lines)
     findings = []
     for file in files:
         document = json.loads(file.read_text())
         place = f"benchmarks/{file.stem}"
         findings += check_series(place, document)
         for row in compute_rows(document):
-            same_label = printed.get((row.what, row.command))
-            if not same_label:
+            rows_with_label = unmatched.get((row.what, row.command))
+            if rows_with_label:
+                printed = rows_with_label.pop(0)
+                findings += check_row(place, row, printed)
+            else:
                 missing = "no row in README.md"
                 findings.append(Finding(place, row.what, missing, "a row"))
-            else:
-                findings += check_row(place, row, same_label.pop(0))
         condition = f"- `{document['command']}`: {document['machine']}; "
         if not any(line.startswith(condition) for line in lines):
             findings.append(Finding(place, "machine", "not in README.md", condition))
-    # every row with a benchmark was removed from `printed`
-    for (what, command), remaining in printed.items():
+    for (what, command), remaining in unmatched.items():
         for _ in remaining:
             row = f"a row of `{command}`"
             findings.append(Finding("README.md", what, row, "no benchmark"))
@@ -85,8 +86,8 @@ def check_benchmarks(project: Path) -> list[Finding]:
 
 
 def printed_rows(lines: list[str]) -> dict[tuple[str, str], list[list[str]]]:
-    """(what, command) → the cells of each row of the table. Several peers may stand beside one
-    series: such rows are in the samples' order."""
+    """(what, command) → the cells of each row of the table with this label. A series that is
+    compared with several peers has several rows, in the order of the comparisons."""
     rows: dict[tuple[str, str], list[list[str]]] = {}
     for line in lines:
         if line.startswith("| ") and not line.startswith("| what |"):

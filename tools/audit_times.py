@@ -1,9 +1,12 @@
 """Checks the times that the Answer of a report lists: medians over processes, and ratios of
 settings.
 
-`audit.py` calls `check_listed_times` for the reports that have figures of times."""
+`audit.py` calls `check_listed_times` for the reports that have figures of times. Such a figure
+has a row for each process; the processes with the same values on all axes are one setting. An
+Answer lists a setting by its value on an axis, or by its name."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -27,9 +30,13 @@ MIN_ROUNDS = 3  # with which an Answer may state a ratio
 
 
 @dataclass(frozen=True)
-class Stated:
+class ListedSetting:
     """A setting as an Answer lists it, with the digits that are printed: the median over its
-    processes, their number, and the least and the most of several."""
+    processes, their number, and the least and the most of several.
+
+    Args:
+        key: the value of an axis that stands for the setting.
+    """
 
     key: str
     median: str
@@ -41,25 +48,28 @@ class Stated:
 def check_listed_times(
     place: str,
     text: str,
-    processes: dict[str, pd.DataFrame],
-    named: pd.DataFrame | None = None,
+    figures: dict[str, pd.DataFrame],
+    named_processes: pd.DataFrame | None = None,
 ) -> list[Finding]:
     """Checks every setting that an Answer lists against the median over processes, and every ratio
     and its direction against paired rounds.
 
     Args:
-        processes: figure of times → a row for each process.
-        named: the table of the processes of settings that have a name.
+        figures: name of a figure of times → a row for each process.
+        named_processes: a row for each process of a setting that has a name.
     """
     findings = []
-    if named is not None:
-        findings, text = check_named_settings(place, text, named)
+    if named_processes is not None:
+        for name, rows in undisturbed_processes(named_processes):
+            findings += check_named_setting(place, text, name, rows["value"])
+            # the patterns of the other checks would match a part of it
+            text = re.sub(pattern_of_named_setting(name), "", text)
     if "median" in text and not LISTED.search(text):
         findings.append(
             Finding(place, "times", "no number of processes", "a median over processes")
         )
-    findings += check_medians(place, text, processes)
-    return findings + check_ratios(place, text, processes)
+    findings += check_medians(place, text, figures)
+    return findings + check_ratios(place, text, figures)
 
 
 @dataclass(frozen=True)
@@ -84,43 +94,44 @@ def group_by_setting(data: pd.DataFrame) -> list[Setting]:
 
 
 def check_medians(
-    place: str, text: str, processes: dict[str, pd.DataFrame]
+    place: str, text: str, figures: dict[str, pd.DataFrame]
 ) -> list[Finding]:
     """Checks the settings that an Answer lists by the value of an axis."""
-    computed: set[Stated] = set()
-    for data in processes.values():
+    possible: set[ListedSetting] = set()
+    for data in figures.values():
         for setting in group_by_setting(data):
-            computed |= possible_statements(setting)
+            possible |= possible_listings(setting)
     findings = []
     for key, median, least, most, count in LISTED.findall(text):
         # least and most are "" where a single process has no range
-        stated = Stated(key, median, int(count), least, most)
-        of_key = {statement for statement in computed if statement.key == key}
-        if of_key and stated not in of_key:
+        listed = ListedSetting(key, median, int(count), least, most)
+        possible_of_key = {setting for setting in possible if setting.key == key}
+        # a key that no figure has belongs to another sentence
+        if possible_of_key and listed not in possible_of_key:
             published = f"{median} of {count}"
-            medians = "; ".join(sorted({statement.median for statement in of_key}))
+            medians = "; ".join(sorted({setting.median for setting in possible_of_key}))
             findings.append(Finding(place, f"median at {key}", published, medians))
     return findings
 
 
-def possible_statements(setting: Setting) -> set[Stated]:
+def possible_listings(setting: Setting) -> set[ListedSetting]:
     """The ways in which an Answer may list a setting: by the value of any axis, with or
-    without the least and the most. What it lists must be one of them."""
+    without the least and the most."""
     median = f"{setting.measured.median():.4g}"
     least, most = f"{setting.measured.min():.4g}", f"{setting.measured.max():.4g}"
     count = len(setting.measured)
-    statements = set()
+    listings = set()
     for key in map(str, setting.values):
-        statements.add(Stated(key, median, count))
-        statements.add(Stated(key, median, count, least, most))
-    return statements
+        listings.add(ListedSetting(key, median, count))
+        listings.add(ListedSetting(key, median, count, least, most))
+    return listings
 
 
 def check_ratios(
-    place: str, text: str, processes: dict[str, pd.DataFrame]
+    place: str, text: str, figures: dict[str, pd.DataFrame]
 ) -> list[Finding]:
     """Checks the ratios of an Answer, and whether it says more or fewer."""
-    computed_ratios = paired_ratios(processes)
+    computed_ratios = paired_ratios(figures)
     findings = []
     for match in RATIO.finditer(text):
         first, second = match["first"], match["second"]
@@ -139,13 +150,11 @@ def check_ratios(
     return findings
 
 
-def paired_ratios(
-    processes: dict[str, pd.DataFrame],
-) -> dict[tuple[str, str], set[str]]:
+def paired_ratios(figures: dict[str, pd.DataFrame]) -> dict[tuple[str, str], set[str]]:
     """(first, second) value of an axis → the ratios of second to first, as they are printed, of
     settings that differ in this axis alone."""
     ratios: dict[tuple[str, str], set[str]] = {}
-    for data in processes.values():
+    for data in figures.values():
         for first, second in combinations(group_by_setting(data), 2):
             changed = [
                 (str(value), str(other))
@@ -169,25 +178,37 @@ def mean_log_ratio(first: pd.Series, second: pd.Series) -> float:
     return float(np.log(ratios).mean())
 
 
-def check_named_settings(
-    place: str, text: str, processes: pd.DataFrame
-) -> tuple[list[Finding], str]:
-    """Checks medians and ranges of settings with a name. Returns the findings and the text without
-    these settings."""
+def undisturbed_processes(
+    named_processes: pd.DataFrame,
+) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The name of each setting and the rows of its processes that nothing disturbed."""
+    undisturbed = named_processes[named_processes["disturbed"].isna()]
+    yield from undisturbed.groupby("name")
+
+
+def pattern_of_named_setting(name: str) -> str:
+    """The pattern of "NAME: median (least to most, N processes)" with a group for each
+    number."""
+    return (
+        rf"{re.escape(name)}: ([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
+        r"(\d+) process(?:es)?\)"
+    )
+
+
+def check_named_setting(
+    place: str, text: str, name: str, values: pd.Series
+) -> list[Finding]:
+    """Checks the median, the range and the number of processes wherever an Answer lists a
+    setting by its name.
+
+    Args:
+        values: of the setting's processes.
+    """
+    numbers = [values.median(), values.min(), values.max()]
+    computed = (*(f"{number:.4g}" for number in numbers), str(len(values)))
     findings = []
-    undisturbed = processes[processes["disturbed"].isna()]
-    for name, rows in undisturbed.groupby("name"):
-        values = rows["value"]
-        # "NAME: median (least to most, N processes)"
-        pattern = (
-            rf"{re.escape(name)}: ([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
-            r"(\d+) process(?:es)?\)"
-        )
-        figures = [values.median(), values.min(), values.max()]
-        computed = (*(f"{figure:.4g}" for figure in figures), str(len(values)))
-        for match in re.finditer(pattern, text):
-            if match.groups() != computed:
-                printed, right = " ".join(match.groups()), " ".join(computed)
-                findings.append(Finding(place, f"median of {name}", printed, right))
-        text = re.sub(pattern, "", text)
-    return findings, text
+    for match in re.finditer(pattern_of_named_setting(name), text):
+        if match.groups() != computed:
+            printed, right = " ".join(match.groups()), " ".join(computed)
+            findings.append(Finding(place, f"median of {name}", printed, right))
+    return findings

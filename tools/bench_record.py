@@ -115,7 +115,7 @@ class Measurement:
 
 
 def format_number(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Three digits; large numbers have commas and no exponent."""
     text = f"{value:.3g}"
     return f"{float(text):,.0f}" if "e+" in text else text
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = "pyproject.toml", "requirements.lock"
-FIRST, LAST = (3, 11), (3, 13)  # versions of Python for which the packages exist
+# the first and the last version of Python for which the packages exist
+FIRST_PYTHON, LAST_PYTHON = (3, 11), (3, 13)
 ELSEWHERE = {"user", "prefix", "target", "root"}
 """Settings of pip that install outside of .venv."""
 # runs in .venv, and prints every package that is missing or lies outside of it
@@ -62,7 +63,7 @@ def main():
     if recorded == required and is_whole:
         return
     version = sys.version_info[:2]
-    if not FIRST <= version <= LAST:
+    if not FIRST_PYTHON <= version <= LAST_PYTHON:
         sys.exit(
             f"{sys.executable} is Python {version[0]}.{version[1]}, and the packages "
             "exist for 3.11 to 3.13; type: make PYTHON=python3.12"
@@ -157,9 +158,9 @@ def install(venv):
     environment = {**settings, **environment, "PIP_CONFIG_FILE": os.devnull}
     pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "--no-compile"]
     pip += ["--constraint", "requirements.lock", "--editable", ".[test]"]
-    ended = subprocess.run(pip, cwd=str(ROOT), env=environment)
-    if ended.returncode:
-        sys.exit(f"pip ended with exit code {ended.returncode}: see above")
+    result = subprocess.run(pip, cwd=str(ROOT), env=environment)
+    if result.returncode:
+        sys.exit(f"pip ended with exit code {result.returncode}: see above")
 
 
 if __name__ == "__main__":

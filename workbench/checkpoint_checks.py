@@ -88,7 +88,7 @@ def check_family(checkpoint: Path) -> None:
     config = _read_object(checkpoint / CONFIG)
     part = config.get("text_config")
     kind = (part if isinstance(part, dict) else config).get("model_type")
-    # a text part without a type has the default of its whole
+    # transformers gives a text part without a type the default of the outer configuration
     if kind in FAMILIES or (kind is None and part):
         return
     actual = f"model_type {kind!r}"

@@ -3,7 +3,8 @@ which say that a run is invalid. Imports no other module of this package."""
 
 import re
 
-# (whisper.cpp #3702, CT#2247, CT#2688)
+# lines of Core ML and its parts; seen in issue 3702 of whisper.cpp and in issues 2247 and 2688
+# of coremltools
 CORE_ML_MESSAGE = re.compile(
     r"E5RT|E5 bundle|\bANE|ForANE|Espresso|MPSGraph|Error plan build|Error compiling model"
     r"|Error Domain=com\.apple"

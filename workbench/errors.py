@@ -1,5 +1,6 @@
-"""The errors of the workbench: `InputError` and its helpers, which are those of
-`miltorch.errors`, `CellError`, and what the errors of libraries and of the system say."""
+"""The errors of the workbench: `InputError` and its helpers, which `miltorch.errors` defines,
+and `CellError`; and functions that read the errors of libraries and of the system: whether a
+disk is full, and their message in one line."""
 
 import errno
 import re
@@ -61,14 +62,23 @@ def last_message(written: list[str]) -> str:
     """The last message of a failed process on stderr, in one line: that of its last
     exception, however many lines it has; without one the last line, or the dictionary
     that ends there."""
-    lines = [line for line in written if line.strip()] or ["no message"]
-    trace = start = len(lines) - 1
-    while trace >= 0 and not lines[trace].startswith("Traceback (most recent call"):
-        trace -= 1
-    if trace >= 0:  # its frames are indented, the message begins where they end
-        behind = range(trace + 1, len(lines))
-        start = next((i for i in behind if not lines[i].startswith(" ")), trace)
-    elif lines[-1] == "}":
-        opening = [i for i, line in enumerate(lines) if line.endswith("{")]
-        start = max(opening, default=start)
+    lines = [line for line in written if line.strip()]
+    if not lines:
+        return "no message"
+    start = len(lines) - 1
+    traces = [
+        index
+        for index, line in enumerate(lines)
+        if line.startswith("Traceback (most recent call")
+    ]
+    openings = [index for index, line in enumerate(lines) if line.endswith("{")]
+    if traces:
+        # the frames of a traceback are indented; the message begins at the line after them
+        start = traces[-1] + 1
+        while start < len(lines) and lines[start].startswith(" "):
+            start += 1
+        if start == len(lines):  # a traceback that was cut off has no message
+            start = traces[-1]
+    elif lines[-1] == "}" and openings:
+        start = openings[-1]
     return one_line("\n".join(lines[start:]))

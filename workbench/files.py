@@ -145,19 +145,19 @@ def load_arrays(path: Path) -> tuple[dict, dict[str, str]]:
         return arrays, file.metadata()
 
 
-def check_regular(path: Path, most: int | None = None) -> int:
+def check_regular(path: Path, max_bytes: int | None = None) -> int:
     """Returns the size in bytes of the file that `path` resolves to.
 
     Raises:
         InputError: it is a pipe, a device or a folder, which may have no end or never
-            answer, or it has more than `most` bytes.
+            answer, or it has more than `max_bytes` bytes.
         OSError: there is no such file.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise _unreadable(path, _kind(status.st_mode))
-    if most is not None and status.st_size > most:
-        raise _unreadable(path, f"{status.st_size:,} bytes", most)
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _unreadable(path, f"{status.st_size:,} bytes", max_bytes)
     return status.st_size
 
 
@@ -173,28 +173,28 @@ def check_folder(folder: Path, limits: dict[str, int]) -> None:
             check_regular(path, limits.get(path.name))
 
 
-def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
-    """Reads a regular file of at most `most` bytes.
+def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Reads a regular file of at most `max_bytes` bytes.
 
     Raises:
         InputError: see `check_regular`.
         OSError: there is no such file, or permission is missing.
     """
-    check_regular(path, most)
+    check_regular(path, max_bytes)
     with path.open("rb") as file:
-        return read_at_most(file, most, path)
+        return read_at_most(file, max_bytes, path)
 
 
-def read_at_most(file: BinaryIO, most: int, subject: object) -> bytes:
-    """Reads the rest of an open file, such as a member of an archive, of at most `most`
+def read_at_most(file: BinaryIO, max_bytes: int, subject: object) -> bytes:
+    """Reads the rest of an open file, such as a member of an archive, of at most `max_bytes`
     bytes. It reads no more than that, whatever size an archive declares.
 
     Raises:
         InputError: there are more bytes.
     """
-    contents = file.read(most + 1)
-    if len(contents) > most:
-        raise _unreadable(subject, f"over {most:,} bytes", most)
+    contents = file.read(max_bytes + 1)
+    if len(contents) > max_bytes:
+        raise _unreadable(subject, f"over {max_bytes:,} bytes", max_bytes)
     return contents
 
 
@@ -210,8 +210,10 @@ def _kind(mode: int) -> str:
     return "a device"
 
 
-def _unreadable(subject: object, actual: str, most: int = MAX_TEXT_BYTES) -> InputError:
-    needed = f"a regular file of at most {most:,} bytes"
+def _unreadable(
+    subject: object, actual: str, max_bytes: int = MAX_TEXT_BYTES
+) -> InputError:
+    needed = f"a regular file of at most {max_bytes:,} bytes"
     return InputError(str(subject), actual, needed, "give the file itself, whole")
 
 

@@ -29,7 +29,7 @@ def check_bundle(path: str | Path) -> Path:
     Raises:
         InputError: there is no manifest; says what is there instead.
     """
-    path = _possible("bundle", path)
+    path = _check_resolvable("bundle", path)
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
     step = "run: workbench export CHECKPOINT BUNDLE"
@@ -44,7 +44,7 @@ def locate_checkpoint(path: str | Path) -> Path:
         InputError: there is no config.json, or no weights that can be read; says what is
             there instead.
     """
-    path = _possible("checkpoint", path)
+    path = _check_resolvable("checkpoint", path)
     if (path / CONFIG).is_file():
         check_weights_format(path)
         return path
@@ -62,6 +62,7 @@ def locate_checkpoint(path: str | Path) -> Path:
 def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> InputError:
     """The error for a path that is no folder with `file`. It says what is there; for a
     path inside such a folder, the next step is to give that folder."""
+    # the first kind that applies is named
     kinds = {
         "an unfinished export": unfinished_folder(path.resolve()).exists(),
         "a bundle": (path / BUNDLE).is_file(),
@@ -145,7 +146,7 @@ def check_golden(path: str | Path) -> Path:
 def check_new_bundle(path: str | Path) -> Path:
     """Returns the path of a bundle to be made; refuses a path where anything exists, even
     a broken link."""
-    path = _possible("bundle", path)
+    path = _check_resolvable("bundle", path)
     if os.path.lexists(path):
         actual, step = "something else there", "remove it or choose another"
         if (path / BUNDLE).exists():
@@ -156,7 +157,7 @@ def check_new_bundle(path: str | Path) -> Path:
 
 def check_file(subject: str, path: str | Path, needed: str, step: str) -> Path:
     """Returns the path of a file; refuses a folder, and a path where nothing is."""
-    path = _possible(subject, path)
+    path = _check_resolvable(subject, path)
     if not path.is_file():
         actual = "no such file"
         if path.is_dir():
@@ -210,9 +211,9 @@ def unfinished_folder(bundle: Path) -> Path:
     return bundle.parent / f".{bundle.name}.partial"
 
 
-def _possible(subject: str, path: str | Path) -> Path:
-    """Returns `path`; refuses a path that the system cannot resolve: a name that is too
-    long, a loop of links."""
+def _check_resolvable(subject: str, path: str | Path) -> Path:
+    """Returns `path`, where nothing needs to exist; refuses one that the system cannot
+    resolve, such as a name that is too long or a loop of links."""
     path = Path(path)
     try:
         # any name in the folder serves: only an error of the path itself matters

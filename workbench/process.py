@@ -1,10 +1,10 @@
 """Calls one function in a process of its own; a crash is a reason in words.
 
-A child starts with modules imported and nothing loaded, compiled or warmed up, and ends
-when its caller does. Imports take seconds, so a server, which is another process, makes
-them once and forks for every call. It runs no call itself and no threads, and waits for
-the next call as long as its caller lives. macOS' frameworks do not survive a fork;
-there a server becomes the child of its only call.
+A child starts with modules imported and nothing loaded, compiled or warmed up. It ends
+when its caller does, at the latest. Imports take seconds, so a server, which is another
+process, makes them once and forks for every call. It runs no call itself and no threads,
+and waits for the next call as long as its caller lives. macOS' frameworks do not survive
+a fork; there a server becomes the child of its only call.
 
 How a call goes: `call` pickles the function and its arguments into a folder, takes a
 server that waits or starts one (`_server`), and prints the folder to its stdin. The
@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
@@ -42,9 +42,9 @@ from workbench.core_ml_log import is_invalidating, select_messages
 from workbench.errors import InputError, is_full_disk, last_message
 
 CAN_FORK = sys.platform != "darwin"
-# Most calls import these late; a server imports them before its second call. Its only
-# call may need none of them.
-LATE = "pandas", "transformers.modeling_utils"
+# Modules that most calls import when they need them. A server imports them before its second
+# call, for this call and all later ones; a server of a single call may need none.
+LATE_IMPORTS = "pandas", "transformers.modeling_utils"
 STDERR_LINES = 20  # from the end of a failed child's stderr, in an `Outcome`
 CALLER_ENDED = 3  # exit code of a server or a child whose caller ended before it
 # A child imports what its caller would and nothing more. It is not started by `python
@@ -63,8 +63,8 @@ class Files(NamedTuple):
     job: Path
     """The pickled function and its arguments."""
     reply: Path
-    """The pickled `value` or `failure` of an `Outcome`, or the error of a `full_disk`, by
-    its name; absent where the child died."""
+    """The pickled `Outcome`, without `lines`, or the error of a full disk; absent where the
+    child died."""
     stderr: Path
 
     @classmethod
@@ -181,7 +181,7 @@ def call(
         InputError, OSError: a disk is full: the child's own error, since no later call
             would find room either.
     """
-    stop, has_ended = stop or threading.Event(), threading.Event()
+    stop = stop or threading.Event()
     deadline = time.monotonic() + (timeout_s or math.inf)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PWD": os.getcwd()}
     with ExitStack() as stack:
@@ -189,12 +189,7 @@ def call(
         files = Files.of(Path(folder))
         files.job.write_bytes(pickle.dumps((function, args)))
         server = stack.enter_context(_server(environment, files.stderr))
-        arguments = server, stop, deadline, has_ended
-        threading.Thread(target=_kill_in_time, args=arguments, daemon=True).start()
-        try:
-            answer = server.run(folder)
-        finally:
-            has_ended.set()
+        answer = _run_until(deadline, stop, server, folder)
         if stop.is_set():
             raise Cancelled
         if isinstance(answer, ForkRefused):
@@ -206,12 +201,13 @@ def call(
         written = files.stderr.read_bytes() if files.stderr.exists() else b""
         stderr = written.decode(errors="replace").splitlines()
         if answer.code == 0:
-            reply = pickle.loads(files.reply.read_bytes())
-            if problem := reply.get("full_disk"):
-                raise problem
-            return Outcome(**reply, lines=tuple(select_messages(stderr)))
-    failure = f"no answer in {timeout_s} s"
-    if not is_late:
+            reply: Outcome | Exception = pickle.loads(files.reply.read_bytes())
+            if isinstance(reply, Exception):
+                raise reply
+            return replace(reply, lines=tuple(select_messages(stderr)))
+    if is_late:
+        failure = f"no answer in {timeout_s} s"
+    else:
         failure = _failure(answer.code, stderr)
     lines = dict.fromkeys([*select_messages(stderr), *stderr[-STDERR_LINES:]])
     return Outcome(failure=failure, lines=tuple(lines))
@@ -222,6 +218,20 @@ def _failure(code: int, stderr: list[str]) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}: {last_message(stderr)}"
+
+
+def _run_until(
+    deadline: float, stop: threading.Event, server: Server, folder: str
+) -> Exited | ForkRefused:
+    """`server.run(folder)`, and a thread beside it that kills the server when `stop` is set or
+    the deadline is over."""
+    has_ended = threading.Event()
+    arguments = server, stop, deadline, has_ended
+    threading.Thread(target=_kill_in_time, args=arguments, daemon=True).start()
+    try:
+        return server.run(folder)
+    finally:
+        has_ended.set()
 
 
 def _kill_in_time(
@@ -368,24 +378,24 @@ def _wait(child: int) -> int:
 @without_gc()
 def _import_late() -> None:
     coremltools()
-    for name in LATE:
+    for name in LATE_IMPORTS:
         importlib.import_module(name)
 
 
 @without_gc()
 def _run(files: Files) -> NoReturn:
-    """Runs a call and ends this process, the child: writes what the call returned, why it
-    was refused, or the error of a full disk. Any other error ends it with a traceback on
-    stderr."""
+    """Runs a call and ends this process, the child: writes the call's value, the message of
+    its InputError, or the error of a full disk. Any other error ends the child with a
+    traceback on stderr."""
     function, args = pickle.loads(files.job.read_bytes())
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
-        reply = {"value": function(*args)}
+        reply = Outcome(function(*args))
     except Exception as problem:
         if is_full_disk(problem):
-            reply = {"full_disk": _sendable(problem)}
+            reply = _sendable(problem)
         elif isinstance(problem, InputError):
-            reply = {"failure": str(problem)}
+            reply = Outcome(failure=str(problem))
         else:
             raise
     files.reply.write_bytes(pickle.dumps(reply))

@@ -30,9 +30,9 @@ def bar(*args, **options):
 
 @contextmanager
 def plain_stage_lines() -> Iterator[None]:
-    """Within it, `stage` prints a line where stderr is no terminal: a command's output is
-    kept by a file or a CI job. Notebooks and scripts that import the workbench stay
-    silent."""
+    """Context manager in which `stage` prints a line where stderr is no terminal. Commands run
+    in it, because a file or a CI job may keep their output; notebooks and scripts do not, and
+    stay silent."""
     global _prints_plain_lines
     before, _prints_plain_lines = _prints_plain_lines, True
     try:

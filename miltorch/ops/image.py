@@ -253,18 +253,19 @@ def _overlaps(boxes):
     return torch.where(union > 0, shared / union, torch.zeros(()))
 
 
-def _peaks(
+def _select_boxes(
     boxes, scores, iou_threshold, score_threshold, max_boxes, per_class
 ) -> list[int]:
-    """Indices of the boxes that no better one overlaps too much, best first."""
+    """Indices of the boxes of one image that are kept, best first and at least one. A box is
+    dropped where a better one that is kept overlaps it by more than the threshold."""
     best, label = scores.max(-1)
-    overlaps, peaks = _overlaps(boxes), []
+    overlaps, selected = _overlaps(boxes), []
     for i in torch.argsort(best, descending=True, stable=True).tolist():
-        rivals = [j for j in peaks if not per_class or label[j] == label[i]]
-        free = (overlaps[i, rivals] <= iou_threshold).all()
-        if best[i] > score_threshold and free:
-            peaks.append(i)
-    return peaks[:max_boxes] or [int(best.argmax())]
+        rivals = [j for j in selected if not per_class or label[j] == label[i]]
+        is_free = (overlaps[i, rivals] <= iou_threshold).all()
+        if best[i] > score_threshold and is_free:
+            selected.append(i)
+    return selected[:max_boxes] or [int(best.argmax())]
 
 
 def non_maximum_suppression(
@@ -281,14 +282,14 @@ def non_maximum_suppression(
     bounded([len(boxes), max_boxes, scores.shape[-1] + 4])
     indices = torch.full((len(boxes), max_boxes), -1)
     for row, *image in zip(indices, boxes, scores, strict=True):
-        peaks = _peaks(
+        selected = _select_boxes(
             *image, iou_threshold, score_threshold, max_boxes, per_class_suppression
         )
-        row[: len(peaks)] = torch.tensor(peaks)
-    empty = indices[..., None] < 0
+        row[: len(selected)] = torch.tensor(selected)
+    is_empty = indices[..., None] < 0
     images = torch.arange(len(boxes))[:, None]
-    tops = (
-        torch.where(empty, torch.zeros(()), x[images, indices].float())
+    selected_values = (
+        torch.where(is_empty, torch.zeros(()), x[images, indices].float())
         for x in (boxes, scores)
     )
-    return *tops, indices, (indices >= 0).sum(1)
+    return *selected_values, indices, (indices >= 0).sum(1)

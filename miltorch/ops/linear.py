@@ -40,7 +40,8 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None):
 
 
 def einsum(values, *, equation):
-    """Summed over the last label that both operands share and the result lacks."""
+    """In precision `narrow` the sum over one label is rounded on the way: over the last
+    label that both operands have and the result lacks."""
 
     def term(*parts):
         return torch.einsum(equation, *parts)

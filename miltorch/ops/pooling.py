@@ -15,8 +15,9 @@ _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 
 def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
-    """(before, after) per axis such that whole windows cover exactly what MIL's pool
-    visits, ceil_mode included."""
+    """(before, after) per axis with which whole windows cover exactly what MIL's pool
+    visits. With ceil_mode the last window may reach beyond the declared padding, or be left
+    out."""
     pairs = padding(
         x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad
     )
@@ -58,18 +59,23 @@ def avg_pool(
     ceil_mode=False,
     exclude_padding_from_average=False,
 ):
-    """The mean of each window: over its real elements, or over the declared padding too
-    (never over ceil_mode's)."""
+    """The mean of each window over the elements that count: those of x and, unless
+    `exclude_padding_from_average`, the declared padding. What ceil_mode adds never counts."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    ones, rest = torch.ones(1, 1, *x.shape[2:]), pairs
+    # 1 at every element that counts; `uncounted` is the padding around them
+    counted, uncounted = torch.ones(1, 1, *x.shape[2:]), pairs
     if not exclude_padding_from_average:
         declared = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode=False)
-        ones = padded(ones, declared, value=1.0)
-        ends = zip(pairs, declared, strict=True)
-        rest = [(0, whole - after) for (_, whole), (_, after) in ends]
-    share = _mean(ones, kernel_sizes, strides, rest)
-    return _mean(x, kernel_sizes, strides, pairs) / share
+        counted = padded(counted, declared, value=1.0)
+        # ceil_mode changes the padding behind x alone
+        uncounted = [
+            (0, after - declared_after)
+            for (_, after), (_, declared_after) in zip(pairs, declared, strict=True)
+        ]
+    counted_share = _mean(counted, kernel_sizes, strides, uncounted)
+    # both means divide by the size of the window; the padding of x is zeros
+    return _mean(x, kernel_sizes, strides, pairs) / counted_share
 
 
 def l2_pool(

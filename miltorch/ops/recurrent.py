@@ -19,16 +19,16 @@ _OTHERS = {"linear": _RULES["identity"], "hard_sigmoid": _RULES["sigmoid_hard"]}
 _ACTIVATION = _RULES | _OTHERS
 
 
-def _scan(step, inputs, states, direction: str, whole: bool):
-    """Runs `states = step(input, *states)` along time; (all or the last of the first
-    state, *final states)."""
+def _scan(step, inputs, states, direction: str, output_sequence: bool):
+    """Runs `states = step(input, *states)` along time. Returns the first state of every time
+    step, or of the last alone without `output_sequence`, stacked; then the final states."""
     sequence = []
     if direction == "reverse":
         inputs = inputs.flip(0)
     for row in inputs:
         states = step(row, *states)
         sequence.append(states[0])
-    if not whole:
+    if not output_sequence:
         sequence = sequence[-1:]
     return torch.stack(sequence), *states
 

@@ -30,7 +30,7 @@ def read_weight(package: Path) -> np.ndarray:
     matrix = miltorch.Type("FLOAT16", (WIDTH, WIDTH))
     for op in executable.program.block.ops:
         for name, declared in op.outputs:
-            if op.constant and declared == matrix:
+            if op.is_constant and declared == matrix:
                 return executable.constants[name].float().numpy()
     raise AssertionError(f"{package} has no constant of {matrix}")
 

@@ -1,10 +1,10 @@
 """The audit finds every planted fault, and nothing in a report whose numbers are right."""
 
-import importlib.util
 import json
 import shutil
 import sys
 
+import audit
 import audit_times
 import numpy as np
 import pandas as pd
@@ -13,10 +13,6 @@ from tiny import ROOT
 
 from workbench import log
 from workbench.sweep import conclude
-
-spec = importlib.util.spec_from_file_location("audit", ROOT / "tools" / "audit.py")
-audit = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(audit)
 
 pytestmark = pytest.mark.wide
 NAME = "34_made_up"

@@ -3,17 +3,14 @@ named."""
 
 import json
 import re
-import sys
 
+import audit_answers
 import numpy as np
 import pandas as pd
 import pytest
 from tiny import ROOT
 
 from workbench.check.cost import describe_cost
-
-sys.path.insert(0, str(ROOT / "tools"))
-import audit_answers  # beside the scripts
 
 pytestmark = pytest.mark.wide
 REPORTS = sorted((ROOT / "experiments").glob("*/run.json"))

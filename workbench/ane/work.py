@@ -395,7 +395,7 @@ def _constant_operands(graph: Graph, op: Op) -> list[Ref]:
         names = ["x", "y"]
     sources = [op.inputs.get(name) for name in names]
     producers = [graph.producer(source) for source in sources]
-    return [s for s, op in zip(sources, producers) if op and op.constant]
+    return [s for s, op in zip(sources, producers) if op and op.is_constant]
 
 
 def _bytes(type: miltorch.Type, varying: int = 1) -> int:

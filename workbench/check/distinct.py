@@ -116,7 +116,7 @@ class _Canonical:
                 self.tensors.setdefault(name, []).append(relative)
         self.constants: dict[str, Op] = {}
         for op in program.block.walk():
-            if op.constant:
+            if op.is_constant:
                 self.constants |= {name: op for name, _ in op.outputs}
         self.places = {name: ["input", name] for name in program.inputs}
         self.places |= {name: ["state", name] for name in program.states}
@@ -142,7 +142,7 @@ class _Canonical:
             # those of the program's own block are its inputs
             self.places.setdefault(name, ["argument", *place, i])
         operations = []
-        for i, op in enumerate(op for op in block.ops if not op.constant):
+        for i, op in enumerate(op for op in block.ops if not op.is_constant):
             operations.append(self.operation_facts(op, (*place, i)))
             for j, (name, _) in enumerate(op.outputs):
                 self.places[name] = ["value", *place, i, j]

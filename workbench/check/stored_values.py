@@ -67,7 +67,7 @@ def open_parts(
         return lambda tensor: target.parts(package, shard.weights[tensor])
     constants = {}
     for op in miltorch.read(package, function).block.walk():
-        if op.constant:
+        if op.is_constant:
             constants |= {name: op for name, _ in op.outputs}
 
     def parts(tensor: str) -> Parts:

@@ -198,7 +198,7 @@ class _FunctionBuilder:
         if op.kind == "write_state":
             state, value = arguments["input"], arguments["data"]
             return Builder.coreml_update_state(state=state, value=value)
-        if op.constant:
+        if op.is_constant:
             arguments = self._with_stored_dtypes(op, arguments)
         return getattr(Builder, op.kind)(**arguments, name=op.name)
 

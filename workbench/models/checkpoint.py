@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import mode
 from typing import NamedTuple
@@ -31,7 +31,8 @@ DTYPES = "F32", "F16", "BF16"
 QUANTIZED = "F8", "F4", "I8", "U8"
 CHUNK = 1 << 17  # elements: few enough for a core's cache during a conversion
 MAPPED_BYTES = 1 << 26  # of a file at a time: mapped memory counts as resident
-# fields of configurations that are numbers of layers, and sizes of tensors
+# fields of configurations that state a number of layers, and fields that state a size of
+# tensors
 LAYER_COUNTS = "num_hidden_layers", "num_layers", "n_layer", "n_layers"
 SIZES = """vocab_size hidden_size intermediate_size moe_intermediate_size head_dim
 num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts
@@ -161,7 +162,7 @@ class Checkpoint:
     @cached_property
     def tokens(self) -> CheckpointTokens:
         """The tokenizer, and the tokens that end a text or are never generated."""
-        return CheckpointTokens(self.path, partial(getattr, self, "config"))
+        return CheckpointTokens(self.path, lambda: self.config)
 
     @property
     def tokenizer(self) -> Path:
@@ -171,18 +172,25 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the configuration and every weight file: the checkpoint's identity
-        everywhere."""
-        config, generation = self.path / "config.json", self.path / GENERATION
-        digest = hashlib.sha256(read_bytes(config))
-        if generation.is_file():
-            files = generation, config
-            ends, default_ends = (read_json(f).get("eos_token_id") for f in files)
-            if ends != default_ends or self.tokens.suppressed:
-                digest.update(read_bytes(generation))
+        """Hash of the configuration and every weight file: the identity of the checkpoint in
+        bundles, goldens and logs."""
+        digest = hashlib.sha256(read_bytes(self.path / "config.json"))
+        if self._generation_config_counts():
+            digest.update(read_bytes(self.path / GENERATION))
         for path in self.files:
             digest.update(bytes.fromhex(file_sha256(path)))
         return digest.hexdigest()
+
+    def _generation_config_counts(self) -> bool:
+        """Whether generation_config.json changes what the model generates: it names other
+        tokens that end a text than config.json, or tokens that are never generated. Its other
+        fields, such as a temperature, are read by nothing here and stay out of the hash."""
+        generation = self.path / GENERATION
+        if not generation.is_file():
+            return False
+        eos = read_json(generation).get("eos_token_id")
+        default_eos = read_json(self.path / "config.json").get("eos_token_id")
+        return eos != default_eos or bool(self.tokens.suppressed)
 
     @cached_property
     def prefix(self) -> str:

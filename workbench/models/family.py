@@ -133,23 +133,24 @@ def flag(config, name: str) -> bool:
 
 
 def rope_table(
-    config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES
+    config, layer_type: str | None = None, name: str = "", rope_types=ROPE_TYPES
 ) -> Rope:
     """The rotary table of a configuration, by transformers' own functions.
 
     Args:
         layer_type: the layer type, where the configuration has a table for each.
         name: the name of the table.
-        kinds: the rope types that the family supports; others are refused.
+        rope_types: those that the family supports; others are refused.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
     if layer_type:
         parameters = parameters[layer_type]
-    kind = parameters["rope_type"]
-    if kind not in kinds:
-        refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
+    rope_type = parameters["rope_type"]
+    if rope_type not in rope_types:
+        needed = f"one of {', '.join(rope_types)}"
+        refuse(config, f"rope type {rope_type!r}", needed)
     layer_config = config
     if layer_type and getattr(config, "is_heterogeneous", False):
         layer_config = config.per_layer_config[layer_type]
@@ -157,15 +158,15 @@ def rope_table(
     if width % 2:
         needed = "an even width, so that it splits into two halves"
         refuse(config, f"a rotary width of {width}", needed)
-    if kind in ("default", "dynamic"):
+    if rope_type in ("default", "dynamic"):
         theta = parameters["rope_theta"]
-        # HunYuan's: of all families, it alone has alpha and a table that no length changes
-        if kind == "dynamic":
+        # Only HunYuan's: its alpha makes a table that the length of a text does not change.
+        if rope_type == "dynamic":
             theta *= parameters["alpha"] ** (width / (width - 2))
         exponents = torch.arange(0, width, 2, dtype=torch.float) / width
         inv_freq, scale = 1.0 / theta**exponents, 1.0
     else:
-        make = ROPE_INIT_FUNCTIONS[kind]
+        make = ROPE_INIT_FUNCTIONS[rope_type]
         inv_freq, scale = make(config, device=None, layer_type=layer_type)
     return Rope(name=name, inv_freq=inv_freq.tolist(), scale=float(scale))
 
@@ -175,12 +176,12 @@ def no_rope_table(config) -> Rope:
     return Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
 
 
-def alternating(
-    config, full: str, sliding: str, kinds=ROPE_TYPES
+def plan_alternating_layers(
+    config, full: str, sliding: str, rope_types=ROPE_TYPES
 ) -> tuple[list[Rope], list[Layer]]:
     """The plan's `rope` and `layers` for a configuration whose `layer_types` are `full` or
     `sliding` attention; where both occur, the tables are named `global` and `local`.
-    `kinds` are the rope types that the family supports."""
+    `rope_types` are those that the family supports."""
     window = config.sliding_window
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
@@ -194,7 +195,7 @@ def alternating(
         Layer(rope=names[kind], window=window if kind == sliding else None)
         for kind in config.layer_types
     ]
-    tables = [rope_table(config, kind, names[kind], kinds) for kind in present]
+    tables = [rope_table(config, kind, names[kind], rope_types) for kind in present]
     return tables, layers
 
 
@@ -222,7 +223,7 @@ class Recurrence:
         return states
 
 
-def hybrid(
+def plan_hybrid_layers(
     config, recurrence: Recurrence, table: str = ""
 ) -> tuple[list[Layer], list[dict[str, tuple[int, ...]]]]:
     """The plan's `layers` and `side_states` for a configuration whose `layer_types` are

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options
+from workbench.bundle.names import MAX_FP16
 from workbench.models import llama
 from workbench.models.checkpoint import Checkpoint
-from workbench.models.family import Plan, alternating, refuse
-from workbench.models.layers import NORMAL
+from workbench.models.family import Plan, plan_alternating_layers, refuse
 
 NORMS = llama.Norms(
     before_mixer="input_layernorm",
@@ -37,7 +37,9 @@ def plan(config) -> Plan:
             refuse(config, f"{name} = {softcap}", "no softcap (Gemma 3 has none)")
     if config.use_bidirectional_attention:
         refuse(config, "use_bidirectional_attention = true", "causal attention")
-    tables, layers = alternating(config, "full_attention", "sliding_attention")
+    tables, layers = plan_alternating_layers(
+        config, "full_attention", "sliding_attention"
+    )
     return llama.plan(
         config,
         act="gelu_pytorch_tanh",
@@ -77,7 +79,7 @@ def embedding_bound(plan: Plan, source: Checkpoint) -> torch.Tensor:
 def with_peak(plan: Plan, peak: float) -> Plan:
     """The plan whose residual exponent brings a stream of magnitudes up to `peak` · √C
     below the largest fp16 number."""
-    exponent = max(0, math.frexp(peak * plan.dims.C**0.5 / NORMAL[1])[1])
+    exponent = max(0, math.frexp(peak * plan.dims.C**0.5 / MAX_FP16)[1])
     scale = plan.embedding_scale * 2.0**-exponent
     return replace(plan, residual_exponent=exponent, embedding_scale=scale)
 

@@ -14,15 +14,14 @@ from workbench.models.family import (
     LAYER_INPUT,
     ROPE_TYPES,
     Plan,
-    alternating,
     dims,
+    plan_alternating_layers,
     refuse,
 )
 from workbench.models.gemma3 import ADDING, NORMS, embedding_bound, gelu, with_peak
 from workbench.models.layers import CachedAttention, Conv, RMSNorm, cut, scaled, vector
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPE_KINDS = *ROPE_TYPES, "proportional"
 
 
 class Attention(nn.Module):
@@ -155,7 +154,8 @@ class LayerInputs(nn.Module):
 def plan(config) -> Plan:
     P = getattr(config, "hidden_size_per_layer_input", None) or 0
     refuse_unsupported(config, P)
-    tables, layers = alternating(config, FULL, SLIDING, ROPE_KINDS)
+    rope_types = *ROPE_TYPES, "proportional"
+    tables, layers = plan_alternating_layers(config, FULL, SLIDING, rope_types)
     sources = read_sources(config)
     # The model's sizes are those of its sliding layers, of which there are most.
     types = config.layer_types

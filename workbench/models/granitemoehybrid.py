@@ -12,8 +12,8 @@ from workbench.models import llama
 from workbench.models.family import (
     Plan,
     Recurrence,
-    hybrid,
     no_rope_table,
+    plan_hybrid_layers,
     refuse,
     rope_table,
 )
@@ -112,7 +112,7 @@ def plan(config) -> Plan:
     )
     has_rope = config.position_embedding_type == "rope"
     table = rope_table(config) if has_rope else no_rope_table(config)
-    layers, side_states = hybrid(config, recurrence, table.name)
+    layers, side_states = plan_hybrid_layers(config, recurrence, table.name)
     # `llama.plan` and its layers read the width of the MLP under Llama's name
     dense = copy.copy(config)
     dense.intermediate_size = config.shared_intermediate_size

@@ -52,12 +52,13 @@ NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
 @lru_cache
 def fp16_factors(value: float) -> tuple[float, ...]:
-    """fp16 factors of `value`: the value itself where fp16 holds it, else two factors
-    whose product is within a relative 1e-6 of it. Where no two are, as for 1e-5, the
-    nearest three, the last of which is from 1 to 2."""
+    """fp16 numbers whose product is `value`: one number where fp16 holds the value, otherwise
+    two numbers whose product has a relative error below 1e-6. Where no two have, as for
+    1e-5, the best three; the third is at least 1 and below 2."""
     if float(np.float16(value)) == value:
         return (value,)
-    # the 1,024 fp16 numbers from the square root on: a whole binade of first factors
+    # Candidates for the first factor: the 1,024 fp16 numbers from the square root of the value
+    # on, which is a whole binade.
     start = np.float16(abs(value) ** 0.5).view(np.uint16)
     first = (
         np.arange(start, start + 1024, dtype=np.uint16)
@@ -65,7 +66,8 @@ def fp16_factors(value: float) -> tuple[float, ...]:
         .astype(np.float64)
     )
 
-    def nearest(third: float) -> tuple:
+    def nearest(third: float) -> tuple[float, tuple[float, float, float]]:
+        """The relative error of the best factors with this third one, and the factors."""
         second = (value / third / first).astype(np.float16).astype(np.float64)
         errors = np.abs(first * second * third / value - 1)
         best = int(np.argmin(errors))
@@ -74,7 +76,9 @@ def fp16_factors(value: float) -> tuple[float, ...]:
     error, factors = nearest(1.0)
     if error < 1e-6:
         return factors[:2]
-    return min(map(nearest, (1 + np.arange(1024) / 1024).tolist()))[1]
+    # tuples are compared by their first entry, the error
+    _, factors = min(map(nearest, (1 + np.arange(1024) / 1024).tolist()))
+    return factors
 
 
 def scaled(x, value: float):

@@ -32,27 +32,31 @@ def run_base(
     read: Callable[[str], torch.Tensor],
     **arguments,
 ) -> torch.Tensor:
-    """What the head reads [B, n, C] of sequences `ids` [B, n].
+    """The hidden states [B, n, C] that the head reads, for sequences `ids` [B, n].
+
+    A table of embeddings may be larger than the memory. Only the rows of tokens that occur
+    in `ids` are read, and the model runs with their indices in place of the ids.
 
     Args:
         base: Hugging Face's model without its head, whose layers have their own weights.
-        embed: name of an embedding table, and token ids [R], each once → their rows
-            [R, W] of the table.
+        embed: name of an embedding table, and distinct token ids [R] → their rows [R, W]
+            of the table.
         read: name of a parameter outside the layers → its values.
         arguments: of the model's forward pass.
     """
-    rows, places = np.unique(ids, return_inverse=True)
+    distinct_ids, indices = np.unique(ids, return_inverse=True)
+    # parameters outside the layers, by name
     outer = {}
     for name, module in base.named_modules():
         if isinstance(module, nn.Embedding):
             table = f"{name}.weight"
-            outer[table] = embed(table, rows).float()
+            outer[table] = embed(table, distinct_ids).float()
             # the id of padding may lie beyond the rows that are read
             module.padding_idx = None
     for name, _ in base.named_parameters():
         if not name.startswith("layers.") and name not in outer:
             outer[name] = read(name).float()
-    arguments["input_ids"] = torch.from_numpy(places.reshape(ids.shape))
+    arguments["input_ids"] = torch.from_numpy(indices.reshape(ids.shape))
     return functional_call(base, outer, (), arguments)[0]
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from workbench.bundle import Options
 from workbench.models import llama
-from workbench.models.family import Plan, Recurrence, hybrid, refuse
+from workbench.models.family import Plan, Recurrence, plan_hybrid_layers, refuse
 from workbench.models.layers import ActivationShape, Conv, cut
 from workbench.models.recurrence import Depthwise
 
@@ -51,7 +51,7 @@ def plan(config) -> Plan:
     recurrence = Recurrence(
         "conv", taps=config.conv_L_cache, channels=config.hidden_size
     )
-    layers, side_states = hybrid(config, recurrence)
+    layers, side_states = plan_hybrid_layers(config, recurrence)
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")
     # transformers' object stays as it is: others read it

@@ -15,16 +15,17 @@ from workbench.bundle import Dims, Layer, Options, Rope
 from workbench.models.family import (
     ROPE_TYPES,
     Plan,
-    alternating,
     dims,
     flag,
     no_rope_table,
+    plan_alternating_layers,
     refuse,
     rope_table,
 )
 from workbench.models.layers import Attention, GatedMLP, Head, scaled
 
-YARN = *ROPE_TYPES, "yarn"
+ROPE_TYPES_AND_YARN = *ROPE_TYPES, "yarn"
+# keys of `rope_parameters`
 GROWTH = "llama_4_scaling_beta"
 LENGTH = "original_max_position_embeddings"
 
@@ -235,13 +236,14 @@ def qwen(config) -> Plan:
     return plan(config)
 
 
-def mistral(config, kinds=ROPE_TYPES, **fields) -> Plan:
-    """One window for all layers, or none. `kinds` are the rope types that the family
-    supports, `fields` further arguments of `plan`."""
+def mistral(config, rope_types=ROPE_TYPES, **fields) -> Plan:
+    """One window for all layers, or none. `rope_types` are those that the family supports,
+    `fields` further arguments of `plan`."""
     if getattr(config, "layer_types", None):
         refuse(config, "layer_types", "the same attention in all layers")
     layers = [Layer(window=config.sliding_window)] * config.num_hidden_layers
-    return plan(config, rope=[rope_table(config, kinds=kinds)], layers=layers, **fields)
+    table = rope_table(config, rope_types=rope_types)
+    return plan(config, rope=[table], layers=layers, **fields)
 
 
 def ministral3(config) -> Plan:
@@ -251,7 +253,8 @@ def ministral3(config) -> Plan:
     if growth is None or length is None:
         actual = f"{GROWTH} = {growth}, {LENGTH} = {length}"
         refuse(config, actual, "numbers in rope_parameters")
-    return mistral(config, YARN, max_positions=length if growth else None)
+    max_positions = length if growth else None
+    return mistral(config, ROPE_TYPES_AND_YARN, max_positions=max_positions)
 
 
 def smollm3(config) -> Plan:
@@ -272,7 +275,9 @@ def smollm3(config) -> Plan:
 
 
 def olmo3(config) -> Plan:
-    tables, layers = alternating(config, "full_attention", "sliding_attention", YARN)
+    tables, layers = plan_alternating_layers(
+        config, "full_attention", "sliding_attention", ROPE_TYPES_AND_YARN
+    )
     return plan(config, rope=tables, layers=layers)
 
 
@@ -289,13 +294,13 @@ def phi3(config) -> Plan:
 def hunyuan(config) -> Plan:
     if config.head_dim is None:
         refuse(config, "head_dim = null", "the number of channels of a head")
-    table = config.rope_parameters
-    if table["rope_type"] == "dynamic" and not table.get("alpha"):
+    parameters = config.rope_parameters
+    if parameters["rope_type"] == "dynamic" and not parameters.get("alpha"):
         needed = "a table that no length changes"
         refuse(config, "rope type 'dynamic' without alpha", needed)
     names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-    kinds = *ROPE_TYPES, "dynamic"
-    return plan(config, rope=[rope_table(config, kinds=kinds)], names=names)
+    table = rope_table(config, rope_types=(*ROPE_TYPES, "dynamic"))
+    return plan(config, rope=[table], names=names)
 
 
 # OLMo's norms come after attention and MLP. Nothing bounds the stream that attention and

@@ -7,7 +7,7 @@ from torch import nn
 from workbench.bundle import Options
 from workbench.bundle.names import MATRIX_STATE, ORDER
 from workbench.models import llama
-from workbench.models.family import Plan, Recurrence, hybrid
+from workbench.models.family import Plan, Recurrence, plan_hybrid_layers
 from workbench.models.layers import Conv, Heads, cut, scaled, vector
 from workbench.models.recurrence import (
     Depthwise,
@@ -95,7 +95,7 @@ def plan(config) -> Plan:
         channels=2 * config.linear_num_key_heads * D_k + H * D_v,
         matrix=(H, D_k, D_v),
     )
-    layers, side_states = hybrid(config, recurrence)
+    layers, side_states = plan_hybrid_layers(config, recurrence)
     return llama.plan(
         config,
         partial_rotary=True,

@@ -2,7 +2,7 @@
 `layers.0…` differs: wrappers of several models add to it, and old releases spell it
 otherwise."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -23,7 +23,8 @@ def find_prefix(folder: Path, names: Collection[str]) -> str | None:
     stored = _stored_embeddings(folder, names)
     if stored is not None:
         return stored.removesuffix(EMBEDDINGS)
-    # where only the embeddings are missing, the error of their reader names them
+    # an unfinished folder may lack the embeddings alone: reading them then raises an error
+    # that names the tensor
     for prefix in PREFIXES:
         if any(name.startswith(f"{prefix}layers.0.") for name in names):
             return prefix
@@ -40,35 +41,52 @@ def name_like_embeddings(names: Collection[str]) -> str:
 def _stored_embeddings(folder: Path, names: Collection[str]) -> str | None:
     """The name of the tensor that transformers' loader reads as the text model's
     embeddings, by the loader's own renamings and base-model prefixes."""
+    model = _model_without_values(folder)
+    if model is None:
+        return None
+    decoder = model.get_decoder()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    rename = _loader_renaming(model)
+    for name in names:
+        if name.endswith(EMBEDDINGS) and rename(name) == f"{path}.{EMBEDDINGS}":
+            return name
+    return None
+
+
+def _model_without_values(folder: Path) -> torch.nn.Module | None:
+    """transformers' model of a checkpoint folder, without values; None for a configuration
+    that is neither of a model of text nor of one of images and text."""
     import transformers
-    from transformers import conversion_mapping, core_model_loading
 
     config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     loaders = (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForImageTextToText,
     )
-    loader = next(
-        (loader for loader in loaders if type(config) in loader._model_mapping), None
-    )
-    if loader is None:
-        return None
-    with torch.device("meta"):
-        model = loader.from_config(config, trust_remote_code=False)
-    decoder = model.get_decoder()
-    path = next(name for name, module in model.named_modules() if module is decoder)
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    for loader in loaders:
+        if type(config) in loader._model_mapping:
+            with torch.device("meta"):
+                return loader.from_config(config, trust_remote_code=False)
+    return None
+
+
+def _loader_renaming(model: torch.nn.Module) -> Callable[[str], str]:
+    """The function by which transformers' loader finds the parameter of `model` that a
+    stored tensor is: name in the file → name in the model."""
+    from transformers import conversion_mapping, core_model_loading
+
     renamings, converters = [], []
-    for transform in transforms:
+    for transform in conversion_mapping.get_model_conversion_mapping(model):
         if isinstance(transform, core_model_loading.WeightRenaming):
             renamings.append(transform)
         else:
             converters.append(transform)
     parameters = model.state_dict()
-    for name in names:
+
+    def rename(name: str) -> str:
         renamed, _ = core_model_loading.rename_source_key(
             name, renamings, converters, model.base_model_prefix, parameters
         )
-        if renamed == f"{path}.{EMBEDDINGS}" and name.endswith(EMBEDDINGS):
-            return name
-    return None
+        return renamed
+
+    return rename

@@ -1,9 +1,10 @@
 """ZAYA1: compressed convolutional attention, one expert per token, learned scales on
 both sides of every residual sum.
 
-A router has a state from the layer before. Experts are stacked, and run all together,
-weighted by one-hot probabilities (dense), or one by one as the host picks them
-(routed). The class after the last expert is the skip class, which adds nothing."""
+A router reads the state of the router in the layer before. The experts of a layer are
+either stacked and all run for every token, weighted by one-hot probabilities (dense), or
+the host runs the chosen one (routed). The class after the last expert is the skip class,
+which adds nothing."""
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from workbench.bundle.names import (
     V_DELAYED_STATE,
 )
 from workbench.models import llama
-from workbench.models.family import Plan, alternating, dims, refuse
+from workbench.models.family import Plan, dims, plan_alternating_layers, refuse
 from workbench.models.layers import (
     NORMAL,
     ActivationShape,
@@ -198,7 +199,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The router and, unless the host runs the experts, these."""
+    """The router and the experts; `experts` is None where the host runs them (routed)."""
 
     def __init__(self, gate: Router, experts: Experts | None):
         super().__init__()
@@ -297,7 +298,7 @@ def plan(config) -> Plan:
         actual = f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}"
         refuse(config, actual, f"{TAPS} and {TAPS}")
     d = dims(config)
-    tables, layers = alternating(config, "hybrid", "hybrid_sliding")
+    tables, layers = plan_alternating_layers(config, "hybrid", "hybrid_sliding")
     side = {
         CONV_STATE: (TAIL, (d.H + d.H_kv) * d.D),
         V_DELAYED_STATE: (1, d.H_kv * d.D // 2),
