@@ -199,8 +199,8 @@ def _variant(bundle, checkpoint, ids: list[int]) -> tuple[dict, list[gates.Gate]
     from workbench.explain import calls, variants
 
     stage("explain: the variant of the model")
-    frame, fits = variants.explain_bundle(bundle, checkpoint)
-    result = {"fits": fits, "conclusion": variants.conclusion(fits)}
+    fit = variants.find_variant(bundle, checkpoint)
+    result = {"fits": fit.variant, "conclusion": fit.conclusion}
     results = []
     if not bundle.manifest.shows_hidden:
         stage("explain: calls of several tokens")
@@ -209,9 +209,9 @@ def _variant(bundle, checkpoint, ids: list[int]) -> tuple[dict, list[gates.Gate]
         S = bundle.manifest.options.max_seq_len
         reference = workbench.golden.make_golden(checkpoint, ids[:S], head=False)
         result["conclusion"] = f"In calls of one token: {result['conclusion']}"
-        results.append(variants.one_token_gate(bundle, frame, fits))
+        results.append(variants.one_token_gate(bundle, fit))
         results.append(calls.calls_gate(decoder, reference))
-    result["variants"] = gates.records(frame)
+    result["variants"] = gates.records(fit.errors)
     return result, results
 
 
