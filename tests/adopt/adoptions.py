@@ -10,7 +10,7 @@ import tiny
 from exporter_model import Model
 
 from workbench import Bundle, Decoder
-from workbench.adopt import propose
+from workbench.adopt import adopt_packages
 from workbench.check import golden
 from workbench.models.checkpoint import Checkpoint
 
@@ -112,7 +112,7 @@ class Adoptions:
             Checkpoint(self.checkpoint(style)),
         )
         target = self.root / "adopted" / style
-        return tiny.once(target, lambda path: propose(packages, checkpoint, path))
+        return tiny.once(target, lambda path: adopt_packages(packages, checkpoint, path))
 
     def stored_logits(self, style: str, ids: list[int]):
         """Those [T, V] of Hugging Face's model on the weights that the packages hold."""

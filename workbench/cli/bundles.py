@@ -193,11 +193,12 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
         out: Folder of the new bundle; the packages are linked into it.
     """
     source = load_checkpoint(checkpoint, "adopt")
-    from workbench.adopt import propose
+    from workbench.adopt import adopt_packages
 
     stage("adopt: reading the packages and running one token")
-    bundle, assumed = propose(packages, source, out)
-    result = {"bundle": str(bundle.root), "assumed": assumed}
+    bundle, assumptions = adopt_packages(packages, source, out)
+    rows = [assumption.json() for assumption in assumptions]
+    result = {"bundle": str(bundle.root), "assumed": rows}
     step = command_line("validate", out, "--checkpoint", checkpoint)
     print_and_exit(result, json, next_command=step)
 
