@@ -9,20 +9,22 @@ from cyclopts.types import ExistingFile
 
 import workbench
 from workbench import checkpoint_checks, paths
-from workbench.cli.common import (
+from workbench.cli.mixed import MIXED, FormatTarget, describe_choice
+from workbench.cli.options import (
     CalibrationText,
     ExportOptions,
     Json,
     Prompt,
+    load_checkpoint,
+    reject_unused,
+)
+from workbench.cli.output import (
     command_line,
     explain_command,
     format_result,
     gates_json,
-    load_checkpoint,
     print_and_exit,
-    reject_unused,
 )
-from workbench.cli.formats import MIXED, FormatTarget, describe_choice
 from workbench.progress import stage
 
 

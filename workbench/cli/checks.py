@@ -1,25 +1,27 @@
 """`validate` tests whether a bundle is right and measures what compression costs."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 
-from cyclopts import Parameter
 from cyclopts.types import ExistingFile, NonNegativeFloat
 
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import (
+from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
+    TranscriptOptions,
+    load_checkpoint,
+    reject_unused,
+)
+from workbench.cli.output import (
     explain_command,
     format_result,
-    load_checkpoint,
     print_and_exit,
-    reject_unused,
     validation_json,
 )
 from workbench.cli.validation_record import describe_command, keep_validation
@@ -28,26 +30,6 @@ from workbench.progress import stage
 
 NO_RECOMMENDATION = {"recommendation": None, "tried": None}
 """`Recommendation.json` where no preset was tried."""
-
-
-@Parameter("*")
-@dataclass(frozen=True)
-class TranscriptOptions:
-    """The comparison with Hugging Face's own text.
-
-    Args:
-        transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
-            each of 16 prompts; needs a checkpoint, or a golden that has the texts.
-        prompts: Prompts of your own (JSON lines); needs a checkpoint.
-        min_agreed: The least share of that text's tokens that the bundle must pick too;
-            a tie counts as the same token.
-        min_stops: The least share of that text's ends at which the bundle must end too.
-    """
-
-    transcript: bool = False
-    prompts: ExistingFile | None = None
-    min_agreed: NonNegativeFloat = gates.MIN_AGREED
-    min_stops: NonNegativeFloat = gates.MIN_STOPS
 
 
 def validate(

@@ -12,13 +12,8 @@ import workbench
 from workbench import paths
 from workbench.check.gates import NOT_RUN
 from workbench.cli import ending
-from workbench.cli.common import (
-    Json,
-    format_result,
-    format_verdicts,
-    print_and_exit,
-    reject_unused,
-)
+from workbench.cli.options import Json, reject_unused
+from workbench.cli.output import format_result, format_verdicts, print_and_exit
 from workbench.errors import InputError, visible
 from workbench.files import write_whole
 

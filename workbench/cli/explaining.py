@@ -7,15 +7,14 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import (
+from workbench.cli.options import (
     Device,
     Json,
     Prompt,
-    gates_json,
     load_checkpoint,
-    print_and_exit,
     reject_unused,
 )
+from workbench.cli.output import gates_json, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import bar, stage
 
