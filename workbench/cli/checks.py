@@ -95,17 +95,16 @@ def validate(
         single_copy=single_copy,
         fresh=fresh,
     )
-    # a stored verdict that is only shown measures nothing
-    has_measurements = fresh or reference is not None
     # only texts compute logits again and again
     writes_texts = bool(tasks or transcript_options.transcript)
     stage("validate: opening the bundle")
+    result = None  # of a validation against Hugging Face's values
     try:
         if golden and is_device:
             _store_device_reference(exported, reference, single_copy)
         decoder = execution.decoder(exported, keeps_head=writes_texts)
         if reference is None:
-            stored = _stored_result(decoder, fresh)
+            output = _stored_result(decoder, fresh)
         else:
             result = workbench.validate(
                 decoder,
@@ -118,16 +117,18 @@ def validate(
     except InputError as problem:
         # raises the problem again unless packages and manifest disagree, which may show
         # only in the first call
-        unopened = _unopened_result(exported, source, problem)
-        if has_measurements:
-            keep_validation(exported, unopened, command, start)
-        # no command runs it; the reason of gate interface says what to correct
-        return print_and_exit(unopened, json)
-    if reference is None:
-        if has_measurements:
-            keep_validation(exported, stored, command, start, decoder)
-        step = explain_command(stored, bundle, checkpoint, execution.runtime)
-        return print_and_exit(stored, json, next_command=step)
+        output = _unopened_result(exported, source, problem)
+        decoder = None
+    if result is None:
+        # a stored verdict that is only shown measures nothing
+        if fresh or reference is not None:
+            keep_validation(exported, output, command, start, decoder)
+        step = None
+        # `explain` cannot run what was not opened; gate `interface` says what to correct
+        if decoder is not None:
+            step = explain_command(output, bundle, checkpoint, execution.runtime)
+        print_and_exit(output, json, next_command=step)
+        return
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
     transcript = None
