@@ -7,13 +7,7 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.options import (
-    Device,
-    Json,
-    Prompt,
-    load_checkpoint,
-    reject_unused,
-)
+from workbench.cli.options import Device, Json, Prompt, load_checkpoint, reject_unused
 from workbench.cli.output import gates_json, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import bar, stage

@@ -76,7 +76,7 @@ def find_variant(bundle: Bundle, checkpoint: Checkpoint) -> Fit:
     """
     comparison = Comparison.of(bundle, checkpoint)
     fit_limit = largest_fit(bundle)
-    configured = comparison.layer_errors(bundle.manifest.dims.L)
+    configured = comparison.layer_errors(bundle.manifest.dims.L, Variant())
     worst = float(configured.max())
     errors = {CONFIGURED: worst}  # variant → its error
     if order := comparison.layer_order():
@@ -192,7 +192,7 @@ class Comparison:
         (outputs,) = run.trace_bundle(decoder, source, (T, mode))
         return cls(bundle.manifest, checkpoint, stored, source, outputs, isolated)
 
-    def layer_errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
+    def layer_errors(self, count: int, variant: Variant) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
         worst of update, K and V; inf where a value is not finite."""
         trace = self._run_variant(count, variant)
