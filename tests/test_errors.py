@@ -7,7 +7,7 @@ from in_process import cli
 from tiny import edit_json
 
 from workbench import Bundle
-from workbench.cli.common import print_and_exit
+from workbench.cli.output import print_and_exit
 from workbench.errors import InputError, visible
 
 NAME = "\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202eeman\x7f"

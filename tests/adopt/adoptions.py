@@ -3,14 +3,16 @@ them."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import exporter_styles as styles
 import tiny
 from exporter_model import Model
 
 from workbench import Bundle, Decoder
-from workbench.adopt import propose
+from workbench.adopt import adopt_packages
 from workbench.check import golden
 from workbench.models.checkpoint import Checkpoint
 
@@ -28,24 +30,40 @@ CHECKPOINTS = {
     },
 }
 LUT, ROTATING = {"stored": styles.LUT4}, {"window": 8, "batch": 4}
+
+
+class Style(NamedTuple):
+    """Packages of one style.
+
+    Attributes:
+        family: of the checkpoint, a key of `CHECKPOINTS`.
+        save: writes the packages of a `Model` into a folder.
+        options: of `save`.
+    """
+
+    family: str
+    save: Callable[..., None]
+    options: dict
+
+
 SOUND = {
-    "recipe": ("llama", styles.recipe, {"stored": styles.INT4}),
-    "chunks": ("llama", styles.chunks, LUT),
-    "rotating": ("gemma3_text", styles.chunks, ROTATING),
-    "monolith": ("gemma3_text", styles.monolith, LUT),
-    "host": ("qwen3", styles.host, {"stored": styles.LUT8}),
-    "shards": ("qwen3", styles.shards, {}),
-    "newest": ("qwen3", styles.host, {"moves": True}),
+    "recipe": Style("llama", styles.recipe, {"stored": styles.INT4}),
+    "chunks": Style("llama", styles.chunks, LUT),
+    "rotating": Style("gemma3_text", styles.chunks, ROTATING),
+    "monolith": Style("gemma3_text", styles.monolith, LUT),
+    "host": Style("qwen3", styles.host, {"stored": styles.LUT8}),
+    "shards": Style("qwen3", styles.shards, {}),
+    "newest": Style("qwen3", styles.host, {"moves": True}),
 }
 FAULTS = {
     # a rotated prefill is not causal
-    "future": ("gemma3_text", styles.chunks, ROTATING | {"future": True}),
+    "future": Style("gemma3_text", styles.chunks, ROTATING | {"future": True}),
     # rope scaling is replaced by theta times factor
-    "theta": ("llama", styles.recipe, {}),
+    "theta": Style("llama", styles.recipe, {}),
     # sliding layers see as far back as full ones
-    "one_mask": ("gemma3_text", styles.monolith, {}),
+    "one_mask": Style("gemma3_text", styles.monolith, {}),
     # q and k are normed after rope, not before it
-    "norm_order": ("qwen3", styles.shards, {}),
+    "norm_order": Style("qwen3", styles.shards, {}),
 }
 STYLES = SOUND | FAULTS
 NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
@@ -83,36 +101,35 @@ class Adoptions:
         self.root = root
 
     def checkpoint(self, style: str) -> Path:
-        family = STYLES[style][0]
+        family = STYLES[style].family
         dims, target = SIZES | CHECKPOINTS[family], self.root / family
         return tiny.once(
             target, lambda path: tiny.random_checkpoint(path, family, **dims)
         )
 
     def packages(self, style: str) -> Path:
-        source, (_, make, options) = self.checkpoint(style), STYLES[style]
+        checkpoint = source = self.checkpoint(style)
         if style in MISREAD:
             edits, names = MISREAD[style]
-            config = config_of(source) | edits
-            target = self.root / f"read-{style}"
+            config = config_of(checkpoint) | edits
             source = tiny.once(
-                target, lambda path: relabelled(source, path, config, names)
+                self.root / f"read-{style}",
+                lambda path: relabelled(checkpoint, path, config, names),
             )
 
-        def made(path):
-            path.mkdir()
-            make(path, Model(source), **options)
+        def save(folder: Path) -> None:
+            folder.mkdir()
+            STYLES[style].save(folder, Model(source), **STYLES[style].options)
 
-        return tiny.once(self.root / f"packages-{style}", made)
+        return tiny.once(self.root / f"packages-{style}", save)
 
     def folder(self, style: str) -> Path:
         """The bundle that `workbench adopt` makes, nothing in it changed."""
-        packages, checkpoint = (
-            [self.packages(style)],
-            Checkpoint(self.checkpoint(style)),
+        sources, checkpoint = [self.packages(style)], Checkpoint(self.checkpoint(style))
+        return tiny.once(
+            self.root / "adopted" / style,
+            lambda path: adopt_packages(sources, checkpoint, path),
         )
-        target = self.root / "adopted" / style
-        return tiny.once(target, lambda path: propose(packages, checkpoint, path))
 
     def stored_logits(self, style: str, ids: list[int]):
         """Those [T, V] of Hugging Face's model on the weights that the packages hold."""

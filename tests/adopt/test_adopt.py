@@ -20,7 +20,8 @@ import miltorch
 from miltorch.shim import Proxy
 from workbench import Bundle, Decoder
 from workbench.adopt import weights
-from workbench.adopt.propose import INPUTS, list_assumptions
+from workbench.adopt.assumptions import list_assumptions
+from workbench.adopt.roles import INPUTS
 from workbench.check import compare
 from workbench.explain import operation
 from workbench.models.checkpoint import Checkpoint

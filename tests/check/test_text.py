@@ -6,7 +6,7 @@ from tiny import DATA, checkpoint_that_knows
 from workbench.check import tasks, text
 from workbench.check.golden import Golden
 from workbench.check.tasks import load_tasks, prompt_ids
-from workbench.cli.common import Prompt
+from workbench.cli.options import Prompt
 from workbench.decode.tokenizer import load_tokenizer
 from workbench.models.checkpoint import Checkpoint
 

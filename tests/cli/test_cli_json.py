@@ -11,7 +11,8 @@ from in_process import cli, invoke
 from tiny import DATA
 
 from workbench.check.golden import Golden
-from workbench.cli.common import Prompt, print_and_exit
+from workbench.cli.options import Prompt
+from workbench.cli.output import print_and_exit
 from workbench.explain import ranges
 from workbench.runtime.portable import PortableModel
 

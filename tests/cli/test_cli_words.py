@@ -9,7 +9,7 @@ from in_process import cli
 
 from workbench import plugins
 from workbench.cli.app import SUBCOMMANDS, app
-from workbench.cli.common import format_result
+from workbench.cli.output import format_result
 from workbench.experiment import parse_value
 from workbench.log import project
 

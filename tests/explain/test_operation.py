@@ -505,10 +505,10 @@ def test_recorded_calls_replay_the_prompt(exports):
     bundle = exports.bundle("zaya", moe="routed")
     decoder = Decoder(bundle, "portable", "exact")
     packages = set()
-    for program in operation.record_calls(decoder, IDS, [2]):
-        packages.add(program.package.name)
-        model = load_package(program.package, Settings("portable", "exact"))
-        for call, following in pairwise(program.calls):
+    for recorded in operation.record_calls(decoder, IDS, [2]):
+        packages.add(recorded.package.name)
+        model = load_package(recorded.package, Settings("portable", "exact"))
+        for call, following in pairwise(recorded.calls):
             after = evaluate(model, call.arrays)
             for name in model.program.states:
                 assert np.array_equal(after[name], following.arrays[name])

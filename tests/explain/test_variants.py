@@ -18,7 +18,8 @@ from in_process import cli
 
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
-from workbench.explain import variants
+from workbench.check import golden
+from workbench.explain import model_changes, variants
 from workbench.exporter import export
 from workbench.models import llama
 from workbench.models.checkpoint import Checkpoint
@@ -54,13 +55,13 @@ def export_labelled_as(
 def fitting_variant(bundle: Bundle, source: Path, clearly: bool = False) -> str | None:
     """The name of the variant that explains a bundle, None if none does; `clearly`: the
     error of the second-best variant must be ten times as large."""
-    frame, name = variants.explain_bundle(bundle, Checkpoint(source))
-    print(frame.head(4).to_string(), variants.conclusion(name))
-    errors = frame["relative_rms"]
+    fit = variants.find_variant(bundle, Checkpoint(source))
+    print(fit.errors.head(4).to_string(), fit.conclusion)
+    errors = fit.errors["relative_rms"]
     assert errors.is_monotonic_increasing
     if clearly:
         assert errors[1] > 10 * errors[0]
-    return name
+    return fit.variant
 
 
 # --- another configuration ----------------------------------------------------------------
@@ -89,7 +90,7 @@ CONFIGURATIONS = {
     ),
     "rope scaling linear 2": ("llama", rope(rope_type="linear", factor=2.0)),
     "rope scaling linear 3": ("qwen2", rope(rope_type="linear", factor=3.0)),
-    "rope scaling llama3 8": ("llama", rope(**variants.LLAMA3, factor=8.0)),
+    "rope scaling llama3 8": ("llama", rope(**model_changes.LLAMA3, factor=8.0)),
     "eps 0.0001": ("llama", {"rms_norm_eps": 1e-4}),
     "eps 0.001": ("gemma4_text", {"rms_norm_eps": 1e-3}),
     "no window": ("gemma3_text", {"sliding_window": 32}),
@@ -122,8 +123,8 @@ def test_a_variant_that_fits_only_the_first_layers_is_not_named(
     flags = {"some": [1, 1, 0], "as many": [1, 1, 0], "all": [1, 1, 1]}
     tried = {}
     for name, layers_with_rope in flags.items():
-        tried[name] = variants.Variant(config={"no_rope_layers": layers_with_rope})
-    monkeypatch.setattr(variants, "list_variants", lambda trial: tried)
+        tried[name] = model_changes.Variant(config={"no_rope_layers": layers_with_rope})
+    monkeypatch.setattr(variants, "list_variants", lambda *_: tried)
     changed = checkpoint_of("smollm3", no_rope_layers=flags["all"])
     bundle = export_labelled_as(source, changed, tmp_path)
     assert fitting_variant(bundle, source) == "all"
@@ -299,8 +300,8 @@ def test_no_variant_is_the_model_as_configured(checkpoint_of, exports):
     def names(family: str) -> set[str]:
         source = checkpoint_of(family)
         manifest = exports.bundle(source).manifest
-        trial = variants.Trial(manifest, Checkpoint(source), None, None, None, False)
-        return {*variants.list_variants(trial)}
+        listed = model_changes.list_variants(Checkpoint(source), manifest, stored=None)
+        return {*listed}
 
     tiled = "key/value heads tiled over the query heads"
     llama = names("llama")
@@ -315,8 +316,9 @@ def test_the_variant_without_biases_reads_the_embedding_of_the_bundle(
     checkpoint_of, exports
 ):
     source = checkpoint_of("qwen2")
-    trial = variants.run_trial(exports.bundle(source), Checkpoint(source))
+    checkpoint, bundle = Checkpoint(source), exports.bundle(source)
+    stored = golden.stored_weights(checkpoint, bundle)
     embedding = object()
-    trial.read.slices[EMBEDDING] = [embedding]
-    unbiased = variants.list_variants(trial)["biases left out"]
-    assert unbiased.read.embedding is embedding
+    stored.slices[EMBEDDING] = [embedding]
+    listed = model_changes.list_variants(checkpoint, bundle.manifest, stored)
+    assert listed["biases left out"].weights.embedding is embedding

@@ -13,7 +13,7 @@ from workbench.check.golden import stored_weights
 from workbench.check.stored_values import open_parts
 from workbench.check.text import check_held_out
 from workbench.check.weights import weights_gate
-from workbench.cli.common import CalibrationText
+from workbench.cli.options import CalibrationText
 from workbench.exporter import calibrate, compress
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.compress import InputStatistics

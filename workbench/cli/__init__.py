@@ -11,9 +11,9 @@ command raises into one message and an exit code. The commands are in
     experiments.py  run, report, sweep
     logs.py         log and its subcommands
 
-common.py has the groups of options that they share and prints a result as text or JSON;
-formats.py has the options of `export --compress mixed`, spellings.py the words of earlier
-versions, which are refused."""
+options.py has the groups of options that they share, mixed.py those of `export --compress
+mixed`; output.py prints a result as text or JSON. spellings.py refuses the words of earlier
+versions."""
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from workbench.cli import (
     logs,
     planning,
 )
-from workbench.cli.common import libraries_on_stderr
+from workbench.cli.output import libraries_on_stderr
 from workbench.cli.spellings import check_spelling, unknown_words_error
 from workbench.errors import InputError, visible
 from workbench.progress import plain_stage_lines

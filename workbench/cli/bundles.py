@@ -9,20 +9,22 @@ from cyclopts.types import ExistingFile
 
 import workbench
 from workbench import checkpoint_checks, paths
-from workbench.cli.common import (
+from workbench.cli.mixed import MIXED, FormatTarget, describe_choice
+from workbench.cli.options import (
     CalibrationText,
     ExportOptions,
     Json,
     Prompt,
+    load_checkpoint,
+    reject_unused,
+)
+from workbench.cli.output import (
     command_line,
     explain_command,
     format_result,
     gates_json,
-    load_checkpoint,
     print_and_exit,
-    reject_unused,
 )
-from workbench.cli.formats import MIXED, FormatTarget, describe_choice
 from workbench.progress import stage
 
 
@@ -129,7 +131,7 @@ def golden(
     prompt.check()
     if not transcript:
         reject_unused("--transcript", prompts=prompts)
-    target = workbench.Bundle.open(for_) if for_ else None
+    bundle = workbench.Bundle.open(for_) if for_ else None
     source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss
     from workbench.check import device, gates
@@ -138,17 +140,17 @@ def golden(
     from workbench.check.transcript import load_prompts
 
     openings = load_prompts(prompts or "") if transcript else []
-    ids = prompt.token_ids(target or source)
+    ids = prompt.token_ids(bundle or source)
     paths.prepare_output("--out", out)
-    if target:
+    if bundle:
         # before the golden, since another checkpoint than the bundle's is refused here
-        results = bug_gates(target, source)
+        results = bug_gates(bundle, source)
     stage("golden: Hugging Face's values")
     reference = workbench.golden.make_golden(source, ids)
     result = {"golden": str(out), "tokens": len(ids), "layers": reference.layer_count}
     result |= reference.meta
-    if target:
-        verdict = gates.save_verdict(target, results)
+    if bundle:
+        verdict = gates.save_verdict(bundle, results)
         meta = reference.meta | {VERDICT_HASH: verdict}
         reference = replace(reference, file=out, meta=meta)
     if openings:
@@ -159,13 +161,13 @@ def golden(
         result["sigma"] = texts.sigma
     reference.save(out)
     result["bytes"] = out.stat().st_size
-    if target:
-        # stored beside the golden, under the path that follows
-        device.device_reference(target, reference)
-        result["reference"] = str(device.reference_path(target, reference))
+    if bundle:
+        # writes a file beside the golden, at the path that is printed
+        device.device_reference(bundle, reference)
+        result["reference"] = str(device.reference_path(bundle, reference))
         result |= gates_json(results)  # bug gates alone, so that there is no quality
     result["peak_rss_bytes"] = peak_rss()
-    step = explain_command(result, for_, checkpoint) if target else None
+    step = explain_command(result, for_, checkpoint) if bundle else None
     print_and_exit(result, json, next_command=step)
 
 
@@ -193,11 +195,12 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
         out: Folder of the new bundle; the packages are linked into it.
     """
     source = load_checkpoint(checkpoint, "adopt")
-    from workbench.adopt import propose
+    from workbench.adopt import adopt_packages
 
     stage("adopt: reading the packages and running one token")
-    bundle, assumed = propose(packages, source, out)
-    result = {"bundle": str(bundle.root), "assumed": assumed}
+    bundle, assumptions = adopt_packages(packages, source, out)
+    rows = [assumption.json() for assumption in assumptions]
+    result = {"bundle": str(bundle.root), "assumed": rows}
     step = command_line("validate", out, "--checkpoint", checkpoint)
     print_and_exit(result, json, next_command=step)
 

@@ -1,25 +1,27 @@
 """`validate` tests whether a bundle is right and measures what compression costs."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 
-from cyclopts import Parameter
 from cyclopts.types import ExistingFile, NonNegativeFloat
 
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import (
+from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
+    TranscriptOptions,
+    load_checkpoint,
+    reject_unused,
+)
+from workbench.cli.output import (
     explain_command,
     format_result,
-    load_checkpoint,
     print_and_exit,
-    reject_unused,
     validation_json,
 )
 from workbench.cli.validation_record import describe_command, keep_validation
@@ -28,26 +30,6 @@ from workbench.progress import stage
 
 NO_RECOMMENDATION = {"recommendation": None, "tried": None}
 """`Recommendation.json` where no preset was tried."""
-
-
-@Parameter("*")
-@dataclass(frozen=True)
-class TranscriptOptions:
-    """The comparison with Hugging Face's own text.
-
-    Args:
-        transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
-            each of 16 prompts; needs a checkpoint, or a golden that has the texts.
-        prompts: Prompts of your own (JSON lines); needs a checkpoint.
-        min_agreed: The least share of that text's tokens that the bundle must pick too;
-            a tie counts as the same token.
-        min_stops: The least share of that text's ends at which the bundle must end too.
-    """
-
-    transcript: bool = False
-    prompts: ExistingFile | None = None
-    min_agreed: NonNegativeFloat = gates.MIN_AGREED
-    min_stops: NonNegativeFloat = gates.MIN_STOPS
 
 
 def validate(
@@ -113,17 +95,16 @@ def validate(
         single_copy=single_copy,
         fresh=fresh,
     )
-    # a stored verdict that is only shown measures nothing
-    has_measurements = fresh or reference is not None
     # only texts compute logits again and again
     writes_texts = bool(tasks or transcript_options.transcript)
     stage("validate: opening the bundle")
+    result = None  # of a validation against Hugging Face's values
     try:
         if golden and is_device:
             _store_device_reference(exported, reference, single_copy)
         decoder = execution.decoder(exported, keeps_head=writes_texts)
         if reference is None:
-            stored = _stored_result(decoder, fresh)
+            output = _stored_result(decoder, fresh)
         else:
             result = workbench.validate(
                 decoder,
@@ -136,16 +117,18 @@ def validate(
     except InputError as problem:
         # raises the problem again unless packages and manifest disagree, which may show
         # only in the first call
-        unopened = _unopened_result(exported, source, problem)
-        if has_measurements:
-            keep_validation(exported, unopened, command, start)
-        # no command runs it; the reason of gate interface says what to correct
-        return print_and_exit(unopened, json)
-    if reference is None:
-        if has_measurements:
-            keep_validation(exported, stored, command, start, decoder)
-        step = explain_command(stored, bundle, checkpoint, execution.runtime)
-        return print_and_exit(stored, json, next_command=step)
+        output = _unopened_result(exported, source, problem)
+        decoder = None
+    if result is None:
+        # a stored verdict that is only shown measures nothing
+        if fresh or reference is not None:
+            keep_validation(exported, output, command, start, decoder)
+        step = None
+        # `explain` cannot run what was not opened; gate `interface` says what to correct
+        if decoder is not None:
+            step = explain_command(output, bundle, checkpoint, execution.runtime)
+        print_and_exit(output, json, next_command=step)
+        return
     if tasks:
         result.gates.append(answers_gate(decoder, source, questions))
     transcript = None

@@ -69,7 +69,7 @@ def end(command: Callable[[], None]) -> None:
     try:
         try:
             command()
-        finally:
+        finally:  # a full disk or a closed pipe may show only here
             sys.stdout.flush()
     except SystemExit:
         raise
@@ -158,8 +158,8 @@ def _report_fault(problem: BaseException) -> str:
 
 
 def _discard(stream) -> None:
-    """Keeps Python from writing the rest of a stream that failed once more at its end,
-    which would change the exit code to 120."""
+    """Flushes a stream and, if that fails, drops what is left in it. Python would write the
+    rest once more as it exits, fail again, and change the exit code to 120."""
     try:
         stream.flush()
     except (OSError, ValueError):

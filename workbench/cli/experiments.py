@@ -2,6 +2,7 @@
 the cells of a grid."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +13,17 @@ import workbench
 from workbench import paths
 from workbench.check.gates import NOT_RUN
 from workbench.cli import ending
-from workbench.cli.common import (
-    Json,
-    format_result,
-    format_verdicts,
-    print_and_exit,
-    reject_unused,
-)
+from workbench.cli.options import Json, reject_unused
+from workbench.cli.output import format_result, format_verdicts, print_and_exit
 from workbench.errors import InputError, visible
 from workbench.files import write_whole
 
 # The notebooks whose question is the cost of presets: OVER is their answer, and no
 # failure.
 ASK_THE_COST = ("30", "31", "34", "35")
+# Verdicts and qualities of a run, worst first. not_run counts only if there is no other.
+VERDICTS = "RED", "GREEN"
+QUALITIES = "OVER", "WITHIN"
 
 
 def run(
@@ -73,25 +72,26 @@ def run(
         results.append(result)
         if not json:
             _print_run(result)
-    verdicts = {result["verdict"] for result in results}
-    verdict = next((v for v in ("RED", "GREEN") if v in verdicts), "not_run")
-    quality = _common_quality(results)
+    verdict = _worst_word(results, "verdict", VERDICTS)
+    words = {"verdict": verdict, "quality": _worst_word(results, "quality", QUALITIES)}
+    not_about_cost = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
+    counted_quality = _worst_word(not_about_cost, "quality", QUALITIES)
+    code = ending.verdict_code(verdict, counted_quality)
     step = "make lab"
     if extracts := [n for n in numbers if settings[n].get("EXTRACT")]:
         step = f"workbench run {' '.join(extracts)}  (all cells and rounds)"
-    words = {"verdict": verdict, "quality": quality}
-    lines = format_verdicts(words)
-    judged = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
-    code = ending.verdict_code(verdict, _common_quality(judged))
-    print_and_exit(
-        words | {"experiments": results}, json, lines, code, next_command=step
-    )
+    result = words | {"experiments": results}
+    print_and_exit(result, json, format_verdicts(words), code, next_command=step)
 
 
-def _common_quality(results: list[dict]) -> str:
-    """The quality of several runs: OVER if one is."""
-    words = {result["quality"] for result in results}
-    return next((word for word in ("OVER", "WITHIN") if word in words), "not_run")
+def _worst_word(results: list[dict], key: str, worst_first: Sequence[str]) -> str:
+    """The worst verdict or quality of several runs; not_run if none has one.
+
+    Args:
+        key: of the word in a result.
+    """
+    words = {result[key] for result in results}
+    return next((word for word in worst_first if word in words), NOT_RUN)
 
 
 def _notebook_settings(
@@ -178,21 +178,21 @@ def report(
         figure: For a bundle: the heatmap, as .svg, .pdf or .png.
         publish: For an experiment: make this the shipped write-up.
     """
-    page = HtmlOption.of(html)
-    outputs = {"--markdown": markdown, "--html": page.file, "--figure": figure}
+    html_option = HtmlOption.of(html)
+    outputs = {"--markdown": markdown, "--html": html_option.file, "--figure": figure}
     for option, path in outputs.items():
         if path:
             paths.prepare_output(option, path)
     if re.fullmatch(r"\d{1,2}", subject):
         reject_unused("a bundle", markdown=markdown, figure=figure)
-        result = _report_experiment(subject, page, publish)
+        result = _report_experiment(subject, html_option, publish)
         print_and_exit(result, json, list(result.values()))
         return
     reject_unused("the number of an experiment", publish=publish)
-    if page.is_given and page.file is None:
+    if html_option.is_given and html_option.file is None:
         needed, step = "a file for the page of a bundle", "write --html page.html"
         raise InputError("--html", "no file", needed, step)
-    _report_bundle(Path(subject), page.file, markdown, figure, json)
+    _report_bundle(Path(subject), html_option.file, markdown, figure, json)
 
 
 def _report_experiment(number: str, html: HtmlOption, publish: bool) -> dict[str, str]:
@@ -225,26 +225,25 @@ def _report_bundle(
     from workbench.experiment.validation import validation_page
 
     record = load_record(bundle)
-    written = validation_page(record)
-    words = {"verdict": record.results.verdict, "quality": record.results.quality}
-    result = words
+    document = validation_page(record)
+    result = {"verdict": record.results.verdict, "quality": record.results.quality}
     if not record.is_noted:
-        result = dict.fromkeys(words, NOT_RUN) | {"stated": words}
+        # this checkout did not produce the results: the bundle only states them
+        result = {"verdict": NOT_RUN, "quality": NOT_RUN, "stated": result}
     if html:
-        write_whole(html, page.html(written).encode())
+        write_whole(html, page.html(document).encode())
         result["html"] = str(html)
     if figure:
         write_whole(figure, _encode_figure(record, figure))
         result["figure"] = str(figure)
-    files = [path for path in (html, markdown, figure) if path]
-    if markdown or not files:
-        text = page.markdown(written)
     if markdown:
-        write_whole(markdown, text.encode())
+        write_whole(markdown, page.markdown(document).encode())
         result["markdown"] = str(markdown)
-    lines = [*map(str, files)]
+    lines = [str(path) for path in (html, markdown, figure) if path]
+    if not lines:
+        lines = [page.markdown(document).rstrip("\n")]
     # the page says what the verdicts are; writing it went well
-    print_and_exit(result, json, lines or [text.rstrip("\n")], code=0)
+    print_and_exit(result, json, lines, code=0)
 
 
 def _check_figure(path: Path) -> None:

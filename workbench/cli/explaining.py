@@ -1,21 +1,14 @@
 """`explain` says why the values of a bundle differ from Hugging Face's; its subcommands
 answer one question each."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import (
-    Device,
-    Json,
-    Prompt,
-    gates_json,
-    load_checkpoint,
-    print_and_exit,
-    reject_unused,
-)
+from workbench.cli.options import Device, Json, Prompt, load_checkpoint, reject_unused
+from workbench.cli.output import gates_json, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import bar, stage
 
@@ -45,27 +38,20 @@ def explain(
     if paths.is_package(bundle_or_package):
         needed = "a bundle in place of a package"
         reject_unused(needed, prompt, device, checkpoint=checkpoint)
-        return print_and_exit(_package_ranges(bundle_or_package), json)
+        return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
     if not checkpoint:
         needed = "what was exported"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
     source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(bundle)
-    result, results = {}, []
+    answers = []
     if bundle.manifest.shows_hidden:
-        parts, part_gates = _error_parts(bundle, source, ids, device)
-        result |= parts
-        results += part_gates
-    variant, variant_gates = _variant(bundle, source, ids)
-    result |= variant
-    results += variant_gates
+        answers.append(_split_error(bundle, source, ids, device))
+    answers.append(_find_variant(bundle, source, ids))
     if not bundle.manifest.options.plugin:
-        ranges, range_gates = _bundle_ranges(bundle, ids)
-        result |= ranges
-        results += range_gates
-    judged = gates_json(results) if results else {}
-    print_and_exit(judged | result, json)
+        answers.append(_measure_bundle(bundle, ids))
+    _print_answers(answers, json)
 
 
 def explain_parts(
@@ -88,8 +74,7 @@ def explain_parts(
     prompt.check()
     exported = workbench.Bundle.open(bundle)
     source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
-    parts, results = _error_parts(exported, source, ids, device)
-    print_and_exit(gates_json(results) | parts, json)
+    _print_answers([_split_error(exported, source, ids, device)], json)
 
 
 def explain_variant(
@@ -109,9 +94,7 @@ def explain_variant(
     prompt.check()
     exported = workbench.Bundle.open(bundle)
     source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
-    variant, results = _variant(exported, source, ids)
-    judged = gates_json(results) if results else {}
-    print_and_exit(judged | variant, json)
+    _print_answers([_find_variant(exported, source, ids)], json)
 
 
 def explain_ranges(
@@ -125,10 +108,9 @@ def explain_ranges(
     prompt.check()
     if paths.is_package(bundle_or_package):
         reject_unused("a bundle in place of a package", prompt)
-        return print_and_exit(_package_ranges(bundle_or_package), json)
+        return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
-    ranges, results = _bundle_ranges(bundle, prompt.token_ids(bundle))
-    print_and_exit(gates_json(results) | ranges, json)
+    _print_answers([_measure_bundle(bundle, prompt.token_ids(bundle))], json)
 
 
 def explain_op(
@@ -177,11 +159,32 @@ def explain_op(
     print_and_exit({"verdict": verdict, "reduced": reduced, "operation": result}, json)
 
 
-def _error_parts(
-    bundle, checkpoint, ids: list[int], device: Device
-) -> tuple[dict, list[gates.Gate]]:
-    """The parts of the error by layer, `parts` with each layer fed Hugging Face's input
-    and `chained` in a row, and the gates on them."""
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one question.
+
+    Attributes:
+        json: its keys in the command's JSON.
+        gates: those that judge the bundle by it.
+    """
+
+    json: dict
+    gates: list[gates.Gate]
+
+
+def _print_answers(answers: list[Answer], json: bool) -> None:
+    """Prints the gates of all answers with their verdict, then the answers, and exits with
+    the code of the verdict. Without a gate there is no verdict."""
+    all_gates = [gate for answer in answers for gate in answer.gates]
+    result = gates_json(all_gates) if all_gates else {}
+    for answer in answers:
+        result |= answer.json
+    print_and_exit(result, json)
+
+
+def _split_error(bundle, checkpoint, ids: list[int], device: Device) -> Answer:
+    """The parts of the error by layer: `parts` with each layer fed Hugging Face's input,
+    `chained` with each layer fed the output of the one before."""
     from workbench.explain import error
 
     stage("explain: parts of the error")
@@ -190,44 +193,57 @@ def _error_parts(
         "parts": gates.records(splits["isolated"].layers()),
         "chained": gates.records(splits["chained"].layers()),
     }
-    return parts, error.error_gates(splits)
+    return Answer(parts, error.error_gates(splits))
 
 
-def _variant(bundle, checkpoint, ids: list[int]) -> tuple[dict, list[gates.Gate]]:
+def _find_variant(bundle, checkpoint, ids: list[int]) -> Answer:
     """The variants of the model by their distance from the bundle, and the one that
     fits; for adopted packages, the gates on their calls too."""
     from workbench.explain import calls, variants
 
     stage("explain: the variant of the model")
-    frame, fits = variants.explain_bundle(bundle, checkpoint)
-    result = {"fits": fits, "conclusion": variants.conclusion(fits)}
-    results = []
+    fit = variants.find_variant(bundle, checkpoint)
+    conclusion = fit.conclusion
+    call_gates = []
     if not bundle.manifest.shows_hidden:
         stage("explain: calls of several tokens")
         # variants are compared on calls of one token: those of several are run here
         decoder = workbench.Decoder(bundle, "portable", "exact")
         S = bundle.manifest.options.max_seq_len
         reference = workbench.golden.make_golden(checkpoint, ids[:S], head=False)
-        result["conclusion"] = f"In calls of one token: {result['conclusion']}"
-        results.append(variants.one_token_gate(bundle, frame, fits))
-        results.append(calls.calls_gate(decoder, reference))
-    result["variants"] = gates.records(frame)
-    return result, results
+        conclusion = f"In calls of one token: {conclusion}"
+        call_gates.append(variants.one_token_gate(bundle, fit))
+        call_gates.append(calls.calls_gate(decoder, reference))
+    result = {
+        "fits": fit.variant,
+        "conclusion": conclusion,
+        "variants": gates.records(fit.errors),
+    }
+    return Answer(result, call_gates)
 
 
-def _bundle_ranges(bundle, ids: list[int]) -> tuple[dict, list[gates.Gate]]:
-    """The range of every operation of a bundle, and the gates on them."""
+def _measure_bundle(bundle, ids: list[int]) -> Answer:
+    """The range of every operation of a bundle."""
     from workbench.explain import ranges
 
     stage("explain: ranges")
-    measured = ranges.measure_bundle(bundle, ids)
-    return {"ranges": ranges.summarize(measured)}, ranges.finite_gates(measured)
+    return _describe_ranges(ranges.measure_bundle(bundle, ids))
 
 
-def _package_ranges(package: Path) -> dict:
-    """The result for one package: its ranges on random inputs, and the gates on them."""
+def _measure_package(package: Path) -> Answer:
+    """The range of every operation of one package, on random inputs."""
     from workbench.explain import ranges
 
-    measured = ranges.measure_package(package)
-    result = gates_json(ranges.finite_gates(measured))
-    return result | {"ranges": ranges.summarize(measured)}
+    return _describe_ranges(ranges.measure_package(package))
+
+
+def _describe_ranges(measured) -> Answer:
+    """Ranges as JSON, and the gates on them.
+
+    Args:
+        measured: `RangesByPrecision`.
+    """
+    from workbench.explain import ranges
+
+    summary = {"ranges": ranges.summarize(measured)}
+    return Answer(summary, ranges.finite_gates(measured))

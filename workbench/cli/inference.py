@@ -5,14 +5,14 @@ import warnings
 from pathlib import Path
 
 import workbench
-from workbench.cli.common import (
+from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
     load_checkpoint,
-    print_and_exit,
     reject_unused,
 )
+from workbench.cli.output import print_and_exit
 from workbench.errors import InputError, visible
 
 # Share of tokens that the tokenizer does not know, above which `evaluate` warns.

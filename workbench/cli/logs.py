@@ -8,7 +8,8 @@ from cyclopts import Parameter
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, print_and_exit, print_document
+from workbench.cli.options import Json
+from workbench.cli.output import print_and_exit, print_document
 from workbench.errors import check_choice, visible
 
 

@@ -10,16 +10,15 @@ from cyclopts.validators import Number
 
 import workbench
 from workbench import checkpoint_checks, paths
-from workbench.cli.common import (
+from workbench.cli.mixed import MIXED
+from workbench.cli.options import (
     Device,
     ExportOptions,
     Json,
-    format_result,
     load_checkpoint,
-    print_and_exit,
     reject_unused,
 )
-from workbench.cli.formats import MIXED
+from workbench.cli.output import format_result, print_and_exit
 from workbench.errors import InputError
 
 PLACED_ON = "M4 Max"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import workbench
-from workbench.cli.common import Execution, Prompt
+from workbench.cli.options import Execution, Prompt, TranscriptOptions
 from workbench.errors import one_line
 from workbench.files import sha256
 
@@ -52,17 +52,13 @@ def describe_command(
     has_checkpoint: bool,
     golden: Path | None,
     tasks: Path | None,
-    transcript_options,
+    transcript_options: TranscriptOptions,
     max_kl: float,
     single_copy: bool,
     fresh: bool,
 ) -> Command:
     """The command that repeats a validation, from the options of `validate`. Limits stand
-    there although they have their default, which a later version may change.
-
-    Args:
-        transcript_options: `TranscriptOptions`, which cannot be imported here.
-    """
+    there although they have their default, which a later version may change."""
     from workbench.runtime import is_device, resolve
 
     command = Command()

@@ -7,7 +7,7 @@
     calls.py      which functions of other exporters' packages are wrong for several tokens
     operation.py  which operation a runtime computes wrongly
 
-The last one reads four files more: `operation.find` records a bundle's calls and gives
-them to the bisection in search.py, which builds small packages with cut.py and runs them
-with running.py; reduced.py then writes the smallest one for a bug report, with a copy of
-show.py."""
+model_changes.py defines the variants that variants.py compares. `operation.find` uses four
+files more: it records a bundle's calls and gives them to the bisection in search.py, which
+builds small packages with cut.py and runs them with running.py; reduced.py then writes the
+smallest one for a bug report, with a copy of show.py."""

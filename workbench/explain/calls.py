@@ -1,11 +1,12 @@
 """Finds functions of other exporters' packages whose calls of several tokens leave other
 rows in the caches than calls of one token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from workbench.bundle.foreign import Function
 from workbench.check import compare, gates
@@ -25,12 +26,12 @@ REMOVAL = ", or remove it from functions in bundle.json, so that other functions
 
 @dataclass(frozen=True)
 class CallFault:
-    """The first cache row that calls of several tokens leave otherwise than calls of one.
+    """A function that writes other cache rows in calls of several tokens than in calls of
+    one, and the first row that differs.
 
     Attributes:
-        Ts: tokens of the calls. The row is that of the first of them; in calls of the
-            others, the first wrong row is of the same function.
-        function: computes the row.
+        Ts: the numbers of tokens in a call with which this function computes the first
+            wrong row. The attributes below are those of the row with the first of them.
         tensor: k or v.
         error: relative RMS of the row; inf where it is not finite.
         is_causal: False if later tokens change the rows up to this one.
@@ -88,8 +89,8 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
     faults: dict[Function, CallFault] = {}
     for T in sorted({*default_ts(decoder.options)} - {1}):
         (multi,) = trace_bundle(decoder, golden, (T, "chained"))
-        calls = list(_calls_of_tokens(decoder, len(golden.ids), T))
-        called = {call.function for call in calls if call.count > 1}
+        call_of_token = _plan_token_calls(decoder, len(golden.ids), T)
+        called = {call.function for call in call_of_token if call.count > 1}
         uncalled = [function for function in uncalled if function not in called]
         rows = compare.errors(single, multi, ("k", "v"))
         rows["error"] = rows["error"].fillna(np.inf)  # a row with NaN is wrong
@@ -98,21 +99,12 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
         if wrong.empty:
             continue
         first = wrong.loc[wrong["position"].idxmin()]
-        position = int(first["position"])
-        function = calls[position].function
+        function = call_of_token[int(first["position"])].function
         if function in faults:
-            earlier = faults[function]
-            faults[function] = replace(earlier, Ts=(*earlier.Ts, T))
-            continue
-        faults[function] = CallFault(
-            Ts=(T,),
-            function=function,
-            tensor=first["tensor"],
-            layer=int(first["layer"]),
-            position=position,
-            error=float(first["error"]),
-            is_causal=not later_tokens_matter(decoder, golden, multi, T, position),
-        )
+            fault = faults[function]
+            faults[function] = replace(fault, Ts=(*fault.Ts, T))
+        else:
+            faults[function] = _examine_row(decoder, golden, multi, T, function, first)
     if faults:
         reason = f"{'; '.join(map(str, faults.values()))}; {CORRECTION}"
         if len(decoder.manifest.foreign.functions) > len(faults):
@@ -124,21 +116,49 @@ def calls_gate(decoder: Decoder, golden: Golden) -> gates.Gate:
     return gates.at_most(CALLS_GATE, max(errors), MAX_REORDER_ERROR, reason)
 
 
+def _examine_row(
+    decoder: Decoder,
+    golden: Golden,
+    trace: Trace,
+    T: int,
+    function: Function,
+    row: pd.Series,
+) -> CallFault:
+    """The fault of a function that computed a wrong cache row.
+
+    Args:
+        trace: of the golden's tokens in calls of T tokens.
+        row: the wrong one, as `compare.errors` gives it.
+    """
+    position = int(row["position"])
+    return CallFault(
+        Ts=(T,),
+        function=function,
+        tensor=row["tensor"],
+        layer=int(row["layer"]),
+        position=position,
+        error=float(row["error"]),
+        is_causal=not later_tokens_matter(decoder, golden, trace, T, position),
+    )
+
+
 def _functions_of_several(decoder: Decoder) -> list[Function]:
     """The functions that take more than one token."""
     functions = decoder.manifest.foreign.functions
     return [function for function in functions if function.t_max > 1]
 
 
-def _calls_of_tokens(decoder: Decoder, n: int, T: int) -> Iterator[TokenCall]:
-    """The packages' call of each token in chained calls of T tokens over n."""
+def _plan_token_calls(decoder: Decoder, n: int, T: int) -> list[TokenCall]:
+    """For each of n tokens the package call that computes it, if the bundle is called with
+    T tokens at a time. The packages may split such a call further."""
     (model,) = decoder.layer_shards
+    token_calls = []
     for planned in plan_calls(decoder.options, (1, n), T):
         start, count = int(planned.position[0]), int(planned.counts[0])
-        for function, tokens in model.foreign.calls(
-            start, count, ring_rows=model.ring_rows
-        ):
-            yield from [TokenCall(function, len(tokens))] * len(tokens)
+        package_calls = model.foreign.calls(start, count, ring_rows=model.ring_rows)
+        for function, tokens in package_calls:
+            token_calls += [TokenCall(function, len(tokens))] * len(tokens)
+    return token_calls
 
 
 def _describe_uncalled(functions: Sequence[Function], golden: Golden) -> str:

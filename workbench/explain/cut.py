@@ -26,8 +26,11 @@ IOS16 = 7  # the first version of packages that takes inputs in fp16
 
 
 class Flow(Graph):
-    """The data flow between the operations of a program. Each operation is named by its
-    index in `ops`. `constants`: by name."""
+    """The data flow between the operations of a program, each given by its index in `ops`.
+
+    Attributes:
+        constants: the values of the program's constants by name.
+    """
 
     def __init__(self, program: miltorch.Program):
         super().__init__(program)
@@ -59,12 +62,12 @@ class Flow(Graph):
         return sorted(read - results)
 
     def recorded_name(self, operand: str, indices: Collection[int]) -> str:
-        """The name under which a run of the whole program records an operand of some
-        operations, as it is before they run.
+        """The name under which a run of the whole program records the value that some
+        operations read as `operand`: its own, except for a state.
 
-        An operand is recorded under its own name. A state may have been written since
-        the call began, though: if a `read_state` is the first of the operations that
-        reads it, the result of this `read_state` is what the operations start from."""
+        The run records a state as it was before the call, but the program may have
+        written it since. If the first of the operations that reads it is a `read_state`,
+        the recorded result of this `read_state` is the value that they start from."""
         first = next(self.ops[i] for i in indices if operand in self.ops[i].reads())
         return first.outputs[0][0] if first.kind == "read_state" else operand
 

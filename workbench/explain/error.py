@@ -220,5 +220,10 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     errors = splits["isolated"].layers()["reauthoring"].fillna(np.inf)
     worst = int(errors.idxmax())
     reason = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
-    figures = "reauthoring", float(errors[worst]), gates.REAUTHORING
-    return [gates.at_most(*figures, f"{reason}: layer {worst}")]
+    gate = gates.at_most(
+        "reauthoring",
+        float(errors[worst]),
+        gates.REAUTHORING,
+        f"{reason}: layer {worst}",
+    )
+    return [gate]

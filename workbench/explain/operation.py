@@ -205,16 +205,16 @@ def find(
     Ts = [T] if T else default_ts(decoder.options)
     finding = None
     with tempfile.TemporaryDirectory() as folder:
-        for program in record_calls(decoder, ids, Ts, layer, position):
+        for recorded in record_calls(decoder, ids, Ts, layer, position):
             search = Search(
-                program.package,
-                program.function,
-                program.modules,
+                recorded.package,
+                recorded.function,
+                recorded.modules,
                 runner,
                 precision,
                 folder,
             )
-            finding, proof = search.find(program.calls)
+            finding, proof = search.find(recorded.calls)
             if finding.verdict != "none":
                 break
         if not finding:

@@ -67,22 +67,27 @@ class PackageNames:
 
 
 class Ranges:
-    """The ranges of all floating-point results in one precision.
+    """The ranges of all floating-point results in one precision, and where the first inf
+    and the first NaN arise.
+
+    An inf or NaN arises in the first operation that has one among its results and none
+    among its operands. An inf in an input or a constant, such as a mask's, is no overflow.
 
     Attributes:
         rows: by shard and name of the value, in order of execution.
-        first: `inf` and `nan` → the operation that produced the first one, which is the
-            first with such a result and no such operand. An inf that an input or a
-            constant contains, such as a mask's, is no overflow. None: there is none.
+        first: `inf` and `nan` → the operation in which the first one arises; None: there
+            is none.
+        tainted: `inf` and `nan` → the shard and the name of every value that contained one
+            when it was last computed.
+        names: id of an operation → the names of its package's parts. No name of an
+            operation is unique among packages. Registered executables keep their
+            operations alive, so that no other object gets one of these ids.
     """
 
     def __init__(self):
         self.rows: dict[tuple[str, str], ResultRange] = {}
         self.first: dict[str, OperationPlace | None] = dict.fromkeys(NON_FINITE)
-        # the values, by shard and name, that contained one when they were last computed
         self.tainted: dict[str, set] = {kind: set() for kind in NON_FINITE}
-        # By id(op): an operation has no name that is unique among packages. The
-        # executables that were registered keep their operations, and so the ids, alive.
         self.names: dict[int, PackageNames] = {}
 
     def register(self, model: Model, inputs: Iterable[tuple[str, object]] = ()) -> None:
@@ -122,14 +127,14 @@ class Ranges:
             infinite, undefined = int(torch.isinf(x).sum()), int(torch.isnan(x).sum())
             row.inf += infinite
             row.nan += undefined
-            self._taint("inf", infinite > 0, key, operands, row.place)
-            self._taint("nan", undefined > 0, key, operands, row.place)
+            self._update_taint("inf", infinite > 0, key, operands, row.place)
+            self._update_taint("nan", undefined > 0, key, operands, row.place)
 
-    def _taint(
+    def _update_taint(
         self, kind: str, is_tainted: bool, key, operands: set, place: OperationPlace
     ) -> None:
-        """Notes whether a result has an inf, or a NaN, and where the first one came
-        from.
+        """Notes whether a result has an inf, or a NaN, and its operation if the first one
+        arises there.
 
         Args:
             kind: inf or nan.

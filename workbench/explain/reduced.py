@@ -44,11 +44,12 @@ def reduce(search: Search, finding: Finding, proof: Proof, out: Path) -> dict:
     shutil.copytree(proof.package, package, dirs_exist_ok=True)
     shutil.copyfile(Path(__file__).with_name("show.py"), out / "show.py")
     program = miltorch.read(package)
-    expected = proof.wrong or program.outputs
+    # a package that does not run has no wrong values: all outputs are expected then
+    names = list(proof.wrong or program.outputs)
     files = {
         "inputs": {name: proof.arrays[name] for name in program.inputs},
         "states": {name: proof.arrays[name] for name in program.states},
-        "expected": {name: proof.expected[name] for name in expected},
+        "expected": {name: proof.expected[name] for name in names},
     }
     shapes = {}
     for file, values in files.items():
@@ -73,7 +74,7 @@ def _shorten(search: Search, proof: Proof) -> Proof:
     sizes = {n for array in proof.arrays.values() for n in array.shape if n > 1}
     for size in sorted(sizes, reverse=True):
         for shorter in sorted({1, 2, size // 4, size // 2} - {0, size}):
-            arrays = _with_size(search, proof, size, shorter)
+            arrays = _cut_axes(search, proof, size, shorter)
             smaller = search.prove_wrong(proof.indices, arrays)
             if smaller:
                 proof = smaller
@@ -81,8 +82,8 @@ def _shorten(search: Search, proof: Proof) -> Proof:
     return proof
 
 
-def _with_size(search: Search, proof: Proof, size: int, shorter: int) -> Arrays:
-    """The arrays of a proof with every axis of `size` cut to `shorter`."""
+def _cut_axes(search: Search, proof: Proof, size: int, shorter: int) -> Arrays:
+    """The arrays of a proof, with every axis of `size` elements cut to its first `shorter`."""
     lists_of_sizes = set()
     for index in proof.indices:
         inputs = search.flow.ops[index].inputs
@@ -91,8 +92,8 @@ def _with_size(search: Search, proof: Proof, size: int, shorter: int) -> Arrays:
     arrays = {}
     for name, array in proof.arrays.items():
         if name in lists_of_sizes:
-            # Two axes of one size are shortened together. `Search.prove_wrong` gives none
-            # where operations and arrays then no longer fit.
+            # Two axes of one size are shortened together. Where operations and arrays then
+            # no longer fit, `Search.prove_wrong` returns None.
             arrays[name] = np.where(array == size, shorter, array)
         else:
             places = tuple(slice(shorter if n == size else n) for n in array.shape)

@@ -42,11 +42,11 @@ def evaluate_every_value(model: Model, arrays: Arrays) -> Arrays:
     return values | evaluate(model, arrays, record)
 
 
-def predict(
+def evaluate_calls(
     runtime: str, units: str, package: Path, function: str | None, calls: list[Arrays]
 ) -> list[Arrays]:
-    """What `evaluate` gives for each call of one loaded package. It can be imported by
-    name, as `process.call` needs.
+    """Loads a package and evaluates each call (see `evaluate`). A function of the module,
+    since `process.call` imports it by name in another process.
 
     Raises:
         InputError: a package that the runtime does not compile or load on `units`.
@@ -90,20 +90,19 @@ class Runner:
         if self.stop and self.stop.is_set():
             raise process.Cancelled
         if is_device(self.runtime):
-            outcome = process.call(predict, *arguments, stop=self.stop)
+            outcome = process.call(evaluate_calls, *arguments, stop=self.stop)
         else:
-            outcome = process.Outcome(predict(*arguments))
+            outcome = process.Outcome(evaluate_calls(*arguments))
         self.packages += 1
         if self.report:
             self.report(self.packages)
-        refusal = outcome.invalid_reason
         if outcome.failure:
             return PackageRun([], outcome.failure)
-        if refusal:
+        if outcome.invalid_reason:
             # Core ML could not compile for these units and went on without them
             problem = InputError(
                 f"package {package.name}",
-                refusal,
+                outcome.invalid_reason,
                 self.units,
                 "try other --compute-units",
             )

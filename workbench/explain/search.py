@@ -175,8 +175,9 @@ class Search:
         if not call:
             reason = "it runs as the program says, within fp16 rounding"
             return SearchResult(Finding("none", reason), None)
-        model, _ = self._open_portable(self.package, self.function)
-        self.values = evaluate_every_value(model, call.arrays) | call.arrays
+        models = self._load_portable(self.package, self.function)
+        computed = evaluate_every_value(models.expected, call.arrays)
+        self.values = computed | call.arrays
         end, proof = self._locate()
         return self._conclude(call, end, proof)
 
@@ -210,7 +211,7 @@ class Search:
 
     def _is_prefix_wrong(self, end: int) -> bool:
         """Whether the package of all operations up to the one at index `end` is wrong."""
-        return bool(self.prove_wrong(range(end + 1)))
+        return bool(self._prove_wrong_in_call(range(end + 1)))
 
     def _conclude(
         self, call: PackageCall, end: int | None, proof: Proof | None
@@ -246,7 +247,8 @@ class Search:
     def _nothing_runs(self) -> bool:
         """Whether no package has run so far, and the program's last operation alone,
         which is tried now, fails as well."""
-        return not self.has_run and bool(self.prove_wrong([len(self.flow.ops) - 1]))
+        last = len(self.flow.ops) - 1
+        return not self.has_run and bool(self._prove_wrong_in_call([last]))
 
     def first_wrong_call(self, calls: Sequence[PackageCall]) -> PackageCall | None:
         """The first call for which the package does not run or gives a wrong value."""
@@ -260,16 +262,16 @@ class Search:
                     return call
             return calls[0]
         self.has_run = True
-        models = self._open_portable(self.package, self.function)
+        models = self._load_portable(self.package, self.function)
         for call, values in zip(calls, run.values):
-            if beyond_rounding(evaluate_portable(models, call.arrays), values):
+            if beyond_rounding(models.evaluate(call.arrays), values):
                 return call
         return None
 
     def _find_smallest(self, indices: set[int]) -> Proof | None:
         """The proof with the fewest operations: some of these or, if a package of these
         alone is right, of these and the operations that produce their inputs."""
-        while not (proof := self.prove_wrong(sorted(indices))):
+        while not (proof := self._prove_wrong_in_call(sorted(indices))):
             with_producers = indices | self.flow.producers_of(indices)
             if with_producers == indices or len(with_producers) > MAX_OPS:
                 return None
@@ -278,14 +280,17 @@ class Search:
             without_one = sorted({*proof.indices} - {index})
             if not without_one:
                 continue
-            smaller = self.prove_wrong(without_one)
+            smaller = self._prove_wrong_in_call(without_one)
             if smaller:
                 proof = smaller
         return proof
 
-    def prove_wrong(
-        self, indices: Sequence[int], arrays: Arrays | None = None
-    ) -> Proof | None:
+    def _prove_wrong_in_call(self, indices: Sequence[int]) -> Proof | None:
+        """`prove_wrong` with the arrays that the operations read in the wrong call, so only
+        after `find` has set `values`."""
+        return self.prove_wrong(indices, self._recorded_operands(indices))
+
+    def prove_wrong(self, indices: Sequence[int], arrays: Arrays) -> Proof | None:
         """Builds a package of operations and runs it in portable arithmetic and on the
         runtime that is tested. Returns the proof that the runtime is wrong; None if it is
         right. None, too, if coremltools cannot build the package or PyTorch cannot run
@@ -293,15 +298,12 @@ class Search:
 
         Args:
             indices: of the operations.
-            arrays: the package's inputs and states (default: their values in the wrong
-                call).
+            arrays: the package's inputs and states.
         """
-        if arrays is None:
-            arrays = self._recorded_operands(indices)
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
             package = cut(self.flow, indices, arrays, target)
-            portable = evaluate_portable(self._open_portable(package), arrays)
+            portable = self._load_portable(package).evaluate(arrays)
         except Exception:  # of coremltools or PyTorch: arrays do not fit
             return None
         run = self.runner.run(package, None, [arrays])
@@ -326,13 +328,15 @@ class Search:
                 arrays[operand] = value
         return arrays
 
-    def _open_portable(self, package: Path, function: str | None = None) -> list[Model]:
-        """The package in the arithmetic that the runtime is compared with, and in
-        `narrow`, whose distance from it is what rounding explains."""
-        return [
+    def _load_portable(
+        self, package: Path, function: str | None = None
+    ) -> "PortableModels":
+        """A package in both portable arithmetics."""
+        expected, narrow = (
             load_package(package, Settings("portable", precision), function)
             for precision in (self.reference_precision, "narrow")
-        ]
+        )
+        return PortableModels(expected, narrow)
 
     def _describe(self, indices: Sequence[int]) -> list[WrongOperation]:
         """The operations of these indices in words."""
@@ -346,10 +350,10 @@ class Search:
 
 
 class PortableValues(NamedTuple):
-    """The values of a call in two portable arithmetics.
+    """Every value of a call in two portable arithmetics.
 
     Attributes:
-        expected: in that with which the runtime is compared.
+        expected: in the arithmetic that the tested runtime is compared with.
         narrow: in `narrow`; rounding explains their distance from `expected`.
     """
 
@@ -357,9 +361,15 @@ class PortableValues(NamedTuple):
     narrow: Arrays
 
 
-def evaluate_portable(models: Sequence[Model], arrays: Arrays) -> PortableValues:
-    """Every value of a call of the models of `Search._open_portable`."""
-    return PortableValues(*(evaluate_every_value(model, arrays) for model in models))
+class PortableModels(NamedTuple):
+    """A package loaded in both arithmetics of `PortableValues`."""
+
+    expected: Model
+    narrow: Model
+
+    def evaluate(self, arrays: Arrays) -> PortableValues:
+        """Every value of a call with these inputs and states."""
+        return PortableValues(*(evaluate_every_value(model, arrays) for model in self))
 
 
 def beyond_rounding(portable: PortableValues, actual: Arrays) -> dict[str, float]:

@@ -1,133 +1,95 @@
 """Finds the variant of Hugging Face's model that a faulty bundle computes.
 
-The bundle's program runs in exact arithmetic on its stored weights. Hugging Face's
-model runs on the same weights, as configured and then with one thing changed at a time:
-rope, q/k norms, eps, window, scale, activation, biases, order of heads. The variant
-whose updates, K and V equal the bundle's within rounding is the cause; if there is
-none, the fault is of another kind. Gate `host` checks the embeddings."""
+The bundle's program runs in exact arithmetic on its stored weights. Hugging Face's model
+runs on the same weights, as configured and then with one thing changed at a time
+(model_changes.py): rope, q/k norms, eps, window, scale, activation, biases, order of
+heads. The variant whose updates, K and V equal the bundle's within rounding is the cause;
+if there is none, the fault is of another kind. Gate `host` checks the embeddings."""
 
 import copy
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from typing import Literal
-from unittest import mock
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-import torch
-from torch import nn
 
 from workbench.bundle import Bundle, Manifest
 from workbench.check import compare, gates, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.check.trace import Trace
 from workbench.decode import Decoder
+from workbench.explain.model_changes import Variant, list_variants, variant_with_tables
 from workbench.models import layerwise
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
-# Changes a built model in place; may return a context to enter while the model runs.
-Change = Callable[[nn.Module], AbstractContextManager | None]
+CONFIGURED = "as configured"
+FITS = 1e-5  # relative RMS that fp32 rounding explains
 # Relative RMS above which stored weights are not those of a layer. A compressed copy
 # differs less.
 UNRELATED = 0.5
 # An update counts as at least this part of the stream: both sides round the stream in
 # fp32, and the rounding enters the update.
 STREAM_SHARE = 2.0**-5
-# First match: a matrix present in every layer of a family.
+# Matrices by which layers are told apart. Every layer of a family has the same one of them.
 MATRICES = (
     "mlp.down_proj.weight",
     "shared_mlp.input_linear.weight",
     "feed_forward.w2.weight",
     "self_attn.o_proj.weight",
 )
-CONFIGURED = "as configured"
-FITS = 1e-5  # relative RMS that fp32 rounding explains
-THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-EPSILONS = 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2
-FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
-# The function in transformers' modules that rotates q and k.
-ROTATE = "apply_rotary_pos_emb"
-ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-# yields the name of a variant, and the attributes of the configuration to set
-ConfigChanges = Iterator[tuple[str, dict]]
 
 
 @dataclass(frozen=True)
-class NormPair:
-    """The names of the norms of q and k in transformers' modules.
+class Fit:
+    """How well variants fit a bundle.
 
     Attributes:
-        is_after_rope: whether the family applies them to what rope has turned.
+        errors: every variant's `name` and `relative_rms`, best first.
+        variant: the name of the one that fits; None if none does.
     """
 
-    q: str
-    k: str
-    is_after_rope: bool = False
+    errors: pd.DataFrame
+    variant: str | None
+
+    @property
+    def conclusion(self) -> str:
+        """One sentence: what the variant that fits says about the bundle."""
+        if self.variant is None:
+            cause = "the fault is of another kind, or there are several"
+            return f"No variant explains this bundle: {cause}."
+        if self.variant == CONFIGURED:
+            return "Layers compute what the checkpoint's configuration says."
+        return f"The bundle computes another model: {self.variant}."
 
 
-QK_NORMS = (
-    NormPair("q_norm", "k_norm"),
-    NormPair("query_layernorm", "key_layernorm", is_after_rope=True),  # Hunyuan
-    NormPair("q_layernorm", "k_layernorm"),
-)
+def find_variant(bundle: Bundle, checkpoint: Checkpoint) -> Fit:
+    """Finds the variant that fits a bundle: the best one, if rounding explains its error,
+    which is the worst of the updates, K and V of the layers.
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One thing that is changed in Hugging Face's model.
-
-    Attributes:
-        config: attributes of the configuration to set.
-        change: of the built model.
-        read: the weights (default: those that the bundle stores).
-    """
-
-    config: dict = field(default_factory=dict)
-    change: Change | None = None
-    read: hf.Weights | None = None
-
-
-def explain_bundle(
-    bundle: Bundle, checkpoint: Checkpoint
-) -> tuple[pd.DataFrame, str | None]:
-    """Every variant's `name` and `relative_rms`, best first, and the name of the one
-    that fits: the best, if rounding explains its error.
-
-    `relative_rms` is the worst of the updates, K and V of the layers. Variants are tried
-    on the first layers, and those that fit there on all layers. No variant is tried if
-    the model fits as configured, or if layers store the weights of other layers.
+    Variants are tried on the first layers, and those that fit there on all layers. No
+    variant is tried if the model fits as configured, or if layers store the weights of
+    other layers.
 
     Raises:
         InputError: a bundle of another checkpoint.
     """
-    trial = run_trial(bundle, checkpoint)
+    comparison = Comparison.of(bundle, checkpoint)
     fit_limit = largest_fit(bundle)
-    configured = trial.layer_errors(bundle.manifest.dims.L)
+    configured = comparison.layer_errors(bundle.manifest.dims.L, Variant())
     worst = float(configured.max())
-    relative_rms = {CONFIGURED: worst}  # by the names of variants
-    if order := trial.layer_order():
+    errors = {CONFIGURED: worst}  # variant → its error
+    if order := comparison.layer_order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
-        # the model on the stored weights is one of another order of layers, which thus
-        # has this error in place of the model as configured
-        relative_rms = {f"layer order: {', '.join(pairs)}": worst}
+        # On the stored weights Hugging Face's model has its layers in that order too, so
+        # that the measured error is the one of this variant, not of the model as configured.
+        errors = {f"layer order: {', '.join(pairs)}": worst}
     elif worst > fit_limit:
-        relative_rms |= _try_variants(trial, configured, fit_limit)
-    frame = pd.DataFrame(relative_rms.items(), columns=["name", "relative_rms"])
+        errors |= _try_variants(comparison, configured, fit_limit)
+    frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     best_name, least = frame.iloc[0]
-    return frame, best_name if least <= fit_limit else None
+    return Fit(frame, best_name if least <= fit_limit else None)
 
 
 def largest_fit(bundle: Bundle) -> float:
@@ -136,25 +98,25 @@ def largest_fit(bundle: Bundle) -> float:
     return max(FITS, bundle.manifest.constants_error)
 
 
-def one_token_gate(bundle: Bundle, frame: pd.DataFrame, fits: str | None) -> gates.Gate:
+def one_token_gate(bundle: Bundle, fit: Fit) -> gates.Gate:
     """Gate `one_token_calls`: calls of one token compute what the checkpoint's
     configuration says.
 
     Args:
         bundle: of other exporters' packages, which are compared in such calls.
-        frame, fits: of `explain_bundle`.
+        fit: of `find_variant`.
     """
-    errors = frame.set_index("name")["relative_rms"]
+    errors = fit.errors.set_index("name")["relative_rms"]
     # layers in another order are compared with a model of that order alone
     error = float(errors.get(CONFIGURED, np.inf))
     reason = "K and V of calls of one token against Hugging Face on the stored weights"
-    if fits != CONFIGURED:
-        reason += f", relative RMS. {conclusion(fits)}"
+    if fit.variant != CONFIGURED:
+        reason += f", relative RMS. {fit.conclusion}"
     return gates.at_most("one_token_calls", error, largest_fit(bundle), reason)
 
 
 def _try_variants(
-    trial: "Trial", configured: np.ndarray, fit_limit: float
+    comparison: "Comparison", configured: np.ndarray, fit_limit: float
 ) -> dict[str, float]:
     """Variant → its worst error: on all layers if it fits the first ones, and on these if
     it does not.
@@ -163,19 +125,20 @@ def _try_variants(
         configured: the errors [L] of the model as configured.
         fit_limit: the largest relative RMS of a variant that fits.
     """
-    config = trial.checkpoint.config
-    count = _count_first_layers(config, configured, fit_limit)
-    variants = list_variants(trial)
+    checkpoint, manifest = comparison.checkpoint, comparison.manifest
+    L = len(configured)
+    count = _count_first_layers(checkpoint.config, configured, fit_limit)
+    variants = list_variants(checkpoint, manifest, comparison.stored)
     errors = {}
     for name in bar(variants, "explain", unit="variant"):
-        errors[name] = trial.worst_error(count, variants[name])
+        errors[name] = comparison.worst_error(count, variants[name])
     for name, variant in variants.items():
         if errors[name] <= fit_limit:
-            errors[name] = trial.worst_error(len(configured), variant)
+            errors[name] = comparison.worst_error(L, variant)
     if min(errors.values()) > fit_limit:
-        tables = Variant(change=partial(_set_tables, trial.manifest, config))
+        tables = variant_with_tables(manifest, checkpoint.config)
         name = "rope frequencies of the bundle's manifest"
-        errors[name] = trial.worst_error(len(configured), tables)
+        errors[name] = comparison.worst_error(L, tables)
     return errors
 
 
@@ -196,50 +159,40 @@ def _count_first_layers(config, configured: np.ndarray, fit_limit: float) -> int
     return min(L, last_needed + 1)
 
 
-def conclusion(variant: str | None) -> str:
-    """One sentence: what the variant that fits says about the bundle."""
-    if variant is None:
-        cause = "the fault is of another kind, or there are several"
-        return f"No variant explains this bundle: {cause}."
-    if variant == CONFIGURED:
-        return "Layers compute what the checkpoint's configuration says."
-    return f"The bundle computes another model: {variant}."
-
-
-def run_trial(bundle: Bundle, checkpoint: Checkpoint) -> "Trial":
-    """Runs a bundle and Hugging Face's model as configured, with the weights that the
-    bundle stores."""
-    decoder = Decoder(bundle, exact_runtime(bundle), "exact")
-    stored = golden.stored_weights(checkpoint, bundle)
-    ids = _prompt(bundle, checkpoint)
-    source = golden.make_golden(checkpoint, ids, stored, "stored", head=False)
-    # without hidden states only the caches of a chained run can be compared
-    isolated = bundle.manifest.shows_hidden
-    T, mode = (decoder.options.t_max, "isolated") if isolated else (1, "chained")
-    (outputs,) = run.trace_bundle(decoder, source, (T, mode))
-    return Trial(bundle.manifest, checkpoint, stored, source, outputs, isolated)
-
-
 @dataclass(frozen=True, eq=False)
-class Trial:
-    """A bundle's outputs on Hugging Face's inputs, and the errors of variants against
-    them.
+class Comparison:
+    """Compares variants of Hugging Face's model with a bundle, on the same tokens and the
+    same weights.
 
     Attributes:
-        read: the weights that the bundle stores.
-        source: the golden of the model as configured.
-        outputs: the trace of the bundle.
-        isolated: whether the layers of the bundle were fed the golden's inputs.
+        stored: the weights that the bundle stores.
+        source: the golden of the model as configured, on these weights.
+        outputs: the trace of the bundle over the golden's tokens.
+        isolated: whether the layers of the bundle were fed the golden's inputs. Those of
+            a variant are fed the same way.
     """
 
     manifest: Manifest
     checkpoint: Checkpoint
-    read: golden.StoredWeights
+    stored: golden.StoredWeights
     source: golden.Golden
     outputs: Trace
     isolated: bool
 
-    def layer_errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
+    @classmethod
+    def of(cls, bundle: Bundle, checkpoint: Checkpoint) -> "Comparison":
+        """Runs a bundle, and the model as configured."""
+        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
+        stored = golden.stored_weights(checkpoint, bundle)
+        ids = _prompt(bundle, checkpoint)
+        source = golden.make_golden(checkpoint, ids, stored, "stored", head=False)
+        # without hidden states only the caches of a chained run can be compared
+        isolated = bundle.manifest.shows_hidden
+        T, mode = (decoder.options.t_max, "isolated") if isolated else (1, "chained")
+        (outputs,) = run.trace_bundle(decoder, source, (T, mode))
+        return cls(bundle.manifest, checkpoint, stored, source, outputs, isolated)
+
+    def layer_errors(self, count: int, variant: Variant) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
         worst of update, K and V; inf where a value is not finite."""
         trace = self._run_variant(count, variant)
@@ -252,8 +205,12 @@ class Trial:
         layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
         return layers.to_numpy() ** 0.5
 
+    def worst_error(self, count: int, variant: Variant) -> float:
+        """The largest of `layer_errors`."""
+        return float(self.layer_errors(count, variant).max())
+
     def _run_variant(self, count: int, variant: Variant) -> Trace:
-        """Runs the first layers of a variant over the trial's tokens."""
+        """Runs the first layers of a variant over the golden's tokens."""
         config = copy.deepcopy(self.checkpoint.config)
         for name, value in variant.config.items():
             setattr(config, name, copy.deepcopy(value))
@@ -262,13 +219,9 @@ class Trial:
         context = variant.change(model.model) if variant.change else None
         feed = self.source.trace if self.isolated else None
         with context or nullcontext():
-            weights = variant.read or self.read
+            weights = variant.weights or self.stored
             reference = hf.Reference(self.checkpoint, weights, model=model)
             return reference.run(self.source.ids, feed=feed, head=False)
-
-    def worst_error(self, count: int, variant: Variant) -> float:
-        """The largest of `layer_errors`."""
-        return float(self.layer_errors(count, variant).max())
 
     def layer_order(self) -> dict[int, int]:
         """Layer → the layer before or after it in the checkpoint whose weights it
@@ -279,7 +232,7 @@ class Trial:
         L = self.manifest.dims.L
         order = {}
         for layer in range(L):
-            stored = self.read(name.format(layer)).numpy()
+            stored = self.stored(name.format(layer)).numpy()
             distances = {}  # from the weights of the layer and its neighbours
             for other in range(max(0, layer - 1), min(L, layer + 2)):
                 values = self.checkpoint.tensor(name.format(other)).numpy()
@@ -299,318 +252,3 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     count = min(max(24, 2 * max(windows) + 8), bundle.manifest.options.max_seq_len)
     ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count)
     return ids.tolist()
-
-
-def list_variants(trial: Trial) -> dict[str, Variant]:
-    """All variants of a checkpoint's model by name, without those that are the model as
-    configured. Some bases and factors of rope are fitted to the bundle's tables."""
-    config = trial.checkpoint.config
-    read = trial.read
-    tables = [rope.inv_freq for rope in trial.manifest.rope]
-    variants = {}
-    ropes = _ropes(config.rope_parameters, tables)
-    for name, attributes in chain(ropes, _config_changes(config)):
-        if any(getattr(config, key) != value for key, value in attributes.items()):
-            variants[name] = Variant(config=attributes)
-    for name, change in _module_changes(config):
-        variants[name] = Variant(change=change)
-    manifest = trial.manifest
-    if any(
-        1 < layer.heads(manifest.dims)[0] < manifest.dims.H for layer in manifest.layers
-    ):
-        tiled = _patched("repeat_kv", _tiled)
-        variants["key/value heads tiled over the query heads"] = Variant(change=tiled)
-    if any(name.endswith(".bias") for name in trial.checkpoint.header):
-        variants["biases left out"] = Variant(read=WithoutBiases(read))
-    return variants
-
-
-@dataclass(frozen=True)
-class WithoutBiases:
-    """Reads the tensors of a bundle, with zeros in place of biases."""
-
-    stored: golden.StoredWeights
-
-    @property
-    def embedding(self) -> torch.Tensor | None:
-        """See `StoredWeights`."""
-        return self.stored.embedding
-
-    def __call__(self, name: str) -> torch.Tensor:
-        value = self.stored(name)
-        return torch.zeros_like(value) if name.endswith(".bias") else value
-
-
-def _ropes(parameters: dict, tables: list[list[float]]) -> ConfigChanges:
-    """Other `rope_parameters`. In a model with one set for each kind of layer, each
-    change is made once in all sets, and once in each single set."""
-    has_kinds = all(isinstance(value, dict) for value in parameters.values())
-    sets = parameters if has_kinds else {"": parameters}
-    for name, change in _rope_changes(sets.values(), tables):
-        choices = [list(sets)]
-        if len(sets) > 1:
-            choices += [[kind] for kind in sets]
-        for kinds in choices:
-            changed = sets | {kind: _with_change(sets[kind], change) for kind in kinds}
-            where = "" if len(kinds) == len(sets) else f" in {kinds[0]}"
-            yield (
-                name + where,
-                {"rope_parameters": changed if has_kinds else changed[""]},
-            )
-
-
-def _with_change(parameters: dict, change: dict) -> dict:
-    """Rope parameters with a change. Another type than `proportional`, which pads its
-    table to the whole head, turns all pairs."""
-    if parameters.get("rope_type") == "proportional" and "rope_type" in change:
-        change = change | {"partial_rotary_factor": 1.0}
-    return parameters | change
-
-
-def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> ConfigChanges:
-    """Bases, some of them fitted to the ends of a table of inverse frequencies, and
-    scalings."""
-    thetas = {*THETAS}
-    factors = {*FACTORS}
-    for table in tables:
-        n = len(table)
-        if n > 1 and min(table[0], table[-1]) > 0:
-            # entry i is theta^(-i/n) / factor
-            theta = (table[0] / table[-1]) ** (n / (n - 1))
-            thetas.add(float(f"{theta:.6g}"))
-            factors.add(float(f"{1 / table[0]:.6g}"))
-    for theta in sorted(thetas):
-        yield f"rope theta {theta:.7g}", {"rope_theta": theta}
-    yield "rope scaling none", {"rope_type": "default"}
-    scalings = {"linear": {"rope_type": "linear"}, "llama3": LLAMA3}
-    for parameters in sets:
-        if "yarn" in parameters.values():
-            scalings["yarn"] = parameters
-            unscaled = parameters | {"attention_factor": 1.0}
-            yield "yarn without its factor of cos and sin", unscaled
-        if "factor" in parameters:
-            theta = parameters["rope_theta"] * parameters["factor"]
-            name = f"rope scaling replaced by theta × factor, theta {theta:.7g}"
-            yield name, {"rope_type": "default", "rope_theta": theta}
-    for factor in sorted(factors - {1.0}):
-        for kind, scaling in scalings.items():
-            yield f"rope scaling {kind} {factor:.7g}", scaling | {"factor": factor}
-
-
-def _config_changes(config) -> ConfigChanges:
-    """Other attributes of the configuration: eps, activation, the size of windows, and
-    which layers have a window or rope."""
-    key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
-    eps = getattr(config, key)
-    for value in sorted({*EPSILONS} - {eps}):
-        yield f"eps {value:g}", {key: value}
-    keys = [key for key in ("hidden_act", "hidden_activation") if hasattr(config, key)]
-    for kind, name in ACTIVATIONS.items():
-        yield f"activation {name}", dict.fromkeys(keys, kind)
-    flags = getattr(config, "no_rope_layers", None)
-    if flags and not all(flags):
-        yield "rope in every layer", {"no_rope_layers": [1] * len(flags)}
-        other = [1 - flag for flag in flags]
-        yield "layers with and without rope exchanged", {"no_rope_layers": other}
-    types = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    if not window or (types and not any("sliding" in kind for kind in types)):
-        return
-    sizes = {
-        "a half": window // 2,
-        "twice as much": 2 * window,
-        "one less": window - 1,
-        "one more": window + 1,
-    }
-    for description, size in sizes.items():
-        yield f"window {size}, {description}", {"sliding_window": max(size, 1)}
-    yield "no window", {"sliding_window": 1 << 30}
-    # where the sizes of heads follow the type, another type does not fit the weights
-    if len({*types}) == 2 and not getattr(config, "is_heterogeneous", False):
-        first, second = {*types}
-        exchanged = [second if kind == first else first for kind in types]
-        yield "layers with and without window exchanged", {"layer_types": exchanged}
-
-
-def _module_changes(config) -> Iterator[tuple[str, Change]]:
-    """Changes of the modules: rotation, norms, scale of scores."""
-    yield "rope pairs interleaved", _patched(ROTATE, _interleaved)
-    yield "rope turned the other way", _patched(ROTATE, _reversed)
-    yield "rope left out", _patched(ROTATE, _unrotated)
-    layer = next(filter(hf.has_attention, layerwise.empty_model(config).model.layers))
-    attention = layer.self_attn
-    for names in QK_NORMS:
-        if not hasattr(attention, names.q):
-            continue
-        yield "q/k norm left out", partial(_leave_out_norms, names)
-        if not _rotates_together(attention):
-            continue  # a rotation of one tensor does not know whether it is q or k
-        if getattr(attention, names.q).weight.numel() == attention.head_dim:
-            side = "before" if names.is_after_rope else "after"
-            yield f"q/k norm {side} rope", partial(_move_norms, names, side)
-    D = attention.head_dim
-    C = config.hidden_size
-    scales = (
-        ("1/√hidden_size", C**-0.5),
-        ("1/head_dim", 1.0 / D),
-        ("1", 1.0),
-        (
-            "1/√query_pre_attn_scalar",
-            getattr(config, "query_pre_attn_scalar", D) ** -0.5,
-        ),
-        ("1/√(hidden_size/heads)", (C / config.num_attention_heads) ** -0.5),
-        ("1/√head_dim", D**-0.5),
-    )
-    # a scale is tried once; of two names for it, the last one is printed
-    name_of_scale = {scale: name for name, scale in scales}
-    for scale, name in name_of_scale.items():
-        if scale != attention.scaling:  # the configured scale is no variant
-            yield f"attention scale {name}", partial(_set_scale, scale)
-
-
-def _rotates_together(attention: nn.Module) -> bool:
-    """Whether transformers' rotation takes q and k in one call."""
-    rotate = getattr(sys.modules[type(attention).__module__], ROTATE)
-    return "k" in inspect.signature(rotate).parameters
-
-
-def _patched(name: str, wrap: Callable[[Callable], Callable]) -> Change:
-    """Puts wrap(function) in place of a function of transformers' modelling file."""
-
-    def change(base):
-        module = sys.modules[type(base).__module__]
-        return mock.patch.object(module, name, wrap(getattr(module, name)))
-
-    return change
-
-
-def _tiled(repeat: Callable) -> Callable:
-    """Repeats the key/value heads one after another: 0 1 0 1, not 0 0 1 1."""
-
-    def repeated(x: torch.Tensor, n: int) -> torch.Tensor:
-        return x.repeat(1, n, 1, 1)
-
-    return repeated
-
-
-def _reversed(rotate: Callable) -> Callable:
-    """A rotation by the negative angle."""
-
-    def rotation(*arrays, **keywords):
-        *heads, cos, sin = arrays
-        return rotate(*heads, cos, -sin, **keywords)
-
-    return rotation
-
-
-def _unrotated(rotate: Callable) -> Callable:
-    """Leaves q and k as they are."""
-
-    def rotation(*arrays, **keywords):
-        *heads, _, _ = arrays
-        return heads if len(heads) > 1 else heads[0]
-
-    return rotation
-
-
-def _interleaved(rotate: Callable) -> Callable:
-    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of
-    halves."""
-
-    def rotation(*arrays, **keywords):
-        *heads, cos, sin = arrays
-        order = torch.arange(heads[0].shape[-1])
-        width = cos.shape[-1]  # dims that rope turns
-        # 0 2 4 … 1 3 5 …: transformers' rotation pairs the halves
-        order[:width] = order[:width].reshape(-1, 2).T.flatten()
-        rotated = rotate(*(x[..., order] for x in heads), cos, sin, **keywords)
-        if len(heads) == 1:
-            return rotated[..., order.argsort()]
-        return tuple(x[..., order.argsort()] for x in rotated)
-
-    return rotation
-
-
-def _set_scale(scale: float, base: nn.Module) -> None:
-    """Sets what q kᵀ is multiplied by."""
-    for layer in filter(hf.has_attention, base.layers):
-        layer.self_attn.scaling = scale
-
-
-def _leave_out_norms(names: NormPair, base: nn.Module) -> None:
-    """Makes the norms of q and k return what they are given."""
-    for layer in filter(hf.has_attention, base.layers):
-        _replace_norms(layer.self_attn, names)
-
-
-def _replace_norms(attention: nn.Module, names: NormPair) -> dict[str, Callable]:
-    """Makes the norms of one layer return what they are given; returns what they computed
-    before, by their names."""
-    replaced = {}
-    for name in (names.q, names.k):
-        norm = getattr(attention, name, None)
-        if norm is None:  # a layer that copies its keys has no norm of keys
-            continue
-        replaced[name] = norm.forward
-        norm.forward = _unchanged
-    return replaced
-
-
-def _unchanged(x: torch.Tensor) -> torch.Tensor:
-    """What a norm that is left out returns."""
-    return x
-
-
-def _move_norms(
-    names: NormPair, side: Literal["before", "after"], base: nn.Module
-) -> AbstractContextManager:
-    """Applies the norms of q and k before or after rope, on the side where the family does
-    not; the context replaces the rotation, which then applies them."""
-    current = CurrentNorms(names)
-    for layer in filter(hf.has_attention, base.layers):
-        norms = _replace_norms(layer.self_attn, names)
-        layer.self_attn.register_forward_pre_hook(partial(current.enter_layer, norms))
-
-    def wrap(rotate: Callable) -> Callable:
-        def rotated(q, k, *tables):
-            if side == "before":
-                return rotate(*current.normalize(q, k), *tables)
-            return current.normalize(*rotate(q, k, *tables))
-
-        return rotated
-
-    return _patched(ROTATE, wrap)(base)
-
-
-class CurrentNorms:
-    """The norms of q and k of the layer that runs: the rotation, a function of
-    transformers' module, is not told which layer calls it."""
-
-    def __init__(self, names: NormPair):
-        self.names = names
-        self.norms: dict[str, Callable] = {}
-
-    def enter_layer(self, norms: dict, attention: nn.Module, args: tuple) -> None:
-        """The hook that an attention layer calls before it runs.
-
-        Args:
-            norms: those of this layer.
-        """
-        self.norms.update(norms)
-
-    def normalize(self, q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-        """q and k after their norms."""
-        return [self.norms[self.names.q](q), self.norms[self.names.k](k)]
-
-
-def _set_tables(manifest, config, base: nn.Module) -> None:
-    """Gives Hugging Face's model the rope tables of the bundle."""
-    kinds = getattr(config, "layer_types", None) or [""] * len(manifest.layers)
-    tables = {rope.name: torch.tensor(rope.inv_freq) for rope in manifest.rope}
-    for layer, kind in zip(manifest.layers, kinds, strict=True):
-        if layer.rope != "nope":
-            # a model with two kinds of rope has a table for each
-            name = f"{kind}_inv_freq"
-            if not hasattr(base.rotary_emb, name):
-                name = "inv_freq"
-            setattr(base.rotary_emb, name, tables[layer.rope])

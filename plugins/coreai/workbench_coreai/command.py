@@ -6,7 +6,8 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import Json, Prompt, gates_json, print_and_exit
+from workbench.cli.options import Json, Prompt
+from workbench.cli.output import gates_json, print_and_exit
 
 
 def crosscheck(

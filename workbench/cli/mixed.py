@@ -10,7 +10,7 @@ from cyclopts.types import NonNegativeFloat
 
 from workbench import paths
 from workbench.check.gates import MAX_KL
-from workbench.cli.common import read_ids, reject_unused
+from workbench.cli.options import read_ids, reject_unused
 from workbench.errors import InputError
 
 if TYPE_CHECKING:

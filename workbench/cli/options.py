@@ -1,34 +1,18 @@
-"""Groups of options that commands share, and the printing of a result."""
+"""Groups of options that commands share, their checks, and the reading of a checkpoint."""
 
-import shlex
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
-from json import dumps, loads
+from json import loads
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.types import NonNegativeInt, PositiveInt
+from cyclopts.types import ExistingFile, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 import workbench
 from workbench import paths
-from workbench.check.gates import (
-    NOT_JUDGED,
-    REQUIRED,
-    Gate,
-    describe_verdict,
-    jsonable,
-    quality,
-    verdict,
-)
-from workbench.cli import ending
-from workbench.errors import InputError, visible
-from workbench.progress import end_stage, stage
-
-# The stream for results while `libraries_on_stderr` is active; None: stdout.
-document_stream: TextIO | None = None
+from workbench.check.gates import MIN_AGREED, MIN_STOPS
+from workbench.errors import InputError
+from workbench.progress import stage
 
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
@@ -260,6 +244,26 @@ def read_ids(path: Path) -> list[int]:
     return ids.reshape(-1).tolist()
 
 
+@Parameter("*")
+@dataclass(frozen=True)
+class TranscriptOptions:
+    """The comparison with Hugging Face's own text.
+
+    Args:
+        transcript: Also compare with 48 new tokens of Hugging Face's greedy text after
+            each of 16 prompts; needs a checkpoint, or a golden that has the texts.
+        prompts: Prompts of your own (JSON lines); needs a checkpoint.
+        min_agreed: The least share of that text's tokens that the bundle must pick too;
+            a tie counts as the same token.
+        min_stops: The least share of that text's ends at which the bundle must end too.
+    """
+
+    transcript: bool = False
+    prompts: ExistingFile | None = None
+    min_agreed: NonNegativeFloat = MIN_AGREED
+    min_stops: NonNegativeFloat = MIN_STOPS
+
+
 def reject_unused(needed: str, *groups, **options) -> None:
     """Refuses options that have no effect, because another value decides that they are
     not read.
@@ -299,204 +303,3 @@ def load_checkpoint(path: Path | None, command: str | None = None):
     if command:
         stage(f"{command}: reading the checkpoint")
     return workbench.Checkpoint(path)
-
-
-def gates_json(gates: list[Gate]) -> dict:
-    """Gates as JSON, their verdict first."""
-    return {"verdict": verdict(gates), "gates": [gate.json() for gate in gates]}
-
-
-def validation_json(gates: list[Gate]) -> dict:
-    """Gates of a bundle as JSON, the verdicts on its export and its quality first."""
-    words = {"verdict": verdict(gates), "quality": quality(gates)}
-    return words | gates_json(gates)
-
-
-def print_and_exit(
-    result: dict,
-    json: bool,
-    lines: list[str] | None = None,
-    code: int | None = None,
-    next_command: str | None = None,
-) -> None:
-    """Prints a command's result and exits with the code of its verdicts (see `ending`);
-    returns where the code is 0.
-
-    Args:
-        result: what is printed as one JSON object.
-        json: whether it is; else `lines` are printed.
-        lines: default: those of `format_result`.
-        code: default: the exit code of the result's verdicts.
-        next_command: what the user runs next, the last line of text.
-    """
-    if json:
-        lines = [dumps(jsonable(result), default=str, allow_nan=False)]
-    else:
-        lines = lines or format_result(result)
-        if next_command:
-            lines = [*lines, f"{'next':20}{next_command}"]
-    print_document("\n".join(lines))
-    if code is None:
-        code = ending.verdict_code(result.get("verdict"), result.get("quality"))
-    if code:
-        sys.exit(code)
-
-
-def command_line(*words: str | Path) -> str:
-    """A command of `workbench` as a shell takes it."""
-    return shlex.join(["workbench", *map(str, words)])
-
-
-def explain_command(
-    result: dict, bundle: Path, checkpoint: Path | None, runtime: str = "auto"
-) -> str | None:
-    """The command that finds the cause of a RED result; None where it is not RED.
-
-    Args:
-        bundle, checkpoint: as the user gave them; without a checkpoint its place is
-            named.
-        runtime: that of the result.
-    """
-    if result["verdict"] != "RED":
-        return None
-    red = {gate["name"] for gate in result.get("gates", []) if gate["verdict"] == "RED"}
-    if red == {"device"}:  # the program is right, and the runtime computes another
-        words = "explain", "op", bundle
-    else:
-        words = "explain", bundle, "--checkpoint", checkpoint or "CHECKPOINT"
-    device = () if runtime == "auto" else ("--runtime", runtime)
-    return command_line(*words, *device)
-
-
-@contextmanager
-def libraries_on_stderr() -> Iterator[None]:
-    """Sends what libraries print on stdout to stderr while the block runs, so that
-    stdout has the command's own document alone (see `print_document`)."""
-    global document_stream
-    before, document_stream = document_stream, sys.stdout
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        document_stream = before
-
-
-def print_document(text: str) -> None:
-    """Prints a command's result."""
-    end_stage()
-    print(visible(text), file=document_stream or sys.stdout)
-
-
-LABELS = {
-    "bytes": "size",
-    "peak_rss_bytes": "peak memory",
-    "converted": "programs converted",
-    "stamped": "programs reused",
-}
-"""Labels of JSON keys whose own words would be unclear."""
-
-
-def label(name: str) -> str:
-    """The name of a JSON key's value in a command's text. It has no word "bytes", since
-    text gives sizes in MiB."""
-    return LABELS.get(name, name.removesuffix("_bytes").replace("_", " "))
-
-
-def format_result(result: dict) -> list[str]:
-    """A result as lines of text, in the order of its keys. The verdicts and the gates are
-    recognised by their keys (see `format_judgement`), everything else by its type: rows
-    are a table, sentences a list, every other value stands behind its name. A value that
-    was not measured is left out."""
-    lines = []
-    for name, value in result.items():
-        title = label(name)
-        match value:
-            case None | "" | []:
-                pass
-            case str() | list() if name in JUDGEMENT:
-                lines += format_judgement(result, name)
-            case [dict(), *_]:
-                lines += ["", title, *format_table(value)]
-            case [str(), *_]:
-                lines += [f"- {sentence}" for sentence in value]
-            case dict() if any(isinstance(v, dict | list) for v in value.values()):
-                lines += ["", title, *format_result(value)]
-            case _:
-                lines.append(f"{title:20}{format_value(value, name)}")
-    return lines
-
-
-JUDGEMENT = ("verdict", "quality", "gates")
-"""The keys of a result that judge a bundle."""
-
-
-def format_judgement(result: dict, name: str) -> list[str]:
-    """The lines of a key of `JUDGEMENT`: both verdicts at `verdict`, none at `quality`, and
-    gates with their reasons, RED and OVER first."""
-    if name == "verdict":
-        has_quality = "quality" in result
-        return format_verdicts(result) if has_quality else [result["verdict"]]
-    if name == "quality":
-        return []
-    export = result.get("verdict")
-    words = [describe_verdict(gate["verdict"], export) for gate in result["gates"]]
-    worst_first = sorted(zip(words, result["gates"]), key=lambda pair: _RANKS[pair[0]])
-    return [format_gate(gate, word) for word, gate in worst_first]
-
-
-_RANKS = {"RED": 0, "OVER": 1} | dict.fromkeys(
-    ("GREEN", "WITHIN", "not_run", NOT_JUDGED), 2
-)
-
-
-def format_verdicts(result: dict) -> list[str]:
-    """Two lines: the verdict on the export, with the required gates that did not run,
-    and the quality."""
-    export, quality = result["verdict"], result["quality"]
-    idle = [
-        gate["name"]
-        for gate in result.get("gates", [])
-        if gate["verdict"] == "not_run"
-        and gate["name"] in REQUIRED
-        and gate.get("applies", True)
-    ]
-    if export == "not_run":
-        export = "not run" + (f": {', '.join(idle)}" if idle else "")
-    if quality == "not_run":
-        quality = NOT_JUDGED if export == "RED" else "not run"
-    return [f"{'export':20}{export}", f"{'quality':20}{quality}"]
-
-
-def format_gate(gate: dict, word: str) -> str:
-    """One line: the verdict as `word`, name, value with its limit, and reason of a
-    gate."""
-    value = format_value(gate["value"])
-    if gate["value"] is not None and gate["threshold"] is not None:
-        value += f" (limit {format_value(gate['threshold'])})"
-    return f"{word:12}{gate['name']:20}{value:28}{gate['reason']}"
-
-
-def format_value(value, name: str = "") -> str:
-    """A value in words: the parts of an object as `name value, …`, floats with seven
-    digits, null as -. Bytes, recognised by the value's `name`, are in MiB."""
-    if value is None:
-        return "-"
-    if isinstance(value, dict):
-        parts = (f"{key} {format_value(part, name)}" for key, part in value.items())
-        return ", ".join(parts)
-    if isinstance(value, list):
-        return " … ".join(map(format_value, value))
-    if "bytes" in name:
-        return f"{value / 2**20:,.1f} MiB"
-    return f"{value:.7g}" if isinstance(value, float) else str(value)
-
-
-def format_table(rows: list[dict]) -> list[str]:
-    """Rows as lines of text, without columns that have no value at all."""
-    import pandas as pd
-
-    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
-    text = frame.to_string(
-        index=False, na_rep="-", float_format=lambda number: f"{number:.4g}"
-    )
-    return text.splitlines()
