@@ -8,7 +8,7 @@ from workbench import log
 from workbench.errors import InputError
 from workbench.experiment import folders, overview, parts, report, sources
 from workbench.files import checkout, replace_folder
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 
 
 def publish_run(folder: Path, *, beside: bool = False) -> Path:
@@ -44,7 +44,7 @@ def publish_run(folder: Path, *, beside: bool = False) -> Path:
     for kind in parts.KINDS:
         if (folder / kind).is_dir():
             shutil.copytree(folder / kind, new / kind)
-    folders.write_json(new / folders.RUN, anonymous(run | {"experiment": name}))
+    folders.write_json(new / folders.RUN, anonymize(run | {"experiment": name}))
     report.write_report(new)
     _ship_rows(run["run_ids"])
     replace_folder(new, target)

@@ -26,7 +26,7 @@ from workbench.experiment.page import (
 from workbench.experiment.parameters import default_values, value_text
 from workbench.experiment.tables import gate_table
 from workbench.files import write_whole
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 
 SHOWN_ROWS = 20  # of a table in the report
 OUTPUT = "workbench"  # key of an output's metadata that names the run
@@ -88,7 +88,7 @@ def run_page(folder: Path) -> Page:
     """
     run = parts.check_one_run(folder)
     name = folders.experiment_name(folder, run)
-    run = run | anonymous({key: run[key] for key in ("conclusion", "gates")})
+    run = run | anonymize({key: run[key] for key in ("conclusion", "gates")})
     results = [gates.Gate(**gate) for gate in run["gates"]]
     blocks: list[Block] = []
     if results:

@@ -32,7 +32,7 @@ from workbench.experiment.page import (
 )
 from workbench.experiment.tables import gate_table, table_of, words_of
 from workbench.files import read_bytes
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 
 WORST_CELLS = 6  # rows of the table of the largest errors
 COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
@@ -80,7 +80,7 @@ def page_title(record: Record) -> str:
 
 def _portable_gates(results: Results) -> list[Gate]:
     """The gates, whose reasons name no folder of the machine."""
-    return [replace(gate, reason=anonymous(gate.reason)) for gate in results.gates]
+    return [replace(gate, reason=anonymize(gate.reason)) for gate in results.gates]
 
 
 def _verdicts(record: Record) -> Verdicts:
@@ -489,7 +489,7 @@ def _recommendation(record: Record) -> list[Block]:
         blocks.append(Paragraph(f"{words}."))
         # a stranger may have written any command there
         if chosen.command and record.is_noted:
-            blocks.append(Commands((anonymous(chosen.command),)))
+            blocks.append(Commands((anonymize(chosen.command),)))
     if (tried := results.tried) and tried.presets:
         columns = dict.fromkeys(name for row in tried.presets for name in row)
         table = table_of(tried.presets, [*columns]).dropna(axis="columns", how="all")
