@@ -270,7 +270,7 @@ def test_cells_and_layers_are_ranked_by_error_over_rounding_not_by_cosine(explor
     rows.loc[second, ["cosine", "error", "budget"]] = [0.99, 0.1, 0.001]
     said = sentences.describe_ranks(rows)
     assert said.index("layer 2, position 3") < said.index("layer 0, position 0")
-    assert "RMS over positions: layer 2" in said and plots.BUDGET in said
+    assert "RMS over positions: layer 2" in said and plots.BUDGET_FORMULA in said
 
 
 def test_settings_are_compared_by_mean_and_99_percent_kl(explorer, monkeypatch):

@@ -9,7 +9,7 @@ from workbench import escape, plots
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
-EXCESS_LABEL = f"error ÷ {plots.BUDGET}"
+EXCESS_LABEL = f"error ÷ {plots.BUDGET_FORMULA}"
 """Ranks the cells and layers of one bundle. It does not rank settings: it contains the
 rounding of a setting's own weights."""
 PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "total"]
