@@ -239,7 +239,7 @@ def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
 def test_the_legend_of_cache_rows_names_what_is_drawn_and_what_lies_outside():
     right = pd.DataFrame([{"T": 1, "pos": 5, "expected": [5], "changed": [5]}])
     assert "stray" not in texts(plots.cache_rows(right))
-    late = right.assign(changed=[[5, plots.CACHE_ROWS]])
+    late = right.assign(changed=[[5, plots.MAX_CACHE_ROWS]])
     assert "stray" not in texts(plots.cache_rows(late))
     assert "1 mark from cache row 24 on" in texts(plots.cache_rows(late))
 

@@ -19,10 +19,10 @@ from workbench import log, plots
 from workbench.check import gates
 from workbench.experiment import (
     Experiment,
+    artifacts,
     entries,
     folders,
     last_run,
-    parts,
     recording,
 )
 
@@ -41,7 +41,9 @@ def test_a_run_is_a_folder_of_files_with_one_id(project, capsys):
     assert files_of(folder).keys() == figure | table | {"run.json", "report.md"}
     run = run_of(folder)
     assert {"run-one", "run-two", "b", "c", run["run_id"]} == set(run["run_ids"])
-    assert {part["run_id"] for part in parts.read_parts(folder)} == {run["run_id"]}
+    assert {artifact.run_id for artifact in artifacts.read_artifacts(folder)} == {
+        run["run_id"]
+    }
     assert run["run_id"] in (folder / "report.md").read_text()
     (row,) = log.load("runs").to_dict("records")
     assert (row["run_id"], row["experiment"]) == (run["run_id"], "07")
@@ -158,7 +160,8 @@ def test_a_cell_that_runs_again_replaces_what_it_gave_in_its_place(project, run_
     ]
     experiment.conclude("It holds.")
     figures = [
-        (part["name"], part["alt"]) for part in parts.read_parts(experiment.folder)
+        (artifact.name, artifact.alt)
+        for artifact in artifacts.read_artifacts(experiment.folder)
     ]
     assert figures == [("renamed", "renamed 2.0"), ("second", "second 1.0")]
     assert run_of(experiment.folder)["verdict"] == "GREEN"
@@ -174,7 +177,8 @@ def test_without_cells_the_name_tells_what_is_given_again(project):
     verdicts = {gate.name: gate.verdict for gate in experiment.gates}
     assert verdicts == {"a": "GREEN", "b": "GREEN"} and len(experiment.gates) == 2
     experiment.conclude("It holds.")
-    descriptions = [part["alt"] for part in parts.read_parts(experiment.folder)]
+    saved = artifacts.read_artifacts(experiment.folder)
+    descriptions = [artifact.alt for artifact in saved]
     assert descriptions == ["first 2.0", "second 1.0"]
 
 
@@ -211,14 +215,14 @@ def test_a_figure_that_is_saved_later_joins_the_run_and_one_made_again_waits(
     bars(experiment, "explorer", 3.0)
     run_cell("a")
     bars(experiment, "first", 2.0)
-    saved = parts.read_parts(experiment.folder)
-    assert [part["alt"] for part in saved] == ["first 1.0", "explorer 3.0"]
-    assert {part["run_id"] for part in saved} == {experiment.run_id}
+    saved = artifacts.read_artifacts(experiment.folder)
+    assert [artifact.alt for artifact in saved] == ["first 1.0", "explorer 3.0"]
+    assert {artifact.run_id for artifact in saved} == {experiment.run_id}
     report = (experiment.folder / "report.md").read_text()
     assert "explorer" in report and len(log.load("runs")) == 1
     experiment.conclude("It holds again.")
-    saved = parts.read_parts(experiment.folder)
-    assert [part["alt"] for part in saved] == ["first 2.0", "explorer 3.0"]
+    saved = artifacts.read_artifacts(experiment.folder)
+    assert [artifact.alt for artifact in saved] == ["first 2.0", "explorer 3.0"]
     newer = example()
     newer.conclude("Of another kernel.")
     run_cell(None)
@@ -267,7 +271,7 @@ def test_a_killed_process_leaves_a_whole_run_and_the_next_run_finishes(
             signals = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
             process.send_signal(signals[number % 3])
         missing += [name for name in names if not (first.folder / name).exists()]
-        parts.check_one_run(first.finished)
+        artifacts.check_one_run(first.finished)
         run = run_of(first.finished)
         assert run["run_id"] in (first.finished / "report.md").read_text()
     assert missing == [] and run["conclusion"] != "The first."

@@ -12,7 +12,7 @@ from in_process import cli
 from refusal import refused
 
 from workbench.check import gates
-from workbench.experiment import Experiment, last_run, write_again, write_html
+from workbench.experiment import Experiment, last_run, redraw_run, write_html
 
 
 def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project):
@@ -141,7 +141,7 @@ def test_the_newest_run_is_written_again(project):
     before = [drawing.read_bytes() for drawing in drawings]
     for drawing in drawings:
         drawing.unlink()
-    assert write_again(experiment.folder).read_text() == text
+    assert redraw_run(experiment.folder).read_text() == text
     assert [drawing.read_bytes() for drawing in drawings] == before
 
 
@@ -157,5 +157,5 @@ def test_a_run_of_before_reports_had_these_keys_is_written_again(project):
         part = json.loads(path.read_text())
         del part["run_id"]
         path.write_text(json.dumps(part))
-    text = write_again(folder).read_text()
+    text = redraw_run(folder).read_text()
     assert text.startswith("# Experiment 07 · How fast?") and "workbench run 07" in text

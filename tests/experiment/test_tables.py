@@ -14,9 +14,9 @@ from markdown_it import MarkdownIt
 from tiny import ROOT
 
 from workbench.check import gates
+from workbench.experiment.latex import latex_table
 from workbench.experiment.tables import (
     gate_table,
-    latex_table,
     markdown_table,
     show,
     show_with_caption,

@@ -111,7 +111,7 @@ def test_load_and_stolen_time_around_a_measurement_are_recorded(monkeypatch):
             "cpu  150 0 60 815 10 0 0 65 9 0\ncpu0 2 2 2 2 2 2 2 2 2 2",
         ]
     )
-    monkeypatch.setattr(machine, "_text", lambda path: next(texts))
+    monkeypatch.setattr(machine, "_read_text", lambda path: next(texts))
     with log.measure_disturbance() as columns:
         pass
     assert columns == {"load_start": 0.5, "load_end": 2.5, "steal": 0.25}
@@ -122,7 +122,7 @@ def test_a_system_without_load_or_stolen_time_records_null(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(os, "getloadavg", no_load_average)
-    monkeypatch.setattr(machine, "_text", lambda path: None)
+    monkeypatch.setattr(machine, "_read_text", lambda path: None)
     with log.measure_disturbance() as columns:
         pass
     assert columns == {"load_start": None, "load_end": None, "steal": None}

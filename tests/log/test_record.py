@@ -10,7 +10,7 @@ import pytest
 
 from workbench import log
 from workbench.log import runs
-from workbench.log.anonymous import anonymous, identifiers
+from workbench.log.anonymous import anonymize, identifiers
 from workbench.log.runs import summary_columns
 
 PLAIN = "12 tok/s, ratio 1/2, T = 1 / 2, and/or, data/tiny-llama, …/x"
@@ -29,8 +29,8 @@ PLAIN = "12 tok/s, ratio 1/2, T = 1 / 2, and/or, data/tiny-llama, …/x"
     ],
 )
 def test_an_absolute_path_keeps_its_name_only(text, said):
-    assert anonymous(text) == said
-    assert anonymous(said) == said
+    assert anonymize(text) == said
+    assert anonymize(said) == said
 
 
 def test_what_is_nested_is_reached_and_what_is_no_text_is_left(monkeypatch):
@@ -38,8 +38,8 @@ def test_what_is_nested_is_reached_and_what_is_no_text_is_left(monkeypatch):
     paths = ["/Users/j/x", {"b": Path("/Users/j/y")}]
     value = {"a": paths, "n": 3, "none": None, "t": ("janes-mac.local: /Users/j/z",)}
     said = {"a": ["…/x", {"b": "…/y"}], "n": 3, "none": None, "t": ("…: …/z",)}
-    assert anonymous(value) == said
-    assert anonymous("max_seq_len of Jane", names={"jane", "max"}) == "max_seq_len of …"
+    assert anonymize(value) == said
+    assert anonymize("max_seq_len of Jane", names={"jane", "max"}) == "max_seq_len of …"
     monkeypatch.setattr(getpass, "getuser", lambda: {}["no name"])
     assert identifiers() <= {Path.home().name}
 

@@ -45,7 +45,7 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
     view = Explorer(PART, Experiment("05_x", {}), root=folder)
     assert "Not measured at this setting" in view.message.value
-    assert view.cancel.disabled
+    assert view.cancel_button.disabled
     assert view.run_button.description == "Run what is missing (about 16 s)"
     said = []
     view.status.observe(lambda change: said.append(change["new"]), names="value")
@@ -172,7 +172,7 @@ def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeyp
     assert explorer.search_text.value.startswith("none: no operation")
     monkeypatch.setattr(operation, "find", lambda *_, stop, **__: cancelled(stop))
     explorer.search_button.click()
-    explorer.cancel.click()
+    explorer.cancel_button.click()
     explorer.queue.thread.join()
     assert explorer.status.value.startswith("cancelled")
 
@@ -192,7 +192,7 @@ def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypa
     monkeypatch.setattr(explorer, "_measure", measure)
     explorer.run_button.click()
     assert waiting.wait(30)
-    explorer.cancel.click()
+    explorer.cancel_button.click()
     explorer.queue.thread.join(30)
     assert not explorer.queue.thread.is_alive()
     assert explorer.status.value == "cancelled; what was finished is kept"
@@ -242,7 +242,7 @@ def test_the_planner_has_a_row_for_each_compression(monkeypatch):
 def test_times_are_shown_where_errors_were_not_measured(explorer, monkeypatch):
     rows = explorer.results.tables["samples"]
     assert set(rows["max_seq_len"]) == {16}
-    monkeypatch.setattr(explorer.speed, "draw", lambda *_: "<b>12 tok/s</b>")
+    monkeypatch.setattr(explorer, "_draw_times", lambda *_: "<b>12 tok/s</b>")
     explorer.axes["max_seq_len"].value = 32
     assert "<b>12 tok/s</b><br>Errors: Not measured" in explorer.message.value
 
@@ -270,7 +270,7 @@ def test_cells_and_layers_are_ranked_by_error_over_rounding_not_by_cosine(explor
     rows.loc[second, ["cosine", "error", "budget"]] = [0.99, 0.1, 0.001]
     said = sentences.describe_ranks(rows)
     assert said.index("layer 2, position 3") < said.index("layer 0, position 0")
-    assert "RMS over positions: layer 2" in said and plots.BUDGET in said
+    assert "RMS over positions: layer 2" in said and plots.BUDGET_FORMULA in said
 
 
 def test_settings_are_compared_by_mean_and_99_percent_kl(explorer, monkeypatch):
@@ -294,9 +294,9 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     go, said = threading.Event(), []
     monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
-    assert explorer.cancel.disabled and not explorer.run_button.disabled
+    assert explorer.cancel_button.disabled and not explorer.run_button.disabled
     explorer.queue.add_first(Job("a <b>", 5.0, lambda: go.wait(30)))
-    assert explorer.run_button.disabled and not explorer.cancel.disabled
+    assert explorer.run_button.disabled and not explorer.cancel_button.disabled
     end = time.monotonic() + 20
     while len(said) < 3 and time.monotonic() < end:
         time.sleep(0.1)
@@ -304,7 +304,7 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     explorer.queue.thread.join()
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
     assert len({*said[:3]}) == 3
-    assert explorer.cancel.disabled and not explorer.run_button.disabled
+    assert explorer.cancel_button.disabled and not explorer.run_button.disabled
 
 
 def test_making_it_again_frees_the_picture_of_the_one_before(explorer):

@@ -203,7 +203,7 @@ def _report_experiment(number: str, html: HtmlOption, publish: bool) -> dict[str
     experiment.check_writable(f"workbench report {number}")
     run = experiment.writable_run(run, experiment.read_run(run))
     folder = experiment.publish_run(run) if publish else run
-    result = {"report": str(experiment.write_again(folder))}
+    result = {"report": str(experiment.redraw_run(folder))}
     if html.is_given:
         result["html"] = str(experiment.write_html(folder, html.file))
     return result

@@ -9,14 +9,23 @@ the figures; ``report.md`` and ``report.html`` are written from these files alon
 of them have one run id, and readers refuse a mixture. A run that has not finished lies
 in a folder of its own and replaces the finished one as a whole.
 
-The modules, in the order in which a run passes them: `notebooks` and `parameters` find
-a notebook and its parameters, `running` executes it without a browser, `recording` has
-`Experiment`, the run while its notebook goes on, with its `entries`; `sources`
-has the checkpoint of a run, `folders` its folder and `parts` the files of its figures
-and tables, and `tables` writes tables in all formats. `report` writes a
-finished run's report, `publishing` ships it, and `overview` lists the shipped ones.
-`page` has the blocks that reports consist of, and writes them as Markdown or HTML;
-`validation` makes the page of a bundle of them."""
+The modules, in the order in which a run passes them:
+
+    notebooks    finds the notebook of a number
+    parameters   the values of the cell tagged `parameters`
+    running      executes a notebook without a browser
+    recording    `Experiment`, the run while its notebook goes on
+    entries      gates, figures and tables in the order of the cells
+    sources      the checkpoint of a run
+    folders      the folders of runs, and `run.json`
+    artifacts    the files of figures and tables
+    tables       writes tables as HTML and Markdown
+    latex        writes tables for a paper
+    page         the blocks of a page, written as Markdown or HTML
+    report       the page of a finished run
+    publishing   ships a finished run
+    overview     the page of all shipped runs
+    validation   the page of a bundle's validation"""
 
 from workbench.errors import CellError
 from workbench.experiment.folders import (
@@ -30,7 +39,7 @@ from workbench.experiment.notebooks import find_notebook
 from workbench.experiment.parameters import notebook_parameters, parse_value
 from workbench.experiment.publishing import publish_run
 from workbench.experiment.recording import Experiment
-from workbench.experiment.report import redraw, write_again, write_html, write_report
+from workbench.experiment.report import redraw_run, write_html, write_report
 from workbench.experiment.running import run_notebook
 from workbench.experiment.tables import gate_table, show
 
@@ -45,12 +54,11 @@ __all__ = [
     "parse_value",
     "publish_run",
     "read_run",
-    "redraw",
+    "redraw_run",
     "run_folder",
     "run_notebook",
     "show",
     "writable_run",
-    "write_again",
     "write_html",
     "write_report",
 ]

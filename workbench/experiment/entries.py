@@ -48,7 +48,7 @@ class Entry:
     """A gate, a figure or a table that a cell gave."""
 
     kind: str
-    """`GATE` or one of `parts.KINDS`."""
+    """`GATE` or one of `artifacts.KINDS`."""
     name: str
     cell: CellExecution
     gate: Gate | None = None
@@ -71,8 +71,8 @@ class Entries:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def part_keys(self) -> list[tuple[str, str]]:
-        """Kind and name of figures and tables."""
+    def artifact_keys(self) -> list[tuple[str, str]]:
+        """Kind and name of each figure and table."""
         return [entry.key for entry in self if entry.kind != GATE]
 
     def add(self, entries: Sequence[Entry], cell: CellExecution) -> list[Entry]:

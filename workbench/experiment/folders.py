@@ -35,9 +35,14 @@ NEW_S = 60
 """Seconds: an unfinished folder as young as this may have no lock yet."""
 
 
-def experiments() -> Path:
-    """The folder of all runs of this checkout."""
+def runs_root() -> Path:
+    """The folder of all runs of this checkout, `build/experiments`."""
     return log.project() / "build" / "experiments"
+
+
+def shipped_root() -> Path:
+    """The folder of the runs that came with the project or were published."""
+    return checkout() / "experiments"
 
 
 def executed_folder() -> Path:
@@ -49,7 +54,7 @@ def run_folder(name: str, parameters: Mapping) -> Path:
     """The folder of a notebook's finished run of a checkpoint:
     `build/experiments/NN_slug/NAME-HASH`, where HASH begins the hash of the
     checkpoint's content."""
-    return experiments() / name / source_of(parameters).label
+    return runs_root() / name / source_of(parameters).label
 
 
 def check_writable(command: str) -> None:
@@ -58,7 +63,7 @@ def check_writable(command: str) -> None:
     Raises:
         InputError: names the variable that says where to write instead.
     """
-    for folder in (experiments(), executed_folder(), log.default_root()):
+    for folder in (runs_root(), executed_folder(), log.default_root()):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -70,14 +75,15 @@ def check_writable(command: str) -> None:
 
 
 def writable_run(folder: Path, run: Mapping) -> Path:
-    """The folder of a finished run; a copy of a shipped one where another folder than
-    the checkout takes what is written."""
+    """The folder into which files of a finished run may be written: its own, or a new
+    copy of it where the run is shipped and outputs go to a folder outside of the
+    checkout."""
     if not is_shipped(folder) or output_root() == checkout():
         return folder
     name = experiment_name(folder, run)
     copy = make_staging_folder(name)
     shutil.copytree(folder, copy, dirs_exist_ok=True)
-    target = experiments() / name / "shipped"
+    target = runs_root() / name / "shipped"
     replace_finished(copy, target)
     return target
 
@@ -85,15 +91,15 @@ def writable_run(folder: Path, run: Mapping) -> Path:
 def make_staging_folder(name: str) -> Path:
     """A new folder beside the finished runs, in which the files of a run are collected
     before they replace a finished one."""
-    folder = experiments() / UNFINISHED / f"{name}.{secrets.token_hex(6)}"
+    folder = runs_root() / UNFINISHED / f"{name}.{secrets.token_hex(6)}"
     folder.mkdir(parents=True)
     return folder
 
 
 def remove_abandoned() -> None:
-    """Removes unfinished runs whose process has ended: each holds a lock on its
-    folder."""
-    for folder in (experiments() / UNFINISHED).glob("*"):
+    """Removes unfinished runs whose process has ended. A process that goes on holds a
+    lock on the folder of its run."""
+    for folder in (runs_root() / UNFINISHED).glob("*"):
         busy = InputError(str(folder), "a run that goes on", "one that ended", "wait")
         try:
             if time.time() - folder.stat().st_mtime < NEW_S:
@@ -101,11 +107,12 @@ def remove_abandoned() -> None:
             with locked(folder, busy):
                 shutil.rmtree(folder, ignore_errors=True)
         except (InputError, OSError):
-            pass  # it goes on, or another process has removed it
+            pass  # the run goes on, or another process has removed the folder
 
 
 def replace_finished(staging: Path, finished: Path) -> None:
-    """Puts a whole run in its place; an earlier one there is removed."""
+    """Moves a complete run from its staging folder to `finished`, in place of an earlier
+    run there."""
     finished.parent.mkdir(parents=True, exist_ok=True)
     replace_folder(staging, finished)
 
@@ -135,37 +142,39 @@ def experiment_name(folder: Path, run: Mapping) -> str:
     """NN_slug of the experiment whose run is in `folder`."""
     if name := run.get("experiment"):
         return name
-    # before run.json had the name; a checkpoint may be named like an experiment
-    below = re.match(r"\d\d_", folder.parent.name)
-    return folder.parent.name if below else folder.name
+    # Older run.json files lack the name. The parent folder is asked first, because the
+    # folder of a run may be named after a checkpoint that is named like an experiment.
+    is_below_name = re.match(r"\d\d_", folder.parent.name)
+    return folder.parent.name if is_below_name else folder.name
 
 
 def is_shipped(folder: Path) -> bool:
     """Whether the run came with the project, or was published."""
-    return folder.parent == checkout() / "experiments"
+    return folder.parent == shipped_root()
 
 
 def _restore_interrupted(number: str) -> None:
     """Puts back finished runs whose replacement was interrupted between two renames."""
-    for folder in experiments().glob(f"{number}_*"):
-        for waiting in folder.glob(".*.earlier"):
-            restore_folder(folder / waiting.name[1 : -len(".earlier")])
+    for folder in runs_root().glob(f"{number}_*"):
+        for earlier in folder.glob(".*.earlier"):
+            name = earlier.name.removeprefix(".").removesuffix(".earlier")
+            restore_folder(folder / name)
 
 
 def last_run(number: str) -> Path:
-    """The folder of an experiment's newest run below `build/experiments`, else of the
-    shipped one.
+    """The folder of an experiment's newest run in `runs_root`, or else of the shipped
+    run.
 
     Raises:
         InputError: there is no finished run.
     """
     number = number.zfill(2)
     _restore_interrupted(number)
-    runs = experiments().glob(f"{number}_*/[!.]*/{RUN}")
-    shipped = (checkout() / "experiments").glob(f"{number}_*/{RUN}")
+    runs = runs_root().glob(f"{number}_*/[!.]*/{RUN}")
+    shipped = shipped_root().glob(f"{number}_*/{RUN}")
     if newest := sorted(runs, key=lambda path: path.stat().st_mtime):
         return newest[-1].parent
-    # the shortest name: runs of further checkpoints lie beside it
+    # the shortest name: `publish_run` appends the names of further checkpoints
     if by_length := sorted(shipped, key=lambda path: len(path.parent.name)):
         return by_length[0].parent
     find_notebook(number)  # refuses a number that no notebook has

@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 from workbench.escape import markdown_cell
-from workbench.experiment import folders, parts, sources
+from workbench.experiment import artifacts, folders
 from workbench.experiment.notebooks import title_of
+from workbench.experiment.sources import NO_CHECKPOINT, recorded_checkpoint
 from workbench.files import write_whole
 
 OVERVIEW_FILE = "README.md"
@@ -67,8 +68,8 @@ def _row(folder: Path) -> str:
     run = folders.read_run(folder)
     name = folder.name
     _, _, question = title_of(folders.experiment_name(folder, run)).partition(" · ")
-    checkpoint = (run.get("checkpoint") or {}).get("name", sources.NO_CHECKPOINT)
-    if checkpoint == sources.NO_CHECKPOINT:
+    checkpoint = recorded_checkpoint(run)["name"]
+    if checkpoint == NO_CHECKPOINT:
         checkpoint = "no checkpoint"
     day = run["environment"]["time"][:10]
     cells = [
@@ -83,10 +84,10 @@ def _row(folder: Path) -> str:
 
 def _picture(folder: Path) -> str:
     """The first figure of a run, as in its report."""
-    for part in parts.read_parts(folder):
-        if part["kind"] == "figures":
-            address = f"{folder.name}/figures/{part['name']}.svg"
+    for artifact in artifacts.read_artifacts(folder):
+        if artifact.is_figure:
+            address = f"{folder.name}/{artifact.relative_path('.svg')}"
             # a bar would end the cell of the table
-            alt = part["alt"].replace('"', "&quot;").replace("|", "&#124;")
+            alt = artifact.alt.replace('"', "&quot;").replace("|", "&#124;")
             return f'<img src="{address}" width="{PICTURE_WIDTH}" alt="{alt}">'
     return "–"

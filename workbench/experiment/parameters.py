@@ -39,16 +39,13 @@ _evaluated(globals())
 
 @dataclass(frozen=True)
 class Parameters:
-    """Values of a notebook's parameters.
-
-    Args:
-        values: name → value, of the parameters that `--set` can override, because JSON
-            has their types.
-        fixed: name → `repr` of the value, of the others.
-    """
+    """Values of a notebook's parameters."""
 
     values: dict[str, object] = field(default_factory=dict)
+    """Name → value, of the parameters that `--set` can override, because JSON has their
+    types."""
     fixed: dict[str, str] = field(default_factory=dict)
+    """Name → `repr` of the value, of all other parameters."""
 
     def json(self) -> dict:
         return {"values": self.values, "fixed": self.fixed}
@@ -85,12 +82,21 @@ def parameter_names(source: str) -> list[str]:
 
 
 def split_settable(values: Mapping, names: list[str]) -> Parameters:
-    """The values that a mapping has for names, divided into those that `--set` can
-    override and the others."""
-    values = {name: values[name] for name in names if name in values}
-    texts = {name: repr(value) for name, value in values.items() if not _is_json(value)}
-    json_values = {name: value for name, value in values.items() if name not in texts}
-    return Parameters(json_values, texts)
+    """Divides parameters into those that `--set` can override and all others.
+
+    Args:
+        values: name → value; may have other names too, as a namespace has.
+        names: of the parameters; those without a value are left out.
+    """
+    settable, fixed = {}, {}
+    for name in names:
+        if name in values:
+            value = values[name]
+            if _is_json(value):
+                settable[name] = value
+            else:
+                fixed[name] = repr(value)
+    return Parameters(settable, fixed)
 
 
 def _is_json(value: object) -> bool:
@@ -197,12 +203,11 @@ def value_text(value: object, default: object) -> str:
 
 
 def portable_values(parameters: Parameters, source: Source) -> dict[str, object]:
-    """The settable parameters as another machine's reader can use them: a path inside
-    the project relative to it, and no other path of this machine.
+    """The values of settable parameters, without paths that only this machine has.
 
-    The checkpoint elsewhere is called by its label, its folder's name with the hash of
-    its content; another file or folder by its name. The name of a model on the Hub stays
-    as it is.
+    A path inside the project becomes relative to it. A checkpoint outside of the project
+    is named by its label (see `Source.label`), another file or folder by its name. The
+    name of a model on the Hub stays as it is.
     """
     values = {}
     for name, value in parameters.values.items():
@@ -235,5 +240,6 @@ def _portable_text(name: str, text: str, source: Source) -> str:
 
 
 def default_values(name: str) -> dict:
-    """The values that a notebook's cell sets now, where all of them are literals."""
+    """The values that the cell of a notebook sets now; none where a value is not a
+    literal, or where there is no such notebook."""
     return _literals(parameter_source(named_notebook(name))) or {}

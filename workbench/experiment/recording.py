@@ -17,7 +17,8 @@ from workbench import log, plots
 from workbench.check.gates import NOT_RUN, Gate, describe_quality, quality, verdict
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.experiment import folders, parts, report, sources, tables
+from workbench.experiment import artifacts, folders, report, sources, tables
+from workbench.experiment.artifacts import FIGURES, TABLES, Artifact
 from workbench.experiment.entries import (
     GATE,
     CellExecution,
@@ -25,19 +26,13 @@ from workbench.experiment.entries import (
     Entry,
     current_cell,
 )
+from workbench.experiment.latex import latex_table
 from workbench.experiment.parameters import portable_values, recorded_parameters
 from workbench.files import locked, write_whole
 from workbench.sweep import identity
 
 RUNTIME_COLUMNS = ("runtime", "precision", "compute_units")
 """Columns of a decoder that are options of a run."""
-
-
-def _copy_parts(source: Path, target: Path) -> None:
-    """Copies the figures and tables of a run's folder."""
-    for kind in parts.KINDS:
-        if (source / kind).is_dir():
-            shutil.copytree(source / kind, target / kind)
 
 
 class Experiment:
@@ -47,10 +42,9 @@ class Experiment:
         name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
         namespace: `globals()` of the notebook, which has its parameters.
 
-    Until the run is concluded, its `folder` is an unfinished one. Then the run takes the
-    place of the finished one of the same checkpoint (see `folders.run_folder`), which is
-    whole until then. When a cell runs again, its new entries replace its earlier ones, in
-    their place.
+    Until the run is concluded, its `folder` is an unfinished one. The conclusion replaces
+    the finished run of the same checkpoint (see `folders.run_folder`), which is whole until
+    then. When a cell runs again, its new entries replace its earlier ones, in their place.
     """
 
     def __init__(self, name: str, namespace: Mapping):
@@ -60,7 +54,7 @@ class Experiment:
         self.fixed_parameters = parameters.fixed
         self.source = sources.source_of(namespace)
         self.portable_parameters = portable_values(parameters, self.source)
-        self.finished = folders.experiments() / name / self.source.label
+        self.finished = folders.runs_root() / name / self.source.label
         self.run_id: str | None = None  # of the last conclusion
         folders.remove_abandoned()
         self.unfinished = folders.make_staging_folder(name)
@@ -100,45 +94,58 @@ class Experiment:
         if draw.__name__ not in plots.__all__:
             raise ValueError(f"{draw.__name__} is no function of workbench.plots")
         drawing = {"plot": draw.__name__, "about": about, "options": options}
-        stem = self._write_part("figures", name, data, alt, **drawing)
-        picture = SVG(filename=str(report.redraw(stem)), metadata={"alt": alt})
-        self._add_part("figures", name)
+        self._write_artifact(FIGURES, name, data, alt, **drawing)
+        svg = report.redraw_figure(self.unfinished, name)
+        picture = SVG(filename=str(svg), metadata={"alt": alt})
+        self._add_artifact(FIGURES, name)
         return picture
 
     def table(self, name: str, data: pd.DataFrame, caption: str) -> Styler:
         """Saves a table as Parquet and LaTeX, and shows it below its caption, in which
         backticks mark code."""
-        stem = self._write_part("tables", name, data, caption)
+        self._write_artifact(TABLES, name, data, caption)
         label = f"tab:{self.name[:2]}-{name}"
-        text = tables.latex_table(data, caption, label)
-        write_whole(parts.with_ending(stem, ".tex"), text.encode())
-        self._add_part("tables", name)
+        text = latex_table(data, caption, label)
+        path = artifacts.artifact_path(self.unfinished, TABLES, name, ".tex")
+        write_whole(path, text.encode())
+        self._add_artifact(TABLES, name)
         return tables.show_with_caption(data, caption)
 
-    def _write_part(
+    def _write_artifact(
         self, kind: str, name: str, data: pd.DataFrame, alt: str, **drawing
-    ) -> Path:
-        """Writes the data and the description of a figure or table; returns the path
-        without an ending."""
-        stem = self.unfinished / kind / name
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        parts.remove_part(self.unfinished, kind, name)
-        data.to_parquet(parts.with_ending(stem, ".parquet"))
-        # behind all others, for one that joins a finished run; the conclusion of a run
-        # writes the places of all (`stamp_run_id_and_order`)
-        place = len(self._entries)
-        part = {"kind": kind, "name": name, "place": place, "alt": alt}
-        part |= drawing | {"run_ids": parts.run_ids_of(data)}
-        folders.write_json(parts.with_ending(stem, ".json"), part)
-        return stem
+    ) -> None:
+        """Writes the data and the description of a figure or table.
 
-    def _add_part(self, kind: str, name: str) -> None:
-        """Puts a figure or table in its place. After the run was concluded, a new one,
-        such as one that the Explorer saves, joins the finished run at once; one that a
-        cell makes again waits for the next conclusion, since the report's text describes
-        the earlier one."""
+        Args:
+            drawing: of a figure: `plot`, `about` and `options` of its `Artifact`.
+        """
+        (self.unfinished / kind).mkdir(parents=True, exist_ok=True)
+        artifacts.remove_artifact(self.unfinished, kind, name)
+        data.to_parquet(
+            artifacts.artifact_path(self.unfinished, kind, name, ".parquet")
+        )
+        artifact = Artifact(
+            kind=kind,
+            name=name,
+            # An artifact that is added to a concluded run comes last in its report.
+            # Otherwise the conclusion writes the place (`stamp_run_id_and_order`).
+            place=len(self._entries),
+            alt=alt,
+            run_ids=artifacts.run_ids_of(data),
+            **drawing,
+        )
+        artifacts.write_description(self.unfinished, artifact)
+
+    def _add_artifact(self, kind: str, name: str) -> None:
+        """Adds a figure or table, whose files are written, to the entries.
+
+        After the run was concluded, the finished run gets new artifacts at once, such as
+        a figure that the Explorer saves. An artifact that a cell makes again replaces
+        the one in the finished run only when the run is concluded again, because the
+        answer in the report describes the earlier one.
+        """
         cell = current_cell()
-        is_new = (kind, name) not in self._entries.part_keys()
+        is_new = (kind, name) not in self._entries.artifact_keys()
         self._add_entries([Entry(kind, name, cell)], cell)
         if self.run_id is not None and (is_new or cell.id is None):
             self._add_to_finished(kind, name)
@@ -158,7 +165,7 @@ class Experiment:
         written = {entry.key for entry in entries}
         for entry in replaced:
             if entry.kind != GATE and entry.key not in written:
-                parts.remove_part(self.unfinished, entry.kind, entry.name)
+                artifacts.remove_artifact(self.unfinished, entry.kind, entry.name)
 
     def conclude(
         self, answer: str, decoder: Decoder | None = None, **log_tables
@@ -183,8 +190,8 @@ class Experiment:
         run = self._run_json(run_id, row, options)
         staging = folders.make_staging_folder(self.name)
         with locked(staging):
-            _copy_parts(self.unfinished, staging)
-            self._write_finished(staging, run, self._entries.part_keys())
+            artifacts.copy_artifacts(self.unfinished, staging)
+            self._write_finished(staging, run, self._entries.artifact_keys())
         self.run_id = run_id
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
@@ -222,15 +229,15 @@ class Experiment:
             row: of the table `runs`, with verdict, quality and config.
             options: of the export and the runtime; null ones are left out.
         """
-        descriptions = parts.read_parts(self.unfinished)
+        run_ids = {run_id}
+        for artifact in artifacts.read_artifacts(self.unfinished):
+            run_ids.update(artifact.run_ids)
         return {
             "run_id": run_id,
             "experiment": self.name,
             "verdict": row["verdict"],
             "quality": row["quality"],
-            "run_ids": sorted(
-                {run_id}.union(*(part["run_ids"] for part in descriptions))
-            ),
+            "run_ids": sorted(run_ids),
             **row["config"],
             "fixed_parameters": self.fixed_parameters,
             "checkpoint": {
@@ -243,11 +250,15 @@ class Experiment:
         }
 
     def _write_finished(
-        self, staging: Path, run: Mapping, order: list[tuple[str, str]]
+        self, staging: Path, run: Mapping, keys: list[tuple[str, str]]
     ) -> None:
-        """Completes a folder of figures and tables to a run, and puts it in the place of
-        the finished one."""
-        parts.stamp_run_id_and_order(staging, run["run_id"], order)
+        """Writes run.json and the report beside the artifacts in `staging`, and replaces
+        the finished run by this folder.
+
+        Args:
+            keys: kind and name of each artifact, in the order of the report.
+        """
+        artifacts.stamp_run_id_and_order(staging, run["run_id"], keys)
         folders.write_json(staging / folders.RUN, run)
         report.write_report(staging)
         folders.replace_finished(staging, self.finished)
@@ -265,36 +276,41 @@ class Experiment:
         staging = folders.make_staging_folder(self.name)
         try:
             with locked(staging):
-                _copy_parts(self.finished, staging)
-                # the run is the same, and its executed notebook and page stay
+                artifacts.copy_artifacts(self.finished, staging)
+                # the run is the same: its executed notebook and page are kept
                 for file in (folders.NOTEBOOK, folders.HTML_REPORT):
                     if (self.finished / file).is_file():
                         shutil.copy(self.finished / file, staging / file)
-                parts.remove_part(staging, kind, name)
-                parts.copy_part(self.unfinished, staging, kind, name)
-                descriptions = parts.read_parts(staging)
-                run_ids = set(run["run_ids"]).union(
-                    *(p["run_ids"] for p in descriptions)
-                )
+                artifacts.remove_artifact(staging, kind, name)
+                artifacts.copy_artifact(self.unfinished, staging, kind, name)
+                all_artifacts = artifacts.read_artifacts(staging)
+                run_ids = set(run["run_ids"])
+                for artifact in all_artifacts:
+                    run_ids.update(artifact.run_ids)
                 run["run_ids"] = sorted(run_ids)
-                order = [(part["kind"], part["name"]) for part in descriptions]
-                self._write_finished(staging, run, order)
+                keys = [artifact.key for artifact in all_artifacts]
+                self._write_finished(staging, run, keys)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _announce(self, text: str) -> None:
-        """Prints a conclusion. In a kernel it is an output that names the run, so that
-        the executed notebook and the run's folder find each other."""
+        """Prints a conclusion. In a kernel, the metadata of the output name the run, from
+        which `report.run_of_notebook` finds the run of an executed notebook."""
         if get_ipython() is None:
             print(text)
             return
         folder = self.finished.relative_to(log.project()).as_posix()
         run = {"run_id": self.run_id, "folder": folder}
-        publish_display_data({"text/plain": text}, {report.OUTPUT: run})
+        publish_display_data({"text/plain": text}, {report.RUN_KEY: run})
 
 
 def _remove_unfinished(folder: Path, lock: ExitStack, process: int) -> None:
-    """Removes an unfinished run with its notebook; a fork of the kernel leaves it."""
+    """Removes an unfinished run when its `Experiment` is gone. A process that was forked
+    from the kernel does nothing.
+
+    Args:
+        process: the id of the process that made the folder.
+    """
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
         lock.close()

@@ -10,7 +10,8 @@ import pandas as pd
 
 from workbench import escape, plots
 from workbench.check import gates
-from workbench.experiment import folders, page, parts, sources
+from workbench.experiment import artifacts, folders, page, sources
+from workbench.experiment.artifacts import FIGURES, Artifact, artifact_path
 from workbench.experiment.notebooks import title_of
 from workbench.experiment.page import (
     Block,
@@ -26,32 +27,37 @@ from workbench.experiment.page import (
 from workbench.experiment.parameters import default_values, value_text
 from workbench.experiment.tables import gate_table
 from workbench.files import write_whole
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 
 SHOWN_ROWS = 20  # of a table in the report
-OUTPUT = "workbench"  # key of an output's metadata that names the run
-# gates that judge an export or its cost; others are about an experiment's own question
-OF_A_BUNDLE = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
+RUN_KEY = "workbench"
+"""The key of a cell output's metadata under which a conclusion names its run."""
+BUNDLE_GATES = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
+"""Gates that judge an export or its cost. All others answer an experiment's own
+question."""
 
 
-def redraw(stem: Path) -> Path:
-    """Draws a figure from its saved data as SVG, PDF and PNG; returns the SVG."""
-    part = folders.read_json(parts.with_ending(stem, ".json"))
-    data = pd.read_parquet(parts.with_ending(stem, ".parquet"))
-    figure = getattr(plots, part["plot"])(data, **part["options"])
-    return plots.save(figure, stem, about=part["about"])[0]
+def redraw_figure(folder: Path, name: str) -> Path:
+    """Draws a figure of the run in `folder` from its saved data as SVG, PDF and PNG;
+    returns the path of the SVG."""
+    artifact = artifacts.read_artifact(folder, FIGURES, name)
+    data = pd.read_parquet(artifact_path(folder, FIGURES, name, ".parquet"))
+    figure = getattr(plots, artifact.plot)(data, **artifact.options)
+    svg, *_ = plots.save(figure, folder / FIGURES / name, about=artifact.about)
+    return svg
 
 
-def write_again(folder: Path) -> Path:
-    """Draws all figures of a run from their data and writes its report.
+def redraw_run(folder: Path) -> Path:
+    """Draws all figures of a run from their data and writes its report again; returns
+    the path of the report.
 
     Raises:
         InputError: figures or tables of another run lie there.
     """
-    parts.check_one_run(folder)
-    for part in parts.read_parts(folder):
-        if part["kind"] == "figures":
-            redraw(folder / "figures" / part["name"])
+    artifacts.check_one_run(folder)
+    for artifact in artifacts.read_artifacts(folder):
+        if artifact.is_figure:
+            redraw_figure(folder, artifact.name)
     return write_report(folder)
 
 
@@ -86,27 +92,18 @@ def run_page(folder: Path) -> Page:
     Raises:
         InputError: figures or tables of another run lie there.
     """
-    run = parts.check_one_run(folder)
+    run = artifacts.check_one_run(folder)
     name = folders.experiment_name(folder, run)
-    run = run | anonymous({key: run[key] for key in ("conclusion", "gates")})
+    run = run | anonymize({key: run[key] for key in ("conclusion", "gates")})
     results = [gates.Gate(**gate) for gate in run["gates"]]
     blocks: list[Block] = []
     if results:
         blocks.append(_verdicts(results))
     paragraphs = re.split(r"\n+", run["conclusion"])  # one for each line
     blocks += [Paragraph(line) for line in paragraphs if line]
-    for part in parts.read_parts(folder):
-        stem = f"{part['kind']}/{part['name']}"
-        if part["kind"] == "figures":
-            address = f"{stem}.svg"
-            svg = (folder / address).read_bytes()
-            blocks.append(Picture(svg, part["alt"], address))
-            continue
-        data = pd.read_parquet(parts.with_ending(folder / stem, ".parquet"))
-        printed = data.drop(columns=["run_id", "run_ids"], errors="ignore")
-        rest = max(0, len(data) - SHOWN_ROWS)
-        source = f"{stem}.parquet"
-        blocks.append(Table(printed.head(SHOWN_ROWS), part["alt"], rest, source))
+    blocks += [
+        _block(folder, artifact) for artifact in artifacts.read_artifacts(folder)
+    ]
     if results:
         blocks += [Heading("Gates"), Table(gate_table(results))]
     blocks += [Heading("Setup"), Paragraph(_setup(run))]
@@ -114,11 +111,22 @@ def run_page(folder: Path) -> Page:
     return Page(f"Experiment {title_of(name)}", tuple(blocks))
 
 
+def _block(folder: Path, artifact: Artifact) -> Block:
+    """A figure, or the first rows of a table."""
+    if artifact.is_figure:
+        address = artifact.relative_path(".svg")
+        return Picture((folder / address).read_bytes(), artifact.alt, address)
+    source = artifact.relative_path(".parquet")
+    data = pd.read_parquet(folder / source)
+    shown = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(SHOWN_ROWS)
+    return Table(shown, artifact.alt, len(data) - len(shown), source)
+
+
 def _verdicts(results: list[gates.Gate]) -> Block:
-    """Both verdicts on a bundle, or what the experiment's own gates say where none of them
-    judges an export."""
+    """Both verdicts on a bundle; where no gate judges a bundle, the verdict of the
+    experiment's own gates."""
     word = gates.verdict(results).replace("_", " ")
-    if any(gate.name in OF_A_BUNDLE for gate in results):
+    if any(gate.name in BUNDLE_GATES for gate in results):
         quality = Verdict("Quality", gates.describe_quality(results))
         return Verdicts(Verdict("Export", word), quality)
     return Paragraph(f"Gates of this experiment: {word}. It judges no export.")
@@ -181,10 +189,11 @@ def run_command(name: str, parameters: Mapping) -> str:
 
 
 def run_of_notebook(path: Path) -> dict | None:
-    """The run that an executed notebook concluded last: its `run_id` and `folder`,
-    relative to the checkout; None of a notebook that concluded none."""
+    """The run that an executed notebook concluded last, as `Experiment.conclude` wrote it
+    into the metadata of its output: `run_id`, and `folder`, relative to the checkout. None
+    where the notebook concluded no run."""
     concluded = None
     for cell in nbformat.read(path, as_version=4).cells:
         for output in cell.get("outputs", []):
-            concluded = output.get("metadata", {}).get(OUTPUT, concluded)
+            concluded = output.get("metadata", {}).get(RUN_KEY, concluded)
     return concluded

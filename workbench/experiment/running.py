@@ -7,7 +7,7 @@ from pathlib import Path
 from workbench import kernel, log
 from workbench.check import gates
 from workbench.errors import InputError
-from workbench.experiment import folders, parts, report
+from workbench.experiment import artifacts, folders, report
 from workbench.experiment.notebooks import find_notebook
 from workbench.experiment.parameters import notebook_parameters
 from workbench.experiment.publishing import publish_run
@@ -24,13 +24,14 @@ def run_notebook(
 ) -> dict:
     """Executes a numbered notebook in a kernel of its own.
 
-    The executed copy of a run that finished lies in the run's folder; that of one that
-    did not stays beside the copies that JupyterLab saves, as the message says.
+    If the run is concluded, the executed notebook is copied to the folder of the run. If
+    it is not, the copy stays in `folders.executed_folder` as `NAME.partial.ipynb`; a
+    `CellError` names its path.
 
     Args:
         parameters: values for names that the cell tagged `parameters` sets.
-        publish, beside: make the run the shipped one, or ship it too (see
-            `publish_run`).
+        publish: make the run the shipped one (see `publish_run`).
+        beside: ship the run next to that of another checkpoint (see `publish_run`).
 
     Returns:
         {experiment, verdict, quality, conclusion, executed, figures, runs, report}; `figures`
@@ -58,11 +59,11 @@ def run_notebook(
     executed = folder / folders.NOTEBOOK
     if publish or beside:
         folder = publish_run(folder, beside=beside)
-    run = parts.check_one_run(folder)
+    run = artifacts.check_one_run(folder)
     figures = [
-        {"path": str(folder / "figures" / f"{part['name']}.png"), "alt": part["alt"]}
-        for part in parts.read_parts(folder)
-        if part["kind"] == "figures"
+        {"path": str(folder / artifact.relative_path(".png")), "alt": artifact.alt}
+        for artifact in artifacts.read_artifacts(folder)
+        if artifact.is_figure
     ]
     return {
         "experiment": source.stem,

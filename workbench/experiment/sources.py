@@ -1,4 +1,4 @@
-"""The checkpoint that a run is of."""
+"""The checkpoint of a run, by the name of its folder and the hash of its content."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,29 +8,40 @@ from workbench import checkpoint_checks, paths
 
 HASH_DIGITS = 8
 """The number of digits of a checkpoint's SHA-256 in the name of a folder."""
-NO_CHECKPOINT = "run"  # the name of the source of a notebook without a checkpoint
+NO_CHECKPOINT = "run"
+"""The name of the `Source` of a notebook without a checkpoint, which names the folder of
+its run."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint of a run: its folder's name, and the hash of its content where it
-    is a checkpoint's folder."""
+    """The checkpoint of a run."""
 
     name: str
+    """The name of its folder, or `NO_CHECKPOINT`."""
     sha256: str | None = None
+    """The hash of its content; None where the folder is not a checkpoint's."""
 
     @property
     def label(self) -> str:
-        """The checkpoint's name in a run's folder and in a report. Two checkpoints whose
-        folders have one name have two labels."""
+        """The name of a run's folder, and of the checkpoint in a report: the checkpoint's
+        name with the hash, which tells two checkpoints of one name apart."""
         if self.sha256:
             return f"{self.name}-{self.sha256[:HASH_DIGITS]}"
         return self.name
 
 
+def recorded_checkpoint(run: Mapping) -> dict:
+    """The name and the hash of the checkpoint in the contents of run.json. Older runs
+    have none, as a notebook without a checkpoint."""
+    return run.get("checkpoint") or {"name": NO_CHECKPOINT, "sha256": None}
+
+
 def source_of(parameters: Mapping) -> Source:
-    """The checkpoint that a notebook's `CHECKPOINT` names. A notebook without a checkpoint
-    has the source `NO_CHECKPOINT`, and so has a checkpoint without a name, such as `.` and `..`.
+    """The checkpoint that the parameter `CHECKPOINT` of a notebook names.
+
+    Without that parameter, or with a path that ends in no name, such as `.` or `..`, the
+    name is `NO_CHECKPOINT`.
 
     Raises:
         InputError: a checkpoint whose files cannot be read.

@@ -32,7 +32,7 @@ from workbench.experiment.page import (
 )
 from workbench.experiment.tables import gate_table, table_of, words_of
 from workbench.files import read_bytes
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 
 WORST_CELLS = 6  # rows of the table of the largest errors
 COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
@@ -51,7 +51,6 @@ QUALITY_CHECKS = {
 def validation_page(record: Record) -> Page:
     """The page of a bundle's validation. Where this checkout did not write the record,
     the page says that the bundle states it."""
-    results = record.results
     blocks: list[Block] = [_verdicts(record)]
     if not record.is_noted:
         blocks.append(
@@ -66,7 +65,7 @@ def validation_page(record: Record) -> Page:
     blocks += _heatmap(record)
     blocks += _cost(record)
     blocks += [Heading("What was run"), _setup_table(record)]
-    blocks += [Heading("Gates"), Table(_gates(_portable_gates(results), record))]
+    blocks += [Heading("Gates"), Table(_gates_table(record))]
     blocks += _transcript(record)
     blocks += [Heading("Reproduce"), *_reproduce(record.setup, record.bundle)]
     return Page(page_title(record), tuple(blocks))
@@ -79,8 +78,8 @@ def page_title(record: Record) -> str:
 
 
 def _portable_gates(results: Results) -> list[Gate]:
-    """The gates, whose reasons name no folder of the machine."""
-    return [replace(gate, reason=anonymous(gate.reason)) for gate in results.gates]
+    """The gates, with reasons that name no folder of this machine."""
+    return [replace(gate, reason=anonymize(gate.reason)) for gate in results.gates]
 
 
 def _verdicts(record: Record) -> Verdicts:
@@ -355,17 +354,18 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
     return Table(worst.dropna(axis="columns", how="all"), caption)
 
 
-def _gates(checked: list[Gate], record: Record) -> pd.DataFrame:
-    """The table of gates. A check of quality is `not judged` where a RED export
-    withholds the quality, as the verdict above the table says."""
+def _gates_table(record: Record) -> pd.DataFrame:
+    """The table of gates. Where the export is RED, checks of quality are `not judged`,
+    like the quality in the verdict above the table."""
     export = record.results.verdict
-    words = [gates.describe_verdict(gate.verdict, export) for gate in checked]
-    table = gate_table(
-        replace(gate, verdict=word) for gate, word in zip(checked, words)
-    )
+    described = []
+    for gate in _portable_gates(record.results):
+        verdict = gates.describe_verdict(gate.verdict, export)
+        described.append(replace(gate, verdict=verdict))
+    table = gate_table(described)
     if record.is_noted:
         return table
-    # a claim has no sign of a pass
+    # a verdict that was not checked here has no sign of a pass
     stated = table["verdict"].str.replace("^[✗✓–] ", "stated: ", regex=True)
     return table.assign(verdict=stated)
 
@@ -489,7 +489,7 @@ def _recommendation(record: Record) -> list[Block]:
         blocks.append(Paragraph(f"{words}."))
         # a stranger may have written any command there
         if chosen.command and record.is_noted:
-            blocks.append(Commands((anonymous(chosen.command),)))
+            blocks.append(Commands((anonymize(chosen.command),)))
     if (tried := results.tried) and tried.presets:
         columns = dict.fromkeys(name for row in tried.presets for name in row)
         table = table_of(tried.presets, [*columns]).dropna(axis="columns", how="all")

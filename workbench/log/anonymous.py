@@ -23,8 +23,9 @@ _QUOTED = re.compile(
 _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
 
 
-def anonymous(value, names: Iterable[str] = ()):
-    """A row's value with every text changed, also within mappings, lists and tuples.
+def anonymize(value, names: Iterable[str] = ()):
+    """Returns a value of a row in which no text identifies a machine or its user.
+    Mappings, lists and tuples are returned with all their texts changed.
 
     An absolute path becomes ``…/name``. UUIDs, this host's name and the words in
     `names`, in any case, become ``…``. Values other than text stay as they are, and so

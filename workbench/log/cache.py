@@ -55,8 +55,9 @@ class CachedRows:
     """Run id → file."""
     rows: pa.Table
     unsaved: int = 0
-    """The number of `files` whose entry in the cache file is absent or outdated. Files
-    that were removed do not count: the next process finds that out without a read."""
+    """The number of `files` whose entry in the cache file is absent or outdated. Removed
+    files are not counted: a process that loads the cache file drops their rows without
+    reading a Parquet file."""
 
     def with_new(
         self, files: dict[str, CachedFile], rows: list[pa.Table]
@@ -68,9 +69,10 @@ class CachedRows:
         return CachedRows(self.files | files, table, self.unsaved + len(files))
 
     def without_changed(self, files: dict[str, TableFile]) -> "CachedRows":
-        """These rows without those of files that were removed or replaced since. A file
-        with another time or inode and the same bytes, as in a copy of the folder, keeps
-        its rows: hashing it takes a fortieth of the time of reading it.
+        """These rows without those of files that were removed or replaced since.
+
+        A file that has another time or inode but the same bytes, as in a copy of the
+        folder, keeps its rows: to hash it takes a fortieth of the time of reading it.
 
         Args:
             files: the files of the folder now.
@@ -78,7 +80,9 @@ class CachedRows:
         if all(files.get(name) == cached.file for name, cached in self.files.items()):
             return self
         valid: dict[str, CachedFile] = {}
-        copied = 0  # files that are listed again, with their new status
+        copied = (
+            0  # files with the same bytes and a new status, which the cache file lacks
+        )
         for name, cached in self.files.items():
             file = files.get(name)
             if file == cached.file:
@@ -94,8 +98,8 @@ class CachedRows:
 
 
 _caches: dict[Path, CachedRows] = {}
-"""Folder → the rows that this process has read of it. A file never changes, so that only new
-files are read."""
+"""Folder → the rows that this process has read of it. Log files never change, so that only
+new ones are read."""
 
 
 def read_rows(folder: Path, files: dict[str, TableFile]) -> pa.Table:
@@ -175,7 +179,8 @@ def _save_if_behind(folder: Path) -> None:
 
 
 def _save(folder: Path, cached: CachedRows) -> None:
-    """Writes the rows, and in the metadata of their schema the files that they are of."""
+    """Writes the rows into the cache file, and the list of the files that they come from
+    into the metadata of their schema."""
     saved = []
     for name, entry in cached.files.items():
         file = entry.file

@@ -66,28 +66,26 @@ def compare(run_a: str, run_b: str, root: Root = None) -> RunComparison:
         ids_a, ids_b = [a["run_id"]], [b["run_id"]]
     measures = _join_sides(ids_a, ids_b, root)
     if pd.Series([a["machine"], b["machine"]]).nunique(dropna=False) > 1:
-        measures["note"] = "two machines"
+        measures["note"], measures["ratio"] = "two machines", None
     else:
         measures["note"] = _notes(measures, count_rounds(ids_a, ids_b))
         measures["ratio"] = measures["median_b"] / measures["median_a"]
     intervals = _intervals(measures[measures["note"].isna()])
     measures = measures.join(intervals)[[*MEASUREMENT, *_RESULTS]]
-    alike = measures["low"].le(1) & measures["high"].ge(1)
+    is_alike = measures["low"].le(1) & measures["high"].ge(1)
     return RunComparison(
         settings=_differing_settings(a, b),
-        measures=measures[~alike].reset_index(drop=True),
-        alike=int(alike.sum()),
+        measures=measures[~is_alike].reset_index(drop=True),
+        alike=int(is_alike.sum()),
     )
 
 
 def _join_sides(ids_a: list[str], ids_b: list[str], root: Root) -> pd.DataFrame:
-    """A row per measurement of either side, with the `values`, `n` and `median` of each
-    (see `_values_by_run`), and a null `ratio`."""
-    a, b = (
-        _values_by_run(load("samples", root, {"run_id": ids})) for ids in (ids_a, ids_b)
-    )
-    measures = a.merge(b, "outer", MEASUREMENT, suffixes=("_a", "_b"))
-    return measures.assign(ratio=None)
+    """A row per measurement of either side, with the columns `values`, `n` and `median`
+    of each (see `_values_by_run`), whose names end in ``_a`` and ``_b``."""
+    a = _values_by_run(load("samples", root, {"run_id": ids_a}))
+    b = _values_by_run(load("samples", root, {"run_id": ids_b}))
+    return a.merge(b, "outer", MEASUREMENT, suffixes=("_a", "_b"))
 
 
 def _differing_settings(a: pd.Series, b: pd.Series) -> pd.DataFrame:
@@ -112,10 +110,12 @@ def _notes(measures: pd.DataFrame, rounds: int) -> pd.Series:
 
 def _intervals(compared: pd.DataFrame) -> pd.DataFrame:
     """The interval `low`, `high` of the ratio of each measurement, b over a."""
-    # Bonferroni: of all intervals together, one in a hundred comparisons has a wrong one
+    # Bonferroni's correction: the chance that any interval is wrong is `_FALSE_ALARMS`
     confidence = 1 - _FALSE_ALARMS / max(len(compared), 1)
-    logs = zip(compared["values_b"].map(np.log), compared["values_a"].map(np.log))
-    bounds = [ttest_ind(*pair).confidence_interval(confidence) for pair in logs]
+    bounds = []
+    for values_b, values_a in zip(compared["values_b"], compared["values_a"]):
+        test = ttest_ind(np.log(values_b), np.log(values_a))
+        bounds.append(test.confidence_interval(confidence))
     return np.exp(pd.DataFrame(bounds, compared.index, ["low", "high"], dtype=float))
 
 

@@ -15,8 +15,15 @@ DEFINITION = 2
 
 
 def select_current(rows: pd.DataFrame) -> tuple[pd.DataFrame, str | None]:
-    """Rows of `fidelity` that mean what rows written now mean, and a sentence on the
-    number of others (None without others). Those cannot be computed from the log."""
+    """Selects the rows of `fidelity` that mean what rows written now mean.
+
+    Rows of another definition are left out, because their present value cannot be computed
+    from the log.
+
+    Returns:
+        The selected rows, and a sentence on the number of rows that were left out (None
+        where there are none).
+    """
     version = rows["definition"].fillna(1)  # older rows have no version
     is_chained_update = rows["tensor"].eq("update") & rows["mode"].eq("chained")
     has_other_definition = (version < 2) & is_chained_update | (version > DEFINITION)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from workbench.files import project_root
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 
 PACKAGES = "workbench coremltools torch transformers numpy pandas pyarrow scipy"
 # macOS' OSThermalNotification.h
@@ -39,7 +39,7 @@ def environment() -> dict:
         versions: ``python`` and the packages that decide a result → their versions.
         time, platform.
 
-        Names of this host are left out (see `anonymous`), as in a logged row.
+        Names of this host are left out (see `anonymize`), as in a logged row.
     """
     versions = {"python": platform.python_version()}
     for name in PACKAGES.split():
@@ -57,16 +57,16 @@ def environment() -> dict:
         "machine": machine_name(**hardware()),
         "software": software_name(build, versions),
     }
-    return anonymous(columns | machine_state())
+    return anonymize(columns | machine_state())
 
 
 def hardware() -> dict:
     """chip, model (the maker's name for it, such as ``Mac16,5``), memory_bytes, cores."""
-    cpu = _first_match(r"^model name\s*: (.+)$", _text("/proc/cpuinfo"))
+    cpu = _first_match(r"^model name\s*: (.+)$", _read_text("/proc/cpuinfo"))
     return {
         "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string") or cpu,
         "model": command_output("sysctl", "-n", "hw.model")
-        or _text("/sys/class/dmi/id/product_name"),
+        or _read_text("/sys/class/dmi/id/product_name"),
         "memory_bytes": psutil.virtual_memory().total,
         "cores": psutil.cpu_count(),
     }
@@ -157,7 +157,7 @@ def _processor_ticks() -> _Ticks | None:
 
     The line is ``cpu user nice system idle iowait irq softirq steal guest
     guest_nice``; the two for guests are parts of user and nice."""
-    line = _first_match(r"^cpu +(\d+(?: \d+){7})", _text("/proc/stat"))
+    line = _first_match(r"^cpu +(\d+(?: \d+){7})", _read_text("/proc/stat"))
     if line is None:
         return None
     ticks = [int(count) for count in line.split()]
@@ -192,7 +192,7 @@ def _first_match(pattern: str, text: str | None) -> str | None:
     return None if match is None else match[1]
 
 
-def _text(path: str) -> str | None:
+def _read_text(path: str) -> str | None:
     """A file's text; None where it cannot be read or is empty."""
     try:
         return Path(path).read_text(errors="replace").strip() or None

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from workbench.errors import InputError
 from workbench.files import check_regular, read_at_most, write_whole
-from workbench.log.anonymous import anonymous, identifiers
+from workbench.log.anonymous import anonymize, identifiers
 from workbench.log.cache import add_written_rows
 from workbench.log.parquet import VERSION_KEY, with_all_columns, write_rows
 from workbench.log.places import Root, default_root, shipped_root
@@ -45,27 +45,35 @@ def pack(out: Path, root: Root = None) -> int:
     Raises:
         InputError: more rows than `unpack` takes in.
     """
-    hidden_words, root = identifiers(), Path(root or default_root())
-    shipped = load("runs", shipped_root(root))["run_id"]
+    root = Path(root or default_root())
+    tables = _anonymous_tables(root)
+    decoded_bytes = sum(data.nbytes for data in tables.values())
+    if decoded_bytes > MOST_BYTES:
+        actual = f"{decoded_bytes:,} bytes of rows"
+        needed = f"at most {MOST_BYTES:,} in one packed log"
+        step = "move some runs to another folder, and pack it with --log"
+        raise InputError(f"log {root}", actual, needed, step)
     out.parent.mkdir(parents=True, exist_ok=True)
-    packed, decoded_bytes, run_count = BytesIO(), 0, 0
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for table in TABLES:
-            rows = _anonymous_rows(load(table, root), shipped, hidden_words)
-            if table == "runs":
-                run_count = len(rows)
-            if len(rows):
-                data = to_arrow(table, rows)
-                decoded_bytes += data.nbytes
-                if decoded_bytes > MOST_BYTES:
-                    actual = f"{decoded_bytes:,} bytes of rows"
-                    needed = f"at most {MOST_BYTES:,} in one packed log"
-                    step = "move some runs to another folder, and pack it with --log"
-                    raise InputError(f"log {root}", actual, needed, step)
-                with archive.open(_member(table), "w") as file:
-                    pq.write_table(data, file, compression=CODEC)
-    write_whole(out, packed.getvalue())
-    return run_count
+    contents = BytesIO()
+    with zipfile.ZipFile(contents, "w", zipfile.ZIP_DEFLATED) as archive:
+        for table, data in tables.items():
+            with archive.open(_member(table), "w") as file:
+                pq.write_table(data, file, compression=CODEC)
+    write_whole(out, contents.getvalue())
+    return len(tables.get("runs", ()))
+
+
+def _anonymous_tables(root: Path) -> dict[str, pa.Table]:
+    """The rows of the log at `root` that did not come with the project, in the order of
+    `TABLES`, without what identifies a machine or its user; without empty tables."""
+    hidden_words = identifiers()
+    shipped = load("runs", shipped_root(root))["run_id"]
+    tables = {}
+    for table in TABLES:
+        rows = _anonymous_rows(load(table, root), shipped, hidden_words)
+        if len(rows):
+            tables[table] = to_arrow(table, rows)
+    return tables
 
 
 def _anonymous_rows(
@@ -76,7 +84,7 @@ def _anonymous_rows(
     for column in rows.select_dtypes("str"):
         parse = json.loads if column in JSON_COLUMNS else str
         texts = rows[column].dropna().unique()
-        clean = {text: anonymous(parse(text), hidden_words) for text in texts}
+        clean = {text: anonymize(parse(text), hidden_words) for text in texts}
         rows[column] = rows[column].map(clean)
     return rows
 

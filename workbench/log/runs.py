@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench.log import definitions, times
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymize
 from workbench.log.machine import environment
 from workbench.log.places import Root, default_root, new_run_id
 from workbench.log.schema import LOGITS
@@ -18,7 +18,7 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     is whole.
 
     `environment` and `summary_columns` fill in columns that the row lacks. Paths in the row, also
-    in its `config`, are shortened (see `anonymous`). The run's id sorts after those of
+    in its `config`, are shortened (see `anonymize`). The run's id sorts after those of
     all runs of the log, even if the clock was set back since.
 
     Args:
@@ -49,7 +49,7 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
         columns = (
             environment() | {"status": "ok"} | summary_columns(**tables) | dict(row)
         )
-        append("runs", anonymous(columns), root, run_id)
+        append("runs", anonymize(columns), root, run_id)
     except BaseException:
         if not (folder / f"{run_id}.parquet").exists():
             # the run is not listed: its rows in other tables are no run's

@@ -95,8 +95,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:   n
     """),
     # One tensor of one layer at one token position against its golden. `definition` is
-    # the version of what error, budget and ratio mean (null: of older rows). Rows with
-    # one `digest` have equal values, bit for bit.
+    # the version of what the columns mean (see `definitions`; null: of older rows). Rows
+    # with one `digest` have equal values, bit for bit.
     "fidelity": _schema("""
         text:  run_id! shard
         int:   layer position T

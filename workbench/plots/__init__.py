@@ -15,11 +15,11 @@ A null is a group of its own, ``not set``. The legend counts the rows that a fig
 cannot draw."""
 
 from workbench.plots.bars import bars
-from workbench.plots.cache_rows import CACHE_ROWS as CACHE_ROWS
+from workbench.plots.cache_rows import MAX_CACHE_ROWS as MAX_CACHE_ROWS
 from workbench.plots.cache_rows import cache_rows
 from workbench.plots.frontier import frontier
 from workbench.plots.grid import grid
-from workbench.plots.heatmap import BUDGET as BUDGET
+from workbench.plots.heatmap import BUDGET_FORMULA as BUDGET_FORMULA
 from workbench.plots.heatmap import HALF_ULP as HALF_ULP
 from workbench.plots.heatmap import TOLERANCE_FACTOR as TOLERANCE_FACTOR
 from workbench.plots.heatmap import heatmap

@@ -9,8 +9,8 @@ from matplotlib.lines import Line2D
 from workbench.plots.styled import PALETTE, add_legend, panels_in, returns_figure
 from workbench.plots.text import format_count, group_by, label_of
 
-CACHE_ROWS = 24
-"""The number of cache rows that are drawn."""
+MAX_CACHE_ROWS = 24
+"""Only the first rows of a cache are drawn, this many."""
 MARK_STYLES = {
     "written": {"color": PALETTE[0], "marker": "s", "label": "written as addressed"},
     "missed": {
@@ -21,7 +21,7 @@ MARK_STYLES = {
     },
     "stray": {"color": PALETTE[5], "marker": "x", "label": "stray"},
 }
-"""Marks of cache rows, by the fields of `Writes`."""
+"""A field of `Writes` → the mark of its cache rows."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Writes:
 def cache_rows(
     calls: pd.DataFrame, figure: FigureBase, *, by: str | None = None
 ) -> None:
-    """Call × cache row, of the first `CACHE_ROWS`: a filled mark for a row written as
+    """Call × cache row, of the first `MAX_CACHE_ROWS`: a filled mark for a row written as
     addressed, a hollow mark for a missed row, a cross for a stray one.
 
     Args:
@@ -48,36 +48,46 @@ def cache_rows(
     """
     calls = calls.reset_index(drop=True)
     panels = group_by(calls, by)
-    numbers = calls.groupby(["T", "pos"], sort=False, dropna=False).ngroup()
-    names = list(calls[["T", "pos"]].drop_duplicates().itertuples(index=False))
-    axes = panels_in(figure, len(panels), 0.1 + 0.15 * len(names))
+    # a call is known by its T and pos; `call_numbers` has one entry per row of the frame
+    call_numbers = calls.groupby(["T", "pos"], sort=False, dropna=False).ngroup()
+    unique_calls = calls[["T", "pos"]].drop_duplicates()
+    labels = [_call_label(T, pos) for T, pos in unique_calls.itertuples(index=False)]
+    axes = panels_in(figure, len(panels), 0.1 + 0.15 * len(labels))
     keys, outside = {}, 0
     for ax, (title, panel) in zip(axes, panels):
-        for y in range(len(names)):
-            writes = _writes(panel[numbers[panel.index] == y])
+        for y in range(len(labels)):
+            writes = _writes(panel[call_numbers[panel.index] == y])
             for kind, style in MARK_STYLES.items():
                 rows = sorted(getattr(writes, kind))
                 ax.plot(rows, [y] * len(rows), linestyle="", **style)
-                hidden = sum(row >= CACHE_ROWS for row in rows)
+                hidden = sum(row >= MAX_CACHE_ROWS for row in rows)
                 outside += hidden
                 if hidden < len(rows):
                     keys[kind] = Line2D([], [], linestyle="", **style)
-        ax.set(title=title, xlabel="cache row", xlim=(-0.7, CACHE_ROWS - 0.3))
+        ax.set(title=title, xlabel="cache row", xlim=(-0.7, MAX_CACHE_ROWS - 0.3))
         ax.grid()
-        labels = [f"{label_of('T', T)}, {label_of('pos', pos)}" for T, pos in names]
-        labels = [label.replace("pos = ", "pos ") for label in labels]
-        ax.set_yticks(range(len(names)), labels)
-        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.set_yticks(range(len(labels)), labels)
+        ax.set_ylim(len(labels) - 0.5, -0.5)
         ax.label_outer()
     notes = []
     if outside:
         marks = format_count(outside, "mark")
-        notes.append(f"not drawn: {marks} from cache row {CACHE_ROWS} on")
+        notes.append(f"not drawn: {marks} from cache row {MAX_CACHE_ROWS} on")
     add_legend(figure, [keys[kind] for kind in MARK_STYLES if kind in keys], notes)
 
 
+def _call_label(T, pos) -> str:
+    """A call in words, such as ``T = 4, pos 12``."""
+    label = f"{label_of('T', T)}, {label_of('pos', pos)}"
+    return label.replace("pos = ", "pos ")
+
+
 def _writes(call: pd.DataFrame) -> Writes:
-    """The rows that one call wrote, in any of its layers."""
+    """The cache rows that one call wrote, missed, or wrote astray in any of its layers.
+
+    Args:
+        call: its rows of the frame, one for each layer.
+    """
     addressed = set().union(*call["expected"])
     missed, stray = set(), set()
     for expected, changed in zip(call["expected"], call["changed"]):

@@ -54,7 +54,7 @@ def draw_cells(
 
 def worst_of_blocks(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """The largest value of each block of rows and columns; blocks at the ends may be
-    smaller. A block of nulls alone is null."""
+    smaller. A block that has nothing but nulls is null."""
     gaps = [(0, -length % size) for length, size in zip(values.shape, block)]
     padded = np.pad(values, gaps, constant_values=np.nan)
     rows, columns = (length // size for length, size in zip(padded.shape, block))
@@ -92,8 +92,8 @@ def hatch(mesh: QuadMesh, marked: np.ndarray, raster: bool) -> None:
 
 
 def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
-    """Draws the marked cells in one colour, except for those that are not finite, which
-    `draw_cells` drew from a value above the scale."""
+    """Draws the marked cells in `BEYOND_COLOUR`. Cells that are not finite, which
+    `draw_cells` drew in the colour above the scale, keep it."""
     finite = mesh.get_array().filled(0) <= mesh.norm.vmax
     cells = np.ma.masked_where(~(marked & finite), marked.astype(float))
     corners = mesh.get_coordinates()
@@ -118,9 +118,9 @@ def label_cells(
     more than `max_labels`.
 
     Args:
-        round_step: of cells that have numbers, every 2nd, 5th, 10th, 20th … alone.
-        last: the last cell has a label in any case, if need be in place of the one
-            before.
+        round_step: label every 2nd, 5th, 10th, 20th … cell, and no other step, so that
+            the labels of numbered cells are round numbers.
+        last: always label the last cell, if need be in place of the label before it.
     """
     count = len(labels)
     max_labels = max(max_labels, 1)  # a subfigure may have room for none

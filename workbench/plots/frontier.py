@@ -17,13 +17,15 @@ from workbench.plots.styled import (
 )
 from workbench.plots.text import describe_unplaced, group_by, label_log
 
-CHOSEN, MIXED, ALONE = "chosen", "mixed", "one format"
+CHOSEN, MIXED, SINGLE = "chosen", "mixed", "one format"
 """Values of the column `kind`."""
 STATISTICS = {"kl": "mean", "kl_p99": "99% of the tokens are below"}
 """The columns that have a panel, and its title."""
 LINE = {"color": PALETTE[0], "linewidth": 1}
 STAR = {"color": PALETTE[5], "marker": "*", "markersize": 11, "linestyle": ""}
-OTHERS = [colour for colour in PALETTE if colour not in (PALETTE[0], PALETTE[5])]
+SINGLE_COLOURS = [
+    colour for colour in PALETTE if colour not in (LINE["color"], STAR["color"])
+]
 """The colours of single formats."""
 
 
@@ -41,21 +43,22 @@ def frontier(
     measured ones are dots; each format alone has a mark, the chosen one a star.
 
     Args:
-        choices: kind (`CHOSEN`, `MIXED` or `ALONE`), name, kl and kl_p99 (null where a
+        choices: kind (`CHOSEN`, `MIXED` or `SINGLE`), name, kl and kl_p99 (null where a
             choice was not measured), predicted_kl, and the column `x`.
         max_kl: the limit on the mean, drawn as a dashed line.
     """
     axes = panels_in(figure, len(STATISTICS), 2.2)
-    single_formats = choices[choices["kind"] == ALONE]
+    single_formats = choices[choices["kind"] == SINGLE]
     drawable = single_formats[single_formats["kl"] > 0]
     chosen = choices[choices["kind"] == CHOSEN]
     keys = {}
     for ax, (column, title) in zip(axes, STATISTICS.items()):
         _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
-        styles = zip(group_by(drawable, "name"), cycle(OTHERS), cycle(MARKERS[1:]))
-        for (name, row), colour, marker in styles:
+        formats = group_by(drawable, "name")
+        looks = zip(cycle(SINGLE_COLOURS), cycle(MARKERS[1:]))
+        for (name, rows), (colour, marker) in zip(formats, looks):
             mark = {"color": colour, "marker": marker, "linestyle": ""}
-            ax.plot(row[x], row[column], **mark)
+            ax.plot(rows[x], rows[column], **mark)
             keys[name] = Line2D([], [], **mark, label=name)
         ax.plot(chosen[x], chosen[column], **STAR)
         keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 8}, label=CHOSEN)
@@ -68,8 +71,8 @@ def frontier(
         ax.grid()
         ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face's model (nats)")
         ax.label_outer()
-    # the limits, which the panels share, are those of the marks: the line of mixed formats
-    # goes on to a KL near 0, far below them
+    # The panels share limits that enclose the marks. The line of mixed formats is not
+    # enclosed: it goes on to a KL near 0, far below the marks.
     visible = pd.concat([drawable, chosen])
     values = visible[list(STATISTICS)].to_numpy(float)
     if (values > 0).any():

@@ -1,8 +1,9 @@
 """Errors by layer and token position.
 
-`heatmap` chooses rows, gives each a `value` for every metric (`_with_values`), lays them
-out as panels (`_panels`), fixes a metric's colours and cells (`_scale`), and draws the
-panels, then the labels of positions, the colour bars and the legend."""
+`heatmap` selects rows, computes their `value` for every metric (`_with_values`), lays them
+out as panels (`_panels`), chooses the colours and cells of a metric (`_scale`), and draws
+the panels (`_draw_section`), then the labels of positions, the colour bars and the
+legend."""
 
 import math
 import textwrap
@@ -38,7 +39,7 @@ from workbench.plots.styled import (
 from workbench.plots.text import group_by, in_code_points, label_log, width_of, wrap
 
 HALF_ULP = 2.0**-11  # of an fp16 number, relative to it
-BUDGET = "√(rounding² + 2⁻²²)"
+BUDGET_FORMULA = "√(rounding² + 2⁻²²)"
 """The rounding budget of a cell in words: the column `budget`, the error that rounding
 alone causes in Hugging Face's model, together with `HALF_ULP`."""
 TOLERANCE_FACTOR = 6.0
@@ -46,21 +47,24 @@ TOLERANCE_FACTOR = 6.0
 BIT_FOR_BIT = "equal bit for bit"
 NOT_EQUAL = "alike in this picture, not equal"
 
-CHARACTER_WIDTH = 0.06  # inches, of a token's label
-TOKEN_DISTANCE = 0.105  # inches between the labels of two tokens
+# panels
+PANEL_GAP = 0.3  # inches between two panels, with a title
 MARGIN = 1.1  # inches beside the panels: layers, the colour bar and its labels
 MARKED_MARGIN = 1.5  # inches, where the bar names its marks
-BAR_LABEL_DISTANCE = 0.8  # inches from a bar to its label, behind the names of marks
-TOKEN_CHARACTERS = 12  # characters of a token's label for which the figure has room
+# cells
 MAX_VECTOR_CELLS = 2500  # more cells are an image: a vector cell takes up to 1.5 kB
 CELLS_PER_INCH = 70  # of a figure's width: each has a pixel of its own on a screen
 MAX_DRAWN_LAYERS = 250  # where there are more, several share a cell
 MIN_HATCHED_CELL = 0.05  # inches: a smaller cell cannot show the lines of a hatch
-
-PANEL_GAP = 0.3  # inches between two panels, with a title
+# labels of layers and positions
 MAX_LAYER_LABELS = 8
-LABEL_HEIGHT = 0.15  # inches between labels of a colour bar that do not overlap
-DIGIT = 0.07  # inches: the width of a digit of a label
+DIGIT_WIDTH = 0.07  # inches, in the label of a position
+CHARACTER_WIDTH = 0.06  # inches, in the label of a token
+TOKEN_DISTANCE = 0.105  # inches between the labels of two tokens
+TOKEN_CHARACTERS = 12  # characters of a token's label for which the figure has room
+# colour bars
+BAR_LABEL_DISTANCE = 0.8  # inches from a bar to its label, behind the names of marks
+BAR_TICK_DISTANCE = 0.15  # inches between two ticks whose labels do not overlap
 
 INDEX = ["layer", "position"]
 LOGITS = -1
@@ -93,20 +97,22 @@ METRICS = {
         "error ÷ rounding",
         0.01,
         {1.0: "rounding", TOLERANCE_FACTOR: "tolerance"},
-        f"the divisor of an error is {BUDGET}",
+        f"the divisor of an error is {BUDGET_FORMULA}",
     ),
 }
 
 
 @dataclass
 class Panel:
-    """The cells of a heatmap, which may be those of several names."""
+    """The cells that are drawn for one or several values of the column `by`: values whose
+    cells look alike share a panel."""
 
     cells: pd.DataFrame
     """`value` and `beyond` by layer and position."""
     names: list[str]
+    """The label of each value of the column `by`."""
     parts: list[pd.DataFrame]
-    """The rows of each name."""
+    """The rows with each of these values."""
 
     @property
     def layers(self) -> pd.Index:
@@ -120,7 +126,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """The names; of several, whether their tensors are equal too."""
+        """The names, and where there are several, whether their tensors are equal."""
         if len(self.names) == 1:
             return self.names[0]
         names = f"{'; '.join(self.names[:-1])} and {self.names[-1]}"
@@ -150,6 +156,16 @@ class Scale:
     recoloured."""
     is_raster: bool
     """Whether the cells are an image even in a vector format."""
+
+
+@dataclass(frozen=True)
+class DrawnSection:
+    """The panels of one metric in a figure."""
+
+    metric: Metric
+    axes: list[Axes]
+    mesh: QuadMesh
+    """The cells of one panel; those of the others have the same colours."""
 
 
 @returns_figure
@@ -195,36 +211,28 @@ def heatmap(
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
     sections = [_section(rows, name, by) for name in metrics]
-    every_panel = [panel for section in sections for panel in section.panels]
-    layers, positions = every_panel[0].layers, every_panel[0].positions
+    all_panels = [panel for section in sections for panel in section.panels]
+    layers, positions = all_panels[0].layers, all_panels[0].positions
     panel_height = min(max(0.16 * len(layers), 0.3), 2.5)
-    set_height(figure, 1.2 + len(every_panel) * (PANEL_GAP + panel_height))
-    axes = figure.subplots(len(every_panel), squeeze=False, sharex=True, sharey=True)
-    free_axes = iter(axes[:, 0])
+    set_height(figure, 1.2 + len(all_panels) * (PANEL_GAP + panel_height))
+    axes = figure.subplots(len(all_panels), squeeze=False, sharex=True, sharey=True)
     panel_size = width_of(figure), panel_height
-    scales = [_scale(section, panel_size, len(every_panel)) for section in sections]
-    bars, notes = [], []
+    scales = [_scale(section, panel_size, len(all_panels)) for section in sections]
+    free_axes = iter(axes[:, 0])
+    drawn, notes = [], []
     for section, scale in zip(sections, scales):
         section_axes = [next(free_axes) for _ in section.panels]
-        for ax, panel in zip(section_axes, section.panels):
-            mesh = _draw_panel(ax, panel, scale)
-            ax.set_title(wrap(figure, panel.title, 0.85))
-        bars.append((mesh, section_axes, section.metric))
+        drawn.append(_draw_section(figure, section_axes, section, scale))
         notes += _notes(section, scale)
     has_marks = any(section.metric.marks for section in sections)
-    room = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
-    _label_positions(figure, axes[-1, 0], positions, tokens, room)
-    for mesh, section_axes, metric in bars:
-        height = len(section_axes) * (PANEL_GAP + panel_height) - PANEL_GAP
-        bar = _draw_bar(figure, mesh, section_axes, metric, height)
-        if len(bars) > 1:
-            # in one column, whatever the width of each bar's numbers and marks
-            beside_bar = bar.transAxes + ScaledTranslation(
-                BAR_LABEL_DISTANCE, 0, figure.dpi_scale_trans
-            )
-            bar.yaxis.set_label_coords(1, 0.5, beside_bar)
-    # all metrics have the same cells beyond their tolerance and the same broken ones
-    has_gaps = any(panel.cells["value"].isna().any() for panel in every_panel)
+    panel_width = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
+    _label_positions(figure, axes[-1, 0], positions, tokens, panel_width)
+    bars = [_draw_bar(figure, section, panel_height) for section in drawn]
+    if len(bars) > 1:
+        _align_labels(figure, bars)
+    # the cells beyond their tolerance and the cells that are not finite are the same
+    # ones whatever the metric
+    has_gaps = any(panel.cells["value"].isna().any() for panel in all_panels)
     keys = _keys(sections[0].rows, scales[0], has_gaps)
     add_legend(figure, keys, [*dict.fromkeys(notes)])
 
@@ -234,27 +242,33 @@ def _section(rows: pd.DataFrame, name: str, by: str | None) -> Section:
     return Section(METRICS[name], rows, _panels(rows, by))
 
 
-def _draw_bar(
-    figure: FigureBase,
-    mesh: QuadMesh,
-    axes: Sequence[Axes],
-    metric: Metric,
-    height: float,
-) -> Axes:
+def _draw_section(
+    figure: FigureBase, axes: list[Axes], section: Section, scale: Scale
+) -> DrawnSection:
+    """Draws the panels of a metric, each into its axes."""
+    for ax, panel in zip(axes, section.panels):
+        mesh = _draw_panel(ax, panel, scale)
+        ax.set_title(wrap(figure, panel.title, 0.85))
+    return DrawnSection(section.metric, axes, mesh)
+
+
+def _draw_bar(figure: FigureBase, section: DrawnSection, panel_height: float) -> Axes:
     """Draws the colour bar beside the panels of a metric, with a line at each of its
     marks; returns its axes.
 
     Args:
-        height: of the bar, in inches.
+        panel_height: in inches.
     """
+    metric, mesh = section.metric, section.mesh
+    height = len(section.axes) * (PANEL_GAP + panel_height) - PANEL_GAP
     # about as many characters of a label are as long as the bar
     label = textwrap.fill(metric.label, max(8, int(16 * height)))
-    bar = figure.colorbar(mesh, ax=axes, label=label)
+    bar = figure.colorbar(mesh, ax=section.axes, label=label)
     label_log(bar.ax.yaxis)
     if not metric.marks:
         return bar.ax
     low, high = np.log10([mesh.norm.vmin, mesh.norm.vmax])
-    distance = LABEL_HEIGHT / height * (high - low)
+    distance = BAR_TICK_DISTANCE / height * (high - low)
     labels = {mark: f"{mark:g} {name}" for mark, name in metric.marks.items()}
     for exponent in range(math.ceil(low), math.floor(high) + 1):
         if all(abs(exponent - np.log10(mark)) > distance for mark in metric.marks):
@@ -268,31 +282,42 @@ def _draw_bar(
     return bar.ax
 
 
+def _align_labels(figure: FigureBase, bars: Sequence[Axes]) -> None:
+    """Aligns the labels of colour bars, whatever the width of each bar's numbers and
+    marks."""
+    for bar in bars:
+        beside_bar = bar.transAxes + ScaledTranslation(
+            BAR_LABEL_DISTANCE, 0, figure.dpi_scale_trans
+        )
+        bar.yaxis.set_label_coords(1, 0.5, beside_bar)
+
+
 def _label_positions(
     figure: FigureBase,
     ax: Axes,
     positions: pd.Index,
     tokens: Sequence[str] | None,
-    room: float,
+    panel_width: float,
 ) -> None:
     """Labels the x axis with positions, or with tokens, for which the figure becomes
     higher.
 
     Args:
-        room: the width of a panel, in inches.
+        panel_width: in inches.
     """
     if tokens is None:
         ax.set_xlabel("token position")
         # a space between two numbers is as wide as two digits
-        label_width = DIGIT * (len(str(positions.max())) + 2)
-        label_cells(ax.xaxis, positions, int(room / label_width), round_step=True)
+        label_width = DIGIT_WIDTH * (len(str(positions.max())) + 2)
+        max_labels = int(panel_width / label_width)
+        label_cells(ax.xaxis, positions, max_labels, round_step=True)
         return
     labels = [tokens[position] for position in positions]
     ax.set_xlabel("token")
     ax.tick_params(axis="x", rotation=90, labelsize=7)
     longest = max(len(in_code_points(label)) for label in labels)
     add_height(figure, CHARACTER_WIDTH * max(0, longest - TOKEN_CHARACTERS))
-    label_cells(ax.xaxis, labels, int(room / TOKEN_DISTANCE))
+    label_cells(ax.xaxis, labels, int(panel_width / TOKEN_DISTANCE))
 
 
 def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -311,16 +336,16 @@ def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def _panels(rows: pd.DataFrame, by: str | None) -> list[Panel]:
-    """A panel for each value of the column `by`, whose cells are the worst of several
-    rows. Panels that look alike are one panel, whose title has the
-    names of all and says whether their tensors are equal."""
-    all_cells = pd.MultiIndex.from_product([np.sort(rows[i].unique()) for i in INDEX])
+    """A panel for each value of the column `by`; values whose cells look alike share
+    one. Each cell is the worst of its rows."""
+    levels = [np.sort(rows[column].unique()) for column in INDEX]
+    all_cells = pd.MultiIndex.from_product(levels)
     panels: list[Panel] = []
     for name, part in group_by(rows, by):
-        drawn = part.groupby(INDEX)[["value", "beyond"]].max().reindex(all_cells)
-        alike = next((panel for panel in panels if panel.cells.equals(drawn)), None)
+        cells = part.groupby(INDEX)[["value", "beyond"]].max().reindex(all_cells)
+        alike = next((panel for panel in panels if panel.cells.equals(cells)), None)
         if alike is None:
-            panels.append(Panel(drawn, [name], [part]))
+            panels.append(Panel(cells, [name], [part]))
         else:
             alike.names.append(name)
             alike.parts.append(part)
@@ -409,7 +434,9 @@ def _keys(rows: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
             style = {"fill": False, "hatch": HATCH}
         else:
             style = {"facecolor": BEYOND_COLOUR}
-        keys.append(Patch(**style, label=f"error > {TOLERANCE_FACTOR:g} × {BUDGET}"))
+        keys.append(
+            Patch(**style, label=f"error > {TOLERANCE_FACTOR:g} × {BUDGET_FORMULA}")
+        )
     if np.isinf(rows["value"]).any():
         keys.append(Patch(facecolor="black", label="not finite"))
     if has_gaps:

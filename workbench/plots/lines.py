@@ -33,18 +33,19 @@ MAX_VECTOR_POINTS = 2000
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn of a group of rows in a panel."""
+    """The points of a line in a panel, and their bars."""
 
     medians: pd.Series
-    """By the values of x."""
+    """Value of x → median of the rows."""
     low: pd.Series
     high: pd.Series
-    """The ends of the bars, by the values of x."""
+    """Value of x → lower or upper end of the bar."""
     has_several: bool
     """Whether a point has several rows."""
     outside_x: int
     outside_y: int
-    """Points that have no place on a logarithmic axis."""
+    """The numbers of points that were left out because a logarithmic axis of x or y has
+    no place for them."""
 
 
 @returns_figure
@@ -86,8 +87,9 @@ def lines(
     columns = [name for name in (x, hue, col) if name]
     is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
     keys = {}
-    has_several = False  # rows of one point
-    outside_x, outside_y = 0, Counter()  # points; those outside of y by their line
+    has_several = False
+    outside_x = 0
+    outside_y = Counter()  # name of the line → points
     for ax, (title, panel) in zip(axes, panels):
         for name, group in group_by(panel, hue):
             line = _line(group.groupby(x)[y], spread, bool(xlog), ylog)
@@ -105,7 +107,7 @@ def lines(
         ax.set_title(title)
         if shares_y:
             ax.label_outer()
-    # in the order of the groups, whichever panel has them first
+    # in the order of the groups; a panel may lack the first ones
     legend = [keys[name] for name in line_styles if name in keys]
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
     notes = []
@@ -121,8 +123,8 @@ def lines(
 def _line(
     points: SeriesGroupBy, spread: Sequence[float], xlog: bool, ylog: bool
 ) -> Line:
-    """The medians of the rows of each point, without the points that a logarithmic axis
-    has no place for, which are counted."""
+    """The median and the bar of each point. Points for which a logarithmic axis has no
+    place are left out and counted."""
     medians = points.median().dropna()
     outside_x = outside_y = 0
     if xlog:
@@ -156,7 +158,8 @@ def _draw_line(ax: Axes, line: Line, style: Mapping, is_raster: bool) -> None:
 
 
 def _describe_outside(axis: str, count: int, names: Sequence[str] = ()) -> list[str]:
-    """A note on points that a logarithmic axis has no place for; none for none.
+    """A note on points for which a logarithmic axis has no place; an empty list where
+    there are no such points.
 
     Args:
         names: of their lines.

@@ -22,6 +22,8 @@ from workbench.plots import text
 COLUMN = 3.5  # inches: width of a column of a two-column page
 PAGE = 7.1  # inches: width of a page
 LINE = 0.16  # inches: height of a line of a title or a legend
+LEGEND_CHARACTERS_PER_INCH = 16
+MARK_CHARACTERS = 7  # the mark before a label of a legend is as wide as these
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """The colours of Okabe and Ito, which colour-blind readers can tell apart."""
 MARKERS = "os^DvPX<>"
@@ -151,8 +153,8 @@ def add_legend(figure: FigureBase, keys: Sequence, notes: Sequence[str] = ()) ->
     longest = max(
         (len(line) for label in labels for line in label.split("\n")), default=0
     )
-    # about 16 characters take an inch, and the mark before a label as much as 7
-    columns = max(1, int(16 * text.width_of(figure) / (longest + 7)))
+    line_characters = LEGEND_CHARACTERS_PER_INCH * text.width_of(figure)
+    columns = max(1, int(line_characters / (longest + MARK_CHARACTERS)))
     title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
     lines = math.ceil(len(keys) / columns) + len(title.splitlines())
     add_height(figure, lines * LINE)

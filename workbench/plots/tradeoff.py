@@ -20,8 +20,8 @@ from workbench.plots.text import describe_unplaced, group_by, label_log, label_o
 LEAST_KL = 1e-8
 """Smaller values are drawn as this one; a logarithmic axis has no 0."""
 FASTER = 1.02
-"""A numbered setting is this many times as fast as all of a lower KL: smaller
-differences are noise."""
+"""A numbered configuration is more than this many times as fast as all of a lower KL:
+smaller differences are noise."""
 
 
 @returns_figure
@@ -32,8 +32,8 @@ def tradeoff(
     hue: str | None = None,
     max_kl: float | None = None,
 ) -> None:
-    """Tokens per second over mean KL. The best settings that pass both verdicts are
-    numbered, and the legend names them.
+    """Tokens per second over mean KL. The best configurations that pass both verdicts
+    are numbered, and the legend names them.
 
     Args:
         configurations: name, kl_mean (nats), tokens_per_s, verdict, quality (absent
@@ -79,8 +79,8 @@ def tradeoff(
 def _draw_points(
     ax: Axes, group: pd.DataFrame, marker: str, colour: str, prefix: str
 ) -> None:
-    """Draws settings of one colour, with another mark where the verdict is RED and an open
-    one where the quality is OVER.
+    """Draws configurations in one colour, with another mark where the verdict is RED and
+    an open one where the quality is OVER.
 
     Args:
         prefix: begins the labels.
@@ -91,7 +91,7 @@ def _draw_points(
         if quality == "OVER":
             style |= {"facecolors": "none", "edgecolors": colour}
             del style["color"]
-        # "verdict not set" where the setting was not validated
+        # "verdict not set" where the configuration was not validated
         label = label_of("verdict", verdict)
         if verdict == "GREEN":
             label += f", {label_of('quality', quality)}"
@@ -100,7 +100,7 @@ def _draw_points(
 
 
 def _annotate_numbers(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
-    """Numbers the best settings, and names them in the legend."""
+    """Numbers the best configurations, and names them in the legend."""
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
         offset = {"textcoords": "offset points", "ha": "right"}
@@ -110,12 +110,12 @@ def _annotate_numbers(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
 
 
 def _pareto_front(configurations: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are GREEN and WITHIN, and faster than all of a lower KL, by their
-    KL."""
+    """The rows that are GREEN and WITHIN, and more than `FASTER` times as fast as all
+    such rows of a lower KL; sorted by KL."""
     passes = configurations["verdict"].eq("GREEN")
     passes &= configurations["quality"].eq("WITHIN")
-    green = configurations[passes].sort_values(
+    passing = configurations[passes].sort_values(
         ["kl_mean", "tokens_per_s"], ascending=[True, False]
     )
-    fastest = green["tokens_per_s"].cummax().shift(fill_value=0)
-    return green[green["tokens_per_s"] > FASTER * fastest]
+    fastest_before = passing["tokens_per_s"].cummax().shift(fill_value=0)
+    return passing[passing["tokens_per_s"] > FASTER * fastest_before]

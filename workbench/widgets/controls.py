@@ -11,7 +11,7 @@ from workbench import plots
 WIDTH = 9.5  # inches: width of a canvas
 
 
-def control(label: str, values: list, initial: int | None = None) -> ui.Widget:
+def make_control(label: str, values: list, initial: int | None = None) -> ui.Widget:
     """A slider over whole numbers, or a list of other values.
 
     Args:
@@ -19,22 +19,23 @@ def control(label: str, values: list, initial: int | None = None) -> ui.Widget:
             begins at its first value.
     """
     appearance = {"description": label, "style": {"description_width": "initial"}}
-    if type(values[0]) is int:
+    if type(values[0]) is int:  # not a truth value
         value = values[0] if initial is None else initial
         return ui.SelectionSlider(options=sorted(values), value=value, **appearance)
     return ui.Dropdown(options=values, **appearance)
 
 
-def button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:
+def make_button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:
     layout = ui.Layout(width="auto")
     widget = ui.Button(description=label, icon=icon, layout=layout)
     widget.on_click(lambda _: action())
     return widget
 
 
-def canvas():
-    """A figure in the page whose events reach Python. matplotlib's backend stays what it
-    was, though ipympl replaces it when it is imported."""
+def make_canvas() -> ui.DOMWidget:
+    """A canvas of ipympl with an empty figure: it shows the figure in the page, and its
+    events reach Python. matplotlib's backend stays what it was, although the import of
+    ipympl replaces it."""
     backend = matplotlib.get_backend(auto_select=False) or "agg"
     from ipympl.backend_nbagg import Canvas, FigureManager
 

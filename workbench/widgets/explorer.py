@@ -21,10 +21,10 @@ from workbench.sweep.error_split import find_operation, measure_split, stored_sp
 from workbench.sweep.grid import Cell
 from workbench.sweep.run import run_cell
 from workbench.widgets import sentences
-from workbench.widgets.controls import button, control
+from workbench.widgets.controls import make_button, make_control
 from workbench.widgets.jobs import Job, JobQueue, about_seconds
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
-from workbench.widgets.views import Heatmap, Place, Speed
+from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
 TENSORS = ("update", "k", "v", "logits")
 METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
@@ -43,7 +43,7 @@ class Drawing:
     rows: pd.DataFrame
     """Of the table `fidelity`, at least one."""
     options: Options
-    """The options of the export that the rows are of."""
+    """The options of the export whose rows are drawn."""
 
 
 class Explorer(ui.VBox):
@@ -88,7 +88,7 @@ class Explorer(ui.VBox):
         self.grid_cell_s = GRID_CELL_S
         self.has_missing = False  # cells of the grid that the log lacks
         self.chosen_place: Place | None = None
-        self.search_results: dict[tuple, str] = {}  # of `search`, by setting and place
+        self.search_results: dict[tuple, str] = {}  # `_search_key` → HTML
         self.drawing: Drawing | None = None  # None where nothing was measured
         self.queue = JobQueue(
             say=self._say,
@@ -100,7 +100,7 @@ class Explorer(ui.VBox):
         self.heatmap.canvas.mpl_connect("button_press_event", self.click)
         self._make_widgets()
         rows = [self._row(self.controls), self._row(self.buttons)]
-        texts = [self.ranks, self.place_text, self.search_text, self.costs]
+        texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         super().__init__([*rows, *pictures], layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
@@ -110,29 +110,30 @@ class Explorer(ui.VBox):
 
     def _make_widgets(self) -> None:
         self.axes = {
-            name: control(name, values) for name, values in self.results.axes().items()
+            name: make_control(name, values)
+            for name, values in self.results.axes().items()
         }
-        self.tensor = control("tensor", TENSORS)
-        self.metric = control("metric", METRICS)
+        self.tensor = make_control("tensor", TENSORS)
+        self.metric = make_control("metric", METRICS)
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
             widget.observe(lambda _: self.guarded(self.draw_anew), "value")
-        self.run_button = button("", "play", self._run_missing)
-        self.cancel = button("Cancel", "stop", self.queue.cancel)
-        self.cancel.disabled = True
-        self.search_button = button("Which operation?", "search", self.search)
-        self.save_button = button(
+        self.run_button = make_button("", "play", self._run_missing)
+        self.cancel_button = make_button("Cancel", "stop", self.queue.cancel)
+        self.cancel_button.disabled = True
+        self.search_button = make_button("Which operation?", "search", self.search)
+        self.save_button = make_button(
             "Save figure", "download", lambda: self.guarded(self.save)
         )
         self.status = ui.HTML()  # what is measured
         self.message = ui.HTML()  # the times, what was not measured, or an error
-        self.ranks = ui.HTML()
+        self.ranks_text = ui.HTML()
         self.place_text = ui.HTML()  # about the chosen cell
         self.search_text = ui.HTML()  # the result of `search`
-        self.costs = ui.HTML()
+        self.costs_text = ui.HTML()
         self.buttons = [
             self.run_button,
-            self.cancel,
+            self.cancel_button,
             self.search_button,
             self.save_button,
             self.status,
@@ -204,7 +205,7 @@ class Explorer(ui.VBox):
             seconds = about_seconds(sum(job.seconds for job in jobs))
             self.run_button.description = f"Run what is missing ({seconds})"
         self._enable()
-        self.costs.value = self._costs()
+        self.costs_text.value = self._costs()
         self.draw()
 
     def _enable(self) -> None:
@@ -212,7 +213,7 @@ class Explorer(ui.VBox):
         the log lacks a cell of the grid."""
         if self.is_open:
             is_busy = self.queue.is_busy
-            self.cancel.disabled = not is_busy
+            self.cancel_button.disabled = not is_busy
             self.run_button.disabled = is_busy or not self.has_missing
 
     def draw_anew(self) -> None:
@@ -237,7 +238,7 @@ class Explorer(ui.VBox):
         self.message.value = _message(times, options.max_seq_len, shown_S)
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
-        self.ranks.value = ranks
+        self.ranks_text.value = ranks
         self.describe()
 
     @property
@@ -246,12 +247,20 @@ class Explorer(ui.VBox):
         return self.drawing.rows if self.drawing else pd.DataFrame()
 
     def _draw_times(self, setting: Setting, S: int) -> str:
-        """Draws the times over max_seq_len and T; returns those of the setting."""
+        """Draws the times over max_seq_len and T, and returns those of the setting in
+        words, as HTML. Where the setting has none, hides the picture and returns ""."""
         rates, layers = (
             self.results.rows(table, setting, ignoring=("max_seq_len", "T"))
             for table in ("samples", "layers")
         )
-        return self.speed.draw(rates, layers, S, setting["T"])
+        times = process_times(rates, layers)
+        is_setting = (times["max_seq_len"] == S) & (times["T"] == setting["T"])
+        if not is_setting.any():
+            self.speed.hide()
+            return ""
+        self.speed.draw(times, S)
+        summary = log.summarize(times[is_setting], "quantity")
+        return sentences.describe_times(times[is_setting], summary)
 
     def _draw_heatmap(self, rows: pd.DataFrame, T: int, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
@@ -275,7 +284,7 @@ class Explorer(ui.VBox):
         heatmap."""
         text = self._chosen_values()
         self.search_button.disabled = not text
-        self.search_text.value = self.search_results.get(self._question(), "")
+        self.search_text.value = self.search_results.get(self._search_key(), "")
         if not text:
             self.place_text.value = HINT
             return
@@ -316,33 +325,38 @@ class Explorer(ui.VBox):
             return
         self.chosen_place = place
         if self.guarded(self.draw) and self._lacks_split():
-            split = partial(
-                measure_split,
-                self.checkpoint,
-                self.drawing.options,
-                self.grid,
-                self.root,
-                self.queue.cancelled,
-            )
-            layer = sentences.layer_name(place.layer)
-            self.queue.add_first(Job(f"error split of {layer}", SPLIT_S, split))
+            self.queue.add_first(self._split_job(place))
+
+    def _split_job(self, place: Place) -> Job:
+        """A job that measures the error split of the drawn bundle."""
+        split = partial(
+            measure_split,
+            self.checkpoint,
+            self.drawing.options,
+            self.grid,
+            self.root,
+            self.queue.cancelled,
+        )
+        layer = sentences.layer_name(place.layer)
+        return Job(f"error split of {layer}", SPLIT_S, split)
 
     def search(self) -> None:
         """Searches for the operation that computes the chosen cell wrongly."""
-        question, (layer, position) = self._question(), self.chosen_place
+        # the setting and the chosen cell may change while the search runs
+        key, (layer, position) = self._search_key(), self.chosen_place
         cell = self.results.cell(self.setting())
 
-        def answer() -> None:
+        def find() -> None:
             stop = self.queue.cancelled
             result = find_operation(cell, self.grid, self.root, layer, position, stop)
-            self.search_results[question] = escape.html(result)
+            self.search_results[key] = escape.html(result)
 
         name = sentences.layer_name(layer)
         label = f"the operation of {name}, position {position}"
-        self.queue.add_first(Job(label, SEARCH_S, answer))
+        self.queue.add_first(Job(label, SEARCH_S, find))
 
-    def _question(self) -> tuple:
-        """The question that `search` answers: the setting and the chosen place."""
+    def _search_key(self) -> tuple:
+        """The key of a result of `search`: the setting and the chosen place."""
         return tuple(self.setting().values()), self.chosen_place
 
     def missing(self) -> list[Job]:
@@ -410,8 +424,12 @@ def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
 
 
 def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
-    """What is drawn of the rows at a setting with these options: the rows may be of the
-    nearest max_seq_len that was measured."""
+    """What the heatmap draws at a setting; None where it has no rows.
+
+    Args:
+        rows: of the max_seq_len of the setting, or of the nearest one that was measured.
+        options: of the bundle at the setting.
+    """
     if rows.empty:
         return None
     shown_S = int(rows["max_seq_len"].iloc[0])

@@ -14,7 +14,7 @@ from workbench.experiment import show
 from workbench.exporter import make_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.grid import locate
-from workbench.widgets.controls import control
+from workbench.widgets.controls import make_control
 
 LENGTHS = [1 << exponent for exponent in range(6, 16)]
 """The caches that the planner offers, in tokens."""
@@ -33,7 +33,8 @@ def planner(checkpoint: str | Path) -> ui.Widget:
 
     def show_table(S: int, T: int, chip: str, gib: int) -> None:
         rows = []
-        presets_by_reason: dict[str, list[str]] = {}  # of an extrapolation
+        # reason why a prediction extrapolates → the presets for which it does
+        presets_by_reason: dict[str, list[str]] = {}
         for compress in PRESETS:
             options = make_options(max_seq_len=S, tokens=f"1-{T}", compress=compress)
             sizes = memory.budget(source, options)
@@ -54,10 +55,10 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         display(show(pd.DataFrame(rows)).set_caption(words))
 
     controls = {
-        "S": control("tokens in the cache (max_seq_len)", LENGTHS, 512),
-        "T": control("tokens a call (T)", [*range(1, 33)], 4),
-        "chip": control("chip", sorted(chips()["chip"])),
-        "gib": control("memory of the Mac, GiB", [*range(4, 193, 4)], 16),
+        "S": make_control("tokens in the cache (max_seq_len)", LENGTHS, 512),
+        "T": make_control("tokens a call (T)", [*range(1, 33)], 4),
+        "chip": make_control("chip", sorted(chips()["chip"])),
+        "gib": make_control("memory of the Mac, GiB", [*range(4, 193, 4)], 16),
     }
     for widget in controls.values():  # room for a slider beside its label
         widget.layout.width = "32em"

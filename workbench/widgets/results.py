@@ -16,7 +16,7 @@ FIRST_AXES = ("bundle", "max_seq_len", "T", "compress", "precision")
 """The axes that always have a control, the first controls first."""
 
 TIME_AXES = ("T", "depth", "fast")
-"""The axes that change no value of the bundle, but times."""
+"""The axes that change the times of a bundle and none of the values that it computes."""
 
 
 class GridResults:
@@ -69,8 +69,10 @@ class GridResults:
         self, table: str, setting: Setting, *, ignoring: Iterable[str]
     ) -> pd.DataFrame:
         """The rows of a table at a setting, at all values of the axes `ignoring`. Rows of
-        `fidelity` also match at all values of axes that change nothing but times."""
-        # the hash of what changes values, or of that and of what changes times
+        `fidelity` are found whatever the values of `TIME_AXES` with which their run was
+        made."""
+        # `values` is the hash of all that decides what a run computes, `setting` the hash
+        # of all that decides its times as well
         hash_column = "values" if table == "fidelity" else "setting"
         cells = _cells_at(self._stored_cells, setting, ignoring)
         hashes = {cell.columns()[hash_column] for cell in cells}
@@ -81,8 +83,8 @@ class GridResults:
         """The rows of a tensor at the setting's max_seq_len, or else at the nearest one
         that was measured: those of the setting's T and of the smallest T of the grid,
         or of every T where that of the setting was not validated."""
-        any_length = *TIME_AXES, "max_seq_len"  # the nearest one is chosen below
-        rows = self.rows("fidelity", setting, ignoring=any_length)
+        # at every max_seq_len, of which the nearest one is selected below
+        rows = self.rows("fidelity", setting, ignoring=(*TIME_AXES, "max_seq_len"))
         rows = rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode_of(tensor))]
         rows = self._at_T(rows, setting["T"])
         rows = _at_nearest_length(rows, self.options(setting).max_seq_len)

@@ -9,15 +9,15 @@ from workbench import escape, plots
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
-EXCESS_LABEL = f"error ÷ {plots.BUDGET}"
+EXCESS_LABEL = f"error ÷ {plots.BUDGET_FORMULA}"
 """Ranks the cells and layers of one bundle. It does not rank settings: it contains the
 rounding of a setting's own weights."""
 PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "total"]
 
 
-def error_over_budget(rows):
-    """The error of a row or of rows over the rounding budget, as in the gate
-    `budget`."""
+def error_over_budget(rows: pd.DataFrame | pd.Series) -> pd.Series | float:
+    """The error of rows or of one row over the rounding budget, whose formula is
+    `plots.BUDGET_FORMULA`, as in the gate `budget`."""
     return rows["error"] / np.hypot(rows["budget"], plots.HALF_ULP)
 
 
@@ -34,9 +34,10 @@ def describe_cell(row: pd.Series, place, token: str | None) -> str:
         words += f" “{token}”"
     words += f", T = {row['T']:.0f}: 1 − cosine {max(0, 1 - row['cosine']):.2g}"
     if row["budget"] > 0:
-        over_budget = row["error"] / row["budget"]
+        # the column `budget` alone, without half a unit of fp16
+        over_rounding = row["error"] / row["budget"]
         words += f", relative error {row['error']:.2g}, "
-        words += f"{over_budget:.2g} × the rounding budget, "
+        words += f"{over_rounding:.2g} × the rounding budget, "
         words += f"{EXCESS_LABEL} {error_over_budget(row):.2g}, "
         words += f"tolerance {plots.TOLERANCE_FACTOR:g}"
     return words

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import pandas as pd
 from matplotlib.patches import Rectangle
 
-from workbench import log, plots, sweep
+from workbench import plots, sweep
 from workbench.log.schema import LOGITS
 from workbench.widgets import sentences
-from workbench.widgets.controls import canvas
+from workbench.widgets.controls import make_canvas
 
 CHOSEN = {"fill": False, "edgecolor": plots.BEYOND_COLOUR, "linewidth": 2}
 
@@ -31,7 +31,7 @@ class Heatmap:
     """Rows of `fidelity` on a canvas, by layer and token."""
 
     def __init__(self):
-        self.canvas = canvas()
+        self.canvas = make_canvas()
         self.rows = pd.DataFrame()
         self.options = {}
         """Keywords of `plots.heatmap`."""
@@ -91,38 +91,37 @@ class Heatmap:
         return self.rows[is_there & self.rows["position"].eq(place.position)]
 
 
+def process_times(rates: pd.DataFrame, layers: pd.DataFrame) -> pd.DataFrame:
+    """Tokens per second and ms per layer of each process, by T: columns max_seq_len, T,
+    quantity, value, and those of the runs.
+
+    Args:
+        rates: rows of the table `samples`.
+        layers: rows of the table `layers`.
+    """
+    speed = sweep.per_process(rates, "tokens_per_s").assign(quantity=sentences.SPEED)
+    layer = sweep.per_process(layers, "layer_ms").assign(quantity=sentences.LAYER)
+    return pd.concat([speed, layer]).sort_values("T")
+
+
 class Speed:
     """Tokens per second and ms per layer over max_seq_len and T on a canvas, one value
     for each process."""
 
     def __init__(self):
-        self.canvas = canvas()
+        self.canvas = make_canvas()
 
-    def draw(self, rates: pd.DataFrame, layers: pd.DataFrame, S: int, T: int) -> str:
-        """Draws times, and returns those of a setting in words as HTML; "" and an empty
-        picture where the setting has none.
-
-        Args:
-            rates, layers: rows of `samples` and `layers` at any max_seq_len and T.
-        """
-        times = pd.concat(
-            [
-                sweep.per_process(rates, "tokens_per_s").assign(
-                    quantity=sentences.SPEED
-                ),
-                sweep.per_process(layers, "layer_ms").assign(quantity=sentences.LAYER),
-            ]
-        ).sort_values("T")
-        of_setting = times[(times["max_seq_len"] == S) & (times["T"] == T)]
-        self.canvas.layout.display = "none" if of_setting.empty else None
-        if of_setting.empty:
-            return ""
+    def draw(self, times: pd.DataFrame, S: int) -> None:
+        """Draws times at any max_seq_len and T (see `process_times`), and marks the
+        max_seq_len S."""
+        self.canvas.layout.display = None
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "quantity"}
         figure = self.canvas.figure
         plots.lines(times, **axes, xlog=2, ylabel="", figure=figure)
         for ax in figure.axes:
             ax.axvline(S, color="0.8", linewidth=5, zorder=0)
         self.canvas.draw_idle()
-        return sentences.describe_times(
-            of_setting, log.summarize(of_setting, "quantity")
-        )
+
+    def hide(self) -> None:
+        """Hides the canvas, for a setting without times."""
+        self.canvas.layout.display = "none"
