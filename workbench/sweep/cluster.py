@@ -72,7 +72,7 @@ def connect(address: str):
     raise InputError(subject, actual, needed, step)
 
 
-def runtimes(client, named: Sequence[str]) -> list[str]:
+def resolve_auto(client, named: Sequence[str]) -> list[str]:
     """The runtime that `auto` stands for on the workers; none unless a grid names `auto`.
 
     Args:
@@ -94,7 +94,9 @@ def runtimes(client, named: Sequence[str]) -> list[str]:
     return names
 
 
-def run(client, measure: Callable[..., CellResult], jobs: list) -> Iterator[CellResult]:
+def run_jobs(
+    client, measure: Callable[..., CellResult], jobs: list
+) -> Iterator[CellResult]:
     """Yields the result of `measure` for each job on a worker, in the order in which the
     jobs end; closes the client at the end. While there is no worker that could measure,
     one line on stderr says so.

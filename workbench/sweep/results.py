@@ -14,9 +14,8 @@ import pandas as pd
 from workbench import log
 from workbench.check import gates
 from workbench.errors import check_choice
-from workbench.sweep.grid import Cell, Grid, stored_cells
+from workbench.sweep.grid import MEASURED, Cell, Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
-from workbench.sweep.run import MEASURED
 from workbench.sweep.summary import SAME_VALUES_COLUMNS, summarize_settings, with_kl_p99
 
 LAYER_MS = "layer_ms"
@@ -194,7 +193,7 @@ def _load_measured(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFram
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     # `values` is equal for bundles that were exported alike by different versions
     if grid.bundle:
-        hashes = {cell.source.contents for cell in cells}
+        hashes = {cell.source.contents_hash for cell in cells}
         runs = runs[runs["bundle_hash"].isin(hashes)]
     return runs
 
