@@ -310,7 +310,7 @@ class CellMeasurement:
         if outcome.failure:
             row["config"]["placement"] = outcome.failure
         else:
-            row |= placement.run_columns(outcome.value, units)
+            row |= placement.placement_columns(outcome.value, units)
 
     def _log(self, outcome: process.Outcome) -> CellResult:
         """Logs a run, or the reason why it failed.

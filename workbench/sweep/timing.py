@@ -47,11 +47,11 @@ def measure_speed(
     Args:
         repetitions: the number of fresh sequences that are prefilled to `depth` and
             then timed.
-        min_tokens: further sequences are timed until this many tokens of each sequence
-            of the batch are.
+        min_tokens: further sequences are timed until this number of tokens is reached,
+            counted in one sequence of the batch.
         min_seconds: further sequences are timed until this time has passed since the
-            first call. Samples of further sequences are whole calls and rates; the parts
-            of a call are left out.
+            first call. The samples of further sequences are whole calls and rates,
+            without the parts of a call.
 
     Returns:
         Rows of the log's `samples`, with one of these phases:
