@@ -22,6 +22,7 @@ from workbench.sweep import cluster, summary
 from workbench.sweep import run as cell_runs
 from workbench.sweep.grid import CellResult, locate, stored_cells
 from workbench.sweep.identity import RUNTIMES
+from workbench.sweep.table import table_lines
 
 NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
 
@@ -218,7 +219,7 @@ def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, run
     assert (counts["cells"], counts["resumed"], counts["done"]) == (4, 4, 0)
     rows = log.load("runs", tmp_path / "log")
     assert len(rows) == 4 and not rows.duplicated(["setting", "round"]).any()
-    lines = summary.table_lines(summary.summary(tmp_path / "log"))
+    lines = table_lines(summary.summary(tmp_path / "log"))
     assert any("slowest" in line for line in lines)  # of two runs each
     assert rows["setting"].nunique() == 2
     assert rows.loc[rows["verdict"].notna(), "round"].tolist() == [0]

@@ -272,8 +272,8 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
             matrix_names.add(_name_in_program(shard, state))
     width = options.tiling.width(T)
     # `functions` is function → the T that it computes; empty where a package has only one
-    functions = {tokens: name for name, tokens in shard.functions.items()}
-    function = functions.get(width)
+    matching = [name for name, tokens in shard.functions.items() if tokens == width]
+    function = matching[0] if matching else None
     works = [
         program_work(miltorch.read(package, function), cache_names, matrix_names)
         for package in bundle.packages(shard).values()

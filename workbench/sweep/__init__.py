@@ -28,6 +28,7 @@ To read what the log has:
 
     results      the log's tables of a grid
     summary      the whole log as one table, with a row per setting
+    table        that table as lines as wide as the terminal
     conclude     sentences on the differences of settings
 
 The names below are imported when they are first used, so that a child process starts
