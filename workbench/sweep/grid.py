@@ -270,9 +270,9 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
 
 
 def _open_sources(grid: Grid) -> set[Source]:
-    """The sources of a grid's bundles. Each bundle is opened, and each set of export
-    options is checked. Relative paths are looked up in the project of the default log,
-    since a grid does not know the log of its sweep.
+    """Opens each bundle of a grid, checks each set of export options, and returns the
+    sources of the bundles. Relative paths are looked up in the project of the default
+    log, since a grid does not know the log of its sweep.
 
     Raises:
         InputError: a bundle that cannot be opened, or a value of an export option that
@@ -346,7 +346,7 @@ def cells(
 
     Args:
         root: the log; relative paths are looked up beside its project, too.
-        auto: default: the runtime of this machine.
+        auto: the runtimes that `auto` stands for; default: that of this machine.
     """
     run = vars(grid.run)
     axes = {name: run[name] for name in RUN_AXES}
@@ -364,8 +364,8 @@ def cells(
 
 
 def stored_cells(grid: Grid, root: log.Root = None) -> list[Cell]:
-    """The cells of a grid on every machine whose runs a log may hold: where the grid's
-    runtime is `auto`, a cell for each runtime that `auto` stands for somewhere."""
+    """The cells of a grid whose runs a log may hold, from any machine: where the grid's
+    runtime is `auto`, a cell for each runtime that `auto` may stand for."""
     return list(cells(grid, root, identity.RUNTIMES))
 
 

@@ -22,8 +22,6 @@ runs were logged. `compress` has another default since; it stays `fp16` here, si
 base would change the hashes of logged settings."""
 RUNTIMES = "coreml", "portable", "stand-in"
 """The runtimes that `auto` may stand for, the preferred one first."""
-
-
 COST_KEY = "price"
 """The key of a validation's cost in the column `config`; "price" is an older word for it,
 which stored rows have."""
