@@ -33,10 +33,10 @@ def add(
     options and run, the time of a call. Rows of a later call are newer."""
     plan = sweep.make_grid(grid)
     for cell in sweep.cells(plan, root, [runtime]):
-        hashes = dict.fromkeys(("checkpoint_hash", "contents"), checkpoint_hash)
+        hashes = dict.fromkeys(("checkpoint_hash", "contents_hash"), checkpoint_hash)
         cell = replace(cell, source=replace(cell.source, **hashes))
-        ms, T = call_ms(cell.options, cell.run), cell.run["T"]
-        sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
+        ms, T = call_ms(cell.options, cell.run), cell.run.T
+        sizes = {name: getattr(cell.run, name) for name in ("T", "depth", "n_gen")}
         times = pd.DataFrame(
             [("call", ms, "ms"), ("tokens_per_s", 1e3 * T / ms, "tok/s")],
             columns=["phase", "value", "unit"],
@@ -61,6 +61,6 @@ def add(
                 row | columns,
                 root,
                 samples=times.assign(warmup=False, repetition=0, order=0, **sizes),
-                layers=layers.assign(depth=cell.run["depth"]),
+                layers=layers.assign(depth=cell.run.depth),
                 fidelity=fidelity.assign(**values, precision=row["precision"]),
             )

@@ -37,8 +37,8 @@ def test_a_target_decides_runtime_dtype_and_options(other_target):
 
 
 def test_states_and_buffers_of_fp32_programs_count_twice(tiny_llama, other_target):
-    half = memory.budget(tiny_llama, make_options())
-    whole = memory.budget(tiny_llama, make_options(target="other"))
+    half = memory.process_bytes(tiny_llama, make_options())
+    whole = memory.process_bytes(tiny_llama, make_options(target="other"))
     for name in ("kv", "buffers"):
         assert whole[name] == 2 * half[name]
     assert whole["weights"] == half["weights"]  # as they are stored

@@ -205,7 +205,7 @@ def test_a_file_defines_what_the_documents_say_is_in_it():
                 assert name in defined, f"{page.name}: `{name}` in `{path}`"
                 seen.append(name)
     # several names before one file count too
-    assert {"run_columns", "measure_in_child", "MIN_STOPS"} <= {*seen}
+    assert {"execution_columns", "measure_in_child", "MIN_STOPS"} <= {*seen}
 
 
 def test_the_glossary_has_every_gate_and_every_state():

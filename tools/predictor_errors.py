@@ -119,14 +119,13 @@ def constants_table(rows: pd.DataFrame) -> pd.DataFrame:
         sample = pd.concat([rows[rows["source"] == name] for name in sampled_sources])
         fits.append(formula.fit(sample.reset_index(drop=True)))
     best = formula.fit(rows)
-    parts = formula.terms(rows, best)
-    ms = formula.predict_ms(rows, best)
-    unpacks = (parts["unpack"] >= parts["stream"]) & (parts["unpack"] > 0)
+    terms = formula.terms(rows, best)
+    least_ms = MIN_TERM_SHARE * terms.total
     depends_on = {
-        "call": parts["call"] >= MIN_TERM_SHARE * ms,
-        "unpack": unpacks,
-        "attend": parts["cache"] >= MIN_TERM_SHARE * ms,
-        "recur": parts["state"] >= MIN_TERM_SHARE * ms,
+        "call": terms.call >= least_ms,
+        "unpack": (terms.unpack >= terms.stream) & (terms.unpack > 0),
+        "attend": terms.cache >= least_ms,
+        "recur": terms.state >= least_ms,
     }
     units = {"call": "ms", "unpack": "10⁹ weights/s", "attend": "GB/s", "recur": "GB/s"}
     lines = []
@@ -164,7 +163,7 @@ def predict_check_rows() -> pd.DataFrame:
     rows = features.points()
     rows = rows[rows["use"] == "check"]
     table = rows[["id", "model", "chip", "format", "T", "ms"]]
-    predicted = roofline.predict_with_intervals(rows)
+    predicted = roofline.predict_with_intervals(rows, roofline.calibration())
     table = table.assign(predicted_ms=predicted["ms"])
     table["ratio"] = table["predicted_ms"] / table["ms"]
     table["inside"] = table["ms"].between(predicted["low_ms"], predicted["high_ms"])

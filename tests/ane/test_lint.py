@@ -118,23 +118,23 @@ BROKEN = {
     "Q6": (compressed(INT8, generation=1), "constexpr_blockwise_shift_scale"),
     "N7": (graph(op("softplus", x="x")), "softplus"),
 }
-LOOKED_FOR = {rule["id"]: rule for rule in rules.rules() if rule["of"] != "-"}
+LOOKED_FOR = {rule.id: rule for rule in rules.rules() if rule.of != "-"}
 
 
 def broken_rules(g: rules.LintGraph) -> dict[str, list[str]]:
     """Rule → the names of what breaks it."""
-    return {rule["id"]: rule["names"] for rule in rules.lint(g)}
+    return {finding.rule.id: finding.names for finding in rules.lint(g)}
 
 
 @pytest.mark.matrix(24, wide=99)
 @pytest.mark.parametrize("id", LOOKED_FOR)
 def test_every_rule_fires_on_a_program_that_breaks_it(id):
     """One that is disputed moves nothing."""
-    kind = LOOKED_FOR[id]["of"].split()[0].rstrip("*")  # of a rule of kinds alone
+    kind = LOOKED_FOR[id].of.split()[0].rstrip("*")  # of a rule of kinds alone
     broken, name = BROKEN.get(id) or (graph(op(kind, x="x")), kind)
     assert name in broken_rules(broken)[id]
     on_cpu = placement.place_operations("s", broken).cpu
-    assert not on_cpu or not LOOKED_FOR[id]["disputed"]
+    assert not on_cpu or not LOOKED_FOR[id].disputed
 
 
 def test_a_program_that_breaks_none_is_clean():
@@ -167,9 +167,9 @@ def test_new_rules_are_silent_on_what_their_sources_ran():
 
 def test_every_rule_says_where_it_is_from_and_what_to_do():
     for rule in rules.rules():
-        assert rule["effect"] in ("cpu", "stays", "fails", "wrong", "slow"), rule
-        assert rule["confidence"] in "HML" and rule["advice"], rule
-        sources = [word.partition("#")[0] for word in rule["source"].split()]
+        assert rule.effect in ("cpu", "stays", "fails", "wrong", "slow"), rule
+        assert rule.confidence in "HML" and rule.advice, rule
+        sources = [word.partition("#")[0] for word in rule.source.split()]
         assert all(source in rules.RULE_SOURCES for source in sources), rule
 
 
@@ -182,7 +182,7 @@ def test_eligible_and_expected_are_told_apart(id, eligible, ane):
     assert (placed.source, placed.eligible, placed.ane) == ("predicted", eligible, ane)
     assert placed.ane + placed.cpu == placed.ops
     assert placed.convolutions == (min(ane, 1), 1)
-    assert id in {rule["id"] for rule in placed.rules}
+    assert id in {finding.rule.id for finding in placed.findings}
 
 
 # --- real exports
@@ -195,7 +195,7 @@ def test_a_shard_as_experiment_30_s_keeps_its_convolutions(exports):
     graph = rules.LintGraph(program, 5_000_000)
     placed = placement.place_operations("attention", graph)
     assert placed.convolutions[0] == placed.convolutions[1] > 0
-    disputed = {rule["id"]: rule["disputed"] for rule in placed.rules}
-    disputed = {id: words for id, words in disputed.items() if words}
+    broken = [finding.rule for finding in placed.findings]
+    disputed = {rule.id: rule.disputed for rule in broken if rule.disputed}
     assert set(disputed) == {"D3", "D7", "K13", "K14", "Q4"}
     assert all("experiment 30" in words for words in disputed.values())

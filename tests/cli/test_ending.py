@@ -196,7 +196,7 @@ def test_a_sweep_is_1_for_red_cells_3_for_failed_ones_and_4_for_cost(
     monkeypatch.setattr(sweep, "load_grid", lambda path: path)
     rows = pd.DataFrame({"verdict": [verdict], "quality": [quality]})
     monkeypatch.setattr("workbench.sweep.summary.summary", lambda *_: rows)
-    monkeypatch.setattr("workbench.sweep.summary.table_lines", lambda rows: [])
+    monkeypatch.setattr("workbench.sweep.table.table_lines", lambda rows: [])
     assert cli("sweep", "grid.yaml").exit_code == code
 
 

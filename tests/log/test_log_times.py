@@ -7,6 +7,7 @@ import pytest
 
 from workbench import log, sweep
 from workbench.sweep import summary
+from workbench.sweep.table import table_lines
 
 
 def samples(run_id: str, repetitions: list[list[float]], T: int = 1) -> pd.DataFrame:
@@ -51,7 +52,7 @@ def test_the_table_computes_speeds_from_samples_and_leaves_disturbed_processes_o
     assert (result["n"], result["disturbed"]) == (2, 1) and result["call_ms"] == 15
     assert result["tokens_per_s"] == pytest.approx(75)
     assert (result["slowest"], result["fastest"]) == pytest.approx((50, 100))
-    text = summary.table_lines(summary.summary(tmp_path))
+    text = table_lines(summary.summary(tmp_path))
     assert "disturbed" in " ".join(text)
 
 
@@ -62,7 +63,7 @@ def test_settings_are_listed_by_mean_and_99_percent_kl(tmp_path):
     log.append("runs", row | {"config": {"other": 1}}, tmp_path, "2")
     result = summary.summary(tmp_path)
     assert result["kl_p99"].tolist()[0] == 0.2 and np.isnan(result["kl_p99"][1])
-    titles = " ".join(summary.table_lines(result))
+    titles = " ".join(table_lines(result))
     assert "mean KL 0.01" in titles and "99% KL" in titles and "cos" not in titles
 
 

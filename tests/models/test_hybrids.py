@@ -45,7 +45,8 @@ def test_a_wide_convolution_is_a_sum_of_shifted_products(exports, family):
     path = exports.checkpoint(family, **two, **WIDE[family])
     decoder, g = exports.decoder(path), exports.golden(path, 11)
     placed = placement.predicted_placement(decoder.bundle)
-    assert "S7" not in {rule["id"] for shard in placed for rule in shard.rules}
+    findings = [finding for shard in placed for finding in shard.findings]
+    assert "S7" not in {finding.rule.id for finding in findings}
     for sizes in ([1], [4, 3]):
         assert tiny.logits_error(decoder, g, *sizes) < tiny.EXACT_LIMIT
     assert weights_gate(decoder.bundle, Checkpoint(path)).verdict == "GREEN"

@@ -224,7 +224,7 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(
     )
     counts = counted.ops, counted.ane, counted.gpu, counted.cpu, counted.eligible
     assert counts == (5, 1, 1, 2, 1) and counted.source == "measured"
-    assert counted.convolutions == (1, 2) and not counted.rules
+    assert counted.convolutions == (1, 2) and not counted.findings
 
 
 def test_the_fake_plan_has_the_method_of_the_installed_coremltools():

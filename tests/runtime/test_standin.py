@@ -263,7 +263,7 @@ def test_residency_without_a_plan_predicts_and_says_why(fault, bundle, source):
 
 def test_a_plan_that_names_no_unit_makes_no_run_invalid():
     silent = placement.count_units("s", [coreml.PlacedOperation("conv", "y", None, ())])
-    row = placement.run_columns([silent], "CPU_AND_NE")
+    row = placement.placement_columns([silent], "CPU_AND_NE")
     assert "status" not in row and "ane_ops_share" not in row
 
 

@@ -84,13 +84,13 @@ def test_a_worker_with_other_code_is_refused(cluster_here, monkeypatch):
 
 def test_auto_is_what_it_stands_for_on_the_workers(cluster_here, monkeypatch):
     client = cluster.connect(cluster_here.scheduler_address)
-    assert cluster.runtimes(client, ["portable"]) == []
-    assert cluster.runtimes(client, ["auto"]) == ["portable"]
+    assert cluster.resolve_auto(client, ["portable"]) == []
+    assert cluster.resolve_auto(client, ["auto"]) == ["portable"]
     monkeypatch.setattr(
         client, "run", lambda *_, **__: {"a": "coreml", "b": "portable"}
     )
     with refused("auto is coreml and portable there.*name the runtime in the grid"):
-        cluster.runtimes(client, ["auto"])
+        cluster.resolve_auto(client, ["auto"])
     assert client.status == "closed"
 
 
@@ -107,7 +107,7 @@ def test_what_the_system_refuses_a_worker_ends_the_sweep(cluster_here, measure):
     """A cell that fails is a result; a log that cannot be written is none."""
     client = cluster.connect(cluster_here.scheduler_address)
     with pytest.raises((OSError, InputError), match="No space left|torn"):
-        list(cluster.run(client, measure, [1, 2, 3]))
+        list(cluster.run_jobs(client, measure, [1, 2, 3]))
     assert client.status == "closed"
 
 
@@ -121,7 +121,7 @@ def test_a_cluster_without_workers_says_so_and_goes_on_with_a_new_one(
         time.sleep(0.02)
     results = []
     running = threading.Thread(
-        target=lambda: results.extend(cluster.run(client, str, [1, 2]))
+        target=lambda: results.extend(cluster.run_jobs(client, str, [1, 2]))
     )
     running.start()
     stderr = ""

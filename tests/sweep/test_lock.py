@@ -83,18 +83,19 @@ def test_two_sweeps_of_a_log_at_once_measure_every_cell_once_and_never_together(
     short_sweep, tmp_path, monkeypatch
 ):
     running, most_running = 0, 0
-    measure_and_log = cell_runs._measure_and_log
+    measure_and_log = cell_runs.CellMeasurement.measure_and_log
 
-    def count_running(*arguments):
+    def count_running(measurement):
         nonlocal running, most_running
         running += 1
         most_running = max(most_running, running)
         try:
-            return measure_and_log(*arguments)
+            return measure_and_log(measurement)
         finally:
             running -= 1
 
-    monkeypatch.setattr(cell_runs, "_measure_and_log", count_running)
+    patched = cell_runs.CellMeasurement
+    monkeypatch.setattr(patched, "measure_and_log", count_running)
     results = []
     threads = [
         threading.Thread(target=lambda: results.append(short_sweep())) for _ in range(2)

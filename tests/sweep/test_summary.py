@@ -5,6 +5,7 @@ import pytest
 
 from workbench import log
 from workbench.sweep import summary
+from workbench.sweep.table import table_lines
 
 MACHINES = ["Apple M4 Max, Mac16,5, 64 GiB, 16 cores", "Apple M1, 8 GiB, 8 cores"]
 
@@ -36,14 +37,14 @@ def rows(tmp_path) -> pd.DataFrame:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal_and_every_run_has_one_line(rows, width):
-    lines = summary.table_lines(rows, width)
+    lines = table_lines(rows, width)
     assert max(map(len, lines)) <= width
     for number in range(4):
         assert sum(line.startswith(f"run{number}") for line in lines) == 1
 
 
 def test_what_is_equal_is_named_once_above_and_machines_by_a_letter(rows):
-    lines = summary.table_lines(rows, 200)
+    lines = table_lines(rows, 200)
     header = next(i for i, line in enumerate(lines) if line.startswith(" "))
     above = " ".join(lines[:header])
     for text in ("checkpoint a-checkpoint-with-a-long-name", "runtime portable"):
@@ -59,10 +60,10 @@ def test_what_is_equal_is_named_once_above_and_machines_by_a_letter(rows):
 
 
 def test_the_table_names_every_column_that_it_leaves_out_and_how_to_see_it(rows):
-    wide = summary.table_lines(rows, 200)
+    wide = table_lines(rows, 200)
     titles = next(line for line in wide if line.startswith(" ")).split()
     assert not any("left out" in line for line in wide)
-    narrow = summary.table_lines(rows, 60)
+    narrow = table_lines(rows, 60)
     narrow_titles = next(line for line in narrow if line.startswith(" ")).split()
     place = next(i for i, line in enumerate(narrow) if line.startswith("left out"))
     below = " ".join(narrow[place:])

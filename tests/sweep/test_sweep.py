@@ -22,6 +22,7 @@ from workbench.sweep import cluster, summary
 from workbench.sweep import run as cell_runs
 from workbench.sweep.grid import CellResult, locate, stored_cells
 from workbench.sweep.identity import RUNTIMES
+from workbench.sweep.table import table_lines
 
 NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
 
@@ -109,7 +110,7 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
     def call(function, cell, *args, **options):
-        if function is cell_runs.measure_in_child and cell.run["T"] == 1:
+        if function is cell_runs.measure_in_child and cell.run.T == 1:
             return crashed
         return replace(in_process.call(function, cell, *args), lines=lines)
 
@@ -134,30 +135,30 @@ def test_workers_say_what_is_done_and_what_auto_means_there(
     """The log of this machine has the two cells of `portable`, and workers, which resolve `auto` to
     `coreml`, measure those of both runtimes."""
     monkeypatch.setattr(cluster, "connect", bool)
-    monkeypatch.setattr(cluster, "runtimes", lambda client, named: ["coreml"])
+    monkeypatch.setattr(cluster, "resolve_auto", lambda client, named: ["coreml"])
     measured_cells = []
 
     def run_cells(client, measure, cells):
         measured_cells.extend(cells)
         return [CellResult("ok", None)] * len(cells)
 
-    monkeypatch.setattr(cluster, "run", run_cells)
+    monkeypatch.setattr(cluster, "run_jobs", run_cells)
     changed = grid | {"run": grid["run"] | {"runtime": ["auto", "portable"]}}
     counts = run_sweep(changed, root=swept.log, scheduler="tcp://host:8786")
     assert (counts["done"], len(counts["settings"])) == (4, 4)
-    runtimes = sorted(cell.run["runtime"] for cell in measured_cells)
+    runtimes = sorted(cell.run.runtime for cell in measured_cells)
     assert runtimes == ["coreml", "coreml", "portable", "portable"]
 
 
 def test_a_cell_names_its_runtime_and_a_log_of_any_runtime_is_read(grid):
     parsed = sweep.make_grid(grid)
     assert parsed.run.runtime == ["auto"]
-    assert {cell.run["runtime"] for cell in sweep.cells(parsed)} == {"portable"}
+    assert {cell.run.runtime for cell in sweep.cells(parsed)} == {"portable"}
     stored = stored_cells(parsed)
-    assert {cell.run["runtime"] for cell in stored} == set(RUNTIMES)
+    assert {cell.run.runtime for cell in stored} == set(RUNTIMES)
     assert len(stored) == len(RUNTIMES) * 2
     named = sweep.make_grid(grid | {"run": grid["run"] | {"runtime": ["coreml"]}})
-    assert {cell.run["runtime"] for cell in stored_cells(named)} == {"coreml"}
+    assert {cell.run.runtime for cell in stored_cells(named)} == {"coreml"}
 
 
 def test_a_cell_is_cancelled_while_its_machine_cools_down(swept, grid, tmp_path):
@@ -218,7 +219,7 @@ def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, run
     assert (counts["cells"], counts["resumed"], counts["done"]) == (4, 4, 0)
     rows = log.load("runs", tmp_path / "log")
     assert len(rows) == 4 and not rows.duplicated(["setting", "round"]).any()
-    lines = summary.table_lines(summary.summary(tmp_path / "log"))
+    lines = table_lines(summary.summary(tmp_path / "log"))
     assert any("slowest" in line for line in lines)  # of two runs each
     assert rows["setting"].nunique() == 2
     assert rows.loc[rows["verdict"].notna(), "round"].tolist() == [0]

@@ -27,10 +27,11 @@ class Advice:
     """An export with another value of one option, and both predicted times.
 
     Args:
-        option: its name, such as max_seq_len, and `value`, the other value.
-        reason: of the saving, in words.
-        ms: of a call of the other export, with the ends of its interval.
-        ms_now: of a call of the export as it is, with the ends of its interval.
+        option: the option's name, such as max_seq_len.
+        value: the other value.
+        reason: why the other export is faster, in words.
+        ms, low_ms, high_ms: of a call of the other export, with its 90% interval.
+        ms_now, low_ms_now, high_ms_now: of a call of the export as it is.
     """
 
     option: str
@@ -53,9 +54,9 @@ class Advice:
 
 
 def advise(work: Work, options: Options, chip: str) -> list[Advice]:
-    """Other exports that are faster by more than the factor of the 90% interval, whether
-    attention reads K and V as stored or repeated for each query head. A finer lookup
-    table is also advised if it takes the same time.
+    """Other exports that are faster by more than the factor of the 90% interval, both if
+    attention reads K and V as stored and if it reads them repeated for each query head.
+    A finer lookup table is also advised if it takes the same time.
 
     An uncertainty that both predictions share, such as an unmeasured chip, does not enter
     the comparison."""
@@ -115,7 +116,7 @@ class _Prediction:
 
 def _predict(work: Work, chip: str) -> _Prediction:
     features = on_chip(work, chip)
-    predicted = predict_with_intervals(calls_table([features])).iloc[0]
+    predicted = predict_with_intervals(calls_table([features]), calibration()).iloc[0]
     repeating = calls_table([replace(features, repeats_kv=True)]).iloc[0]
     return _Prediction(
         ms=float(predicted["ms"]),
@@ -137,8 +138,9 @@ class _Alternative:
 
 
 def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
-    """Yields other exports. `advise` takes the first of an option that is faster, so that
-    the longest cache and the format with most bits come first."""
+    """Yields other exports, those of one option in the order of preference: `advise` takes
+    the first one that is fast enough. The longest cache and the format with most bits
+    come first, since they change least."""
     yield from _fewer_shards(work, options)
     yield from _shorter_caches(work, options)
     # of presets with equal bits the one with more scales
@@ -150,7 +152,8 @@ def _alternatives(work: Work, options: Options) -> Iterator[_Alternative]:
 
 
 def _fewer_shards(work: Work, options: Options) -> Iterator[_Alternative]:
-    """Yields the export with as many layers in a shard as may be, if it has fewer shards."""
+    """Yields the export with as many layers in a shard as `MAX_SHARD_BYTES` allows, if it
+    has fewer shards."""
     heads = [shard for shard in work.shards if shard.is_head]
     layers = [shard for shard in work.shards if not shard.is_head]
     if options.moe != "dense" or len(layers) < 2:

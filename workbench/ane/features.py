@@ -1,8 +1,9 @@
 """What one call reads and computes: the input of the formula.
 
-The call is that of an export (`on_chip`), or a measurement that others published, which
-is a row of `data/sources/ane_points.csv` and is called a point. A table of calls has the
-fields of `CallFeatures` as columns; `with_rates` adds the rates of the calls' chips."""
+The call is one of an export (`on_chip`), or one whose time somebody published: a row of
+`data/sources/ane_points.csv`, called a point. The columns of a table of points have the
+names of `FEATURES`. A table of calls has the fields of `CallFeatures` as columns
+(`read_points` renames them), and `with_rates` adds the rates of the calls' chips."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -15,8 +16,9 @@ from workbench.ane.chips import chip_order, chips, generation, published
 from workbench.ane.work import Work, stored_bits
 
 LEAST_SHARE = 0.05
-"""The share of an export's weights from which on a compressed format is one of its
-formats. Public rows with an fp16 head beside lookup tables count as tables."""
+"""The least share of an export's weights with which a compressed format counts as one of
+its formats. fp16 never counts beside others: public rows with an fp16 head and lookup
+tables count as lookup tables."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,13 @@ class CallFeatures:
 
     Args:
         T: tokens of the call, of all sequences together.
-        format: that of most weights; several, such as `lut4 and int8`, where no single
-            one has nearly all.
+        format: the format of most weights; several, such as `lut4 and int8`, where no
+            single one has nearly all weights.
         table_share: the share of the weights that are in lookup tables.
         calls: calls in sequence, each of which waits for the one before.
         weights_g: 10⁹ weights of products, the head's among them.
-        head_g: 10⁹ weights of a head that computes one token of the call alone; 0 where
-            the head computes every token, as all other weights do.
+        head_g: 10⁹ weights of the head where it computes one token of the call alone; 0
+            where it computes every token, as all other weights do.
         streamed_gb: GB of weights that are read.
         cache_rows: rows of the longest cache.
         cache_mb: K and V as they are stored.
@@ -95,9 +97,9 @@ def points() -> pd.DataFrame:
 
 
 def read_points(table: pd.DataFrame) -> pd.DataFrame:
-    """A table of points as a table of calls: columns by the fields of `CallFeatures`, and
-    `ms`, as numbers. Columns other than these stay as they are, so that a table of calls
-    stays one."""
+    """Turns a table of points into a table of calls: renames its columns to the fields of
+    `CallFeatures`, and parses these fields and `ms` as numbers. Other columns stay as they
+    are. The table may already have the names of `CallFeatures`."""
     calls = table.rename(columns=FEATURES | {"repeats": "repeats_kv"})
     text_fields = [FEATURES[name] for name in TEXT_FEATURES]
     for field in (*FEATURES.values(), "ms"):
@@ -198,8 +200,8 @@ def _streamed_format(format: str, chip: str) -> str:
 
 
 def _main_formats(weights: dict[str, int]) -> list[str]:
-    """The compressed formats that have at least `LEAST_SHARE` of the weights, most weights
-    first, if there are several; otherwise the format of most weights.
+    """The compressed formats that have at least `LEAST_SHARE` of the weights, by falling
+    share, if there are several; otherwise the one format that has most weights.
 
     Args:
         weights: format → their number.

@@ -14,6 +14,7 @@ decoding. Input is a table of calls with rates (`features.with_rates`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -56,32 +57,52 @@ where no row has the term."""
 CONSTANT_NAMES = ("call", "unpack", "attend", "recur")
 
 
-def terms(calls: Mapping, constants: Constants) -> dict[str, np.ndarray]:
-    """The ms of every term of the formula.
+Calls = Mapping[str, Any] | pd.DataFrame
+"""One call, with a number for each of `TERM_COLUMNS`; or a table of calls, with a column
+for each."""
+Milliseconds = float | np.ndarray | pd.Series
+"""The ms of one call, or of each call of a table."""
 
-    Args:
-        calls: `TERM_COLUMNS` of a table of calls, or of one call.
-    """
+
+@dataclass(frozen=True)
+class Terms:
+    """The ms of every term of the formula (see the module)."""
+
+    call: Milliseconds
+    stream: Milliseconds
+    unpack: Milliseconds
+    products: Milliseconds
+    cache: Milliseconds
+    state: Milliseconds
+
+    @property
+    def total(self) -> Milliseconds:
+        """The predicted ms."""
+        weights = np.maximum(np.maximum(self.stream, self.unpack), self.products)
+        return self.call + weights + self.cache + self.state
+
+
+def terms(calls: Calls, constants: Constants) -> Terms:
+    """The ms of every term of the formula, for one call or for a table of calls."""
     unpack_s = calls["table_share"] * calls["weights_g"] / constants.unpack
     body_g = calls["weights_g"] - calls["head_g"]
-    products_g = body_g * calls["T"] + calls["head_g"]  # the head of one token
-    return {
-        "call": constants.call * calls["calls"],
-        "stream": 1e3 * calls["streamed_gb"] / calls["weights_gb_s"],
-        "unpack": 1e3 * unpack_s,
+    # 10⁹ multiply-adds: `head_g` is of a head that computes one token alone
+    products_g = body_g * calls["T"] + calls["head_g"]
+    return Terms(
+        call=constants.call * calls["calls"],
+        stream=1e3 * calls["streamed_gb"] / calls["weights_gb_s"],
+        unpack=1e3 * unpack_s,
         # two operations a multiply-add; 10⁹ operations over 10¹² a second are ms
-        "products": 2 * products_g / (REACHED_SHARE * calls["tflops"]),
+        products=2 * products_g / (REACHED_SHARE * calls["tflops"]),
         # MB over GB/s are ms
-        "cache": calls["read_cache_mb"] / constants.attend,
-        "state": calls["recurrent_mb"] / constants.recur,
-    }
+        cache=calls["read_cache_mb"] / constants.attend,
+        state=calls["recurrent_mb"] / constants.recur,
+    )
 
 
-def predict_ms(calls: Mapping, constants: Constants) -> np.ndarray | pd.Series | float:
-    """The predicted ms of each call, or of one call (see `terms`)."""
-    ms = terms(calls, constants)
-    weights = np.maximum(np.maximum(ms["stream"], ms["unpack"]), ms["products"])
-    return ms["call"] + weights + ms["cache"] + ms["state"]
+def predict_ms(calls: Calls, constants: Constants) -> Milliseconds:
+    """The predicted ms of one call, or of each call of a table."""
+    return terms(calls, constants).total
 
 
 def fit(

@@ -22,13 +22,17 @@ MAC_SHARE = 0.7
 swaps."""
 
 
-def budget(
+def process_bytes(
     source: "Bundle | Checkpoint", options: Options | None = None
 ) -> dict[str, int]:
-    """The bytes of a bundle, or of a checkpoint's export with `options`: weights, kv,
-    side_states (recurrent and router states), embedding, buffers (of a call on the host,
-    which all shards share, estimated), total. The keys are those of `workbench plan
-    --json`."""
+    """The bytes that a process needs to decode with a bundle, or with a checkpoint's export
+    with `options`, by the keys of `workbench plan --json`:
+
+    weights, embedding: as the bundle stores them.
+    kv: the caches of keys and values.
+    side_states: recurrent and router states.
+    buffers: an estimate of the host's arrays of one call, which all shards share.
+    total: all of these."""
     if isinstance(source, Bundle):
         dims, options = source.manifest.dims, source.manifest.options
         sizes = _bundle_sizes(source)

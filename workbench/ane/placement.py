@@ -3,8 +3,8 @@ elsewhere a prediction from the rules, labelled as predicted.
 
 Each shard has one `Placement`. A prediction separates the operations that are
 `eligible` for the Neural Engine, because no rule excludes them, from those expected to
-run there (`ane`), given the shard's size and neighbours. It lists the rules that were
-applied and marks disputed ones."""
+run there (`ane`), given the shard's size and neighbours. It lists the rules that the
+shard breaks and marks disputed ones."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,13 +16,10 @@ import pandas as pd
 
 import miltorch
 from miltorch.program import read_spec
-from workbench.ane.rules import LintGraph, lint
+from workbench.ane.rules import Finding, LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
 from workbench.runtime.coreml import PlacedOperation, compiled_path, compute_plan
-
-LISTED_NAMES = 5
-"""The most operations that a placement names for each rule."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class Placement:
         ane, cpu, gpu: those that are expected to run there.
         convolutions: two counts, those on the Neural Engine and all; experiment 30
             counted these.
-        rules: those that were applied, as `lint` gives them, with the `count` of the
-            names of which the first few are listed.
+        findings: the rules that the shard breaks; none for a plan of Core ML.
     """
 
     shard: str
@@ -48,9 +44,13 @@ class Placement:
     cpu: int
     gpu: int
     convolutions: tuple[int, int]
-    rules: list[dict]
+    findings: list[Finding]
 
-    json = asdict
+    def json(self) -> dict:
+        """The placement by the keys of `workbench plan --json`."""
+        fields = asdict(self)
+        del fields["findings"]
+        return fields | {"rules": [finding.json() for finding in self.findings]}
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
@@ -95,40 +95,38 @@ def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[ProgramAd
 
 
 def place_operations(shard: str, graph: LintGraph) -> Placement:
-    """The placement predicted from the rules that a graph breaks; disputed rules are
+    """The placement predicted from the rules that a program breaks; disputed rules are
     only listed."""
     # names of operations that rules of the effects `cpu` and `stays` (see `rules`) exclude
     unsupported, staying = set(), set()
     program_fails = False  # all of it is then off the Neural Engine
-    listed = []
-    for rule in lint(graph):
-        names = rule["names"]
-        listed.append(rule | {"count": len(names), "names": names[:LISTED_NAMES]})
-        if rule["disputed"]:
+    findings = lint(graph)
+    for finding in findings:
+        if finding.rule.disputed:
             continue
-        match rule["effect"]:
+        match finding.rule.effect:
             case "cpu":
-                unsupported.update(names)
+                unsupported.update(finding.names)
             case "stays":
-                staying.update(names)
+                staying.update(finding.names)
             case "fails":
                 program_fails = True
-    plan = []
+    operations = []
     for op in graph.ops:
         is_supported = op.name not in unsupported
         runs_on_ane = is_supported and not program_fails and op.name not in staying
         preferred = "ane" if runs_on_ane else "cpu"
         supported = ("ane", "cpu") if is_supported else ("cpu",)
-        plan.append(PlacedOperation(op.kind, op.name, preferred, supported))
-    return count_units(shard, plan, "predicted", listed)
+        operations.append(PlacedOperation(op.kind, op.name, preferred, supported))
+    return count_units(shard, operations, "predicted", findings)
 
 
 def read_compute_plan(
     root: Path, shards: list[Shard], runtime: str, compute_units: str
 ) -> list[Placement]:
-    """The compute plan of Core ML, or of its stand-in, for every function of shards of
-    the bundle at `root`. It is called in a child process, which Core ML may abort
-    (CT#2757).
+    """The placements in the compute plan of Core ML, or of its stand-in, for every
+    function of shards of the bundle at `root`. Call it in a child process: Core ML may
+    abort the process (CT#2757).
 
     A plan is a preference; timing each T shows where a shard runs. Optimization hints
     do not enter a compute plan.
@@ -136,46 +134,51 @@ def read_compute_plan(
     Raises:
         InputError: there is no plan.
     """
-    bundle, model, placements = Bundle.open(root), model_class(runtime), []
-    with model.native_layer():
+    bundle, runtime_model, placements = Bundle.open(root), model_class(runtime), []
+    with runtime_model.native_layer():
         for title, shard, package, function in iter_programs(bundle, shards):
             compiled = compiled_path(bundle, shard, package)
-            units = compute_plan(package, compiled, compute_units, function)
-            placements.append(count_units(title, units, model.plan_source))
+            operations = compute_plan(package, compiled, compute_units, function)
+            source = runtime_model.plan_source
+            placements.append(count_units(title, operations, source))
     return placements
 
 
 def count_units(
     shard: str,
-    plan: list[PlacedOperation],
+    operations: list[PlacedOperation],
     source: str = "measured",
-    rules: Iterable = (),
+    findings: Iterable[Finding] = (),
 ) -> Placement:
-    """The placement of a compute plan, by each operation's preferred unit; operations
-    without one count in `ops` alone."""
-    units = Counter(placed.preferred for placed in plan)
-    convolutions = Counter(p.preferred for p in plan if p.op == "conv")
+    """The placement of a shard whose operations have preferred and supported units. An
+    operation without a preferred unit counts in `ops` alone."""
+    units = Counter(op.preferred for op in operations)
+    convolutions = Counter(op.preferred for op in operations if op.op == "conv")
     return Placement(
         shard,
         source,
-        ops=len(plan),
-        eligible=sum("ane" in placed.supported for placed in plan),
+        ops=len(operations),
+        eligible=sum("ane" in op.supported for op in operations),
         ane=units["ane"],
         cpu=units["cpu"],
         gpu=units["gpu"],
         convolutions=(convolutions["ane"], convolutions.total()),
-        rules=list(rules),
+        findings=list(findings),
     )
 
 
-def run_columns(plans: list[Placement], compute_units: str) -> dict:
-    """The columns of a `runs` row for Core ML's plans: counts by shard, and the Neural
-    Engine's share of all operations.
+def placement_columns(placements: list[Placement], compute_units: str) -> dict:
+    """The columns of a `runs` row for the placements in Core ML's plans: counts by shard,
+    and the Neural Engine's share of all operations.
 
     A run with CPU_AND_NE is `invalid` where its plans name units and put no operation
     on the Neural Engine."""
-    counts = pd.DataFrame(plans).set_index("shard")[["ops", "ane", "cpu", "gpu"]]
-    row = {"placement": counts.to_dict("index"), "placement_source": plans[0].source}
+    shards = pd.DataFrame(placements).set_index("shard")
+    counts = shards[["ops", "ane", "cpu", "gpu"]]
+    row = {
+        "placement": counts.to_dict("index"),
+        "placement_source": placements[0].source,
+    }
     ops, ane, cpu, gpu = counts.sum().tolist()
     if ane + cpu + gpu:
         row["ane_ops_share"] = ane / ops
@@ -189,20 +192,24 @@ def run_columns(plans: list[Placement], compute_units: str) -> dict:
 
 
 def describe(placements: list[Placement]) -> list[str]:
-    """Placements as text: a table of one line for all shards of the same counts, then
+    """Placements as text: a table with one line for all shards of the same counts, then
     one line per rule: id, effect, confidence, statement, advice, sources, disputes."""
     counts = ["ops", "eligible", "ane", "cpu", "gpu", "convolutions"]
     shards = pd.DataFrame(placements).groupby(counts, sort=False)["shard"]
     table = shards.agg(["size", "first", "last"]).reset_index()
-    text = [
+    lines = [
         f"{placements[0].source} placement",
         *table.to_string(index=False).splitlines(),
     ]
-    rules = {rule["id"]: rule for placed in placements for rule in placed.rules}
+    rules = {
+        finding.rule.id: finding.rule
+        for placement in placements
+        for finding in placement.findings
+    }
     for rule in rules.values():
-        line = "{id:4}{effect:6}{confidence:3}{says}. {advice}.".format(**rule)
-        line += f" [{'; '.join(rule['sources'].values())}]"
-        if rule["disputed"]:
-            line += f" Disputed: {rule['disputed']}."
-        text.append(line)
-    return text
+        line = f"{rule.id:4}{rule.effect:6}{rule.confidence:3}{rule.says}."
+        line += f" {rule.advice}. [{'; '.join(rule.sources.values())}]"
+        if rule.disputed:
+            line += f" Disputed: {rule.disputed}."
+        lines.append(line)
+    return lines

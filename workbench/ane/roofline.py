@@ -85,14 +85,14 @@ def calibration() -> Calibration:
     return calibrate(points())
 
 
-def calibrate(everything: pd.DataFrame) -> Calibration:
+def calibrate(rows: pd.DataFrame) -> Calibration:
     """The calibration on the rows of a table whose `use` is "fit".
 
     The interval is the wider one of those by source and by author. The extra widths are
     measured, too: by format and by model from fits without the rows of the same one; by
     context from fits without the shortest or the longest caches; by chip from the rows
     that check chips without a fitted row."""
-    fitted = fitted_rows(everything)
+    fitted = fitted_rows(rows)
     constants = fit(fitted)
     log_errors = {}  # column → log(predicted ÷ published), by fits without the same value
     for by in ("source", "author", "format", "cache_rows", "model"):
@@ -103,7 +103,7 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
     cache_rows = fitted["cache_rows"]
     is_end = cache_rows.isin([cache_rows.min(), cache_rows.max()])
     extra_log_widths = {
-        "chip": _chip_log_width(everything, fitted, constants),
+        "chip": _chip_log_width(rows, fitted, constants),
         "format": np.log(conformal_factor(log_errors["format"])),
         "context": np.log(conformal_factor(log_errors["cache_rows"][is_end])),
         "program": np.log(conformal_factor(log_errors["model"])),
@@ -113,22 +113,26 @@ def calibrate(everything: pd.DataFrame) -> Calibration:
 
 
 def _chip_log_width(
-    everything: pd.DataFrame, fitted: pd.DataFrame, constants: Constants
+    rows: pd.DataFrame, fitted: pd.DataFrame, constants: Constants
 ) -> float:
     """The largest log error of the rows that check whole models, at one token a call, on
     chips without a fitted row."""
-    is_check = (everything["use"] == "check") & (everything["T"] == 1)
-    checks = everything[is_check & ~everything["chip"].isin(fitted["chip"])]
+    is_check = (rows["use"] == "check") & (rows["T"] == 1)
+    checks = rows[is_check & ~rows["chip"].isin(fitted["chip"])]
     checks = checks[pd.to_numeric(checks["layers"]) > 0]
     log_errors = np.log(predict_ms(checks, constants) / checks["ms"])
     return float(log_errors.abs().max())
 
 
-def extrapolations(call: Mapping, model: Calibration) -> dict[str, str]:
-    """The ways in which a call, a row of a table of calls with rates, resembles no fitted
-    row: chip, format, context, attention or program → the difference in words. Each kind
-    but attention has a width in `Calibration.extra_log_widths`."""
-    fitted, reasons = model.rows, {}
+def extrapolations(call: Mapping, calibration: Calibration) -> dict[str, str]:
+    """The differences of a call from every fitted row: chip, format, context, attention or
+    program → the difference in words. Each kind but attention has a width in
+    `Calibration.extra_log_widths`.
+
+    Args:
+        call: a row of a table of calls with rates.
+    """
+    fitted, reasons = calibration.rows, {}
     chip = call["chip"]
     if chip not in set(fitted["chip"]):
         rate = "" if call["measured_rate"] else ", and its rate of weights is assumed"
@@ -147,29 +151,29 @@ def extrapolations(call: Mapping, model: Calibration) -> dict[str, str]:
             "attention that repeats no K and V, which no row measures: the interval "
             "reaches from K and V as stored to K and V for each query head"
         )
-    if differences := _program_differences(call, model):
+    if differences := _program_differences(call, calibration):
         differences = "; ".join(differences)
         reasons["program"] = f"no decode row like its program: {differences}"
     return reasons
 
 
-def _program_differences(call: Mapping, model: Calibration) -> list[str]:
+def _program_differences(call: Mapping, calibration: Calibration) -> list[str]:
     """The properties of a call's program that no fitted row has, in words: its states,
     its number of calls, its slowest term, its route."""
-    differences, states_mb = [], model.rows["recurrent_mb"].max()
+    differences, states_mb = [], calibration.rows["recurrent_mb"].max()
     # by more than a rounding error
     if call["recurrent_mb"] > states_mb * (1 + 1e-6):
         differences.append(
             f"{call['recurrent_mb']:.1f} MB of recurrent states; rows have "
             f"{states_mb:.1f}"
         )
-    most_calls = model.rows["calls"].max()
+    most_calls = calibration.rows["calls"].max()
     if call["calls"] > most_calls:
         differences.append(
             f"{call['calls']:.0f} calls; rows have at most {most_calls:.0f}"
         )
-    ms = terms(call, model.constants)
-    if ms["products"] > max(ms["stream"], ms["unpack"]):
+    ms = terms(call, calibration.constants)
+    if ms.products > max(ms.stream, ms.unpack):
         differences.append(f"products decide at T = {call['T']:.0f}")
     if call.get("route", ROUTE) != ROUTE:
         differences.append(f"not a program of {ROUTE}")
@@ -177,12 +181,13 @@ def _program_differences(call: Mapping, model: Calibration) -> list[str]:
 
 
 def predict_with_intervals(
-    calls: pd.DataFrame, model: Calibration | None = None
+    calls: pd.DataFrame, calibration: Calibration
 ) -> pd.DataFrame:
     """The prediction of every call, with its 90% interval.
 
-    No public row so far has attention products that read K and V as they are stored. The
-    interval of such an export reaches from there to K and V repeated for each query head.
+    In all public rows so far, attention products read K and V that are repeated for each
+    query head. In an export they may read K and V as stored: then the lower end of the
+    interval is of K and V as stored, and the upper end of repeated ones.
 
     Args:
         calls: a table of calls with rates (see `features`). The column `route` says by
@@ -191,15 +196,15 @@ def predict_with_intervals(
     Returns:
         ms, low_ms, high_ms (null where a feature is); extrapolates: `extrapolations`.
     """
-    model = model or calibration()
     predictions = [
-        _predict_with_interval(call.to_dict(), model) for _, call in calls.iterrows()
+        _predict_with_interval(call.to_dict(), calibration)
+        for _, call in calls.iterrows()
     ]
     return pd.DataFrame(predictions, calls.index)
 
 
-def _predict_with_interval(call: dict, model: Calibration) -> dict:
-    """The line of `predict_with_intervals` for one call."""
+def _predict_with_interval(call: dict, calibration: Calibration) -> dict:
+    """The row of `predict_with_intervals` for one call."""
     if pd.isna([call[name] for name in FEATURES.values()]).any():
         missing = {"program": "features are missing"}
         return {
@@ -208,16 +213,16 @@ def _predict_with_interval(call: dict, model: Calibration) -> dict:
             "high_ms": np.nan,
             "extrapolates": missing,
         }
-    reasons = extrapolations(call, model)
-    # Log errors of independent causes: their squares add up. "attention" adds no width to
-    # both ends; it moves the upper one (below).
-    squares = [np.log(model.factor) ** 2]
-    squares += [model.extra_log_widths.get(kind, 0.0) ** 2 for kind in reasons]
+    reasons = extrapolations(call, calibration)
+    # Log errors of independent causes: their squares add up. "attention" has no width; it
+    # moves the upper end alone (below).
+    squares = [np.log(calibration.factor) ** 2]
+    squares += [calibration.extra_log_widths.get(kind, 0.0) ** 2 for kind in reasons]
     factor = np.exp(np.sqrt(sum(squares)))
-    ms = highest_ms = float(predict_ms(call, model.constants))
+    ms = highest_ms = float(predict_ms(call, calibration.constants))
     if "attention" in reasons:
         repeating = call | {"read_cache_mb": call["repeated_cache_mb"]}
-        highest_ms = float(predict_ms(repeating, model.constants))
+        highest_ms = float(predict_ms(repeating, calibration.constants))
     return {
         "ms": ms,
         "low_ms": ms / factor,
@@ -227,17 +232,18 @@ def _predict_with_interval(call: dict, model: Calibration) -> dict:
 
 
 def published_predictions() -> pd.DataFrame:
-    """Every public measurement that can be used beside its prediction: a fitted row
-    predicted without the rows of its author, another one by the fit to all.
+    """Every public measurement that can be used, beside its prediction: that of a fitted
+    row by a fit without the rows of its author, that of another row by the fit to all.
 
     Returns:
         id, source, author, model, format, chip, route, T, ms, predicted_ms, low_ms,
         high_ms, page (a short name of the source), fitted (whether it is a fitted row).
     """
-    rows, model = points(), calibration()
+    rows = points()
     rows = rows[rows["use"] != "no"].reset_index(drop=True)
-    predictions = predict_with_intervals(rows, model)
-    left_out_ms = rows["id"].map(model.rows.set_index("id")["author_ms"])
+    predictions = predict_with_intervals(rows, calibration())
+    fitted = calibration().rows.set_index("id")
+    left_out_ms = rows["id"].map(fitted["author_ms"])
     # Both ends move by the same factor as the prediction, so that the ratio of the ends
     # stays.
     shift = (left_out_ms / predictions["ms"]).fillna(1.0)
@@ -277,7 +283,8 @@ def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
     """
     selected = chips() if names is None else chips()[chips()["chip"].isin(list(names))]
     calls = calls_table([on_chip(work, chip) for chip in selected["chip"]])
-    table = pd.concat([calls[["chip"]], predict_with_intervals(calls)], axis="columns")
+    predictions = predict_with_intervals(calls, calibration())
+    table = pd.concat([calls[["chip"]], predictions], axis="columns")
     table = table.assign(
         tokens_per_s=1e3 / table["ms"],
         weights=[describe_streams(work, chip) for chip in selected["chip"]],
@@ -309,15 +316,15 @@ def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
 def describe_fit() -> str:
     """Sentences on the assumptions of the predictions, and their distance from public
     measurements."""
-    model = calibration()
-    rows = model.rows
+    median_error, factor = calibration().median_error, calibration().factor
+    rows = calibration().rows
     return (
         "ms and tok/s by chip assume that every operation runs on the Neural Engine, "
         f"whatever the placement says. {len(rows)} public measurements, of "
         f"{rows['author'].nunique()} authors on {rows['chip'].nunique()} chips, were "
         "each predicted without the rows of their author: the prediction is off by "
-        f"{model.median_error:.0%} in the median. low_ms to high_ms is meant to contain "
-        f"{INTERVAL_LEVEL:.0%}: a factor of {model.factor:.2f} both ways, more where no "
+        f"{median_error:.0%} in the median. low_ms to high_ms is meant to contain "
+        f"{INTERVAL_LEVEL:.0%}: a factor of {factor:.2f} both ways, more where no "
         "measurement is like the export, and up to K and V read for each query head, as "
         "the measured programs read them."
     )

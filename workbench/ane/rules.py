@@ -12,16 +12,18 @@ reported and changes no placement. Effects:
     wrong  it runs and may give wrong or non-finite values
     slow   it runs slower than an equivalent program
 
-`of` names the subjects of a rule. They are values (a `Type` each): `inputs`, `states`,
-`interface` (inputs and outputs), `results` (of every operation). Or they are operations
-(an `Op` each): the `weights` in 8 or 4 bits, or those whose kind fits a pattern such as
-`scatter*`. A rule of "-" is known and not looked for.
+The column `of` names the subjects of a rule, the parts of a program that it is tested on.
+Subjects that are values (a `Type` each) are `inputs`, `states`, `interface` (inputs and
+outputs) and `results` (of every operation). Subjects that are operations (an `Op` each)
+are the `weights` in 8 or 4 bits, and operations whose kind fits a pattern such as
+`scatter*`. A rule with "-" is documented in the table and never tested.
 
 A test says whether a subject breaks the rule. It is in `VALUE_TESTS` or `OPERATION_TESTS`,
 by the kind of its subject, or in `PROGRAM_TESTS` where all subjects of a program break the
 rule or none does. A rule without a test is broken by every subject."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -75,8 +77,54 @@ SCALED_WEIGHTS = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantiz
 SUPPORTED_DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 
 
+LISTED_NAMES = 5
+"""The most names that the JSON of a finding lists."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of `ane_rules.csv`."""
+
+    id: str
+    of: str
+    """The subjects, or "-" (see the module)."""
+    effect: str
+    confidence: str
+    source: str
+    """Abbreviations in `RULE_SOURCES`, separated by spaces; `CT#2757` names an issue."""
+    says: str
+    advice: str
+    disputed: str
+    """A source that contradicts the rule; empty without one."""
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Abbreviation → the source in words."""
+        return {
+            word: RULE_SOURCES[word.partition("#")[0]] for word in self.source.split()
+        }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a program breaks."""
+
+    rule: Rule
+    names: list[str]
+    """The subjects that break it, in the program's order, each once."""
+
+    def json(self) -> dict:
+        """The finding by the keys of `workbench plan --json`."""
+        return asdict(self.rule) | {
+            "names": self.names[:LISTED_NAMES],
+            "sources": self.rule.sources,
+            "count": len(self.names),
+        }
+
+
 class LintGraph(Graph):
-    """The def-use index that rules search, with properties of the package and the chip.
+    """The def-use index of a program, with the properties of its package and of the chip
+    that rules test.
 
     Args:
         program: a function of a package.
@@ -84,7 +132,8 @@ class LintGraph(Graph):
         functions: number of the package's functions.
         generation: the chip's generation of the M series.
         programs: number of programs that a process loads to run the whole bundle.
-        largest_file: bytes of its largest weight file; default: it has one.
+        largest_file: bytes of the package's largest weight file; default: of its only
+            one, which has `weight_bytes`.
     """
 
     def __init__(
@@ -112,30 +161,24 @@ class LintGraph(Graph):
         return self.shape_of(op.inputs.get(parameter))
 
 
-def rules() -> list[dict[str, str]]:
-    """The rows of the table: id, of, effect, confidence, source, says, advice,
-    disputed."""
-    return published("ane_rules.csv").to_dict("records")
+def rules() -> list[Rule]:
+    """The rows of the table."""
+    return [Rule(**row) for row in published("ane_rules.csv").to_dict("records")]
 
 
-def lint(graph: LintGraph) -> list[dict]:
-    """The rules that a graph breaks, each with the `names` of what breaks it and its
-    `sources` in words."""
+def lint(graph: LintGraph) -> list[Finding]:
+    """The rules that a program breaks, in the order of the table."""
     subjects = _subjects(graph)
     findings = []
     for rule in rules():
-        candidates = subjects.get(rule["of"])
+        candidates = subjects.get(rule.of)
         if candidates is None:
-            candidates = _matching_operations(graph, rule["of"].split())
-        names = {}  # in order, each once
-        for name, subject in candidates:
-            if _breaks(rule["id"], graph, subject):
-                names[name] = None
+            candidates = _matching_operations(graph, rule.of.split())
+        names = [
+            name for name, subject in candidates if _breaks(rule.id, graph, subject)
+        ]
         if names:
-            # a source such as CT#2757 names an issue
-            words = rule["source"].split()
-            sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
-            findings.append(rule | {"names": list(names), "sources": sources})
+            findings.append(Finding(rule, list(dict.fromkeys(names))))
     return findings
 
 

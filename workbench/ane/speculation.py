@@ -58,8 +58,17 @@ class Speculation:
         )
 
 
-def gain(acceptance, drafts: int, verify_cost: float, draft_cost: float = 0.0):
-    """Tokens per second over those of plain decoding (see the module)."""
+def gain(
+    acceptance: float | np.ndarray,
+    drafts: int,
+    verify_cost: float,
+    draft_cost: float = 0.0,
+) -> float | np.ndarray:
+    """Tokens per second over those of plain decoding, for each acceptance.
+
+    Args:
+        acceptance: α; drafts: k; verify_cost: V; draft_cost: d (see the module).
+    """
     # the sum of α^i for i = 0 … k, which α = 1 does not divide by zero
     tokens = sum(np.asarray(acceptance, float) ** i for i in range(drafts + 1))
     return tokens / (verify_cost + drafts * draft_cost)
@@ -68,8 +77,8 @@ def gain(acceptance, drafts: int, verify_cost: float, draft_cost: float = 0.0):
 def implied_acceptance(
     gained: float, drafts: int, verify_cost: float, draft_cost: float = 0.0
 ) -> float | None:
-    """The acceptance at which speculation gains `gained`; 0 if it gains more without any
-    draft accepted, None if it gains less with all."""
+    """The acceptance at which the gain is `gained`: 0 if the gain is larger even where no
+    draft is accepted, None if it is smaller even where all are."""
     costs = drafts, verify_cost, draft_cost
     if gain(0.0, *costs) >= gained:
         return 0.0
@@ -107,11 +116,11 @@ def speculate(
     verify_cost = verification_ms / plain_ms
     drafts = T - 1
     return Speculation(
-        chip,
-        acceptance,
-        T,
-        draft_cost,
-        verify_cost,
+        chip=chip,
+        acceptance=acceptance,
+        tokens=T,
+        draft_cost=draft_cost,
+        verify_cost=verify_cost,
         gain=float(gain(acceptance, drafts, verify_cost, draft_cost)),
         pays_from=pays_from(drafts, verify_cost, draft_cost),
     )

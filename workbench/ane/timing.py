@@ -29,7 +29,8 @@ class MatrixTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one call of an export on a chip, as `roofline` predicts it.
+    """Predicts the time of one call of an export on a chip, by the formats in which its
+    weights are stored.
 
     Args:
         work: of one call of the export, in any format.
@@ -51,20 +52,22 @@ class Timing:
         Args:
             weights: elements of the matrix.
         """
-        billion = _time_of_a_billion(self.chip, stored_format(preset))
-        return MatrixTime(*(ms * weights / BILLION for ms in billion))
+        per_billion = _time_per_billion_weights(self.chip, stored_format(preset))
+        return MatrixTime(
+            stream_ms=per_billion.stream_ms * weights / BILLION,
+            unpack_ms=per_billion.unpack_ms * weights / BILLION,
+        )
 
     def milliseconds(self, weights: dict[str, int]) -> float:
         """The predicted milliseconds of a call.
 
         Args:
-            weights: preset → number of weights that are stored by it.
+            weights: preset → number of weights that it stores.
         """
         formats = Counter()
         for name, count in weights.items():
             formats[stored_format(find_preset(name))] += count
-        # All weights are put on the first shard: the formula reads nothing but sums over
-        # the shards.
+        # All weights are put on the first shard: the formula only reads sums over shards.
         first, *others = (replace(shard, weights={}) for shard in self.work.shards)
         first = replace(first, weights=dict(formats))
         work = replace(self.work, shards=(first, *others))
@@ -73,9 +76,9 @@ class Timing:
 
 
 @cache
-def _time_of_a_billion(chip: str, format: str) -> MatrixTime:
+def _time_per_billion_weights(chip: str, format: str) -> MatrixTime:
     """The time of a matrix of a billion weights."""
     work = Work((ShardWork("matrix", {format: BILLION}),))
     call = calls_table([on_chip(work, chip)]).iloc[0]
     ms = terms(call, calibration().constants)
-    return MatrixTime(float(ms["stream"]), float(ms["unpack"]))
+    return MatrixTime(float(ms.stream), float(ms.unpack))

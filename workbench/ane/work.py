@@ -1,7 +1,7 @@
-"""The weights, caches and states that one call of an export reads: of a bundle read off
-the programs in its packages (`_bundle_shard`), of a checkpoint computed from its
-configuration (`_planned_shards`). Both give a `ShardWork` for each shard, and `call_work`
-joins them to the `Work` of the call.
+"""The weights, caches and states that one call of an export reads. Those of a bundle are
+read from the programs in its packages (`_bundle_shard`), those of a checkpoint's export
+are computed from its configuration (`_planned_shard`). Both give a `ShardWork` for each
+shard, and `call_work` joins them to the `Work` of the call.
 
 Weights are those of products (convolutions, linear layers, products with a constant
 matrix), counted as elements of each storage format. Embeddings are looked up, not
@@ -10,9 +10,8 @@ are those of matrix states; the states of short convolutions are a few kB."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -157,27 +156,35 @@ def stored_bits(format: str) -> float:
 def call_work(
     source: "Bundle | Checkpoint", options: Options | None = None, T: int = 1
 ) -> Work:
-    """The work of one call of T tokens: of a bundle, or of a checkpoint's export with
-    `options`. Slices of the head are one call. Of routed experts, each layer calls its
-    largest one for each token of the call, T · batch times, but no more often than it
-    has experts."""
+    """The work of one call of T tokens for each sequence: of a bundle, or of a
+    checkpoint's export with `options`.
+
+    All slices of the head count as one call. Routed experts are counted at their most: the
+    T · batch tokens of the call all choose different experts of a layer, up to the number
+    that it has, and each of these is as large as the largest."""
     if isinstance(source, Bundle):
-        options = source.manifest.options
-        shards = [(s, _bundle_shard(source, s, T)) for s in source.manifest.shards]
+        shards, options = source.manifest.shards, source.manifest.options
+        works = [_bundle_shard(source, shard, T) for shard in shards]
     else:
-        shards = list(_planned_shards(source, source_plan(source), options))
-    expert_calls = min(T * options.batch, _expert_count(s for s, _ in shards))
-    is_mixture = any(ROUTER_STATE in shard.inputs for shard, _ in shards)
+        from workbench.exporter.shards import specs
+
+        plan = source_plan(source)
+        shards = list(specs(plan, options))
+        works = [_planned_shard(source, spec, plan, options) for spec in shards]
+    expert_calls = min(T * options.batch, _expert_count(shards))
+    expert_names = {joined_name(shard) for shard in shards if shard.kind == "expert"}
+    members: dict[str, list[ShardWork]] = {}  # joined name → works
+    for shard, work in zip(shards, works):
+        members.setdefault(joined_name(shard), []).append(work)
     joined = []
-    # a layer's experts, and the slices of the head, follow each other
-    for name, group in groupby(shards, key=lambda pair: joined_name(pair[0])):
-        members, works = zip(*group)
-        if members[0].kind == "expert":
-            joined.append(_largest_expert(name, works, expert_calls))
+    for name, group in members.items():
+        if name in expert_names:
+            joined.append(_largest_expert(name, group, expert_calls))
         else:
-            joined.append(join_shards(name, works))
+            joined.append(join_shards(name, group))
     # other exporters may have the head in the last layer's package
     joined = [work for work in joined if work.weights]
+    is_mixture = any(ROUTER_STATE in shard.inputs for shard in shards)
     ranged = is_mixture and options.moe == "dense" and not options.fixed_sizes
     return Work(tuple(joined), T, options.batch, ranged)
 
@@ -189,8 +196,8 @@ def _expert_count(shards: "Iterable[Shard | Spec]") -> int:
 
 
 def joined_name(shard: "Shard | Spec") -> str:
-    """The name of a shard; all slices of the head have one name, and all experts of a
-    layer."""
+    """The name under which the work of a shard is counted: all slices of the head share
+    one, and all experts of a layer share one."""
     names = {"head": "head", "expert": f"expert of layer {shard.layers[0]}"}
     return names.get(shard.kind, shard.name)
 
@@ -203,9 +210,8 @@ def _largest_expert(name: str, works: Sequence[ShardWork], calls: int) -> ShardW
 
 
 def join_shards(name: str, works: Sequence[ShardWork]) -> ShardWork:
-    """The sum of the work of shards that are counted as one call, or of the packages of one
-    shard, of which another exporter may have written several. The `calls` of the result
-    are 1, whatever those of its parts are."""
+    """Adds up the work of shards, or of the packages of one shard (another exporter may
+    have written several), that count as one call: `calls` of the result is 1."""
     weights = Counter()
     for work in works:
         weights.update(work.weights)
@@ -229,36 +235,24 @@ def source_plan(checkpoint: "Checkpoint") -> "Plan":
     return family_of(checkpoint.config).plan(checkpoint.config)
 
 
-def _planned_shards(
-    source: "Checkpoint", plan: "Plan", options: Options
-) -> "Iterator[tuple[Spec, ShardWork]]":
-    """Every shard that an export would write, and its work."""
-    from workbench.exporter.shards import specs
+def _planned_shard(
+    source: "Checkpoint", spec: "Spec", plan: "Plan", options: Options
+) -> ShardWork:
+    """The work of a shard that an export would write. Its attention products read every
+    cache as it is stored."""
     from workbench.exporter.weights import weight_sources
 
-    for spec in specs(plan, options):
-        weights = Counter()
-        for weight in weight_sources(spec, source, plan, options):
-            if is_product_matrix(weight.shape):
-                weights[stored_format(weight.preset)] += prod(weight.shape)
-        yield spec, _with_states(spec, dict(weights), plan.dims, options)
-
-
-def _with_states(
-    shard: "Spec", weights: dict[str, int], dims: Dims, options: Options
-) -> ShardWork:
-    """The work of a shard whose attention products read every cache as it is stored.
-
-    Args:
-        weights: format → elements.
-    """
-    caches = [state for name, state in shard.states.items() if is_cache(name)]
-    matrices = [state for name, state in shard.states.items() if is_matrix(name)]
+    weights = Counter()
+    for weight in weight_sources(spec, source, plan, options):
+        if is_product_matrix(weight.shape):
+            weights[stored_format(weight.preset)] += prod(weight.shape)
+    caches = [state for name, state in spec.states.items() if is_cache(name)]
+    matrices = [state for name, state in spec.states.items() if is_matrix(name)]
     return ShardWork(
-        name=shard.name,
-        weights=weights,
+        name=spec.name,
+        weights=dict(weights),
         cache_bytes=sum(state_bytes(state, options) for state in caches),
-        repeated_cache_bytes=_repeated_bytes(caches, dims, options),
+        repeated_cache_bytes=_repeated_bytes(caches, plan.dims, options),
         recurrent_bytes=sum(state_bytes(state, options) for state in matrices),
         cache_rows=_longest(caches),
     )
@@ -268,7 +262,7 @@ def _with_states(
 
 
 def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
-    """The work of a shard, read off its programs."""
+    """The work of a shard, read from its programs."""
     dims, options = bundle.manifest.dims, bundle.manifest.options
     cache_names, matrix_names = set(), set()  # of states in the programs
     for name, state in shard.states.items():
@@ -277,8 +271,9 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
         elif is_matrix(name):
             matrix_names.add(_name_in_program(shard, state))
     width = options.tiling.width(T)
-    # `functions` is function → its columns; empty where a package has one function alone
-    function = next((f for f, n in shard.functions.items() if n == width), None)
+    # `functions` is function → the T that it computes; empty where a package has only one
+    matching = [name for name, tokens in shard.functions.items() if tokens == width]
+    function = matching[0] if matching else None
     works = [
         program_work(miltorch.read(package, function), cache_names, matrix_names)
         for package in bundle.packages(shard).values()
@@ -287,7 +282,7 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
     caches = [state for name, state in shard.states.items() if is_cache(name)]
     return replace(
         work,
-        # a program that repeats K and V reads them so already
+        # `cache_bytes` is the larger one where the program itself repeats K and V
         repeated_cache_bytes=max(
             work.cache_bytes, _repeated_bytes(caches, dims, options)
         ),
@@ -296,8 +291,8 @@ def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
 
 
 def _name_in_program(shard: Shard, state: StateEntry) -> str:
-    """The name of a state in its program, of which another exporter's state may be one
-    plane."""
+    """The name of the program's state that holds a state of the bundle. Another exporter
+    may keep several states of the bundle as planes of one."""
     return PlaneName.parse(state.tensor).tensor if shard.foreign else state.tensor
 
 

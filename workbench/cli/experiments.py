@@ -309,7 +309,8 @@ def sweep(
     """
     portion = _parse_part(part)
     grids = _make_grids(grid_or_bundle, T, depth, rounds, runtime, log)
-    from workbench.sweep.summary import summary, table_lines
+    from workbench.sweep.summary import summary
+    from workbench.sweep.table import table_lines
 
     results = [
         workbench.sweep.sweep(grid, root=log, scheduler=scheduler, part=portion)

@@ -35,6 +35,7 @@ def log(
         log: Folder of the log.
     """
     from workbench.sweep import summary
+    from workbench.sweep.table import table_lines
 
     if rows:
         table = workbench.log.load("runs", log, where)
@@ -53,7 +54,7 @@ def log(
         table = table.dropna(axis="columns", how="all")
         print(visible(table.to_string(index=False, max_colwidth=32)))
     else:
-        print(visible("\n".join(summary.table_lines(table))))
+        print(visible("\n".join(table_lines(table))))
 
 
 def log_compare(

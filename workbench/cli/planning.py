@@ -90,21 +90,21 @@ def plan(
 
     from workbench import exporter
     from workbench.ane import chips
-    from workbench.ane import memory as budgets
+    from workbench.ane import memory as ane_memory
 
     placed_on = chip or PLACED_ON
     generation = chips.generation(placed_on)
     memory_bytes = psutil.virtual_memory().total
     if memory is not None:
-        memory_bytes = budgets.parse_bytes(memory)
+        memory_bytes = ane_memory.parse_bytes(memory)
     if bundle:
         source, chosen = bundle, bundle.manifest.options
     else:
         source = load_checkpoint(path)
         chosen = exporter.make_options(**asdict(options))
         exporter.read_plan(source, chosen)  # refuses what the export refuses
-    sizes = budgets.budget(source, chosen) | {"machine": memory_bytes}
-    result = budgets.fits(sizes["total"], memory_bytes) | {"bytes": sizes}
+    sizes = ane_memory.process_bytes(source, chosen) | {"machine": memory_bytes}
+    result = ane_memory.fits(sizes["total"], memory_bytes) | {"bytes": sizes}
     speed = _predicted_speed(source, chosen, drafts, chip)
     placed = _placement(bundle, device, placed_on, generation)
     lines = [*format_result(result), *speed.lines, *placed.lines]

@@ -5,7 +5,8 @@ Words of this room:
     cell      what is measured once: one bundle, one way to run it, one round
     round     every round of a grid has each bundle and each way to run it once
     run       the measurement of a cell in a process of its own, and its row in the log's
-              table `runs`; `Run` of a grid has the axes, `Cell.run` a value of each
+              table `runs`; `Run` of a grid has lists of settings, `RunSettings` of a
+              cell one value of each
     setting   what decides the times of a run on one machine, as a hash: the runs of all
               rounds share it (`configurations` has a row per setting, `processes` a
               row per run)
@@ -27,6 +28,7 @@ To read what the log has:
 
     results      the log's tables of a grid
     summary      the whole log as one table, with a row per setting
+    table        that table as lines as wide as the terminal
     conclude     sentences on the differences of settings
 
 The names below are imported when they are first used, so that a child process starts

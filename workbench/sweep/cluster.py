@@ -58,28 +58,29 @@ def connect(address: str):
         actual = str(problem) or type(problem).__name__
         needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
         raise InputError(subject, actual, needed, step) from None
-    if workers.measuring and not outdated:
-        return client
-    client.close()
     if outdated:
+        client.close()
         actual = f"another version of the workbench on {', '.join(outdated)}"
         needed = "the code of this checkout on every worker"
         step = "update the workbench there and start the worker again"
-    else:
+        raise InputError(subject, actual, needed, step)
+    if not workers.measuring:
+        client.close()
         actual = f"{workers.count} workers, none with {RESOURCE}"
-        needed = "at least one"
         step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
-    raise InputError(subject, actual, needed, step)
+        raise InputError(subject, actual, "at least one", step)
+    return client
 
 
-def runtimes(client, named: Sequence[str]) -> list[str]:
-    """The runtime that `auto` stands for on the workers; none unless a grid names `auto`.
+def resolve_auto(client, named: Sequence[str]) -> list[str]:
+    """The runtime that `auto` stands for on the workers, in a list; an empty list unless
+    the grid names `auto`.
 
     Args:
         named: the runtimes of the grid.
 
     Raises:
-        InputError: it stands for different runtimes on two of them; the client is
+        InputError: `auto` stands for different runtimes on two workers. The client is
             closed.
     """
     if "auto" not in named:
@@ -94,7 +95,9 @@ def runtimes(client, named: Sequence[str]) -> list[str]:
     return names
 
 
-def run(client, measure: Callable[..., CellResult], jobs: list) -> Iterator[CellResult]:
+def run_jobs(
+    client, measure: Callable[..., CellResult], jobs: list
+) -> Iterator[CellResult]:
     """Yields the result of `measure` for each job on a worker, in the order in which the
     jobs end; closes the client at the end. While there is no worker that could measure,
     one line on stderr says so.
@@ -136,9 +139,9 @@ class _Workers(NamedTuple):
     """The workers of a scheduler."""
 
     count: int
-    """Of all of them."""
+    """The number of all workers."""
     measuring: list[str]
-    """The addresses of those that measure."""
+    """The addresses of the workers that measure."""
 
 
 def _list_workers(client) -> _Workers:

@@ -52,7 +52,7 @@ def log_split(path: Path, options: Options, grid: Grid, root: Path) -> None:
     checkpoint, folder = Checkpoint(path), log.project(root) / "data" / "bundles"
     bundle = bundle_for(checkpoint, options, folder)
     split = error.split_error(checkpoint, bundle, grid.validate_ids)["isolated"]
-    row = identity.run_columns(bundle) | {
+    row = identity.bundle_columns(bundle) | {
         "experiment": grid.experiment,
         "command": "error",
         "runtime": "portable",
@@ -104,9 +104,9 @@ def find_operation(
     result = operation.find(
         Bundle.open(path),
         grid.validate_ids,
-        runtime=cell.run["runtime"],
-        compute_units=cell.run["compute_units"],
-        T=cell.run["T"],
+        runtime=cell.run.runtime,
+        compute_units=cell.run.compute_units,
+        T=cell.run.T,
         layer=layer,
         position=position,
         stop=stop,

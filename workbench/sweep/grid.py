@@ -4,7 +4,7 @@ import itertools
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -129,10 +129,40 @@ class Source:
     checkpoint_hash: str | None
     """The checkpoint's hash. Where the checkpoint is not on this machine, the hash in
     the newest logged run of a checkpoint of this name; None without such a run."""
-    contents: str | None
-    """The identity of a finished bundle, otherwise the checkpoint's hash."""
+    contents_hash: str | None
+    """The identity of a finished bundle, otherwise `checkpoint_hash`."""
     tokenizer: Path | None
     """The folder of the tokenizer."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """One way to run a bundle: a value for every field of `Run`."""
+
+    runtime: str
+    """Never `auto`."""
+    precision: str
+    fast: bool
+    reads: str
+    compute_units: str
+    hints: dict[str, str | bool]
+    """The fields of `Hints` that are set."""
+    T: int
+    depth: int
+    n_gen: int
+    repetitions: int
+    min_tokens: int | None
+    min_seconds: float | None
+    rounds: int
+    cool_down_s: float
+    threads: int
+    timeout_s: float
+
+    def json(self) -> dict:
+        """The settings as the log stores them in `config`: those that are not null."""
+        return {
+            name: value for name, value in asdict(self).items() if value is not None
+        }
 
 
 class RunKey(NamedTuple):
@@ -142,6 +172,10 @@ class RunKey(NamedTuple):
     round: int
     prompt: str | None
     """The hash of the validation's prompt; None for a cell that validates nothing."""
+
+
+MEASURED = ("ok", "invalid")
+"""Statuses of runs with samples. An invalid run did not run as its settings say."""
 
 
 class CellResult(NamedTuple):
@@ -160,24 +194,23 @@ class Cell:
     source: Source
     options: Options
     """The options of the export."""
-    run: dict
-    """A value for every field of `Run`; `runtime` is never `auto`."""
+    run: RunSettings
     round: int
     validate_ids: tuple[int, ...]
     """The prompt if this cell also validates its bundle, otherwise empty."""
 
     def columns(self) -> dict:
         """The columns of `runs` that the cell decides, both hashes among them."""
-        executed = identity.decoder_columns(**self.run)
-        counts = {name: self.run.get(name) for name in identity.COUNTS}
+        execution = identity.execution_columns(self.run)
+        counts = {name: getattr(self.run, name) for name in identity.COUNTS}
         options = identity.non_default_options(self.options)
         source = self.source
         return identity.export_columns(self.options) | {
-            **executed,
+            **execution,
             **counts,
-            "values": identity.values_hash(source.checkpoint_hash, options, executed),
+            "values": identity.values_hash(source.checkpoint_hash, options, execution),
             "setting": identity.setting_hash(
-                source.contents, options, executed, counts
+                source.contents_hash, options, execution, counts
             ),
             "round": self.round,
             "prompt": identity.prompt_hash(self.validate_ids),
@@ -237,9 +270,9 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
 
 
 def _open_sources(grid: Grid) -> set[Source]:
-    """The sources of a grid's bundles. Each bundle is opened, and each set of export
-    options is checked. Relative paths are looked up in the project of the default log,
-    since a grid does not know the log of its sweep.
+    """Opens each bundle of a grid, checks each set of export options, and returns the
+    sources of the bundles. Relative paths are looked up in the project of the default
+    log, since a grid does not know the log of its sweep.
 
     Raises:
         InputError: a bundle that cannot be opened, or a value of an export option that
@@ -273,7 +306,7 @@ def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
     return grid.model_copy(update={"validate_ids": ids, "golden": str(golden.file)})
 
 
-def check_cells(cells: list[Cell], grid: Grid, runs_locally: bool = True) -> None:
+def check_cells(planned: list[Cell], grid: Grid, runs_locally: bool = True) -> None:
     """Refuses a grid with a cell that cannot run.
 
     Args:
@@ -284,17 +317,17 @@ def check_cells(cells: list[Cell], grid: Grid, runs_locally: bool = True) -> Non
         InputError: T, depth, n_gen or validate_ids do not fit the cell's bundle, or
             this machine lacks the runtime.
     """
-    for cell in cells:
+    for cell in planned:
+        run = cell.run
         if runs_locally:
-            resolve(cell.run["runtime"], cell.options.plugin)
-        sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
-        timing.check_size(cell.options, **sizes)
+            resolve(run.runtime, cell.options.plugin)
+        timing.check_size(cell.options, run.T, run.depth, run.n_gen)
         # a prompt that fits T and depth may still be too long for the cache
         count, S = len(cell.validate_ids), cell.options.max_seq_len
         if count > S:
             needed, step = f"at most max_seq_len = {S}", "validate on fewer tokens"
             raise InputError("grid, validate_ids", f"{count} tokens", needed, step)
-    for source in {cell.source for cell in cells}:
+    for source in {cell.source for cell in planned}:
         if source.finished:
             V = Bundle.open(source.path).manifest.dims.V
         else:
@@ -313,25 +346,26 @@ def cells(
 
     Args:
         root: the log; relative paths are looked up beside its project, too.
-        auto: default: the runtime of this machine.
+        auto: the runtimes that `auto` stands for; default: that of this machine.
     """
-    run = grid.run.model_dump(exclude_none=True)
-    axes = {name: run.pop(name) for name in RUN_AXES}
+    run = vars(grid.run)
+    axes = {name: run[name] for name in RUN_AXES}
+    axes["hints"] = [hints.model_dump(exclude_none=True) for hints in grid.run.hints]
     # a validation does not depend on T and depth of the cell: one for each bundle
     smallest = min(axes["T"]), min(axes["depth"])
     bundles = list(_bundles(grid, root))
     for round_, (source, options) in itertools.product(range(run["rounds"]), bundles):
         runtimes = _resolve_auto(grid.run.runtime, options, auto)
         for values in itertools.product(*(axes | {"runtime": runtimes}).values()):
-            settings = dict(zip(axes, values)) | run
-            validates = round_ == 0 and (settings["T"], settings["depth"]) == smallest
+            settings = RunSettings(**run | dict(zip(axes, values)))
+            validates = round_ == 0 and (settings.T, settings.depth) == smallest
             ids = tuple(grid.validate_ids) if validates else ()
             yield Cell(source, options, settings, round_, ids)
 
 
 def stored_cells(grid: Grid, root: log.Root = None) -> list[Cell]:
-    """The cells of a grid on every machine whose runs a log may hold: where the grid's
-    runtime is `auto`, a cell for each runtime that `auto` stands for somewhere."""
+    """The cells of a grid whose runs a log may hold, from any machine: where the grid's
+    runtime is `auto`, a cell for each runtime that `auto` may stand for."""
     return list(cells(grid, root, identity.RUNTIMES))
 
 
@@ -361,7 +395,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             finished=True,
             name=checkpoint["name"],
             checkpoint_hash=checkpoint["sha256"],
-            contents=bundle.identity,
+            contents_hash=bundle.identity,
             tokenizer=bundle.tokenizer,
         )
         yield source, bundle.manifest.options
@@ -392,7 +426,7 @@ def _checkpoint_source(grid: Grid, root: log.Root) -> Source:
         finished=False,
         name=name,
         checkpoint_hash=sha256,
-        contents=sha256,
+        contents_hash=sha256,
         tokenizer=path,
     )
 

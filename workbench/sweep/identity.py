@@ -4,6 +4,7 @@ which runs are found again."""
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import COREML
@@ -21,8 +22,6 @@ runs were logged. `compress` has another default since; it stays `fp16` here, si
 base would change the hashes of logged settings."""
 RUNTIMES = "coreml", "portable", "stand-in"
 """The runtimes that `auto` may stand for, the preferred one first."""
-
-
 COST_KEY = "price"
 """The key of a validation's cost in the column `config`; "price" is an older word for it,
 which stored rows have."""
@@ -39,14 +38,20 @@ def prompt_hash(ids: Sequence[int]) -> str | None:
     return digest(*ids)[:6] if ids else None
 
 
-def run_columns(subject: Bundle | Decoder) -> dict:
-    """The columns of `runs` for a bundle and, given a decoder, for the way it runs.
+def run_columns(decoder: Decoder) -> dict:
+    """The columns of `runs` for a decoder: those of its bundle, and its settings.
 
-    The placement stays null. `setting`, which needs the counts of a run too, is a column
-    of `Cell.columns`."""
-    bundle = subject if isinstance(subject, Bundle) else subject.bundle
+    `Cell.columns` adds the column `setting`, for which the counts of a run are needed."""
+    row = bundle_columns(decoder.bundle) | execution_columns(decoder)
+    options = non_default_options(decoder.bundle.manifest.options)
+    row["values"] = values_hash(row["checkpoint_hash"], options, row)
+    return row
+
+
+def bundle_columns(bundle: Bundle) -> dict:
+    """The columns of `runs` for a bundle."""
     manifest = bundle.manifest
-    row = export_columns(manifest.options) | {
+    return export_columns(manifest.options) | {
         "checkpoint": manifest.checkpoint["name"],
         "checkpoint_hash": manifest.checkpoint["sha256"],
         "bundle": bundle.root.name,
@@ -54,19 +59,6 @@ def run_columns(subject: Bundle | Decoder) -> dict:
         "bundle_bytes": bundle.bytes,
         "family": manifest.family,
     }
-    if subject is not bundle:
-        decoder = subject
-        row |= decoder_columns(
-            runtime=decoder.runtime,
-            precision=decoder.precision,
-            fast=decoder.fast,
-            reads=decoder.reads,
-            compute_units=decoder.compute_units,
-            hints=decoder.hints,
-        )
-        options = non_default_options(manifest.options)
-        row["values"] = values_hash(row["checkpoint_hash"], options, row)
-    return row
 
 
 def export_columns(options: Options) -> dict:
@@ -86,29 +78,37 @@ def non_default_options(options: Options) -> dict:
     }
 
 
-def decoder_columns(
-    runtime: str,
-    precision: str,
-    fast: bool,
-    reads: str,
-    compute_units: str,
-    hints: Mapping,
-    **_,
-) -> dict:
-    """The columns of `runs` for a decoder's arguments.
+class Execution(Protocol):
+    """The settings of a decoder, which `Decoder` and `grid.RunSettings` have."""
 
-    A column is null where the runtime has no such setting. `reads` names the rows of a
-    cache that attention reads, `used` or `all`."""
+    runtime: str
+    precision: str
+    fast: bool
+    reads: str
+    """The rows of a cache that attention reads, `used` or `all`."""
+    compute_units: str
+    hints: Mapping
+
+
+def execution_columns(execution: Execution) -> dict:
+    """The columns of `runs` for the settings of a decoder. A column is null where the
+    runtime has no such setting."""
     columns = dict.fromkeys(("precision", "fast", "reads", "compute_units", "hints"))
-    columns["runtime"] = runtime
-    if runtime == "portable":
-        fuses = bool(fast and precision == "declared")
-        # only fused steps leave out the rows that hold no token yet
-        reads = reads if fuses else "all"
-        columns |= {"precision": precision, "fast": fuses, "reads": reads}
-    elif is_device(runtime):
-        hints = json.dumps(hints, sort_keys=True)
-        columns |= {"compute_units": compute_units, "hints": hints, "reads": "all"}
+    columns["runtime"] = execution.runtime
+    if execution.runtime == "portable":
+        fuses = bool(execution.fast and execution.precision == "declared")
+        columns |= {
+            "precision": execution.precision,
+            "fast": fuses,
+            # only fused steps leave out the rows that hold no token yet
+            "reads": execution.reads if fuses else "all",
+        }
+    elif is_device(execution.runtime):
+        columns |= {
+            "compute_units": execution.compute_units,
+            "hints": json.dumps(execution.hints, sort_keys=True),
+            "reads": "all",
+        }
     return columns
 
 
@@ -125,19 +125,21 @@ def values_hash(checkpoint_hash: str, options: Mapping, execution: Mapping) -> s
 
 
 def setting_hash(
-    contents: str, options: Mapping, execution: Mapping, counts: Mapping
+    contents_hash: str, options: Mapping, execution: Mapping, counts: Mapping
 ) -> str:
     """The hash of everything that decides the times of a run on one machine.
 
     Args:
-        contents: the checkpoint's hash, or the identity of a finished bundle.
+        contents_hash: the checkpoint's hash, or the identity of a finished bundle.
         options: of the export (see `non_default_options`).
-        execution: as in `values_hash`, and the columns fast and reads.
+        execution: the columns of `execution_columns`.
         counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
     fast_and_reads = hashed_fast_and_reads(execution["fast"], execution["reads"])
-    return digest(values_hash(contents, options, execution), fast_and_reads, counts)
+    # `values_hash` takes the identity of a bundle here in place of a checkpoint's hash
+    values = values_hash(contents_hash, options, execution)
+    return digest(values, fast_and_reads, counts)
 
 
 def hashed_fast_and_reads(fast: bool | None, reads: str | None) -> bool | str | None:

@@ -14,9 +14,8 @@ import pandas as pd
 from workbench import log
 from workbench.check import gates
 from workbench.errors import check_choice
-from workbench.sweep.grid import Cell, Grid, stored_cells
+from workbench.sweep.grid import MEASURED, Cell, Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
-from workbench.sweep.run import MEASURED
 from workbench.sweep.summary import SAME_VALUES_COLUMNS, summarize_settings, with_kl_p99
 
 LAYER_MS = "layer_ms"
@@ -168,12 +167,12 @@ class _SelectedRuns(NamedTuple):
 
 
 def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRuns:
-    """The rows of `runs` that a grid's tables are of."""
+    """Selects the runs of the log from which the tables of a grid are made."""
     cells = stored_cells(grid, root)
-    of_grid = pd.DataFrame(cell.columns() for cell in cells)
+    cell_rows = pd.DataFrame(cell.columns() for cell in cells)
     runs = _load_measured(grid, cells, root)
-    validated = _order_validations(runs, of_grid)
-    timed = _select_timed(runs, of_grid, machine)
+    validated = _order_validations(runs, cell_rows)
+    timed = _select_timed(runs, cell_rows, machine)
     if grid.run.runtime == ["auto"]:
         timed, validated = _select_runtime(timed, validated)
     # The oldest run of a round: a later one was made for its validation. If it counted, a
@@ -186,34 +185,38 @@ def _select_runs(grid: Grid, root: log.Root, machine: str | None) -> _SelectedRu
 
 
 def _load_measured(grid: Grid, cells: list[Cell], root: log.Root) -> pd.DataFrame:
-    """The runs of the log that may be of these cells: of any setting, but of no other
-    finished bundle. The columns `disturbed` and `invalid` are the reasons why a run is
-    so, otherwise null."""
+    """The runs of the log that have samples, of any setting; where the grid names finished
+    bundles, of these alone. The columns `disturbed` and `invalid` are the reasons why a
+    run is so, otherwise null."""
     runs = with_kl_p99(log.load("runs", root, {"status": MEASURED}))
     runs["disturbed"] = log.disturbance_reasons(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     # `values` is equal for bundles that were exported alike by different versions
     if grid.bundle:
-        hashes = {cell.source.contents for cell in cells}
+        hashes = {cell.source.contents_hash for cell in cells}
         runs = runs[runs["bundle_hash"].isin(hashes)]
     return runs
 
 
-def _order_validations(runs: pd.DataFrame, of_grid: pd.DataFrame) -> pd.DataFrame:
+def _order_validations(runs: pd.DataFrame, cell_rows: pd.DataFrame) -> pd.DataFrame:
     """All runs that validated a bundle of the grid, in the order of preference, the
     preferred one last: those on other prompts, then those on the grid's prompt, both by
-    time, as in `runs`."""
+    time, as in `runs`.
+
+    Args:
+        cell_rows: a row for each cell, with the columns of `Cell.columns`.
+    """
     validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
-    validated = validated[validated["values"].isin(of_grid["values"])]
-    on_prompt = validated["prompt"].isin(of_grid["prompt"].dropna())
+    validated = validated[validated["values"].isin(cell_rows["values"])]
+    on_prompt = validated["prompt"].isin(cell_rows["prompt"].dropna())
     return pd.concat([validated[~on_prompt], validated[on_prompt]])
 
 
 def _select_timed(
-    runs: pd.DataFrame, of_grid: pd.DataFrame, machine: str | None
+    runs: pd.DataFrame, cell_rows: pd.DataFrame, machine: str | None
 ) -> pd.DataFrame:
     """The runs of the grid's settings on one machine, with its newest software."""
-    timed = runs[runs["setting"].isin(of_grid["setting"]) & runs["round"].notna()]
+    timed = runs[runs["setting"].isin(cell_rows["setting"]) & runs["round"].notna()]
     if timed.empty and machine is None:
         return timed
     timed = timed[timed["machine"] == _choose_machine(timed, machine)]
@@ -222,8 +225,8 @@ def _select_timed(
 
 
 def _select_runtime(timed: pd.DataFrame, validated: pd.DataFrame) -> _SelectedRuns:
-    """The runs on one of the runtimes that `auto` stands for. A plug-in's target has
-    another one, and its runs stay."""
+    """Leaves out the runs on all but the preferred one of the runtimes that `auto` may
+    stand for. Runs on the runtime of a plug-in's target stay."""
     names = set((timed if len(timed) else validated)["runtime"])
     less_preferred = [name for name in RUNTIMES if name in names][1:]
     timed = timed[~timed["runtime"].isin(less_preferred)]
@@ -249,6 +252,7 @@ def _choose_machine(timed: pd.DataFrame, machine: str | None) -> str:
 def _judge_qualities(validated: pd.DataFrame, max_kl: float) -> pd.Series:
     """The quality of each validation under a grid's limit on the mean KL, which may
     differ from the limit that the validation was run with."""
-    over = np.where(validated["kl_mean"] > max_kl, gates.OVER, gates.WITHIN)
-    judged = validated["kl_mean"].notna() & validated["verdict"].ne(gates.RED)
-    return pd.Series(over, validated.index, object).where(judged, gates.NOT_RUN)
+    qualities = np.where(validated["kl_mean"] > max_kl, gates.OVER, gates.WITHIN)
+    has_quality = validated["kl_mean"].notna() & validated["verdict"].ne(gates.RED)
+    qualities = pd.Series(qualities, validated.index, object)
+    return qualities.where(has_quality, gates.NOT_RUN)

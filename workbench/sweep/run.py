@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,10 +29,12 @@ from workbench.progress import bar, stage
 from workbench.runtime import is_device
 from workbench.sweep import cluster, energy, identity, timing
 from workbench.sweep.grid import (
+    MEASURED,
     Cell,
     CellResult,
     Grid,
     RunKey,
+    RunSettings,
     Source,
     cells,
     check_cells,
@@ -43,10 +45,8 @@ from workbench.sweep.lock import measuring_alone
 if TYPE_CHECKING:  # its import takes a moment, and only a cell with ids needs it
     from workbench.check.validate import Validation
 
-MEASURED = ("ok", "invalid")
-"""Statuses of runs with samples. An invalid run did not run as its settings say."""
-Report = Callable[[str], None] | None
-"""Called with a line of text when a stage of a cell begins."""
+Report = Callable[[str], None]
+"""A function that is called with a line of text when a stage of a cell begins."""
 
 
 def sweep(
@@ -89,32 +89,28 @@ def sweep(
     stage("sweep: reading the log and the checkpoints")
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
-    runs_locally = not scheduler
     planned = list(cells(grid, root))
-    check_cells(planned, grid, runs_locally)
+    check_cells(planned, grid, runs_locally=not scheduler)
     _check_writable(root)
-    if runs_locally:
-        client = None
-    else:
+    if scheduler:
         client = cluster.connect(scheduler)
-        planned = list(cells(grid, root, cluster.runtimes(client, grid.run.runtime)))
-    # every n-th cell, so that each part has cells of all bundles and rounds
-    planned = planned[part[0] - 1 :: part[1]]
-    # workers look into the log themselves, for runs of their machine
-    if runs_locally:
-        todo = missing(planned, root)
-    else:
+        runtimes = cluster.resolve_auto(client, grid.run.runtime)
+        planned = _take_part(list(cells(grid, root, runtimes)), part)
+        # workers look into the log themselves, for runs of their machine
         todo = shuffle_within_rounds(distinct_cells(planned))
-    run_one = partial(run_cell, grid=grid, bundles=bundles, root=root)
+    else:
+        planned = _take_part(planned, part)
+        todo = missing(planned, root)
+    measure = partial(run_cell, grid=grid, bundles=bundles, root=root)
     results: list[CellResult] = []
     try:
         with bar(desc=progress, total=len(todo), unit="cell") as progress_bar:
-            if runs_locally:
-                run_one = partial(run_one, report=progress_bar.set_postfix_str)
-                run_all = map(run_one, todo)
+            if scheduler:
+                new_results = cluster.run_jobs(client, measure, todo)
             else:
-                run_all = cluster.run(client, run_one, todo)
-            for result in run_all:
+                report = progress_bar.set_postfix_str
+                new_results = map(partial(measure, report=report), todo)
+            for result in new_results:
                 results.append(result)
                 progress_bar.update()
     except (KeyboardInterrupt, InputError, OSError, MemoryError) as problem:
@@ -124,6 +120,17 @@ def sweep(
         problem.add_note(f"{text}; the same command resumes")
         raise
     return _describe_results(results, planned, todo) | {"log": str(root)}
+
+
+def _take_part(planned: list[Cell], part: tuple[int, int]) -> list[Cell]:
+    """Part i of n of the cells: every n-th one, so that each part has cells of all bundles
+    and rounds.
+
+    Args:
+        part: (i, n); i counts from 1.
+    """
+    number, count = part
+    return planned[number - 1 :: count]
 
 
 def _describe_results(
@@ -206,7 +213,7 @@ def run_cell(
     bundles: Path,
     root: Path,
     stop: threading.Event | None = None,
-    report: Report = None,
+    report: Report | None = None,
 ) -> CellResult:
     """Exports a missing bundle, measures it and logs the run. The row of a failed run has
     the end of its stderr.
@@ -223,114 +230,134 @@ def run_cell(
         # another process may have logged the cell while this one waited
         if key in runs:
             return runs[key]
-        return _measure_and_log(cell, grid, bundles, root, stop, report)
+        measurement = CellMeasurement(cell, grid, bundles, root, stop, report)
+        return measurement.measure_and_log()
 
 
-def _measure_and_log(
-    cell: Cell,
-    grid: Grid,
-    bundles: Path,
-    root: Path,
-    stop: threading.Event | None,
-    report: Report,
-) -> CellResult:
-    """Exports, measures and logs a cell that the log lacks (see `run_cell`)."""
-    call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
-    with process.awake():
-        outcome = _call_export(cell, bundles, call, report)
-        if outcome.failure is None:
-            outcome = _call_measurement(cell, grid, outcome.value, call, stop, report)
-    if outcome.failure is None:
-        measured = outcome.value
-    else:
-        row = {"status": "failed", "reason": outcome.failure, "config": {}}
-        measured = MeasuredRun(row, tables={})
-    row = measured.row
-    row["config"] |= {
-        "export": cell.options.model_dump(),
-        "run": cell.run,
-        "stderr": list(outcome.lines),
-    }
-    # These name the run in the log, also where it failed and no decoder described it.
-    # Where one did, its columns are equal: both come from `identity`.
-    row |= cell.columns() | {
-        "command": "sweep",
-        "experiment": grid.experiment,
-        "checkpoint": cell.source.name,
-        "checkpoint_hash": cell.source.checkpoint_hash,
-    }
-    log.record(row, root, **measured.tables)
-    return CellResult(row.get("status", "ok"), row.get("reason"))
+@dataclass(frozen=True)
+class CellMeasurement:
+    """The measurement of a cell that the log lacks. Each of its stages runs in a process
+    of its own.
 
+    Args:
+        bundles: the folder of exported bundles.
+        root: the log's folder.
+        stop: an event; once it is set, the running child is killed.
+    """
 
-def _call_measurement(
-    cell: Cell,
-    grid: Grid,
-    path: Path,
-    call: Callable,
-    stop: threading.Event | None,
-    report: Report,
-) -> process.Outcome:
-    """The child's outcome, with a `MeasuredRun` of the bundle at `path` as its value. The
-    run of a device has its compute plan, too."""
-    if report:
-        report(f"measuring {_bundle_words(cell)}")
-    _cool_down(cell.run["cool_down_s"], stop)
-    threads = cell.run["threads"]
-    outcome = call(measure_in_child, cell, grid, path, threads=threads)
-    if outcome.failure:
+    cell: Cell
+    grid: Grid
+    bundles: Path
+    root: Path
+    stop: threading.Event | None = None
+    report: Report | None = None
+
+    def measure_and_log(self) -> CellResult:
+        """Exports a missing bundle, measures it and logs the run."""
+        with process.awake():
+            outcome = self._export()
+            if outcome.failure is None:
+                outcome = self._measure(outcome.value)
+        return self._log(outcome)
+
+    def _export(self) -> process.Outcome:
+        """The outcome whose value is the path of the cell's bundle. Only a missing bundle
+        is exported, in a child process."""
+        source, options = self.cell.source, self.cell.options
+        if source.finished:
+            return process.Outcome(source.path)
+        name = exporter.bundle_name(source.name, source.checkpoint_hash, options)
+        # opening it here saves the start of a process for every cell of a finished export
+        try:
+            bundle = Bundle.open(self.bundles / name)
+        except InputError:
+            self._report_stage("exporting")
+            return self._call(export_bundle, self.cell, self.bundles)
+        return process.Outcome(bundle.root)
+
+    def _measure(self, path: Path) -> process.Outcome:
+        """The outcome whose value is a `MeasuredRun` of the bundle at `path`. The run of a
+        device has its compute plan, too."""
+        self._report_stage("measuring")
+        self._cool_down()
+        arguments = self.cell, self.grid, path
+        outcome = self._call(
+            measure_in_child, *arguments, threads=self.cell.run.threads
+        )
+        if outcome.failure:
+            return outcome
+        row = outcome.value.row
+        if is_device(row["runtime"]):
+            self._add_placement(row, path)
+        # Core ML ran the program, though not on the unit that the cell names: this reason
+        # takes precedence over that of the plan
+        if message := outcome.invalid_reason:
+            row |= {"status": "invalid", "reason": message}
         return outcome
-    row = outcome.value.row
-    if is_device(row["runtime"]):
-        _add_placement(row, path, call)
-    # Core ML ran the program, though not on the unit that the cell names: this reason
-    # takes precedence over that of the plan
-    if message := outcome.invalid_reason:
-        row |= {"status": "invalid", "reason": message}
-    return outcome
 
+    def _cool_down(self) -> None:
+        """Waits `cool_down_s` seconds, or until `stop` is set."""
+        (self.stop or threading.Event()).wait(self.cell.run.cool_down_s)
 
-def _cool_down(seconds: float, stop: threading.Event | None) -> None:
-    """Waits that long, or until `stop` is set."""
-    (stop or threading.Event()).wait(seconds)
+    def _add_placement(self, row: dict, path: Path) -> None:
+        """Adds the columns of the bundle's compute plan to a row; a child makes the plan."""
+        from workbench.ane import placement
 
+        shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
+        units = row["compute_units"]
+        arguments = path, shards, row["runtime"], units
+        outcome = self._call(placement.read_compute_plan, *arguments)
+        if outcome.failure:
+            row["config"]["placement"] = outcome.failure
+        else:
+            row |= placement.placement_columns(outcome.value, units)
 
-def _bundle_words(cell: Cell) -> str:
-    """The checkpoint and the two options that a user varies most."""
-    options = cell.options
-    return f"{cell.source.name} {options.compress} S={options.max_seq_len}"
+    def _log(self, outcome: process.Outcome) -> CellResult:
+        """Logs a run, or the reason why it failed.
 
+        Args:
+            outcome: of `_measure`, or of an export that failed.
+        """
+        cell = self.cell
+        if outcome.failure is None:
+            measured = outcome.value
+        else:
+            row = {"status": "failed", "reason": outcome.failure, "config": {}}
+            measured = MeasuredRun(row, tables={})
+        row = measured.row
+        row["config"] |= {
+            "export": cell.options.model_dump(),
+            "run": cell.run.json(),
+            "stderr": list(outcome.lines),
+        }
+        # These name the run in the log, also where it failed and no decoder described it.
+        # Where one did, its columns are equal: both come from `identity`.
+        row |= cell.columns() | {
+            "command": "sweep",
+            "experiment": self.grid.experiment,
+            "checkpoint": cell.source.name,
+            "checkpoint_hash": cell.source.checkpoint_hash,
+        }
+        log.record(row, self.root, **measured.tables)
+        return CellResult(row.get("status", "ok"), row.get("reason"))
 
-def _call_export(
-    cell: Cell, bundles: Path, call: Callable, report: Report
-) -> process.Outcome:
-    """The child's outcome, with the path of the cell's bundle as its value. Only a missing
-    bundle is exported, in a child process."""
-    source = cell.source
-    if source.finished:
-        return process.Outcome(source.path)
-    name = exporter.bundle_name(source.name, source.checkpoint_hash, cell.options)
-    # opening it here saves the start of a process for every cell of a finished export
-    try:
-        bundle = Bundle.open(bundles / name)
-    except InputError:
-        if report:
-            report(f"exporting {_bundle_words(cell)}")
-        return call(export_bundle, cell, bundles)
-    return process.Outcome(bundle.root)
+    def _call(self, function: Callable, *args, threads: int = 1) -> process.Outcome:
+        """Calls a function in a child process, for as long as the cell's settings allow."""
+        return process.call(
+            function,
+            *args,
+            threads=threads,
+            timeout_s=self.cell.run.timeout_s,
+            stop=self.stop,
+        )
 
-
-def _add_placement(row: dict, path: Path, call: Callable) -> None:
-    """Adds the columns of the bundle's compute plan to a row; a child makes the plan."""
-    from workbench.ane import placement
-
-    shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
-    units = row["compute_units"]
-    plan = call(placement.read_compute_plan, path, shards, row["runtime"], units)
-    if plan.failure:
-        row["config"]["placement"] = plan.failure
-    else:
-        row |= placement.run_columns(plan.value, units)
+    def _report_stage(self, stage: str) -> None:
+        """Reports a stage, with the bundle's checkpoint and the two options that a user
+        varies most."""
+        if self.report:
+            options = self.cell.options
+            bundle = f"{options.compress} S={options.max_seq_len}"
+            self.report(f"{stage} {self.cell.source.name} {bundle}")
 
 
 def export_bundle(cell: Cell, bundles: Path) -> Path:
@@ -361,9 +388,16 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
     decoder = _make_decoder(bundle, run)
     # imports and loading, which every process of a user pays once
     startup_s = time.time() - psutil.Process().create_time()
-    sizes = {name: run[name] for name in timing.SIZES if name in run}
     with energy.metered() as energy_used, log.measure_disturbance() as disturbance:
-        samples = timing.measure_speed(decoder, **sizes)
+        samples = timing.measure_speed(
+            decoder,
+            T=run.T,
+            depth=run.depth,
+            n_gen=run.n_gen,
+            repetitions=run.repetitions,
+            min_tokens=run.min_tokens,
+            min_seconds=run.min_seconds,
+        )
     tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
     row = identity.run_columns(decoder) | disturbance
     row["ane_joules"] = energy_used.ane_joules
@@ -377,20 +411,20 @@ def measure_in_child(cell: Cell, grid: Grid, path: Path) -> MeasuredRun:
     has_features = not (manifest.foreign or manifest.options.plugin)
     if is_device(row["runtime"]) and has_features:
         # a table of predictions needs these features beside the time
-        row["config"]["work"] = call_work(bundle, T=run["T"]).json()
+        row["config"]["work"] = call_work(bundle, T=run.T).json()
     return measured
 
 
-def _make_decoder(bundle: Bundle, run: dict) -> Decoder:
-    """The decoder of a bundle with the settings of a cell's `run`."""
+def _make_decoder(bundle: Bundle, run: RunSettings) -> Decoder:
+    """The decoder of a bundle with the settings of a cell."""
     return Decoder(
         bundle,
-        run["runtime"],
-        precision=run["precision"],
-        fast=run["fast"],
-        reads=run["reads"],
-        compute_units=run["compute_units"],
-        hints=run["hints"],
+        run.runtime,
+        precision=run.precision,
+        fast=run.fast,
+        reads=run.reads,
+        compute_units=run.compute_units,
+        hints=run.hints,
     )
 
 
@@ -408,7 +442,8 @@ def _add_validation(measured: MeasuredRun, validation: "Validation") -> None:
 
 
 def _open_bundle(source: Source, path: Path) -> Bundle:
-    """The bundle at `path`, on a worker the one that the sweep has, too.
+    """Opens the bundle at `path`, and checks that it is the sweep's: a worker's copy may
+    differ.
 
     Raises:
         InputError: the bundle, or its checkpoint, is another one than the sweep's.
@@ -417,8 +452,9 @@ def _open_bundle(source: Source, path: Path) -> Bundle:
     contents_hash = bundle.manifest.checkpoint["sha256"]
     if source.finished:
         contents_hash = bundle.identity
-    if contents_hash != source.contents:
-        subject, needed = f"contents of {source.path}", f"the sweep's {source.contents}"
+    if contents_hash != source.contents_hash:
+        subject = f"contents of {source.path}"
+        needed = f"the sweep's {source.contents_hash}"
         step = "copy the same to every worker"
         raise InputError(subject, contents_hash, needed, step)
     return bundle

@@ -22,11 +22,9 @@ if TYPE_CHECKING:  # half a second to import, which every first call would wait
 
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
-SIZES = ("T", "depth", "n_gen", "repetitions", "min_tokens", "min_seconds")
-"""The arguments of `measure_speed`."""
 CLOCKS = ["value", "cpu_ms", "native_ms"]
 """Columns of `samples`: the fields of `PartTimes`, in their order."""
-PARTS = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
+LAYER_PARTS = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
 """A module of a decoder layer → the part of the layer."""
 
 
@@ -49,9 +47,11 @@ def measure_speed(
     Args:
         repetitions: the number of fresh sequences that are prefilled to `depth` and
             then timed.
-        min_tokens, min_seconds: further sequences follow until as many tokens of one
-            sequence of the batch are timed, and as much time has passed since the first
-            call. Only whole calls and rates of these sequences are samples.
+        min_tokens: further sequences are timed until this number of tokens is reached,
+            counted in one sequence of the batch.
+        min_seconds: further sequences are timed until this time has passed since the
+            first call. The samples of further sequences are whole calls and rates,
+            without the parts of a call.
 
     Returns:
         Rows of the log's `samples`, with one of these phases:
@@ -101,10 +101,9 @@ class _TimedSequence(NamedTuple):
     """The measurement of one sequence."""
 
     rows: list[dict]
-    """Rows of the log's `samples`: its prefill, its calls, and last its rate."""
+    """Rows of the log's `samples`: the prefill, the calls, and last the rate."""
     elapsed_s: float
-    """The time from the first call of the whole measurement to the end of this one's
-    last."""
+    """Seconds from the start of the measurement to the end of this sequence."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,8 @@ class _SequenceClock:
     """Times sequences of one measurement.
 
     Attributes:
-        calls: the timed calls of a sequence, which `WARMUP_CALLS` others precede.
-        size: the columns T, depth and n_gen.
+        calls: the number of timed calls in a sequence, after `WARMUP_CALLS` warm-ups.
+        size: the columns T, depth and n_gen of `samples`.
         start: `time.perf_counter` before the first sequence.
     """
 
@@ -131,13 +130,13 @@ class _SequenceClock:
         """
         T, depth = self.size["T"], self.size["depth"]
         rows, seqs = [], self.decoder.new_sequences()
-        of_sequence = {"repetition": repetition, "n_prompt": depth}
+        sequence_columns = {"repetition": repetition, "n_prompt": depth}
         if depth:
             prefill_start = time.perf_counter()
             seqs.prefill(_ids(self.decoder, self.rng, depth))
             ms = (time.perf_counter() - prefill_start) * 1e3
             prefill = {"phase": "prefill", "value": ms, "warmup": repetition == 0}
-            rows.append(of_sequence | prefill)
+            rows.append(sequence_columns | prefill)
         total_ms = 0.0
         first_order = repetition * (WARMUP_CALLS + self.calls)
         for call in range(WARMUP_CALLS + self.calls):
@@ -146,20 +145,21 @@ class _SequenceClock:
             is_warmup = call < WARMUP_CALLS
             if not is_warmup:
                 total_ms += times.whole["value"]
-            of_call = of_sequence | self.size
-            of_call |= {
+            call_columns = {
+                **sequence_columns,
+                **self.size,
                 "order": first_order + call,
                 "elapsed_s": time.perf_counter() - self.start,
                 "warmup": is_warmup,
             }
-            rows.append(of_call | times.whole)
+            rows.append(call_columns | times.whole)
             if has_parts:
-                rows += [of_call | part for part in times.parts]
-        of_last_call = of_call
+                rows += [call_columns | part for part in times.parts]
         rate = self.calls * T * self.decoder.options.batch / total_ms * 1e3
         rate_row = {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"}
-        rows.append(of_last_call | rate_row)
-        return _TimedSequence(rows, of_last_call["elapsed_s"])
+        # the rate has the order and the time of the last call
+        rows.append(call_columns | rate_row)
+        return _TimedSequence(rows, call_columns["elapsed_s"])
 
 
 def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
@@ -293,5 +293,5 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
     rows = pd.DataFrame(clock.rows).query("call > 0")
     sums = rows.groupby(["call", "module", "op"])["ms"].sum()
     medians = sums.groupby(["module", "op"]).median().reset_index()
-    parts = medians["module"].str.split(".").str[0].map(PARTS)
+    parts = medians["module"].str.split(".").str[0].map(LAYER_PARTS)
     return medians.assign(part=parts.fillna("rest"))

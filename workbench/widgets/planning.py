@@ -37,7 +37,7 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         presets_by_reason: dict[str, list[str]] = {}
         for compress in PRESETS:
             options = make_options(max_seq_len=S, tokens=f"1-{T}", compress=compress)
-            sizes = memory.budget(source, options)
+            sizes = memory.process_bytes(source, options)
             row = {"compress": compress}
             row |= {f"{name}, MiB": size / 2**20 for name, size in sizes.items()}
             row["fits"] = memory.fits(sizes["total"], gib << 30)["fits_mac"]

@@ -115,8 +115,8 @@ def _table(cells: Iterable[Cell]) -> pd.DataFrame:
     return pd.DataFrame(
         {"cell": cell, "bundle": cell.source.path.name}
         | vars(cell.options)
-        | cell.run
-        | {"hints": str(cell.run["hints"])}
+        | cell.run.json()
+        | {"hints": str(cell.run.hints)}
         for cell in cells
     )
 
