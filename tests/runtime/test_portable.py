@@ -38,7 +38,7 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
     shimmed, bundle, tmp_path, words, change, runtime
 ):
     """On coreml, over the shim, before anything is compiled."""
-    changed = tiny.edited(bundle, tmp_path / "b", change)
+    changed = tiny.edited_copy(bundle, tmp_path / "b", change)
     with refused(words):
         Decoder(changed, runtime)
     assert not (tmp_path / ".b.compiled").exists()
@@ -67,7 +67,7 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     before = [state.read(name) for state, name in named]
     model, inputs = (
         decoder.layer_shards[0],
-        tiny.filled(decoder.layer_shards[0].shard, T),
+        tiny.make_inputs(decoder.layer_shards[0].shard, T),
     )
     inputs["pos"] = np.array([position], np.int32)
     with refused("an update of shape"):
