@@ -7,10 +7,10 @@ import re
 import shutil
 import subprocess
 
-# before torch: idle threads spin, and tiny tensors gain nothing from a second
+# set before torch is imported: tiny tensors gain nothing from a second thread, which spins when idle
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# on a Mac, too: tests/mac names Core ML
+# on a Mac too; the tests in tests/mac name Core ML themselves
 os.environ.setdefault("WORKBENCH_RUNTIME", "portable")
 
 import sys
@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-# an installed package, as it were: its entry points are stand-ins for Core ML that go wrong.
-# Processes that tests start need it, too
+# a package whose entry points are stand-ins for Core ML with faults; on the path of this process
+# and of those that tests start, it counts as installed
 STAND_INS = str(Path(__file__).parent / "stand_ins")
 sys.path.append(STAND_INS)
 paths = [path for path in (os.environ.get("PYTHONPATH"), STAND_INS) if path]
@@ -29,21 +29,24 @@ os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 import pytest  # noqa: E402
 from _pytest.mark import deselect_by_keyword  # noqa: E402
 
-# nbformat's schemas could use it, and building its grammar takes two seconds
+# nbformat does without this optional module, whose import takes two seconds
 sys.modules["rfc3987_syntax"] = None
 
 # torch, coremltools and transformers make a million objects that live as long as the
-# process; with Python's thresholds, traversing them again takes a seventh of all time
+# process; with Python's default thresholds a seventh of all time is spent on traversing them
 gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
-# the variable with the command of `forking_python`, which pytest's workers inherit
+# the environment variable with the command of `forking_python`; pytest's workers inherit it
 FORKS = "WORKBENCH_TEST_FORKS"
 SLOW_S = 10  # a test that takes longer needs a mark `slow` that says why
 # mark → the platform that the test needs, and why it is skipped elsewhere
 PLATFORMS = {
     "mac": ("darwin", "only a Mac can show it: there is no Core ML here"),
-    "shim": ("linux", "macOS has Core ML itself, which nothing stands in for there"),
+    "shim": (
+        "linux",
+        "macOS has Core ML itself; the shim and the stand-ins do not run there",
+    ),
 }
 
 
@@ -52,7 +55,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # a Mac forbids forks of a process that has its frameworks loaded
+    # on a Mac a process that has loaded the system's frameworks cannot be forked
     if sys.platform == "linux" and FORKS not in os.environ:
         import forks
 
@@ -63,19 +66,23 @@ def pytest_configure(config):
 
 # --- which tests run -------------------------------------------------------------------------------
 #
-# In this order: with `-k`, tests that do not fit are left out; cases of matrices are put into circles
-# (`draw_from_matrices`); tests of circles that the command does not want are left out
-# (`is_selected`); then pytest selects by `-m`.
+# docs/extend.md ("Add a test") describes circles and matrices. The steps of a selection, in order:
+#
+# 1. with `-k`, tests that do not match are left out;
+# 2. the cases of matrices are put into circles (`draw_from_matrices`);
+# 3. tests of circles that `-m` does not name are left out, unless the command line names the test
+#    (`is_selected`);
+# 4. pytest itself selects by `-m`.
 
-# A test with a mark of this name runs with `-m` of this name alone; the outermost circle first.
+# Marks that put a test into a circle, the outermost one first. Such a test runs only with `-m`.
 CIRCLES = "exhaustive", "wide"
 LEFT_OUT = pytest.StashKey[Counter]()
-"""Circle → how many tests of it a selection left out."""
+"""Circle → how many of its tests the selection left out."""
 
 
 def wanted_circles(config: pytest.Config) -> list[str]:
-    """The circles that `-m` names, the outermost first. `-m "not wide"` names wide, too; pytest
-    itself selects by `-m` after `is_selected`, and is exact."""
+    """The circles that `-m` names, the outermost first. `-m "not wide"` counts as naming wide; the
+    exact selection is step 4, pytest's own."""
     words = re.findall(r"\w+", config.getoption("markexpr"))
     return [circle for circle in CIRCLES if circle in words]
 
@@ -100,9 +107,9 @@ def is_named(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def draw_from_matrices(items: list[pytest.Item], circle: str) -> None:
-    """Marks the cases of each test with a mark `matrix(count, wide=more)`: of its cases in random
-    order, the next `more` after the first `count` as wide and the others as exhaustive. The first
-    get the mark `circle`, where one is given.
+    """Puts the cases of each test with a mark `matrix(count, wide=more)` into circles. Of its cases
+    in random order the first `count` get the mark `circle`, or none where it is "", the next `more`
+    the mark `wide`, and the others the mark `exhaustive`.
 
     The order depends on the test's name alone, so that a case is in the same circle in every
     run."""
@@ -123,7 +130,7 @@ def draw_from_matrices(items: list[pytest.Item], circle: str) -> None:
 
 
 def find_circle(item: pytest.Item) -> str:
-    """The outermost circle that a test is marked with; "" for one that always runs."""
+    """The outermost circle that a test is marked with; "" for a test that always runs."""
     for circle in CIRCLES:
         if item.get_closest_marker(circle):
             return circle
@@ -151,9 +158,9 @@ def skip_on_other_platforms(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config, items):
     circle_of_first_cases = ""
     if config.getoption("keyword"):
-        # before cases are drawn, so that some of those that fit `-k` are among them
+        # before cases are drawn, so that the drawn ones match `-k`
         deselect_by_keyword(items, config)
-        # the first cases of a matrix are in no circle, and pytest's `-m` would leave them out
+        # with a mark, the first cases of a matrix are among those that pytest selects by `-m`
         circle_of_first_cases = next(iter(wanted_circles(config)), "")
     draw_from_matrices(items, circle_of_first_cases)
     if seed := config.getoption("shuffle"):
@@ -161,7 +168,10 @@ def pytest_collection_modifyitems(config, items):
     selected, left_out = [], []
     for item in items:
         skip_on_other_platforms(item)
-        (selected if is_selected(item, config) else left_out).append(item)
+        if is_selected(item, config):
+            selected.append(item)
+        else:
+            left_out.append(item)
     items[:] = selected
     config.stash[LEFT_OUT] = Counter(find_circle(item) for item in left_out)
     config.hook.pytest_deselected(items=left_out)
@@ -234,11 +244,11 @@ def shimmed():
 
 @pytest.fixture(scope="session")
 def forking_python() -> str:
-    """A command that stands for Python and starts fast: it runs modules and code in forks of one
-    server, which all workers share. See forks.py."""
+    """A command that takes the arguments of `python` and starts fast: it runs modules and code in
+    forks of one server, which all workers share. See forks.py."""
     command = os.environ.get(FORKS, sys.executable)
-    # Waits until the server has imported. Otherwise the first kernel, which must start within a
-    # minute, would wait for that.
+    # Returns once the server has imported its modules. A notebook's kernel has to start within a
+    # minute, which those imports could exceed.
     subprocess.run([command, "-c", ""], check=True)
     return command
 
@@ -254,7 +264,7 @@ def forked(forking_python, monkeypatch):
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory) -> Path:
-    """A folder that all processes of this run of pytest have in common."""
+    """A folder that all workers of this run of pytest share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -271,8 +281,8 @@ def exports(shared_folder):
 
 
 @pytest.fixture
-def copy(exports, tmp_path) -> Path:
-    """A checkpoint that a test may change."""
+def checkpoint_copy(exports, tmp_path) -> Path:
+    """The folder of a tiny llama that a test may change."""
     return shutil.copytree(exports.checkpoint("llama"), tmp_path / "copy")
 
 
@@ -343,7 +353,7 @@ def llama_bundle(exports, tiny_llama):
 
 @pytest.fixture
 def other_target(monkeypatch):
-    """A target `other` with fp32 programs and its runtime, as if a plug-in were installed."""
+    """A target `other` with fp32 programs, and a runtime `other`, as a plug-in would offer them."""
     from types import SimpleNamespace
 
     from workbench import plugins

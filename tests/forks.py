@@ -41,7 +41,7 @@ MODULES = (
     *("transformers.models.llama.modeling_llama", "miltorch.fusion"),
     *("safetensors.torch", "huggingface_hub.serialization", "sympy.tensor"),
 )
-PARENT_S = 0.5  # between two looks whether a parent lives
+PARENT_S = 0.5  # between two checks whether the parent of a process lives
 COMMAND = """#!/bin/sh
 [ "$1" != -m ] && [ "$1" != -c ] && exec "{python}" "$@"
 exec "{python}" -S -E "{file}" ask "{socket}" "$@"
@@ -50,9 +50,10 @@ exec "{python}" -S -E "{file}" ask "{socket}" "$@"
 
 @contextmanager
 def start() -> Iterator[str]:
-    """Runs the process that forks; gives a command that stands for Python. The process
-    imports as soon as a command waits for it."""
-    folder = tempfile.mkdtemp()  # short: a socket's path has 107 characters
+    """Runs the server while the block runs; yields the path of the script that takes the arguments
+    of `python`. The server imports `MODULES` when the script is first used."""
+    # the path of a socket has at most 107 characters
+    folder = tempfile.mkdtemp()
     path, command = f"{folder}/forks", f"{folder}/python"
     with open(command, "w") as file:
         file.write(COMMAND.format(python=sys.executable, file=__file__, socket=path))
@@ -100,8 +101,8 @@ def wait_readable(descriptor: int, parent: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, during its imports too. A fork of
-    this process does not inherit that."""
+    """Makes the kernel kill this process when its parent ends, even while it imports. Forks of this
+    process do not inherit that."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call

@@ -1,6 +1,6 @@
-"""Commands, and calls that the workbench makes in processes of their own, made here: for tests
-whose subject is the result. A process takes seconds until torch and coremltools are imported;
-tests/sweep/test_process.py is about processes themselves."""
+"""Runs commands, and what the workbench calls in child processes, in the process of the tests: a
+process of its own takes seconds until torch and coremltools are imported. Tests of processes
+themselves are in tests/sweep/test_process.py."""
 
 import contextlib
 import io
@@ -19,8 +19,9 @@ from workbench.errors import CellError, InputError, is_full_disk, last_message
 
 
 def call(function, *args, **options) -> process.Outcome:
-    """`process.call` without a process: values are pickled, an `InputError` is a failure
-    in words, and so is the end of another error's traceback. That of a full disk is raised."""
+    """`process.call` without a process. Arguments and result are pickled, as between processes. The
+    failure of an outcome is the message of an `InputError`, or the end of another error's
+    traceback; the error of a full disk is raised."""
     try:
         value = function(*pickle.loads(pickle.dumps(args)))
     except Exception as problem:
@@ -35,7 +36,7 @@ def call(function, *args, **options) -> process.Outcome:
 
 @dataclass
 class Ended:
-    """A command that ended."""
+    """What a command printed, and its exit code."""
 
     exit_code: int
     stdout: str
@@ -48,10 +49,11 @@ class Ended:
 
 
 def cli(*arguments, columns: int = 80, raises: bool = False) -> Ended:
-    """A command of `workbench` in this process; `raises` its InputError instead of keeping it."""
-    printed, told, code = io.StringIO(), io.StringIO(), 0
+    """Runs `workbench` with these arguments, in a terminal of `columns`. An error that it reports
+    to the user is printed to `stderr` with its exit code, or raised where `raises`."""
+    stdout, stderr, code = io.StringIO(), io.StringIO(), 0
     size = mock.patch.dict(os.environ, COLUMNS=str(columns))
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told), size:
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), size:
         try:
             run_command(list(map(str, arguments)))
         except SystemExit as end:
@@ -60,12 +62,13 @@ def cli(*arguments, columns: int = 80, raises: bool = False) -> Ended:
             if raises:
                 raise
             code = 3 if isinstance(problem, CellError) else 2
-            print("workbench:", problem, file=told)
-    return Ended(code, printed.getvalue(), told.getvalue())
+            print("workbench:", problem, file=stderr)
+    return Ended(code, stdout.getvalue(), stderr.getvalue())
 
 
 def invoke(*arguments) -> dict:
-    """The JSON of a command that ends GREEN, RED or OVER; raises what the command raises."""
+    """The JSON that a command prints; raises the errors that `cli` prints. Fails where the exit code
+    is none of those for GREEN, RED and OVER."""
     ended = cli(*arguments, "--json", raises=True)
     assert ended.exit_code in (0, 1, 4), ended.output
     return json.loads(ended.stdout)

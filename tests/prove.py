@@ -32,7 +32,7 @@ import tiny  # noqa: E402
 from cases import Case, Record  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-STORE = cases.STORE / "cases.jsonl"
+STORE = cases.PROVE_FOLDER / "cases.jsonl"
 TABLES = ROOT / "tests" / "check" / "faults.md"
 INTRODUCTION = """# Planted faults, and the gates that are RED
 
@@ -46,6 +46,7 @@ table's. Values that were fitted to a calibration text are compared by four figu
 by the median error of a matrix, which workbench/check/row_statistics.py describes.
 """
 Records = dict[Case, Record]
+"""Each case that ran → its record."""
 
 
 # Running cases
@@ -55,9 +56,9 @@ def all_cases() -> list[Case]:
     return cases.sound_cases() + cases.faulty_cases() + cases.relocated_cases()
 
 
-def fits(case: Case, word: str) -> bool:
+def matches(case: Case, word: str) -> bool:
     """Whether a word is in the text KIND/NAME@LAYER/PRESET of a case, or is the family of a random
-    draw, whose name is its seed."""
+    draw, whose text has a seed instead."""
     if word in str(case):
         return True
     return case.kind == "clean" and word == cases.clean.family_of(int(case.name))
@@ -99,7 +100,7 @@ def run_cases(chosen: list[Case], jobs: int) -> None:
 
 def run_case(case: Case) -> Record:
     """Runs a case in a process of the pool."""
-    root = cases.STORE / cases.code_version(*cases.EXPORT)
+    root = cases.PROVE_FOLDER / cases.code_version(*cases.EXPORT_CODE)
     return cases.run_case(tiny.Exports(root), case)
 
 
@@ -111,7 +112,8 @@ def describe_failure(record: Record) -> str:
 # The tables of tests/check/faults.md
 
 
-def write_tables(all_records: Records) -> str:
+def format_tables(all_records: Records) -> str:
+    """The text of tests/check/faults.md."""
     records, relocated = {}, {}
     for case, record in all_records.items():
         if case.layer is None:
@@ -121,8 +123,8 @@ def write_tables(all_records: Records) -> str:
     parts = [
         INTRODUCTION.strip(),
         f"The code that ran them is of {describe_commit()}.",
-        count_cases(records),
-        count_relocated_cases(relocated),
+        describe_counts(records),
+        describe_relocated_counts(relocated),
         to_markdown(sound_rows(records)),
         to_markdown(gate_rows(records)),
         to_markdown(fault_rows(records)),
@@ -131,7 +133,7 @@ def write_tables(all_records: Records) -> str:
 
 
 def describe_commit() -> str:
-    """The commit of the code that records count for, and whether files differ from it."""
+    """The commit that is checked out, and whether code that verdicts depend on differs from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -146,8 +148,8 @@ def describe_commit() -> str:
         "--porcelain",
         "--untracked-files=all",
         "--",
-        *cases.EXPORT,
-        *cases.GATES,
+        *cases.EXPORT_CODE,
+        *cases.GATE_CODE,
     )
     python_changes = [line for line in changes.splitlines() if line.endswith(".py")]
     return f"commit {commit}" + (", with uncommitted changes" if python_changes else "")
@@ -158,7 +160,7 @@ def to_markdown(rows: list[dict]) -> str:
     return frame.to_markdown(index=False, disable_numparse=True, tablefmt="github")
 
 
-def count_cases(records: Records) -> str:
+def describe_counts(records: Records) -> str:
     sound = sum(case.is_sound for case in records)
     failed = sum(record.fails for record in records.values())
     return (
@@ -168,7 +170,7 @@ def count_cases(records: Records) -> str:
     )
 
 
-def count_relocated_cases(relocated: Records) -> str:
+def describe_relocated_counts(relocated: Records) -> str:
     failed = sum(record.fails for record in relocated.values())
     return (
         f"Of the faults of one layer, planted in other layers of the same program, "
@@ -178,25 +180,27 @@ def count_relocated_cases(relocated: Records) -> str:
 
 def sound_rows(records: Records) -> list[dict]:
     """A row for each kind of sound bundle: in how many cases of each preset a gate is RED."""
+    # (kind, preset) → for each of these cases, whether it fails
     fails = defaultdict(list)
     for case, record in records.items():
         fails[case.kind, case.preset].append(record.fails)
     rows = []
-    for kind, name in cases.SOUND.items():
-        row = {"RED on sound bundles": name}
+    for kind, description in cases.SOUND.items():
+        row = {"RED on sound bundles": description}
         for preset in cases.clean.PRESETS:
-            cell = fails[kind, preset]
-            row[preset] = f"{sum(cell)} of {len(cell)}" if cell else "–"
+            outcomes = fails[kind, preset]
+            row[preset] = f"{sum(outcomes)} of {len(outcomes)}" if outcomes else "–"
         rows.append(row)
     return rows
 
 
 def gate_rows(records: Records) -> list[dict]:
-    """A row for each gate: its limits, its worst figure on sound bundles and its mildest RED one as
-    multiples of the limit, how many faults it shows, and how many no other gate shows. A fault is
-    shown where the gate is RED in every preset that ran."""
-    # gate → its limits; (multiple of the limit, case) of sound bundles and where it is RED
-    limits, sound, red = defaultdict(set), defaultdict(list), defaultdict(list)
+    """A row for each gate: its limits; its largest figure on a sound bundle and its smallest RED
+    figure, both as multiples of the limit; how many faults it shows, and how many of these no other
+    gate shows. A gate shows a fault if it is RED in every preset that ran."""
+    limits = defaultdict(set)  # gate → its limits
+    # gate → (multiple of the limit, case) of every sound bundle, and of every case that is RED
+    sound, red = defaultdict(list), defaultdict(list)
     for case, record in records.items():
         for gate in record.gates:
             name, ratio = gate["name"], ratio_to_limit(gate)
@@ -205,7 +209,8 @@ def gate_rows(records: Records) -> list[dict]:
             limits[name].add(f"{gate['threshold']:.4g}")
             if case.is_sound:
                 sound[name].append((ratio, str(case)))
-            # a gate that is RED below its limit is so for what it names, not for its figure
+            # a gate may be RED for a reason without a figure, such as a missing tensor; then its
+            # figure may be below the limit
             elif gate["verdict"] == "RED" and ratio > 1:
                 red[name].append((ratio, str(case)))
     gates_of_faults = list(find_gates_of_faults(records).values())
@@ -223,7 +228,7 @@ def gate_rows(records: Records) -> list[dict]:
 
 
 def find_gates_of_faults(records: Records) -> dict[tuple[str, str], set[str]]:
-    """Kind and name of every fault that ran → the gates that are RED in each of its presets."""
+    """(kind, name) of every fault that ran → the gates that are RED in all of its presets."""
     gates = {}
     for case, record in records.items():
         if not case.is_sound:
@@ -233,7 +238,8 @@ def find_gates_of_faults(records: Records) -> dict[tuple[str, str], set[str]]:
 
 
 def ratio_to_limit(gate: dict) -> float | None:
-    """Value over limit; None for a gate without a figure, and where there is no ratio."""
+    """Value over limit; None where one of them is no finite number, the limit is 0, or the gate has
+    no figure."""
     value, limit = gate["value"], gate["threshold"]
     if not isinstance(value, int | float) or not isinstance(limit, int | float):
         return None
@@ -257,25 +263,27 @@ def describe_ratio(worst: tuple[float, str] | None) -> str:
 
 
 def fault_rows(records: Records) -> list[dict]:
-    """A row for each fault: in how many presets each gate is RED, and the mildest figure of the
-    best gate of each preset, as a multiple of its limit."""
+    """A row for each fault: in how many presets each gate is RED, and the smallest `best_ratio` of
+    its presets."""
+    # (kind, name) of a fault → its record in each preset
     by_fault = defaultdict(list)
     for case, record in records.items():
         if not case.is_sound:
             by_fault[case.kind, case.name].append(record)
     rows = []
-    for (kind, name), presets in sorted(by_fault.items()):
-        counts = Counter(gate for record in presets for gate in record.red)
+    for (kind, name), fault_records in sorted(by_fault.items()):
+        total = len(fault_records)
+        counts = Counter(gate for record in fault_records for gate in record.red)
         gates = []
         for gate, count in counts.items():
-            share = "" if count == len(presets) else f" ({count} of {len(presets)})"
+            share = "" if count == total else f" ({count} of {total})"
             gates.append(f"`{gate}`{share}")
-        red = sum(bool(record.red) for record in presets)
+        red = sum(bool(record.red) for record in fault_records)
         row = {
             "fault": name.replace("_", " "),
             "planted in": "files" if kind == "disk" else "memory",
-            "presets RED": f"{red} of {len(presets)}",
-            "mildest best ÷ limit": f"{min(map(best_ratio, presets)):.3g}",
+            "presets RED": f"{red} of {total}",
+            "mildest best ÷ limit": f"{min(map(best_ratio, fault_records)):.3g}",
             "RED gates": ", ".join(gates) or "–",
         }
         rows.append(row)
@@ -283,8 +291,8 @@ def fault_rows(records: Records) -> list[dict]:
 
 
 def best_ratio(record: Record) -> float:
-    """The largest figure over its limit of the RED gates; inf where one of them has no figure or
-    is RED for something else."""
+    """The largest figure of a RED gate as a multiple of its limit, 0 without a RED gate; inf where
+    a gate is RED for a reason without a figure."""
     ratios = [0.0]
     for gate in record.gates:
         if gate["verdict"] == "RED":
@@ -302,7 +310,7 @@ def main() -> int:
     chosen = [
         case
         for case in all_cases()
-        if all(fits(case, word) for word in arguments.words)
+        if all(matches(case, word) for word in arguments.words)
     ]
     if not chosen:
         parser.error(
@@ -316,7 +324,7 @@ def main() -> int:
         finally:
             records = read_store()
             if not arguments.words:
-                TABLES.write_text(write_tables(records))
+                TABLES.write_text(format_tables(records))
     ran = [records[case] for case in chosen if case in records]
     failed = [record for record in ran if record.fails]
     for record in failed:

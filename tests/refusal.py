@@ -6,6 +6,6 @@ from workbench.errors import InputError
 
 
 def refused(words: str):
-    """A context in which bad input has to be refused with a message that matches `words`, a
+    """A context that fails unless bad input is refused in it, with a message that matches `words`, a
     regular expression."""
     return pytest.raises(InputError, match=words)

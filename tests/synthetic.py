@@ -15,9 +15,9 @@ SLOW_NAME, FAST_NAME = (
 )
 SLOW = {"machine": SLOW_NAME, "software": "24B83, coremltools 9.0, torch 2.13.0"}
 FAST = SLOW | {"machine": FAST_NAME}
-"""The chip and system of SLOW in a machine of another model and memory."""
+"""A machine with the chip and the software of SLOW, but of another model and memory."""
 LAYER_SHARE = 0.25
-"""The time of each of the two layers, relative to that of a call."""
+"""The logged time of each of the two layers, as a share of the time of a call."""
 
 
 def add(
@@ -29,8 +29,14 @@ def add(
     runtime: str = "portable",
     **columns,
 ) -> None:
-    """Logs every cell of a grid, as a sweep on `machine` would. `call_ms` is a function of a cell's
-    options and run, the time of a call. Rows of a later call are newer."""
+    """Logs every cell of a grid, as a sweep on a machine would. Rows that a later call of `add` logs
+    are newer.
+
+    Args:
+        machine: the columns that say where a run was, such as SLOW.
+        call_ms: function of a cell's options and run that gives the time of a call in ms.
+        columns: further columns of every row of `runs`.
+    """
     plan = sweep.make_grid(grid)
     for cell in sweep.cells(plan, root, [runtime]):
         hashes = dict.fromkeys(("checkpoint_hash", "contents_hash"), checkpoint_hash)

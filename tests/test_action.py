@@ -30,7 +30,8 @@ EXPRESSION = re.compile(r"\$\{\{ *([\w.-]+) *\}\}")
 
 @dataclass
 class Step:
-    """A step that ended."""
+    """What a step of the action left: its exit code, the summary, what it printed, and the files of
+    the artifact by name."""
 
     code: int
     summary: str
@@ -44,7 +45,7 @@ class Step:
 
     @property
     def words(self) -> list[str]:
-        """Both words of the page."""
+        """The verdicts on export and quality that the page shows."""
         page = BeautifulSoup(self.artifact["page.html"], "html.parser")
         return [card.b.text for card in page(class_="verdict")]
 
@@ -93,8 +94,8 @@ def run_step(tmp_path):
 
 
 @pytest.fixture
-def given(exports, tmp_path):
-    """A checkpoint, and a bundle of it in the checkout of a pull request."""
+def pull_request(exports, tmp_path):
+    """The folder of a checkpoint, and that of its bundle in the checkout of a pull request."""
     import shutil
 
     checkpoint = exports.checkpoint("llama")
@@ -121,8 +122,10 @@ def damage(root: Path, is_forged: bool) -> None:
 
 
 @pytest.mark.slow("commands in processes of their own, as on a runner")
-def test_a_sound_bundle_passes_and_one_over_the_limits_as_fail_on_says(run_step, given):
-    checkpoint, bundle = given
+def test_a_sound_bundle_passes_and_one_over_the_limits_as_fail_on_says(
+    run_step, pull_request
+):
+    checkpoint, bundle = pull_request
     sound = run_step(bundle=bundle, checkpoint=checkpoint)
     assert sound.code == 0, sound.log
     assert sound.words == ["GREEN", "WITHIN"]
@@ -143,8 +146,10 @@ def test_a_sound_bundle_passes_and_one_over_the_limits_as_fail_on_says(run_step,
 @pytest.mark.parametrize(
     "is_forged", [pytest.param(False, marks=pytest.mark.wide), True]
 )
-def test_a_faulty_bundle_fails_whatever_its_verdict_states(run_step, given, is_forged):
-    checkpoint, bundle = given
+def test_a_faulty_bundle_fails_whatever_its_verdict_states(
+    run_step, pull_request, is_forged
+):
+    checkpoint, bundle = pull_request
     damage(bundle, is_forged)
     if is_forged:  # it would count without --fresh
         assert invoke("validate", bundle)["verdict"] == "GREEN"
@@ -156,8 +161,8 @@ def test_a_faulty_bundle_fails_whatever_its_verdict_states(run_step, given, is_f
 
 @pytest.mark.wide
 @pytest.mark.slow("commands in processes of their own, as on a runner")
-def test_an_export_that_was_not_run_fails(run_step, given, tmp_path):
-    checkpoint, bundle = given
+def test_an_export_that_was_not_run_fails(run_step, pull_request, tmp_path):
+    checkpoint, bundle = pull_request
     damage(bundle, is_forged=True)
     alone = run_step(bundle=bundle)
     assert alone.code == 1, alone.log
@@ -171,8 +176,8 @@ def test_an_export_that_was_not_run_fails(run_step, given, tmp_path):
 
 
 @pytest.mark.slow("commands in processes of their own, as on a runner")
-def test_bad_input_is_named_in_summary_and_artifact(run_step, given, tmp_path):
-    checkpoint, bundle = given
+def test_bad_input_is_named_in_summary_and_artifact(run_step, pull_request, tmp_path):
+    checkpoint, bundle = pull_request
     missing = run_step(
         bundle="none ` $(touch pwned)\n::error::x", checkpoint=checkpoint
     )
@@ -185,8 +190,8 @@ def test_bad_input_is_named_in_summary_and_artifact(run_step, given, tmp_path):
     assert word.code == 2 and "fail-on is neither" in word.summary
 
 
-def test_a_checkpoint_of_the_pull_request_is_refused(run_step, given, tmp_path):
-    checkpoint, bundle = given
+def test_a_checkpoint_of_the_pull_request_is_refused(run_step, pull_request, tmp_path):
+    checkpoint, bundle = pull_request
     inside = tmp_path / "workspace" / "model"
     inside.mkdir()
     link = tmp_path / "link"

@@ -1,4 +1,4 @@
-"""No process outlives the test process that asked for it, even where that one is killed."""
+"""Forks and their server end with the test process that started them, even where it is killed."""
 
 import subprocess
 import sys
@@ -40,20 +40,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def kill_after_its_line(code: str, argument: str) -> list[psutil.Process]:
-    """Kills a process once it has printed a process id; returns that process and the
-    other children."""
+def kill_after_first_line(code: str, argument: str) -> list[psutil.Process]:
+    """Runs code, and kills its process once that has printed the id of another process. Returns the
+    other process, and the children that the killed one had."""
     command = [sys.executable, "-c", code, argument]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
-        named = psutil.Process(int(killed.stdout.readline()))
-        left = [named, *psutil.Process(killed.pid).children(recursive=True)]
+        printed = psutil.Process(int(killed.stdout.readline()))
+        orphans = [printed, *psutil.Process(killed.pid).children(recursive=True)]
         killed.kill()
         killed.wait()
         killed.stdout.close()
-    return left
+    return orphans
 
 
 def end_soon(processes: list[psutil.Process]) -> bool:
+    """Whether all processes end within 10 s; those that do not are killed."""
     deadline = time.monotonic() + 10
     while any(p.is_running() and p.status() != "zombie" for p in processes):
         if time.monotonic() > deadline:
@@ -65,10 +66,10 @@ def end_soon(processes: list[psutil.Process]) -> bool:
 
 
 def test_a_fork_ends_with_the_process_that_asked_for_it(forking_python):
-    left = kill_after_its_line(ASKING, forking_python)
-    assert len(left) == 2 and end_soon(left)
+    orphans = kill_after_first_line(ASKING, forking_python)
+    assert len(orphans) == 2 and end_soon(orphans)
 
 
 @pytest.mark.parametrize("code", [STARTING, IMPORTING])
 def test_the_process_that_forks_ends_with_the_one_that_started_it(code):
-    assert end_soon(kill_after_its_line(code, TESTS))
+    assert end_soon(kill_after_first_line(code, TESTS))

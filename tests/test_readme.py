@@ -54,7 +54,7 @@ def test_every_command_in_the_documents_parses():
         app.parse_args([name, *arguments])
 
 
-# of the documents' commands: what needs a model, a machine or a run of one's own
+# words of the documents' commands that need a model, a machine or a run that a test does not have
 ELSEWHERE = (
     "smollm2",
     "/models/",

@@ -30,18 +30,17 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
 
-# Limits of `logits_error`, the largest deviation of a logit from Hugging Face's relative to the
-# largest logit
-EXACT_LIMIT = (
-    3e-6  # `exact` differs from transformers' float32 in the order of sums alone
-)
-MATRIX_EXACT_LIMIT = (
-    1e-5  # a read of a matrix state is divided by its norm, which may be small
-)
-DECLARED_LIMIT = 1.5e-2  # `declared` rounds every result to fp16, by up to 4.9e-4 of it
-MATRIX_DECLARED_LIMIT = (
-    3e-2  # a slowly decaying state keeps the rounding of earlier tokens
-)
+# Limits of `logits_error`: the largest deviation of a logit from Hugging Face's, relative to the
+# largest logit.
+#
+# `exact` arithmetic differs from transformers' float32 only in the order of sums; a matrix state is
+# divided by its norm when it is read, which enlarges the difference where the norm is small.
+EXACT_LIMIT = 3e-6
+MATRIX_EXACT_LIMIT = 1e-5
+# `declared` arithmetic rounds every result to fp16, by up to 4.9e-4 of it; a matrix state that
+# decays slowly adds up the rounding of earlier tokens.
+DECLARED_LIMIT = 1.5e-2
+MATRIX_DECLARED_LIMIT = 3e-2
 
 # for families whose default ids lie beyond these vocabularies
 NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
@@ -230,7 +229,7 @@ def random_checkpoint(path: Path, family: str, **changes) -> Path:
 
 @contextmanager
 def edited_weights(path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a checkpoint, which are saved after the block has edited them."""
+    """Yields the tensors of a checkpoint by name, and saves them as the block leaves them."""
     weights = load_file(path / WEIGHTS)
     yield weights
     contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
@@ -258,7 +257,7 @@ def hf(path: Path):
     source = Checkpoint(path)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            # the towers of a multimodal model have numbers
+            # buffers of the towers of a multimodal model are scalars, and stay as loaded
             if buffer.ndim and name in source:
                 buffer.copy_(source.tensor(name))
         for module in model.modules():
@@ -274,11 +273,13 @@ def golden(model, ids: list[int]) -> Golden:
 
 
 def exact_limit(model, golden: Golden, limit: float) -> float:
-    """The largest `relative` error of logits that `exact` arithmetic may have against a golden.
+    """The largest `relative` error of logits that `exact` arithmetic may have against a golden:
+    `limit`, and more for Gemma 4.
 
-    In Gemma 4 a layer's small scalar leaves little of the stream beside the next update, so that
-    every layer amplifies rounding. Two sound implementations are each about as far from transformers
-    in float64, whose norms stay float32, as transformers in float32 is."""
+    There a layer multiplies its output by a small scalar, so that the next update is large beside
+    the stream and every layer amplifies rounding. Another sound implementation is about as far from
+    transformers in float64 (its norms stay float32) as transformers in float32 is, hence twice that
+    distance."""
     if not model.config.model_type.startswith("gemma4"):
         return limit
     with torch.inference_mode():
@@ -290,8 +291,8 @@ def exact_limit(model, golden: Golden, limit: float) -> float:
     return max(limit, amplified)
 
 
-def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:
-    """Inputs for a call of T tokens; every element has the same value."""
+def make_inputs(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:
+    """Inputs for a call of T tokens with `value` in every element."""
     inputs = {}
     for name, shape in shard.inputs.items():
         sizes = [T if size == "T" else size for size in shape]
@@ -304,7 +305,7 @@ def prompt(V: int, length: int, seed: int = 0) -> list[int]:
 
 
 def without(name: str) -> Callable[[dict], dict]:
-    """A change for `edit_json`: a dictionary without this key."""
+    """A change for `edit_json` that removes this key from a dictionary."""
     return lambda tree: {key: tree[key] for key in tree if key != name}
 
 
@@ -321,11 +322,11 @@ def edit_json(file: Path, *changes: tuple[str, object]) -> None:
     file.write_text(json.dumps(tree))
 
 
-def chained(
+def decode_in_chunks(
     decoder: Decoder, ids: list[int], sizes: Sequence[int], width: int = 0
 ) -> np.ndarray:
-    """Logits [T, V] of a prompt that is decoded in chunks, batch 1. The chunks have `sizes` in
-    turn, and dummy columns up to `width`."""
+    """The logits [T, V] of a prompt that is decoded in chunks, batch 1. The numbers of tokens of
+    the chunks are `sizes`, again and again; dummy columns fill a chunk up to `width`."""
     seqs, sizes, chunks = decoder.new_sequences(), cycle(sizes), []
     while ids:
         size = next(sizes)
@@ -339,7 +340,8 @@ def logits_error(
     decoder: Decoder, golden: Golden, *sizes: int, width: int = 0
 ) -> float:
     """The `relative` error of the logits for the golden's prompt in chunks of `sizes`."""
-    return relative(chained(decoder, golden.ids, sizes, width), golden.logits)
+    logits = decode_in_chunks(decoder, golden.ids, sizes, width)
+    return relative(logits, golden.logits)
 
 
 def relative(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -361,20 +363,21 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def edited(bundle: Bundle, folder: Path, *changes: tuple[str, object]) -> Bundle:
-    """A copy of a bundle with changes of its bundle.json (see `edit_json`), opened."""
+def edited_copy(bundle: Bundle, folder: Path, *changes: tuple[str, object]) -> Bundle:
+    """Copies a bundle into a folder, changes its bundle.json as `edit_json` does, and opens it."""
     shutil.copytree(bundle.root, folder)
     edit_json(folder / "bundle.json", *changes)
     return Bundle.open(folder)
 
 
-def named(kind: str, *fields) -> str:
-    """A name for a file, the same in every process for equal fields."""
+def folder_name(kind: str, *fields) -> str:
+    """A name that is the same in every process for equal fields."""
     return f"{kind}-{hashlib.sha256(repr(fields).encode()).hexdigest()[:16]}"
 
 
-def label(value) -> str:
-    """The id of a case of `parametrize`: a name, or the values of options."""
+def case_id(value) -> str:
+    """The id of a parameter, for `ids=` of `parametrize`: a string is its own id, and the id of a
+    dictionary has its values."""
     return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
@@ -387,8 +390,8 @@ def as_device(decoder: Decoder) -> Decoder:
 
 def export(path: Path, folder: Path, /, **options) -> Bundle:
     """Exports a checkpoint. Unlike the public `export` it takes every preset without a calibration
-    text, and rounds the weights to the nearest: tests of how formats are stored and run ask nothing
-    of the values."""
+    text, and then rounds weights to the nearest. For tests of how formats are stored and run, such
+    values are good enough."""
     from workbench import exporter
 
     if "calibration" in options:
@@ -398,7 +401,7 @@ def export(path: Path, folder: Path, /, **options) -> Bundle:
 
 
 def checkpoint_that_knows(words: list[str], folder: Path) -> Checkpoint:
-    """The checkpoint in a folder with a tokenizer that knows these words."""
+    """Gives the checkpoint in a folder a tokenizer that knows these words and no others."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -419,9 +422,9 @@ def random_text(V: int, seed: int = 0, count: int = 1024):
 
 
 class Exports:
-    """Checkpoints and bundles on demand. Each is made once for all tests, and for all processes
-    with the same `root`: a checkpoint for each family with its dimensions, a bundle for each set
-    of options."""
+    """Makes checkpoints, bundles and goldens on demand. All processes with the same `root` make one
+    checkpoint for each family and change of its dimensions, and one bundle for each checkpoint and
+    set of options. A test copies what it changes."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -429,7 +432,8 @@ class Exports:
         self.models = {}
 
     def checkpoint(self, family: str, **changes) -> Path:
-        folder = self.root / named("checkpoint", family, sorted(changes.items()))
+        """The tiny checkpoint of a family, with changes of its dimensions."""
+        folder = self.root / folder_name("checkpoint", family, sorted(changes.items()))
         return once(folder, lambda path: random_checkpoint(path, family, **changes))
 
     def bundle(self, checkpoint: Path | str, **options) -> Bundle:
@@ -437,7 +441,9 @@ class Exports:
         if isinstance(checkpoint, str):
             checkpoint = self.checkpoint(checkpoint)
         options = {"max_seq_len": 32, "compress": "fp16"} | options
-        folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
+        folder = self.root / folder_name(
+            "bundle", str(checkpoint), sorted(options.items())
+        )
         if folder not in self.bundles:
             once(folder, lambda path: export(checkpoint, path, **options))
             self.bundles[folder] = Bundle.open(folder)

@@ -13,9 +13,10 @@ S, T_MAX, BATCH = 128, 16, 3
 def decoder(
     exports, name: str, batch: int = 1, precision: str = "exact", **changes
 ) -> Decoder:
+    """A decoder of a shipped checkpoint; `changes` are export options."""
     options = {"max_seq_len": S, "tokens": f"1-{T_MAX}", "batch": batch}
     if name == "tiny-gemma3":
-        # local layers (window 64) are rings of 79 slots, so that they wrap
+        # the cache of a local layer is a ring of 79 rows (window 64), which 128 tokens wrap around
         options["sliding"] = "ring"
     return exports.decoder(DATA / name, precision, **(options | changes))
 

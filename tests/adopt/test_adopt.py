@@ -243,7 +243,7 @@ def changed(adoptions, style, tmp_path, *changes):
     """The bundle of a style with other values in the shard of its layers."""
     of_shard = [(f"shards/0/{path}", value) for path, value in changes]
     source, target = Bundle.open(adoptions.folder(style)), tmp_path / "changed"
-    return tiny.edited(source, target, *of_shard).root
+    return tiny.edited_copy(source, target, *of_shard).root
 
 
 ROLES, FUNCTIONS = "foreign/roles", "foreign/functions"

@@ -35,7 +35,9 @@ from workbench.check.trace import Trace  # noqa: E402
 from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-STORE = ROOT / "build" / "prove"
+PROVE_FOLDER = (
+    ROOT / "build" / "prove"
+)  # of the records and of the bundles that cases run on
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut6-g16")
 TRAINED = [f"tiny-{name}" for name in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
 LLAMA = "data/tiny-llama"
@@ -112,16 +114,26 @@ SOUND = {
     "deep": "24 random layers",
     "base": "the bundles of faults",
 }
-# Code that exported bundles depend on, and what verdicts depend on besides.
-EXPORT = ("workbench/bundle", "workbench/models", "workbench/exporter", "tests/tiny.py")
-ROOMS = ("runtime", "decode", "check")
-GATES = ("miltorch", *(f"workbench/{room}" for room in ROOMS), "tests/check")
+# Code that exported bundles depend on, and further code that verdicts depend on.
+EXPORT_CODE = (
+    "workbench/bundle",
+    "workbench/models",
+    "workbench/exporter",
+    "tests/tiny.py",
+)
+GATE_CODE = (
+    "miltorch",
+    "workbench/runtime",
+    "workbench/decode",
+    "workbench/check",
+    "tests/check",
+)
 PROMPT = 24  # tokens of the golden behind `budget` and `device`
 
 
 @cache
 def code_version(*places: str) -> str:
-    """SHA-256 of the Python files in these folders."""
+    """The first 16 digits of the SHA-256 of these Python files, and of those in these folders."""
     digest = hashlib.sha256()
     for place in places:
         for file in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]:
@@ -130,8 +142,8 @@ def code_version(*places: str) -> str:
 
 
 def version() -> str:
-    """SHA-256 of all code that the verdicts on a case depend on."""
-    return code_version(*EXPORT, *GATES)
+    """`code_version` of all code that the verdicts on a case depend on."""
+    return code_version(*EXPORT_CODE, *GATE_CODE)
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,7 @@ class Case:
 
     @property
     def recipe(self) -> Recipe:
-        """Of the bundle, in the case's preset."""
+        """What the bundle is exported from, and how, in the case's preset."""
         match self.kind:
             case "clean":
                 return clean.draw(int(self.name), self.preset)
@@ -196,8 +208,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Record:
-    """The verdicts on a case, which are a line of JSON in the store. `red` has the names of the
-    gates that are RED, `error` the exception that ended the case, `gates` every gate as JSON."""
+    """The verdicts on a case, as a line of the store.
+
+    Attributes:
+        version: `version` of the code that ran the case.
+        red: names of the gates that are RED.
+        error: the exception that ended the case; None: no gate broke.
+        gates: `Gate.json` of every gate that ran.
+    """
 
     case: Case
     version: str
@@ -251,8 +269,8 @@ def faulty_cases() -> list[Case]:
 
 def relocated_cases() -> list[Case]:
     """Every fault of one layer, planted in the first, a middle and the last layer of the same
-    program instead, in fp16, or in the first preset that can have it: a gate that looks at one
-    shard for all of them misses it there."""
+    program instead, in the fault's first preset. A gate that tests one shard in the place of all
+    with the same program could miss the fault there."""
     cases = []
     for name, fault in FAULTS.items():
         if fault.layer is None:
@@ -265,14 +283,14 @@ def relocated_cases() -> list[Case]:
 
 
 def export_sound(exports: tiny.Exports, case: Case) -> tuple[Path, Checkpoint]:
-    """The bundle of a case without its fault, and the bundle's checkpoint."""
+    """Exports the bundle of a case without its fault. Returns its folder and its checkpoint."""
     recipe = case.recipe
     path = find_checkpoint(exports, recipe)
     return exports.bundle(path, **recipe.options).root, Checkpoint(path)
 
 
 def find_checkpoint(exports: tiny.Exports, recipe: Recipe) -> Path:
-    """The checkpoint of a recipe, which is made where it is not there."""
+    """The folder of a recipe's checkpoint, which is made if it does not exist."""
     if recipe.source.startswith("data/"):
         return ROOT / recipe.source
     if recipe.source in MAKERS:
@@ -317,8 +335,14 @@ MAKERS: dict[str, Callable[[tiny.Exports], Path]] = {
 
 
 class Subject:
-    """A bundle that gates are run on. `fault` is planted in each decoder that is opened; None
-    where the bundle is sound or its files are faulty."""
+    """A bundle that gates run on.
+
+    Args:
+        folder: of the bundle.
+        fault: planted in every decoder of the bundle that is opened; None where the bundle is
+            sound or has the fault in its files.
+        is_sound: whether no gate may be RED.
+    """
 
     def __init__(
         self,
@@ -335,13 +359,13 @@ class Subject:
         self.decoders: dict[str, Decoder] = {}
 
     @cached_property
-    def weights(self) -> Gate:
+    def weights_gate(self) -> Gate:
         return weights.weights_gate(self.bundle, self.checkpoint)
 
     @cached_property
     def representatives(self) -> set[str] | None:
         """The shards that `bug_gates` would test in full."""
-        if self.weights.verdict != GREEN:
+        if self.weights_gate.verdict != GREEN:
             return None
         return distinct.representatives(self.bundle, self.checkpoint)
 
@@ -354,7 +378,8 @@ class Subject:
         return self.decoders[precision]
 
     def gates(self) -> list[Gate]:
-        """Every gate; those on files only where no decoder is faulty."""
+        """Runs every gate. Gates that read files alone are left out where the fault is in a
+        decoder."""
         gates = []
         for step in STEPS:
             if self.fault and step.reads_files_alone:
@@ -392,7 +417,7 @@ def interface_gates(subject: Subject) -> list[Gate]:
 
 
 def weights_gates(subject: Subject) -> list[Gate]:
-    return [subject.weights]
+    return [subject.weights_gate]
 
 
 def host_gates(subject: Subject) -> list[Gate]:
@@ -413,13 +438,13 @@ def budget_gates(subject: Subject) -> list[Gate]:
     decoder, paths = subject.decoder(), (subject.folder, subject.checkpoint.path)
     Ts = None if decoder.options.fixed_sizes else (1, decoder.options.t_max)
     cost = measure(decoder, golden_of(*paths), Ts, budget_of(*paths))
-    # the other gate of a cost is `max_kl`, on the quality
+    # the cost is also judged by `max_kl`, which is about the quality and not about the export
     return [gate for gate in cost.judge() if gate.name == "budget"]
 
 
 def device_gates(subject: Subject) -> list[Gate]:
-    """`device` of a decoder that is made to look like Core ML from now on. A sound bundle's runs
-    in exact arithmetic, which is further from `declared`."""
+    """`device` of a decoder that looks like one on Core ML from now on. A sound bundle runs in exact
+    arithmetic, which differs more from the reference's `declared` than a second `declared` run."""
     paths = subject.folder, subject.checkpoint.path
     decoder = subject.decoder("exact" if subject.is_sound else "declared")
     tiny.as_device(decoder)
@@ -428,12 +453,16 @@ def device_gates(subject: Subject) -> list[Gate]:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a proof: the gates of these names, which `run` runs."""
+    """One or several gates that run together.
+
+    Attributes:
+        names: of the gates that `run` returns, in this order.
+        reads_files_alone: no fault in a loaded decoder can turn these gates RED.
+    """
 
     names: tuple[str, ...]
     run: Callable[[Subject], list[Gate]]
     reads_files_alone: bool = False
-    """No fault in a loaded decoder can turn its gates RED."""
 
 
 # in the order in which they run
@@ -450,7 +479,7 @@ GATE_NAMES = [name for step in STEPS for name in step.names]
 
 
 def run_gate(subject: Subject, name: str) -> Gate:
-    """The gate of this name."""
+    """Runs the gate of this name, and with it the others of its step."""
     for step in STEPS:
         if name in step.names:
             gates = {gate.name: gate for gate in step.run(subject)}

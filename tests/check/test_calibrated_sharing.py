@@ -34,9 +34,12 @@ def checkpoint(request, exports) -> Path:
     return exports.checkpoint("gemma4_text", **FORMS[request.param])
 
 
-def recorded(monkeypatch, module, name: str) -> dict[str, list[list[torch.Tensor]]]:
-    """Prefix of a layer's tensors → the inputs of its linear modules in each of its runs, in the
-    order of their calls, once layers of the class `name` of a module have run."""
+def record_runs(monkeypatch, module, name: str) -> dict[str, list[list[torch.Tensor]]]:
+    """Makes layers of the class `name` of a module record the inputs of their linear modules.
+
+    Returns a dictionary that is filled when the layers run: prefix of a layer's tensors → for each
+    run of the layer the inputs, in the order in which its linear modules are called.
+    """
     runs: dict[str, list[list[torch.Tensor]]] = {}
 
     class RecordingLayer(getattr(module, name)):
@@ -53,7 +56,7 @@ def recorded(monkeypatch, module, name: str) -> dict[str, list[list[torch.Tensor
 
 
 def record_inputs(layer: nn.Module, add) -> None:
-    """Calls `add` with each input of the linear modules of a layer, when they run."""
+    """Makes the linear modules of a layer call `add` with each of their inputs."""
     for child in layer.modules():
         if isinstance(child, nn.Linear):
             child.register_forward_pre_hook(lambda _, arguments: add(arguments[0]))
@@ -61,8 +64,9 @@ def record_inputs(layer: nn.Module, add) -> None:
 
 @torch.inference_mode()
 def inputs_of_layer(bundle: Bundle, source: Checkpoint, index: int, stored: int):
-    """The inputs of the linear modules of layer `index` in Hugging Face's model, whose layers
-    before layer `stored`, and whose projection, have the matrices of a bundle."""
+    """The inputs of the linear modules of layer `index` in Hugging Face's model. The layers before
+    layer `stored`, and the projection of the embeddings, have the matrices that a bundle stores; the
+    others have the checkpoint's."""
     model = AutoModelForCausalLM.from_pretrained(
         source.path, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
@@ -93,8 +97,8 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 def test_sharing_layers_are_calibrated_on_compressed_rows(
     checkpoint, tmp_path, monkeypatch, preset
 ):
-    """The first run of a layer, in which the inputs of its matrices are summed."""
-    runs = recorded(monkeypatch, calibrate, "CompressingLayer")
+    """Compares the first run of each layer, in which the exporter sums the inputs of its matrices."""
+    runs = record_runs(monkeypatch, calibrate, "CompressingLayer")
     bundle = export(checkpoint, tmp_path / "b", compress=preset, **OPTIONS)
     assert bundle.manifest.calibration.nearest == []
     source = Checkpoint(checkpoint)
@@ -106,10 +110,11 @@ def test_sharing_layers_are_calibrated_on_compressed_rows(
 def test_sharing_layers_are_judged_on_compressed_rows(
     checkpoint, tmp_path, monkeypatch
 ):
-    """Where every layer is judged by the inputs of its uncompressed matrices, too."""
+    """Every layer is judged a second time, by the inputs of its uncompressed matrices, where the
+    first figures are above their limits."""
     bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
     source = Checkpoint(checkpoint)
-    runs = recorded(monkeypatch, calibrated, "JudgedLayer")
+    runs = record_runs(monkeypatch, calibrated, "JudgedLayer")
     monkeypatch.setattr(calibrated, "worst_ratio", lambda deviations: 2.0)
     weights_gate(bundle, source)
     for index in SHARING:

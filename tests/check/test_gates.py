@@ -87,8 +87,9 @@ def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatc
     assert gates.stored_verdict(bundle) is not None
 
 
-def forged(bundle) -> None:
-    """A stranger's verdict of zeroed weights, whose hashes the manifest has."""
+def forge_verdict(bundle) -> None:
+    """Zeroes weights of a bundle as a stranger can: the manifest has the hashes of the new files,
+    and verdict.json states that every gate is GREEN on them."""
     gates.save_verdict(bundle, [gates.holds(n, True, "trust me") for n in BUG_GATES])
     blob = next(bundle.root.rglob("weight.bin"))
     record = np.fromfile(blob, np.uint8)
@@ -107,7 +108,7 @@ def forged(bundle) -> None:
 
 
 def test_a_verdict_that_only_the_bundle_states_is_no_pass(bundle):
-    forged(bundle)
+    forge_verdict(bundle)
     validation = invoke("validate", bundle.root)
     assert validation["verdict"] == "not_run" and "trust me" not in str(validation)
     checks = {gate["name"]: gate for gate in validation["gates"]}
@@ -122,7 +123,7 @@ def test_a_verdict_that_only_the_bundle_states_is_no_pass(bundle):
 def test_a_note_beside_the_bundle_or_below_the_working_directory_does_not_count(
     bundle, monkeypatch, tmp_path
 ):
-    forged(bundle)
+    forge_verdict(bundle)
     digest = sha256(bundle.root / gates.VERDICT)
     facts = {"bundle": Bundle.open(bundle.root).identity, "verdict": digest}
     with monkeypatch.context() as elsewhere:

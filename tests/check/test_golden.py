@@ -40,10 +40,13 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
     tmp_path, exports, monkeypatch
 ):
     source, calls = Checkpoint(exports.checkpoint("zaya")), []
-    make = golden.make_golden
-    monkeypatch.setattr(
-        golden, "make_golden", lambda *given: calls.append(given) or make(*given)
-    )
+    make_golden = golden.make_golden
+
+    def count_call(*arguments):
+        calls.append(arguments)
+        return make_golden(*arguments)
+
+    monkeypatch.setattr(golden, "make_golden", count_call)
     folder = tmp_path / "deep"
     first = Golden.of(source, IDS, folder)
 
@@ -51,11 +54,9 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
         stored = Golden.of(source, IDS, folder)
         assert stored.source is source and stored.meta == first.meta
         assert np.array_equal(stored.ids, IDS)
-        arrays = stored.trace.arrays(), first.trace.arrays()
-        assert arrays[0].keys() == arrays[1].keys()
-        assert all(
-            np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0]
-        )
+        actual, expected = stored.trace.arrays(), first.trace.arrays()
+        assert actual.keys() == expected.keys()
+        assert all(np.array_equal(actual[name], expected[name]) for name in actual)
 
     check_stored()
     assert len(calls) == 1
@@ -76,8 +77,16 @@ def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports)
 
 
 def change_array(name, change):
-    """A damage to the arrays of a golden: one is `change` of it."""
-    return lambda arrays: arrays.__setitem__(name, change(arrays[name]))
+    """A damage to the arrays of a golden: the one of this name becomes `change` of it."""
+
+    def damage(arrays):
+        arrays[name] = change(arrays[name])
+
+    return damage
+
+
+def leave_out(name):
+    return lambda arrays: arrays.pop(name)
 
 
 def set_last_number(value):
@@ -89,28 +98,27 @@ def set_last_number(value):
     return change
 
 
-DAMAGES = [  # a function that changes the arrays of a golden, words of the message
+# a damage, and words of the message that refuses it
+DAMAGES = [
     (change_array("ids", lambda ids: ids + 97), "ids from .* needs ids from 0 to 96"),
     (change_array("ids", lambda ids: -ids), "ids from -"),
     (change_array("ids", lambda ids: ids.astype(np.float32)), "ids float32"),
     (change_array("ids", lambda ids: ids[None]), "ids int64 .1, 8."),
     (change_array("ids", lambda ids: ids[:0]), "ids int64 .0."),
     (change_array("ids", lambda ids: ids[:5]), "a row for each id"),
-    (lambda arrays: arrays.pop("x.1"), "an array 'hidden.1'"),
-    (lambda arrays: arrays.pop("x.0"), "no 'hidden|no 'x.0'"),
-    (lambda arrays: arrays.pop("hidden.1"), "no 'hidden.1'"),
-    (lambda arrays: arrays.pop("k.1"), "no 'k.1'"),
-    (lambda arrays: arrays.pop("logits"), "no 'logits'"),
+    (leave_out("x.1"), "an array 'hidden.1'"),
+    (leave_out("x.0"), "no 'hidden|no 'x.0'"),
+    (leave_out("hidden.1"), "no 'hidden.1'"),
+    (leave_out("k.1"), "no 'k.1'"),
+    (leave_out("logits"), "no 'logits'"),
     (lambda arrays: arrays.update(k=arrays["k.1"]), "an array 'k'"),
     (change_array("logits", lambda x: x[:, :5]), "ids from"),
     (change_array("logits", lambda x: x[:5]), "a row for each id"),
     (change_array("hidden.1", lambda x: x[:, :5]), "the shape"),
     (change_array("k.0", lambda x: x.astype(np.int32)), "'k.0' int32"),
     (change_array("k.0", lambda x: x[..., None]), "'k.0' float32"),
-    *(
-        (change_array(name, set_last_number(np.nan)), f"{name}.*inf or nan in row 7")
-        for name in ("x.1", "v.0")
-    ),
+    (change_array("x.1", set_last_number(np.nan)), "x.1.*inf or nan in row 7"),
+    (change_array("v.0", set_last_number(np.nan)), "v.0.*inf or nan in row 7"),
     (change_array("logits", set_last_number(np.inf)), "logits.*inf or nan in row 7"),
 ]
 

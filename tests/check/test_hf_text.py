@@ -40,10 +40,10 @@ def expected(tiny_llama, exports):
 
 
 @pytest.fixture
-def english(copy):
+def english(checkpoint_copy):
     """A checkpoint whose tokenizer knows the words of the prompts."""
     words = " ".join(transcript.load_prompts()).split()
-    return checkpoint_that_knows(words, copy)
+    return checkpoint_that_knows(words, checkpoint_copy)
 
 
 def change_logits(monkeypatch, change) -> None:
@@ -121,7 +121,7 @@ def test_rotary_frequencies_two_percent_off_are_red_after_three_prompts(
     (rope,) = bundle.manifest.rope
     frequencies = [1.02 * frequency for frequency in rope.inv_freq]
     change = ("rope/0/inv_freq", frequencies)
-    turned = Decoder(tiny.edited(bundle, tmp_path / "turned", change), "portable")
+    turned = Decoder(tiny.edited_copy(bundle, tmp_path / "turned", change), "portable")
     prompts = transcript.default_prompts(checkpoint, 9, 112)[6:]
     result = transcript.transcribe(turned, checkpoint, prompts)
     assert words(result.judge())["text_budget"] == "RED"
@@ -193,13 +193,14 @@ def test_two_exchanged_rows_of_the_head_are_red_and_named(
 
 
 def transcript_of(bundle_tokens, gap, ended=(), tokens=4) -> Transcript:
-    """A transcript of texts that are tokens 1; those whose numbers are in `ended` end with the end
-    token 0. The stored weights explain every token of the texts of even numbers and none of the
-    others.
+    """A transcript of texts of which every token is 1. The stored weights explain every token of the
+    texts with even numbers, and none of the others.
 
     Args:
         bundle_tokens: for each text, the tokens of the bundle.
         gap: for each text, the gaps of its tokens.
+        ended: numbers of the texts whose last token is the end token, 0.
+        tokens: of each text.
     """
     texts = []
     for number, (row, gaps) in enumerate(zip(bundle_tokens, gap)):

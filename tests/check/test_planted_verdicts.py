@@ -1,5 +1,6 @@
-"""Planted faults and costs have the right two words wherever a user reads them: on the command line,
-in its JSON, on the page, in the sentences of notebooks 05 and 31, and in the log."""
+"""Planted faults and costs have the right verdict on the export and on the quality wherever a user
+reads them: on the command line, in its JSON, on the page, in the sentences of notebooks 05 and 31,
+and in the log."""
 
 import json
 import shutil
@@ -24,10 +25,12 @@ from workbench.models.checkpoint import Checkpoint
 
 S = 128  # max_seq_len of every bundle: a prompt and 48 tokens
 TEXT = "set garden carrot ; set palace onion ; get garden carrot ; 4 3 + 3 8 = 0 8 1"
-ANSWERED = [
-    f"set {a} {b} ; get" for a, b in (("garden", "carrot"), ("palace", "onion"))
+PROMPTS = [
+    "set garden carrot ; get",
+    "set palace onion ; get",
+    "1 0 + 9 9 =",
+    "the cow near the happy pigs",
 ]
-PROMPTS = [*ANSWERED, "1 0 + 9 9 =", "the cow near the happy pigs"]
 SEMICOLON, LAST = 13, 255  # a frequent token, and one that no text here has
 TEMPLATE = "{{ bos_token }}{% for turn in messages %}{{ turn.content }}END{% endfor %}"
 EXIT_CODES = {("GREEN", "WITHIN"): 0, ("RED", "not judged"): 1, ("GREEN", "OVER"): 4}
@@ -57,8 +60,8 @@ def project(checkout, monkeypatch):
 
 @pytest.fixture
 def judge(project, tmp_path):
-    """Validates a bundle with a transcript, and asserts that both words are the same
-    wherever they stand."""
+    """A function that validates a bundle with a transcript, and asserts that the verdicts on export
+    and quality are these wherever a user reads them."""
     file = tmp_path / "prompts.jsonl"
 
     def run(
@@ -90,7 +93,7 @@ def judge(project, tmp_path):
 
 
 def check_notebook(results: list[Gate], export: str, quality: str) -> None:
-    """What a notebook with these gates concludes and logs."""
+    """Asserts that a notebook with these gates concludes and logs the same verdicts."""
     presets = recommend.as_table(None)
     first, *others = recommend.describe_verdict(results, presets)
     assert first.startswith(f"Export {export}: ")
@@ -249,8 +252,8 @@ def test_a_chat_template_unlike_the_checkpoint_s_is_red(judge, make_bundle, tmp_
 
 
 def widen_rows(folder: Path) -> None:
-    """Plants: one row of a matrix is 128 times as large, and nothing reads what it
-    computes. One scale for the whole matrix serves its other rows badly."""
+    """Plants a row that is 128 times as large as the others of its matrix, and whose output nothing
+    reads. With one scale for the whole matrix the other rows are rounded coarsely."""
     with edited_weights(folder) as tensors:
         for layer in range(4):
             mlp = f"model.layers.{layer}.mlp"

@@ -13,7 +13,7 @@ def record(text: str, red: tuple[str, ...] = ()) -> Record:
 
 
 def tables(*records: Record) -> str:
-    return prove.write_tables({record.case: record for record in records})
+    return prove.format_tables({record.case: record for record in records})
 
 
 def test_the_columns_of_sound_bundles_are_the_presets():
@@ -54,7 +54,7 @@ def test_the_name_of_a_family_finds_its_random_draws():
     chosen = [
         case
         for case in cases.sound_cases()
-        if all(prove.fits(case, word) for word in ("clean", "zaya", "fp16"))
+        if all(prove.matches(case, word) for word in ("clean", "zaya", "fp16"))
     ]
     assert {case.recipe.source for case in chosen} == {"zaya"}
     assert len(chosen) == cases.clean.COUNT / len(cases.clean.FAMILIES)

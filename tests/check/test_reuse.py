@@ -3,7 +3,7 @@ the wild, planted, turns the gate RED."""
 
 import pytest
 import trained
-from faults.reuse import FAULTS
+from faults.reuse import FAULTS_BY_SLUG
 from refusal import refused
 
 from workbench.check.reuse import ReuseCell, check_reuse, count_cells, reuse_gate
@@ -86,9 +86,9 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
 
 @pytest.mark.slow("exports two bundles and hands caches on")
 @pytest.mark.matrix(2, wide=8)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", FAULTS_BY_SLUG)
 def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):
-    fault = FAULTS[name]
+    fault = FAULTS_BY_SLUG[name]
     decoders = pair(exports, fault.checkpoint)
     fault.plant(monkeypatch, *decoders)
     assert reuse_gate(check_reuse(*decoders, lengths=(20,))).verdict == "RED"

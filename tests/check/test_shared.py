@@ -51,7 +51,7 @@ def pair(exports, tmp_path):
 
 
 def gates_by_name(bundle, checkpoint, shared=None):
-    """The bug gates by name, with their values and reasons."""
+    """Runs the bug gates. Returns each gate's JSON by its name."""
     results = bug_gates.bug_gates(bundle, checkpoint, shared=shared)
     return {gate.name: gate.json() for gate in results}
 
@@ -71,8 +71,8 @@ def test_a_manifest_over_the_same_packages_is_judged_as_without_sharing(
     pair, base, plant, red
 ):
     sound, faulty, checkpoint = pair(base, plant)
-    files = [[shard.files for shard in b.manifest.shards] for b in (sound, faulty)]
-    assert files[0] == files[1]
+    for one, other in zip(sound.manifest.shards, faulty.manifest.shards, strict=True):
+        assert one.files == other.files
     shared = SharedResults()
     before = gates_by_name(sound, checkpoint, shared)
     assert {gate["verdict"] for gate in before.values()} == {"GREEN"}

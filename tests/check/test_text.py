@@ -12,9 +12,9 @@ from workbench.models.checkpoint import Checkpoint
 
 
 @pytest.fixture
-def english(copy):
+def english(checkpoint_copy):
     """A checkpoint whose tokenizer knows the first words of the paragraphs."""
-    return checkpoint_that_knows(text.paragraphs().split()[:100], copy)
+    return checkpoint_that_knows(text.paragraphs().split()[:100], checkpoint_copy)
 
 
 def test_the_paragraphs_are_long_enough_for_a_long_prompt():

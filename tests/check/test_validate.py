@@ -215,8 +215,9 @@ def test_a_budget_is_fed_where_a_device_s_shards_are(exports, tiny_llama, llama_
     assert cost.json()["budget"]["worst"]["ratio"] < 1.5
 
 
-def edited(exports, folder, change):
-    """A small random llama whose tensors are changed by name, and its fp16 bundle."""
+def export_changed(exports, folder, change):
+    """Calls `change(name, tensor)` for every tensor of a small random llama, which it changes in
+    place. Returns the checkpoint and its fp16 bundle."""
     path = shutil.copytree(exports.checkpoint("llama"), folder / "checkpoint")
     with edited_weights(path) as tensors:
         for name, tensor in tensors.items():
@@ -232,7 +233,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp
         if "layers.1." in name and ("o_proj" in name or "down_proj" in name):
             tensor.zero_()
 
-    checkpoint, bundle = edited(exports, tmp_path, silence)
+    checkpoint, bundle = export_changed(exports, tmp_path, silence)
     reference = golden.make_golden(checkpoint, prompt(97, 20))
     assert not reference["update.1"].any()
     decoder = Decoder(bundle, "portable")
@@ -255,7 +256,7 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
         if "norm" in name:
             tensor.fill_(30000)
 
-    checkpoint, bundle = edited(exports, tmp_path, enlarge)
+    checkpoint, bundle = export_changed(exports, tmp_path, enlarge)
     decoder = Decoder(bundle, "portable")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what overflows says so
@@ -273,9 +274,9 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
 # --- ranking --------------------------------------------------------------------------------------
 
 
-def with_a_sink(exports, folder):
-    """A llama whose first layer writes about 10,000 into one channel, and whose second adds
-    little: beside such a value rounding alone turns its update far."""
+def export_with_sink(exports, folder):
+    """A llama, and its bundle. Its first layer writes about 10,000 into one channel. Its second layer
+    adds little, so that rounding beside such a value turns its update far."""
 
     def write(name, tensor):
         if "layers.0.mlp.down_proj" in name:
@@ -283,7 +284,7 @@ def with_a_sink(exports, folder):
         if "layers.1." in name and ("o_proj" in name or "down_proj" in name):
             tensor *= 1e-2
 
-    return edited(exports, folder, write)
+    return export_changed(exports, folder, write)
 
 
 @pytest.mark.parametrize("given", ["checkpoint", "golden"])
@@ -291,7 +292,7 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
     exports, tmp_path, given
 ):
     """Planted: K of layer 0 is 3% too large; the lowest cosine is elsewhere."""
-    checkpoint, bundle = with_a_sink(exports, tmp_path)
+    checkpoint, bundle = export_with_sink(exports, tmp_path)
     reference = golden.make_golden(checkpoint, prompt(97, 12))
     assert np.abs(reference["hidden.0"]).max() > 2000
     decoder = Decoder(bundle, "portable")
@@ -317,8 +318,8 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
 # --- device ---------------------------------------------------------------------------------------
 
 
-def device(bundle, precision="declared", plant=None):
-    """A stand-in for a device, with a fault that `plant` plants: it shows what Core ML shows."""
+def open_device(bundle, precision="declared", plant=None):
+    """A decoder that shows no more than one on Core ML does; `plant` plants a fault in it."""
     decoder = Decoder(bundle, "portable", precision)
     if plant:
         plant(decoder)
@@ -336,7 +337,8 @@ def reference(llama_bundle, llama_golden):
 def test_every_arithmetic_up_to_narrow_sums_is_green(
     llama_bundle, llama_golden, reference, precision, most
 ):
-    gate = device_gate(device(llama_bundle, precision), llama_golden, reference)
+    decoder = open_device(llama_bundle, precision)
+    gate = device_gate(decoder, llama_golden, reference)
     assert gate.verdict == "GREEN" and gate.value <= most
 
 
@@ -351,7 +353,7 @@ def test_every_arithmetic_up_to_narrow_sums_is_green(
 def test_a_device_that_computes_something_else_is_red(
     llama_bundle, llama_golden, reference, plant, reason
 ):
-    decoder = device(llama_bundle, plant=plant)
+    decoder = open_device(llama_bundle, plant=plant)
     gate = device_gate(decoder, llama_golden, reference)
     assert gate.verdict == "RED" and gate.value > 3
     assert reason in gate.reason
@@ -362,7 +364,8 @@ def test_a_near_tied_choice_of_an_expert_is_left_out(exports):
     source = golden.make_golden(Checkpoint(path), prompt(109, 12))
     bundle = exports.bundle(path)
     reference = device_reference(bundle, source)
-    assert device_gate(device(bundle, "narrow"), source, reference).verdict == "GREEN"
+    decoder = open_device(bundle, "narrow")
+    assert device_gate(decoder, source, reference).verdict == "GREEN"
 
 
 def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(

@@ -34,7 +34,7 @@ def cut_weight_file_in_half(copy):
 
 
 def scale_embedding(copy):
-    copy.edit_embedding(lambda table: table.__imul__(np.float16(1.05)))
+    copy.edit_embedding(lambda table: table * np.float16(1.05))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,11 @@ ROWS, COLUMNS = 6, 64
 
 
 def stored_integers(preset, seed=0):
-    """Parts of random weights [ROWS, COLUMNS] in a preset, with a zero point of 3, the
-    weights, and the preset's tolerance of each, in float64."""
+    """Random weights stored as integers with a zero point of 3.
+
+    Returns the stored parts by MIL's names, the weights [ROWS, COLUMNS] float32, and for each
+    weight how far a stored value of the preset may be from it, [ROWS, COLUMNS] float64.
+    """
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32)
     values[2] = 0.0
@@ -82,9 +85,10 @@ def stored_integers(preset, seed=0):
     steps = step.repeat(ROWS // shape[0], 0).repeat(COLUMNS // shape[1], 1)
     with np.errstate(invalid="ignore"):
         integers = np.nan_to_num(np.rint(rounded / steps)).clip(-largest, largest)
-    size = np.abs(rounded)
-    beyond = np.maximum(size - largest * steps, 0)
-    tolerance = steps / 2 + size * 2.0**-11 + beyond
+    magnitude = np.abs(rounded)
+    # the part of a weight that is beyond the largest integer
+    clipped = np.maximum(magnitude - largest * steps, 0)
+    tolerance = steps / 2 + magnitude * 2.0**-11 + clipped
     parts = {
         "data": np.int16(integers + 3),
         "scale": np.float16(step),
@@ -182,7 +186,7 @@ def heavy_tailed(seed):
     return np.float32(rng.standard_t(3, (32, 48)) * 0.02)
 
 
-def deviate(parts, values):
+def measure_deviation(parts, values):
     return table_deviation("w", parts, torch.from_numpy(values), GROUPED)
 
 
@@ -190,17 +194,18 @@ def deviate(parts, values):
 def test_the_best_tables_of_groups_are_green_and_worse_ones_red(seed):
     values = heavy_tailed(seed)
     parts = stored_groups(values)
-    assert deviate(parts, values).is_sound
+    assert measure_deviation(parts, values).is_sound
     tables = parts["lut"].copy()
     tables[[1, 2]] = tables[[2, 1]]
-    assert not deviate(parts | {"lut": tables}, values).is_sound
+    assert not measure_deviation(parts | {"lut": tables}, values).is_sound
     indices = parts["indices"].copy()
     row = indices[17]
     row[0] += 1 if row[0] < 15 else -1
-    assert not deviate(parts | {"indices": indices}, values).is_sound
-    louder = values.copy()
-    louder[9] /= 1.02
-    assert not deviate(parts, louder).is_sound
+    assert not measure_deviation(parts | {"indices": indices}, values).is_sound
+    # row 9 is stored 1.02 times as large as it is in this checkpoint
+    smaller = values.copy()
+    smaller[9] /= 1.02
+    assert not measure_deviation(parts, smaller).is_sound
 
 
 def test_nearest_entries_of_a_table_that_is_not_the_best_are_red():
@@ -213,7 +218,7 @@ def test_nearest_entries_of_a_table_that_is_not_the_best_are_red():
     indices = parts["indices"].copy()
     nearest = np.abs(rounded[..., None] - entries).argmin(-1)
     indices[16:24] = np.uint8(nearest)[..., None, None]
-    deviation = deviate(parts | {"lut": tables, "indices": indices}, values)
+    deviation = measure_deviation(parts | {"lut": tables, "indices": indices}, values)
     assert not deviation.is_sound and "squared error" in deviation.reason
 
 
@@ -229,7 +234,7 @@ def test_tables_that_no_exporter_makes_are_refused(change, words):
     values = heavy_tailed(0)
     parts = stored_groups(values)
     with pytest.raises(ValueError, match=words):
-        deviate(parts | {"lut": change(parts["lut"])}, values)
+        measure_deviation(parts | {"lut": change(parts["lut"])}, values)
 
 
 def test_a_plug_in_may_leave_out_zeros_or_ones():

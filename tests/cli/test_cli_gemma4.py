@@ -1,6 +1,8 @@
 """Commands take a model with copied caches and second embeddings, in presets that are fitted to a
 text, too."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny
@@ -70,8 +72,11 @@ def id_files(tmp_path_factory):
     return options
 
 
-def export_fitted(exports, id_files, form: str, preset: str, *options):
-    """The checkpoint of a form, and the folder of its bundle in a preset."""
+def export_fitted(
+    exports, id_files, form: str, preset: str, *options
+) -> tuple[Path, Path]:
+    """Exports the checkpoint of a form in a preset, once for all tests. Returns the folders of
+    checkpoint and bundle."""
     family, changes = FORMS[form]
     source = exports.checkpoint(family, **changes)
     out = exports.root / f"fitted-{form}-{preset}{'-'.join(map(str, options))}"

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from refusal import refused
@@ -86,17 +85,10 @@ def test_a_wrong_path_costs_one_line_and_no_heavy_import(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "whole"]
 
 
-class WrongPath(NamedTuple):
-    path: str | Path
-    actual: str
-    """What the message says is there."""
-    step: str
-    """A part of the next step that it names."""
-
-
-def assert_refused(open_path, wrong: WrongPath) -> None:
-    with refused(f"found {wrong.actual}.* Next: .*{wrong.step}"):
-        open_path(wrong.path)
+def assert_refused(open_path, path: str | Path, actual: str, step: str) -> None:
+    """The message says that `actual` is at the path, and its next step contains `step`."""
+    with refused(f"found {actual}.* Next: .*{step}"):
+        open_path(path)
 
 
 def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
@@ -117,7 +109,7 @@ def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
         (llama.root / "head_00.mlpackage", "one Core ML model", "hf download"),
         (TINY / "model.safetensors", "a file", f"give the folder {TINY}"),
     ]:
-        assert_refused(Checkpoint, WrongPath(*wrong))
+        assert_refused(Checkpoint, *wrong)
     head = llama.root / "head_00.mlpackage"
     shutil.copytree(head, "alone.mlpackage")
     (tmp_path / "compiled.mlmodelc").mkdir()
@@ -131,7 +123,7 @@ def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
         (llama.root / "bundle.json", "a file", inside),
         ("nowhere", "nothing there", "workbench export"),
     ]:
-        assert_refused(Bundle.open, WrongPath(*wrong))
+        assert_refused(Bundle.open, *wrong)
 
 
 def test_a_pointer_of_git_lfs_is_named_with_the_next_step(llama, tmp_path):

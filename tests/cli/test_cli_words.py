@@ -45,7 +45,8 @@ def test_help_has_the_whole_docstring_at_80_columns(name):
     for paragraph in summary.split("\n\n"):
         assert letters(paragraph) in page
     for parameter, description in PARAMETER.findall(section):
-        # names beside a narrow column break a sentence: its words stay whole
+        # a narrow column breaks a sentence into lines, with names of options between them, but
+        # breaks no word
         missing = [word for word in description.split() if letters(word) not in page]
         assert not missing, parameter
 

@@ -74,7 +74,7 @@ ARRAY_TOO_LARGE = np._core._exceptions._ArrayMemoryError((9,), np.dtype("f4"))
         (CellError("05_toy: the kernel failed"), 3, "05_toy: the kernel failed"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
-    # of a code and words their values
+    # the name of the exception's class, and pytest's own ids of the code and the words
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_is_one_message_with_its_exit_code(capsys, problem, code, words):

@@ -64,7 +64,7 @@ def pairwise(family: str) -> list[dict]:
 @pytest.mark.parametrize(
     "family, chosen",
     [(family, row) for family in tiny.DIMS for row in pairwise(family)],
-    ids=tiny.label,
+    ids=tiny.case_id,
 )
 def test_pairs_of_options_agree_with_hugging_face(exports, family, chosen):
     """Prompts of a batch, then single tokens where T = 1 can be called, in float32."""

@@ -106,7 +106,7 @@ def test_the_transcript_compares_tokens_that_may_be_picked(
     result = texts.transcribe(Decoder(bundle, "portable"), checkpoint, PROMPTS, 12)
     assert result.agreed == 1
     # planted: a bundle that has lost them
-    forgetful = tiny.edited(
+    forgetful = tiny.edited_copy(
         bundle, tmp_path / "forgetful", ("tokens", tiny.without("suppressed"))
     )
     decoder = Decoder(forgetful, "portable")

@@ -28,22 +28,22 @@ def enlarge_by_half(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one operation.
+    """A fault of one operation in the stand-in.
 
     Attributes:
-        op: name of the operation, or of its result; for a `lost` or `late` write, of the
-            state.
-        change: how a result is wrong, for the effect `result`.
-        units: the compute units that are wrong; "": all.
-        T: only calls of so many tokens are wrong; 0: all.
-        min_elements: only results of at least so many elements are wrong.
-        hidden_values: the fault shows only in packages that compute these values and do
-            not output them, as if a compiler had fused the operations.
+        op: name of the operation, or of its result; for the effects `lost` and `late`, of the
+            state that the operation writes.
         effect: `result`: the operation's result is wrong;
             `compile`: a package with the operation does not compile;
             `kill`: a call of such a package fails;
             `lost`: a write to the state is left out;
             `late`: a write to the state takes effect in the next call.
+        change: how a result is wrong, for the effect `result`.
+        units: the compute units on which the fault shows; "": all.
+        T: only calls of this number of tokens are wrong; 0: all.
+        min_elements: only results of at least this number of elements are wrong.
+        hidden_values: the fault shows only in packages that compute these values and do
+            not output them, as if a compiler had fused the operations.
     """
 
     op: str

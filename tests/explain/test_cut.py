@@ -35,7 +35,7 @@ class Call:
     def operands(self, flow: Flow, ops: Sequence[int]) -> Values:
         """The arrays that the operations at the indices `ops` read and do not compute.
         Scalars are left out, and so are constants, which belong to no call."""
-        # before wins: a state that the call changes has its old value
+        # a state that the call changes is read as it was before the call
         values = self.after | self.before
         names = flow.operands(ops)
         return {name: values[name] for name in names if np.ndim(values.get(name))}

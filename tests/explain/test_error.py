@@ -98,7 +98,7 @@ def test_layers_inside_a_shard_of_a_runtime_without_hooks_are_refused(
 ):
     two_layers_per_shard = exports.bundle("llama", layers_per_shard=2)
     change = "options/target", target
-    bundle = tiny.edited(two_layers_per_shard, tmp_path / "b", change)
+    bundle = tiny.edited_copy(two_layers_per_shard, tmp_path / "b", change)
     source = Checkpoint(exports.checkpoint("llama"))
     with refused(f"inside a shard that {runtime}"):
         error.split_error(source, bundle, IDS, runtime=runtime)

@@ -48,7 +48,8 @@ IDS = tiny.prompt(90, 9)
 
 @dataclass(frozen=True)
 class PlantedFault:
-    """A fault that a test plants in one shard of a family's bundle.
+    """A row of a table below: a fault that the test plants in one shard of a family's bundle.
+    `fault` gives it the names of that shard's program.
 
     Attributes:
         family: of the tiny checkpoint in `tiny.DIMS`.
@@ -190,7 +191,7 @@ enlarged, undefined = scaled(1e12), scaled(float("nan"))
 #   breaks              verdict `breaks`: the package does not compile, or does not run
 #   together            verdict `together`, with the faulty operation and its hidden operands
 #   with its operand    verdict `together`, with the faulty operation and one other
-#   none                verdict `none`: the fault is one of compute units that no call uses
+#   none                verdict `none`: only compute units that the search does not use are wrong
 
 # kinds of operations and of faults that HELD_OUT lacks
 FAULTS = {

@@ -139,7 +139,8 @@ class ShardOfTwoPackages(Model):
 def test_an_inf_of_a_constant_is_no_fault_in_any_shard(
     llama_bundle, monkeypatch, foreign
 ):
-    """Each package of another exporter's shard has rows of its own."""
+    """Two packages run as one shard where `foreign`, as in another exporter's bundle; each package
+    has rows of its own."""
     evaluate = Constants._evaluate
 
     def evaluate_with_infinite_eps(constants, op):

@@ -26,8 +26,9 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import Attention, CachedAttention, GatedMLP
 
 pytestmark = pytest.mark.slow("an export, and every variant of its configuration")
-# family → changes of its tiny dimensions: llama needs layers 1 and 2, which a test exchanges
-DIMS = {"llama": {"num_hidden_layers": 3}}
+# family → changes of its dimensions in `tiny.DIMS`: llama needs layers 1 and 2, which a test
+# exchanges
+CHANGED_DIMS = {"llama": {"num_hidden_layers": 3}}
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def checkpoint_of(exports) -> Callable[..., Path]:
     configuration that leave the weights as they are."""
 
     def checkpoint(family: str, **changes) -> Path:
-        return exports.checkpoint(family, **DIMS.get(family, {}) | changes)
+        return exports.checkpoint(family, **CHANGED_DIMS.get(family, {}) | changes)
 
     return checkpoint
 
@@ -49,13 +50,14 @@ def export_labelled_as(
     options = {"max_seq_len": 32, "compress": "fp16"} | options
     bundle = export(exported_from, folder / "exported", **options)
     label = "checkpoint/sha256", Checkpoint(source).sha256
-    return tiny.edited(bundle, folder / "relabelled", label)
+    return tiny.edited_copy(bundle, folder / "relabelled", label)
 
 
 def fitting_variant(bundle: Bundle, source: Path, clearly: bool = False) -> str | None:
-    """The name of the variant that explains a bundle, None if none does; `clearly`: the
-    error of the second-best variant must be ten times as large."""
+    """The name of the variant that explains a bundle, None if none does. Fails if variants are
+    not listed by their error and, where `clearly`, if the second one's is not ten times as large."""
     fit = variants.find_variant(bundle, Checkpoint(source))
+    # pytest shows this where the test fails
     print(fit.errors.head(4).to_string(), fit.conclusion)
     errors = fit.errors["relative_rms"]
     assert errors.is_monotonic_increasing
@@ -118,16 +120,22 @@ def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
 def test_a_variant_that_fits_only_the_first_layers_is_not_named(
     checkpoint_of, tmp_path, monkeypatch
 ):
+    """Variants are first compared on layers 0 and 1, and all three fit these."""
     source = checkpoint_of("smollm3")
-    # per layer: 1 with rope; the first two fit layers 0 and 1, which are tried first
-    flags = {"some": [1, 1, 0], "as many": [1, 1, 0], "all": [1, 1, 1]}
-    tried = {}
-    for name, layers_with_rope in flags.items():
-        tried[name] = model_changes.Variant(config={"no_rope_layers": layers_with_rope})
-    monkeypatch.setattr(variants, "list_variants", lambda *_: tried)
-    changed = checkpoint_of("smollm3", no_rope_layers=flags["all"])
+    # the configuration's `no_rope_layers` has a 1 for each layer with rope
+    flags = {
+        "rope in two layers": [1, 1, 0],
+        "the same again": [1, 1, 0],
+        "rope in all layers": [1, 1, 1],
+    }
+    listed = {
+        name: model_changes.Variant(config={"no_rope_layers": layers_with_rope})
+        for name, layers_with_rope in flags.items()
+    }
+    monkeypatch.setattr(variants, "list_variants", lambda *_: listed)
+    changed = checkpoint_of("smollm3", no_rope_layers=flags["rope in all layers"])
     bundle = export_labelled_as(source, changed, tmp_path)
-    assert fitting_variant(bundle, source) == "all"
+    assert fitting_variant(bundle, source) == "rope in all layers"
 
 
 # --- another module -----------------------------------------------------------------------
@@ -262,7 +270,7 @@ def zero_last_quarter(table: list[float]) -> list[float]:
 def test_a_table_of_frequencies_of_no_model_is_named(exports, checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
     change = "rope/0/inv_freq", zero_last_quarter
-    bundle = tiny.edited(exports.bundle(source), tmp_path / "bundle", change)
+    bundle = tiny.edited_copy(exports.bundle(source), tmp_path / "bundle", change)
     assert (
         fitting_variant(bundle, source) == "rope frequencies of the bundle's manifest"
     )

@@ -1,4 +1,4 @@
-"""What coremltools' own conversion makes of every shard of a bundle."""
+"""Small bundles, and the files that coremltools' own conversion makes of each of their shards."""
 
 import shutil
 from contextlib import ExitStack
@@ -18,19 +18,20 @@ from workbench.exporter.weights import empty_module, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
 
 
-def small(checkpoint: Path, target: Path, **options) -> Bundle:
+def export_small(checkpoint: Path, target: Path, **options) -> Bundle:
+    """Exports a checkpoint with `max_seq_len` 16 in fp16, unless `options` has others."""
     options = {"max_seq_len": 16, "compress": "fp16"} | options
     return tiny.export(checkpoint, target, **options)
 
 
-def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
-    """The files of each shard of a bundle."""
+def list_files(bundle: Bundle) -> dict[str, list[FileEntry]]:
+    """Name of a shard → its files."""
     return {shard.name: shard.files for shard in bundle.manifest.shards}
 
 
-def our_tables(stack: ExitStack) -> None:
-    """Makes coremltools' palettization take the exporter's table of each group until `stack` ends:
-    what is left to compare is how it stores them."""
+def use_exporter_tables(stack: ExitStack) -> None:
+    """Until `stack` ends, coremltools' palettization takes the exporter's lookup table of each
+    group instead of its own, so that a comparison shows only how tables are stored."""
     from coremltools.optimize.coreml import _quantization_passes as passes
 
     palettes, name = passes.palettize_weights, "_get_kmeans_lookup_table_and_weight"
@@ -49,11 +50,11 @@ def our_tables(stack: ExitStack) -> None:
     stack.enter_context(patch.object(passes, name, cluster))
 
 
-def conversions(
+def convert_shards(
     bundle: Bundle, checkpoint: Path, folder: Path
 ) -> dict[str, list[FileEntry]]:
-    """The files of each shard as coremltools' own code converts it from the checkpoint with the
-    bundle's options, with the exporter's lookup tables."""
+    """Converts each shard of a bundle by coremltools' own code, from the checkpoint with the
+    bundle's options and the exporter's lookup tables. Returns name of a shard → its files."""
     coremltools()
     source, options = Checkpoint(checkpoint), bundle.manifest.options
     plan = read_plan(source, options)
@@ -67,7 +68,7 @@ def conversions(
             module.get_parameter(weight.path).data = values
         module.requires_grad_(False).eval()
         with ExitStack() as stack:
-            our_tables(stack)
+            use_exporter_tables(stack)
             for name, T in (options.tiling.functions or {"main": None}).items():
                 model = template.convert_module(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conversions import small
+from conversions import export_small
 from refusal import refused
 
 from workbench import exporter
@@ -247,14 +247,16 @@ def test_windows_are_drawn_by_the_seed_and_begin_with_the_first_token():
 def test_equal_texts_give_equal_bytes_and_other_texts_others(exports, tmp_path, family):
     checkpoint = exports.checkpoint(family)
     options = {"compress": "lut4-g8", "calibration": random_text()}
-    first, again = (small(checkpoint, tmp_path / name, **options) for name in "ab")
+    first, again = (
+        export_small(checkpoint, tmp_path / name, **options) for name in "ab"
+    )
     assert first.identity == again.identity
     record = first.manifest.calibration
     assert (record.tokens, record.window, record.source) == (1024, 128, "random ids")
     stored = np.load(first.root / "calibration.npy")
     assert np.array_equal(stored, options["calibration"].ids)
     options["calibration"] = random_text(seed=1)
-    other = small(checkpoint, tmp_path / "c", **options)
+    other = export_small(checkpoint, tmp_path / "c", **options)
     assert first.manifest.shards != other.manifest.shards
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -264,7 +266,7 @@ def test_a_calibration_that_was_killed_goes_on_where_it_ended(
 ):
     checkpoint = exports.checkpoint("llama", **SIZE)
     options = {"compress": "lut6-g16", "calibration": random_text()}
-    whole = small(checkpoint, tmp_path / "whole", **options)
+    whole = export_small(checkpoint, tmp_path / "whole", **options)
     shapes, last = [], 10
 
     def counted(values, preset, inputs):
@@ -275,10 +277,10 @@ def test_a_calibration_that_was_killed_goes_on_where_it_ended(
 
     monkeypatch.setattr(calibrate, "compress_matrix", counted)
     with pytest.raises(KeyboardInterrupt):
-        small(checkpoint, tmp_path / "b", **options)
+        export_small(checkpoint, tmp_path / "b", **options)
     assert (tmp_path / ".b.calibration").is_dir() and not (tmp_path / "b").exists()
     shapes, last = [], None
-    resumed = small(checkpoint, tmp_path / "b", **options)
+    resumed = export_small(checkpoint, tmp_path / "b", **options)
     assert resumed.identity == whole.identity
     # two layers of seven matrices and one slice of the head, less the first layer
     assert len(shapes) == 8
@@ -290,7 +292,7 @@ def test_another_text_does_not_go_on_with_what_is_left(exports, tmp_path):
     folder = tmp_path / ".b.calibration"
     calibrate.prepare_work_folder(folder, {"ids": "another text"})
     (folder / "model.layers.0.mlp.up_proj.weight.npz").write_bytes(b"another's")
-    bundle = small(
+    bundle = export_small(
         checkpoint, tmp_path / "b", compress="lut4-g8", calibration=random_text()
     )
     assert bundle.manifest.calibration and not folder.exists()
@@ -299,13 +301,15 @@ def test_another_text_does_not_go_on_with_what_is_left(exports, tmp_path):
 def test_a_text_that_weights_were_fitted_to_does_not_judge_them(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", **SIZE)
     text = random_text()
-    bundle = small(checkpoint, tmp_path / "b", compress="lut6-g16", calibration=text)
+    bundle = export_small(
+        checkpoint, tmp_path / "b", compress="lut6-g16", calibration=text
+    )
     other = random_text(seed=5).ids.reshape(-1)
     check_held_out(bundle, other)
     check_held_out(bundle, [*other, *text.ids[3, 20:83]])
     with refused("64 tokens in a row of random ids"):
         check_held_out(bundle, [*other, *text.ids[3, 20:84]])
-    check_held_out(small(checkpoint, tmp_path / "c"), text.ids.reshape(-1))
+    check_held_out(export_small(checkpoint, tmp_path / "c"), text.ids.reshape(-1))
 
 
 def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):
@@ -321,7 +325,9 @@ def test_a_preset_of_four_bits_is_refused_without_a_text(exports, tmp_path):
         make_grid({"checkpoint": str(checkpoint), "export": {"compress": ["lut4-g8"]}})
     assert not (tmp_path / "b").exists()
     with refused("fp16.*a text.*no calibration"):
-        small(checkpoint, tmp_path / "b", compress="fp16", calibration=random_text())
+        export_small(
+            checkpoint, tmp_path / "b", compress="fp16", calibration=random_text()
+        )
 
 
 @pytest.mark.slow("exports three bundles")
@@ -332,14 +338,14 @@ def test_slices_of_a_projection_are_compressed_as_the_whole(exports, tmp_path):
     options = {"compress": "lut4-g8", "calibration": random_text()}
     values = []
     for layers in (6, 4):
-        bundle = small(
+        bundle = export_small(
             checkpoint, tmp_path / str(layers), layers_per_shard=layers, **options
         )
         assert bundle.manifest.calibration.nearest == []
         values.append(stored_weights(source, bundle)(tensor))
     assert torch.equal(*values)
     options = {"compress": "lut4-g8", "layers_per_shard": 6}
-    nearest = small(checkpoint, tmp_path / "nearest", **options)
+    nearest = export_small(checkpoint, tmp_path / "nearest", **options)
     assert not torch.equal(values[0], stored_weights(source, nearest)(tensor))
 
 
@@ -353,12 +359,12 @@ def test_a_killed_calibration_of_other_slices_is_not_continued(
     with monkeypatch.context() as patched:
         patched.setattr(calibrate.CompressingLayer, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            small(checkpoint, tmp_path / "b", layers_per_shard=1, **options)
+            export_small(checkpoint, tmp_path / "b", layers_per_shard=1, **options)
     left = [path.name for path in (tmp_path / ".b.calibration").glob("*projection*")]
     assert len(left) == 6
     options["layers_per_shard"] = 6
-    bundle = small(checkpoint, tmp_path / "b", **options)
-    whole = small(checkpoint, tmp_path / "whole", **options)
+    bundle = export_small(checkpoint, tmp_path / "b", **options)
+    whole = export_small(checkpoint, tmp_path / "whole", **options)
     assert bundle.identity == whole.identity
 
 
@@ -373,7 +379,9 @@ def test_slices_of_a_projection_have_groups_of_one_size(exports, tmp_path):
     checkpoint = exports.checkpoint(
         "gemma4_text", hidden_size_per_layer_input=24, **changes
     )
-    bundle = small(checkpoint, tmp_path / "b", compress="lut6-g16", layers_per_shard=2)
+    bundle = export_small(
+        checkpoint, tmp_path / "b", compress="lut6-g16", layers_per_shard=2
+    )
     gate = weights_gate(bundle, Checkpoint(checkpoint))
     assert gate.verdict == "GREEN", gate.reason
 
@@ -382,12 +390,14 @@ def test_slices_of_a_projection_have_groups_of_one_size(exports, tmp_path):
 def test_the_manifest_names_what_the_text_decided_nothing_of(exports, tmp_path):
     """Experts are stacked: no linear module of Hugging Face's model has their matrices."""
     options = {"compress": "lut6-g16", "calibration": random_text()}
-    llama = small(exports.checkpoint("llama", **SIZE), tmp_path / "a", **options)
+    llama = export_small(exports.checkpoint("llama", **SIZE), tmp_path / "a", **options)
     assert "nearest" not in (llama.root / "bundle.json").read_text()
-    zaya = small(exports.checkpoint("zaya"), tmp_path / "b", **options)
+    zaya = export_small(exports.checkpoint("zaya"), tmp_path / "b", **options)
     nearest = zaya.manifest.calibration.nearest
     assert nearest and all(".experts." in name for name in nearest)
-    plain = small(exports.checkpoint("zaya"), tmp_path / "c", compress="lut6-g16")
+    plain = export_small(
+        exports.checkpoint("zaya"), tmp_path / "c", compress="lut6-g16"
+    )
     shards = [shard for shard in plain.manifest.shards if nearest[0] in shard.weights]
     assert shards
     for shard in shards:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conversions import small
+from conversions import export_small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusal import refused
@@ -26,11 +26,11 @@ SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", intermediate_size=80, **SIZE)
     with refused("down_proj.weight.*80 inputs.*multiple of 32"):
-        small(checkpoint, tmp_path / "b", compress="int4-block32")
+        export_small(checkpoint, tmp_path / "b", compress="int4-block32")
 
 
-def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
-    """What coremltools itself makes of a weight [outputs, inputs, 1, 1]."""
+def compress_by_coremltools(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
+    """The arrays that coremltools itself stores for a weight [outputs, inputs, 1, 1]."""
     from coremltools.optimize.coreml._quantization_passes import (
         linear_quantize_weights,
         palettize_weights,
@@ -52,7 +52,8 @@ def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     return {"data": stored.data, "scale": stored.scale}
 
 
-def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+def draw_weight(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """A random weight [outputs, inputs] float16 of one of `KINDS`."""
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal(shape)
     if kind == "zero rows":
@@ -73,10 +74,10 @@ def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
 KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 
 
-def check(weight: np.ndarray, preset: str) -> None:
+def assert_stored_as_by_coremltools(weight: np.ndarray, preset: str) -> None:
     part = WeightSource("w", "w", weight.shape, preset=find_preset(preset))
     arrays = weights.encode_weight(part, torch.from_numpy(weight.reshape(-1).copy()))
-    for role, expected in theirs(weight, preset).items():
+    for role, expected in compress_by_coremltools(weight, preset).items():
         expected = expected.astype(arrays[role].dtype)
         assert arrays[role].tobytes() == expected.tobytes(), role
 
@@ -94,7 +95,8 @@ def check(weight: np.ndarray, preset: str) -> None:
 @example(kind="any bits", rows=130, blocks=9, seed=2)
 @example(kind="few values", rows=200, blocks=4, seed=3)
 def test_our_integers_are_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
-    check(draw(kind, (rows, 32 * blocks), seed)[:, :, None, None], preset)
+    weight = draw_weight(kind, (rows, 32 * blocks), seed)[:, :, None, None]
+    assert_stored_as_by_coremltools(weight, preset)
 
 
 @settings(max_examples=25, deadline=None)
@@ -111,23 +113,24 @@ def test_values_of_few_bits_are_packed_as_coremltools_packs_them(bits, count):
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
     """From 10,000 values on coremltools takes its exact solver by itself."""
-    check(draw(kind, (130, 96), 2)[:, :, None, None], preset)
+    weight = draw_weight(kind, (130, 96), 2)[:, :, None, None]
+    assert_stored_as_by_coremltools(weight, preset)
 
 
 @pytest.mark.parametrize("preset", ["lut4-g8", "lut6-g16", "lut4-g1", "lut6-g32"])
 def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
-    """Of a matrix whose groups have no more values than a table has entries, and enough weights for
-    coremltools' exact solver."""
+    """The groups of the matrix have no more different values than a table has entries, so that every
+    solver finds the same tables, and enough weights for coremltools' exact solver."""
     coremltools()
     preset_of_groups = find_preset(preset)
     shape = 4 * preset_of_groups.group, 10_240 // preset_of_groups.group
     part = WeightSource("w", "w", shape, preset=preset_of_groups)
-    values = np.float16(np.random.default_rng(3).standard_normal(shape))
-    first = weights.encode_weight(part, torch.from_numpy(values.reshape(-1).copy()))
-    luts = first["lut"]
-    indices = first["indices"].reshape(len(luts), -1)
+    random = np.float16(np.random.default_rng(3).standard_normal(shape))
+    rounded = weights.encode_weight(part, torch.from_numpy(random.reshape(-1).copy()))
+    luts = rounded["lut"]
+    indices = rounded["indices"].reshape(len(luts), -1)
     values = np.take_along_axis(luts, indices.astype(int), 1).reshape(*shape, 1, 1)
-    expected = theirs(values, preset)
+    expected = compress_by_coremltools(values, preset)
     arrays = weights.encode_weight(part, torch.from_numpy(values.reshape(-1).copy()))
     for role, array in expected.items():
         assert arrays[role].tobytes() == array.astype(arrays[role].dtype).tobytes()
@@ -143,7 +146,7 @@ def test_tables_of_groups_are_near_the_exact_solver(preset, kind, weighted):
 
     preset = find_preset(preset)
     count = 1 << preset.bits
-    values = draw(kind, (2 * preset.group, 900), 5)
+    values = draw_weight(kind, (2 * preset.group, 900), 5)
     importance = np.random.default_rng(1).lognormal(0, 1.5, 900) if weighted else None
     luts = tables.group_tables(values, preset.group, count, importance)
     weight = np.tile(np.ones(900) if importance is None else importance, preset.group)
@@ -160,7 +163,7 @@ def test_tables_of_groups_are_near_the_exact_solver(preset, kind, weighted):
 
 def test_groups_are_halved_until_they_divide_the_rows(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", intermediate_size=88, **SIZE)
-    manifest = small(checkpoint, tmp_path / "b", compress="lut6-g16").manifest
+    manifest = export_small(checkpoint, tmp_path / "b", compress="lut6-g16").manifest
     mlp = "model.layers.0.mlp"
     gates = {f"{mlp}.gate_proj.weight": "lut6-g8", f"{mlp}.up_proj.weight": "lut6-g8"}
     assert manifest.formats == gates
@@ -174,7 +177,7 @@ def test_one_table_for_a_whole_tensor_is_read_and_no_longer_exported(
 ):
     checkpoint = exports.checkpoint("llama", **SIZE)
     with refused(f"{name}.*{name}-g"):
-        small(checkpoint, tmp_path / "b", compress=name)
+        export_small(checkpoint, tmp_path / "b", compress=name)
     source = Checkpoint(checkpoint)
     bundle = exporter._export(
         source, Options(max_seq_len=16, compress=name), tmp_path / "b"
@@ -195,4 +198,4 @@ def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
     path = tiny.random_checkpoint(tmp_path / "c", "llama", num_hidden_layers=1)
     with tiny.edited_weights(path) as tensors:
         tensors["model.norm.weight"][0] = 40_000
-    assert small(path, tmp_path / "b", compress="int8-tensor").manifest.shards
+    assert export_small(path, tmp_path / "b", compress="int8-tensor").manifest.shards

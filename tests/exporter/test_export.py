@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from circle import wide
-from conversions import small
+from conversions import export_small
 from in_process import cli
 from refusal import refused
 from tiny import ROOT, WEIGHTS
@@ -40,7 +40,8 @@ def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path
 
 
 UP, EMBEDDING = "layers.{}.mlp.up_proj", "embed_tokens"
-UNUSABLE = [  # name of a weight, change of it, words of the message
+# name of a weight, change of it (None: it is left out), words of the message
+UNUSABLE = [
     (UP.format(1), None, "no tensor 'model.layers.1.mlp.up_proj.weight'"),
     (EMBEDDING, None, "no tensor 'model.embed_tokens.weight'"),
     ("layers.0.self_attn.k_proj", lambda t: t[:32], r"shape \[32, 64\]"),
@@ -54,14 +55,17 @@ UNUSABLE = [  # name of a weight, change of it, words of the message
 
 
 @pytest.mark.parametrize("name, edit, message", UNUSABLE)
-def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, message):
-    with tiny.edited_weights(copy) as weights:
+def test_unusable_weights_are_refused_by_name(
+    checkpoint_copy, tmp_path, name, edit, message
+):
+    with tiny.edited_weights(checkpoint_copy) as weights:
         weight = weights.pop(f"model.{name}.weight")
         if edit:
             weights[f"model.{name}.weight"] = edit(weight)
+    # 32,752 is the largest weight that a scale of int8 holds
+    compress = "int8-tensor" if "32752" in message else "fp16"
     with refused(message):
-        compress = "int8-tensor" if "32752" in message else "fp16"
-        small(copy, tmp_path / "b", compress=compress)
+        export_small(checkpoint_copy, tmp_path / "b", compress=compress)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
@@ -72,14 +76,14 @@ def test_an_option_is_refused_before_a_weight_is_read(exports, tmp_path, monkeyp
         Checkpoint, "tensor", lambda *_: pytest.fail("a weight is read")
     )
     with refused("sliding = window.*leave out --sliding"):
-        small(checkpoint, tmp_path / "b", sliding="window")
+        export_small(checkpoint, tmp_path / "b", sliding="window")
     assert not (tmp_path / "b").exists()
 
 
 def test_a_target_below_a_file_is_refused(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with refused("Not a directory.*file"):
-        small(llama, tmp_path / "file" / "b")
+        export_small(llama, tmp_path / "file" / "b")
 
 
 def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path):
@@ -95,7 +99,7 @@ def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path):
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         assert model.generation_config.eos_token_id == (eos or None)
         assert Checkpoint(path).tokens.eos == expected
-    assert small(path, tmp_path / "b").manifest.tokens.eos == expected
+    assert export_small(path, tmp_path / "b").manifest.tokens.eos == expected
 
 
 WIDTH_1 = {"hidden_size": 1, "intermediate_size": 1, "head_dim": 2}
@@ -128,26 +132,26 @@ def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
     shutil.copytree(other.root, tmp_path / ".b.partial")
     with refused("unfinished export.*run: workbench export"):
         Bundle.open(tmp_path / "b")
-    bundle = small(llama, tmp_path / "b")
+    bundle = export_small(llama, tmp_path / "b")
     assert bundle.identity == exports.bundle(llama, max_seq_len=16).identity
     packages = {shard.path for shard in bundle.manifest.shards}
     names = {path.name for path in bundle.root.iterdir()} - packages
     assert names == {"bundle.json", "embedding.safetensors"}
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     with refused("a finished bundle"):
-        small(llama, tmp_path / "b")
+        export_small(llama, tmp_path / "b")
 
 
 @pytest.mark.slow("exports in processes of their own, which are killed")
 @pytest.mark.parametrize(
-    "moments", [wide(4), pytest.param(30, marks=pytest.mark.exhaustive)]
+    "kills", [wide(4), pytest.param(30, marks=pytest.mark.exhaustive)]
 )
 def test_exports_killed_at_any_moment_leave_nothing_once_run_again(
-    exports, tmp_path, moments
+    exports, tmp_path, kills
 ):
     source = exports.checkpoint("llama", num_hidden_layers=12, vocab_size=40_000)
     command = [sys.executable, "-m", "tests.exporter.kills"]
-    command += [source, tmp_path, str(moments)]
+    command += [source, tmp_path, str(kills)]
     subprocess.run(command, check=True, cwd=ROOT)
 
 
@@ -162,26 +166,28 @@ def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with refused("choose another target"):
-            small(llama, tmp_path / "b")
+            export_small(llama, tmp_path / "b")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "b").exists()
-    assert small(llama, tmp_path / "b").manifest.shards
+    assert export_small(llama, tmp_path / "b").manifest.shards
 
 
 def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
-    copy, tmp_path, monkeypatch
+    checkpoint_copy, tmp_path, monkeypatch
 ):
     real = writing.convert_shard
 
     def shrink(*arguments):
         template = real(*arguments)  # meanwhile the embeddings are read
-        (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:5000])
+        (checkpoint_copy / WEIGHTS).write_bytes(
+            (checkpoint_copy / WEIGHTS).read_bytes()[:5000]
+        )
         return template
 
     monkeypatch.setattr(writing, "convert_shard", shrink)
     with refused(f"{WEIGHTS}.*no whole safetensors"):
-        small(copy, tmp_path / "b")
+        export_small(checkpoint_copy, tmp_path / "b")
 
 
 @pytest.mark.slow("starts a process that imports torch")
@@ -198,10 +204,12 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
     assert eval(output) == exports.decoder(llama).generate([1, 2, 3], 4, stop=[])
 
 
-def test_a_cache_longer_than_the_model_s_positions_is_refused(copy, tmp_path):
-    tiny.edit_json(copy / "config.json", ("max_position_embeddings", 64))
+def test_a_cache_longer_than_the_model_s_positions_is_refused(
+    checkpoint_copy, tmp_path
+):
+    tiny.edit_json(checkpoint_copy / "config.json", ("max_position_embeddings", 64))
     with refused("max_seq_len = 65.*at most 64, the max_position_embeddings"):
-        exporter.export(copy, tmp_path / "b", max_seq_len=65)
+        exporter.export(checkpoint_copy, tmp_path / "b", max_seq_len=65)
     assert not (tmp_path / "b").exists()
 
 

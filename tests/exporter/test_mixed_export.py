@@ -4,6 +4,7 @@ bundle is sound, and its own values stay within the limit."""
 import numpy as np
 import pytest
 import torch
+from conversions import list_files
 from refusal import refused
 from tiny import DATA
 
@@ -70,11 +71,12 @@ def test_no_gate_is_red(bundle, source):
 
 
 def test_layers_of_equal_formats_share_a_program(formats, bundle, tmp_path):
-    """One matrix of layer 2 is stored otherwise than in the other layers."""
-    alike = {
+    """In layer 2 one matrix has another format than in the other layers."""
+    by_module = {
         name: "lut4-g8" if "mlp" in name else "int8-channel" for name in formats
-    } | {"model.layers.2.mlp.up_proj.weight": "lut6-g16"}
-    exported = export_mixed(tmp_path / "b", formats=alike)
+    }
+    by_module["model.layers.2.mlp.up_proj.weight"] = "lut6-g16"
+    exported = export_mixed(tmp_path / "b", formats=by_module)
     templates = [shard.template for shard in exported.manifest.shards[:4]]
     assert len(set(templates[:2] + templates[3:])) == 1
     assert len(set(templates)) == 2
@@ -83,12 +85,11 @@ def test_layers_of_equal_formats_share_a_program(formats, bundle, tmp_path):
 def test_the_same_preset_for_all_matrices_gives_the_bytes_of_that_preset(
     formats, tmp_path
 ):
-    alike = dict.fromkeys(formats, "int8-channel")
-    alike = export_mixed(tmp_path / "alike", formats=alike)
+    one_preset = dict.fromkeys(formats, "int8-channel")
+    mixed_bundle = export_mixed(tmp_path / "mixed", formats=one_preset)
     options = {"calibration": TEXT, "max_seq_len": 64}
     expected = export(SOURCE, tmp_path / "b", compress="int8-channel", **options)
-    files = [[s.files for s in b.manifest.shards] for b in (alike, expected)]
-    assert files[0] == files[1]
+    assert list_files(mixed_bundle) == list_files(expected)
 
 
 def test_a_matrix_under_another_preset_is_red(bundle, formats):

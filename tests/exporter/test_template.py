@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from circle import wide
-from conversions import conversions, files, small
+from conversions import convert_shards, export_small, list_files
 
 from workbench import Decoder
 from workbench.bundle import PRESETS
@@ -42,15 +42,17 @@ OTHERS = [
 
 @pytest.mark.slow("every shard is converted by itself, beside its template")
 @pytest.mark.matrix(1, wide=3)
-@pytest.mark.parametrize("family, changed, options", [*OTHERS, *MATRIX], ids=tiny.label)
+@pytest.mark.parametrize(
+    "family, changed, options", [*OTHERS, *MATRIX], ids=tiny.case_id
+)
 def test_every_shard_is_the_bytes_of_its_conversion(
     exports, tmp_path, family, changed, options
 ):
     source = exports.checkpoint(family, **changed)
-    bundle = small(source, tmp_path / "b", **options)
+    bundle = export_small(source, tmp_path / "b", **options)
     converted = {shard.template for shard in bundle.manifest.shards}
     assert len(converted) < len(bundle.manifest.shards)
-    assert files(bundle) == conversions(bundle, source, tmp_path / "again")
+    assert list_files(bundle) == convert_shards(bundle, source, tmp_path / "again")
     if "," in options.get("tokens", ""):
         for shard in bundle.manifest.shards:
             assert ",".join(map(str, shard.functions.values())) == options["tokens"]
@@ -63,53 +65,64 @@ def test_a_large_vocabulary_is_cut_into_slices_of_two_shapes(
     assert shards.HEAD_ROWS == 16_384
     monkeypatch.setattr(shards, "HEAD_ROWS", 64)
     source = exports.checkpoint("llama", vocab_size=2 * 64 + 50, num_hidden_layers=1)
-    bundle = small(source, tmp_path / "b")
+    bundle = export_small(source, tmp_path / "b")
     heads = bundle.shards("head")
     assert [head.template for head in heads] == ["head_00", "head_00", "head_02"]
     assert [head.rows for head in heads] == [(0, 64), (64, 128), (128, 178)]
-    assert files(bundle) == conversions(bundle, source, tmp_path / "again")
+    assert list_files(bundle) == convert_shards(bundle, source, tmp_path / "again")
     g = tiny.golden(exports.hf(source), [63, 64, 177])
     decoder = Decoder(bundle, "portable", precision="exact")
     assert tiny.logits_error(decoder, g, 3) < 2e-6
 
 
-def ones(t, at):
-    t[f"{at}.input_layernorm.weight"][:] = 1
+# Changes of the tensors of one layer; `layer` is the beginning of their names.
 
 
-def no_bias(t, at):
-    t[f"{at}.self_attn.k_proj.bias"][:] = 0
-    t[f"{at}.self_attn.v_proj.bias"][:] = 0
+def set_norm_to_ones(tensors, layer):
+    tensors[f"{layer}.input_layernorm.weight"][:] = 1
 
 
-def equal(t, at):
-    t[f"{at}.mlp.up_proj.weight"] = t[f"{at}.mlp.gate_proj.weight"].clone()
+def set_biases_to_zero(tensors, layer):
+    tensors[f"{layer}.self_attn.k_proj.bias"][:] = 0
+    tensors[f"{layer}.self_attn.v_proj.bias"][:] = 0
 
 
-def nearly_equal(t, at):
-    equal(t, at)
-    t[f"{at}.mlp.up_proj.weight"][-1, -1] += 6e-8
+def make_two_matrices_equal(tensors, layer):
+    gate = tensors[f"{layer}.mlp.gate_proj.weight"]
+    tensors[f"{layer}.mlp.up_proj.weight"] = gate.clone()
 
 
-def tiny_values(t, at):
-    t[f"{at}.self_attn.q_proj.weight"][0] = torch.tensor(3e-8)
-    t[f"{at}.self_attn.k_proj.bias"][:7] = torch.tensor(-2e-8)
+def make_two_matrices_nearly_equal(tensors, layer):
+    make_two_matrices_equal(tensors, layer)
+    tensors[f"{layer}.mlp.up_proj.weight"][-1, -1] += 6e-8
 
 
-TRICKS = [ones, no_bias, equal, nearly_equal, tiny_values]
+def make_values_nearly_zero(tensors, layer):
+    tensors[f"{layer}.self_attn.q_proj.weight"][0] = torch.tensor(3e-8)
+    tensors[f"{layer}.self_attn.k_proj.bias"][:7] = torch.tensor(-2e-8)
+
+
+# one for each layer of the checkpoint
+CHANGES = [
+    set_norm_to_ones,
+    set_biases_to_zero,
+    make_two_matrices_equal,
+    make_two_matrices_nearly_equal,
+    make_values_nearly_zero,
+]
 
 
 @pytest.mark.parametrize("compress", ["fp16", wide("int8-tensor")])
 def test_weights_that_a_converter_would_drop_or_merge_are_stored(
     exports, tmp_path, compress
 ):
-    """coremltools removes a product with ones and a bias of zeros, and keeps one of two
-    equal constants. A shard has the program of its shape all the same, and every weight."""
-    options = {"num_hidden_layers": len(TRICKS), "dtype": "float32"}
+    """coremltools' converter removes a product with ones and a bias of zeros, and merges two equal
+    constants. Every shard still has the program of its shape, with every weight."""
+    options = {"num_hidden_layers": len(CHANGES), "dtype": "float32"}
     path = tiny.random_checkpoint(tmp_path / "c", "qwen2", **options)
     with tiny.edited_weights(path) as tensors:
-        for layer, trick in enumerate(TRICKS):
-            trick(tensors, f"model.layers.{layer}")
+        for index, change in enumerate(CHANGES):
+            change(tensors, f"model.layers.{index}")
     decoder = exports.decoder(path, compress=compress)
     assert {shard.template for shard in decoder.bundle.shards("layers")} == {
         "layers_00_00"

@@ -49,7 +49,7 @@ def loaded(request, llama_bundle):
         llama_bundle, shard, Settings(request.param, compute_units="CPU_ONLY")
     )
     entry = next(iter(shard.states.values()))
-    mlstate, inputs = model.make_state().mlstate, tiny.filled(shard, 1, 1.0)
+    mlstate, inputs = model.make_state().mlstate, tiny.make_inputs(shard, 1, 1.0)
     loaded = model._load_function(min(model.loaded_functions))
     return loaded, mlstate, entry.tensor, entry.shape, inputs
 

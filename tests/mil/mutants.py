@@ -193,7 +193,7 @@ def export_subjects(
         model, calls = decoder.layer_shards[0], []
         for position, T in CALLS:
             computed = decoder.host.inputs(np.array([position]), np.array([T]), T)
-            placeholders = tiny.filled(model.shard, T)
+            placeholders = tiny.make_inputs(model.shard, T)
             x = random.normal(size=placeholders["x"].shape).astype(np.float16)
             # every input of the shard that the host does not compute is x
             arrays = {name: computed.get(name, x) for name in placeholders}

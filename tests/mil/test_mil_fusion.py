@@ -48,7 +48,7 @@ LIMIT = 1e-2
 @pytest.mark.slow("exports a bundle of any family and preset")
 @pytest.mark.matrix(3, wide=9)
 @pytest.mark.parametrize("reads", ["used", "all"])
-@pytest.mark.parametrize("family, options", BUNDLES, ids=tiny.label)
+@pytest.mark.parametrize("family, options", BUNDLES, ids=tiny.case_id)
 def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, reads):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     fast = Decoder(bundle, "portable", fast=True, reads=reads)

@@ -86,14 +86,14 @@ def delete(name: str) -> Damage:
         (shutil.rmtree, "nothing there"),
     ],
 )
-def test_damage_is_named(copy, damage, message):
-    damage(copy)
+def test_damage_is_named(checkpoint_copy, damage, message):
+    damage(checkpoint_copy)
     with refused(message):
-        Checkpoint(copy).config  # noqa: B018
+        Checkpoint(checkpoint_copy).config  # noqa: B018
 
 
 def replace_by_pipe(name: str) -> Damage:
-    """A read of the file never returns."""
+    """Puts a pipe in the place of a file: a read of it never returns."""
 
     def damage(path):
         (path / name).unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def replace_by_pipe(name: str) -> Damage:
 
 
 def replace_by_device(name: str) -> Damage:
-    """A read of the file never ends."""
+    """Puts a link to /dev/zero in the place of a file: a read of it never ends."""
 
     def damage(path):
         (path / name).unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def replace_by_device(name: str) -> Damage:
 
 
 def enlarge_to_terabyte(name: str) -> Damage:
-    """The file is sparse."""
+    """Enlarges a file to 2^40 bytes; it is sparse and takes no room on the disk."""
 
     def damage(path):
         with (path / name).open("ab") as file:
@@ -146,10 +146,12 @@ BILLION = 10**9
         (write_config('{"a":' * 100_000), "no JSON object"),
     ],
 )
-def test_what_has_no_end_or_no_measure_is_refused_at_once(copy, damage, message):
-    damage(copy)
+def test_what_has_no_end_or_no_measure_is_refused_at_once(
+    checkpoint_copy, damage, message
+):
+    damage(checkpoint_copy)
     with refused(message):
-        Checkpoint(copy).config  # noqa: B018
+        Checkpoint(checkpoint_copy).config  # noqa: B018
 
 
 UNKNOWN_FAMILY = "model_type of no family of transformers"
@@ -158,25 +160,29 @@ AUTO_CLASSES = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
 
 @pytest.mark.parametrize("model_type", [UNKNOWN_FAMILY, "llama"])
 def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
-    copy, monkeypatch, model_type
+    checkpoint_copy, monkeypatch, model_type
 ):
-    trace = copy / "trace"  # the file that the code would write
-    (copy / "code.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    trace = checkpoint_copy / "trace"  # the file that the code would write
+    (checkpoint_copy / "code.py").write_text(f"open({str(trace)!r}, 'w')\n")
     code = dict.fromkeys(AUTO_CLASSES, "code.Anything")
     for file in ("config.json", "tokenizer_config.json"):
         fields = {"auto_map": code}
         if file == "config.json":
             fields["model_type"] = model_type
-        old = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
-        (copy / file).write_text(json.dumps(old | fields))
+        old = (
+            json.loads((checkpoint_copy / file).read_text())
+            if (checkpoint_copy / file).exists()
+            else {}
+        )
+        (checkpoint_copy / file).write_text(json.dumps(old | fields))
     questions = []
     monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
     if model_type == UNKNOWN_FAMILY:
         with refused("auto_map.*never run"):
-            Checkpoint(copy).config  # noqa: B018
+            Checkpoint(checkpoint_copy).config  # noqa: B018
     else:  # transformers' own class is there
-        hf.whole_model(Checkpoint(copy))
-        layerwise.empty_model(Checkpoint(copy).config)
+        hf.whole_model(Checkpoint(checkpoint_copy))
+        layerwise.empty_model(Checkpoint(checkpoint_copy).config)
     assert not questions and not trace.exists()
 
 
@@ -190,25 +196,27 @@ def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
         '{"eos_token_id": true}',
     ],
 )
-def test_a_damaged_generation_configuration_is_refused(copy, damaged):
-    (copy / "generation_config.json").write_text(damaged)
+def test_a_damaged_generation_configuration_is_refused(checkpoint_copy, damaged):
+    (checkpoint_copy / "generation_config.json").write_text(damaged)
     with refused("no JSON object|eos_token_id .*a token id"):
-        Checkpoint(copy).tokens.eos  # noqa: B018
+        Checkpoint(checkpoint_copy).tokens.eos  # noqa: B018
 
 
-def test_one_file_is_preferred_to_an_index_as_in_transformers(copy):
-    whole = (copy / WEIGHTS).read_bytes()
-    write_index("old.safetensors")(copy)
-    (copy / WEIGHTS).write_bytes(whole)
-    assert [file.name for file in Checkpoint(copy).files] == [WEIGHTS]
+def test_one_file_is_preferred_to_an_index_as_in_transformers(checkpoint_copy):
+    whole = (checkpoint_copy / WEIGHTS).read_bytes()
+    write_index("old.safetensors")(checkpoint_copy)
+    (checkpoint_copy / WEIGHTS).write_bytes(whole)
+    assert [file.name for file in Checkpoint(checkpoint_copy).files] == [WEIGHTS]
 
 
-def test_where_texts_end_is_part_of_the_identity(copy):
-    (copy / "generation_config.json").unlink(missing_ok=True)
-    plain = Checkpoint(copy)
+def test_where_texts_end_is_part_of_the_identity(checkpoint_copy):
+    (checkpoint_copy / "generation_config.json").unlink(missing_ok=True)
+    plain = Checkpoint(checkpoint_copy)
     for eos, same in ((plain.config.eos_token_id, True), ([3, 5], False)):
-        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        assert (Checkpoint(copy).sha256 == plain.sha256) == same
+        (checkpoint_copy / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": eos})
+        )
+        assert (Checkpoint(checkpoint_copy).sha256 == plain.sha256) == same
 
 
 def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transformers(
@@ -250,31 +258,31 @@ def reference_logits(path, ids) -> torch.Tensor:
 
 
 def test_names_without_the_base_model_s_prefix_are_loaded_as_transformers_loads_them(
-    copy,
+    checkpoint_copy,
 ):
-    expected = logits_of_hugging_face(copy, IDS)
-    rename_tensors(copy, lambda name: name.removeprefix("model."))
-    assert Checkpoint(copy).prefix == ""
-    assert torch.equal(logits_of_hugging_face(copy, IDS), expected)
-    assert torch.allclose(reference_logits(copy, IDS), expected, atol=1e-4)
+    expected = logits_of_hugging_face(checkpoint_copy, IDS)
+    rename_tensors(checkpoint_copy, lambda name: name.removeprefix("model."))
+    assert Checkpoint(checkpoint_copy).prefix == ""
+    assert torch.equal(logits_of_hugging_face(checkpoint_copy, IDS), expected)
+    assert torch.allclose(reference_logits(checkpoint_copy, IDS), expected, atol=1e-4)
 
 
-def test_a_wrapper_s_own_head_is_the_head(copy):
+def test_a_wrapper_s_own_head_is_the_head(checkpoint_copy):
     """LLaVA-like wrappers store `language_model.model.…` and `language_model.lm_head`."""
-    rename_tensors(copy, lambda name: f"language_model.{name}")
-    with tiny.edited_weights(copy) as tensors:
+    rename_tensors(checkpoint_copy, lambda name: f"language_model.{name}")
+    with tiny.edited_weights(checkpoint_copy) as tensors:
         table = tensors["language_model.model.embed_tokens.weight"]
         tensors["language_model.lm_head.weight"] = 2 * table
-    checkpoint = Checkpoint(copy)
+    checkpoint = Checkpoint(checkpoint_copy)
     assert checkpoint.prefix == "language_model.model."
     assert checkpoint.head == "language_model.lm_head.weight"
     assert checkpoint.head in checkpoint.matrices
 
 
-def test_names_that_transformers_would_not_load_are_named(copy):
-    rename_tensors(copy, lambda name: f"student.{name}")
+def test_names_that_transformers_would_not_load_are_named(checkpoint_copy):
+    rename_tensors(checkpoint_copy, lambda name: f"student.{name}")
     with refused(r"tensors named like 'student\.model\..*save_pretrained"):
-        Checkpoint(copy).prefix  # noqa: B018
+        Checkpoint(checkpoint_copy).prefix  # noqa: B018
 
 
 QUANTIZED = r"{}.*plain weights.*base model.*cast alone would lose the scales"
@@ -282,31 +290,33 @@ QUANTIZED = r"{}.*plain weights.*base model.*cast alone would lose the scales"
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8"])
 @pytest.mark.parametrize("place", ["quantization_config", "text_config"])
-def test_a_quantization_is_named_before_weights_are_looked_for(copy, method, place):
+def test_a_quantization_is_named_before_weights_are_looked_for(
+    checkpoint_copy, method, place
+):
     settings = {"quant_method": method}
     if place == "text_config":
         settings = {"quantization_config": settings}
-    tiny.edit_json(copy / "config.json", (place, settings))
-    (copy / WEIGHTS).unlink()
+    tiny.edit_json(checkpoint_copy / "config.json", (place, settings))
+    (checkpoint_copy / WEIGHTS).unlink()
     with refused(QUANTIZED.format(f"quantized by {method}")):
-        Checkpoint(copy)
+        Checkpoint(checkpoint_copy)
 
 
 @pytest.mark.parametrize("ending", ["qweight", "weight_packed", "weight_scale_inv"])
-def test_packed_tensors_are_named(copy, ending):
+def test_packed_tensors_are_named(checkpoint_copy, ending):
     name = f"model.layers.0.self_attn.q_proj.{ending}"
-    with tiny.edited_weights(copy) as tensors:
+    with tiny.edited_weights(checkpoint_copy) as tensors:
         tensors[name] = torch.zeros(4, 4)
     with refused(QUANTIZED.format(f"tensor '{name}'")):
-        Checkpoint(copy)
+        Checkpoint(checkpoint_copy)
 
 
-def test_eight_bits_are_not_advised_to_be_cast(copy):
-    with tiny.edited_weights(copy) as tensors:
+def test_eight_bits_are_not_advised_to_be_cast(checkpoint_copy):
+    with tiny.edited_weights(checkpoint_copy) as tensors:
         name = next(iter(tensors))
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     with refused(QUANTIZED.format("dtype F8_E4M3")):
-        Checkpoint(copy).tensor(name)
+        Checkpoint(checkpoint_copy).tensor(name)
 
 
 def replace_by_adapter(path: Path) -> None:
@@ -333,25 +343,27 @@ def rename_weights(name: str) -> Damage:
     ],
 )
 def test_another_kind_of_folder_is_named_whatever_its_configuration(
-    copy, change, kind, with_config
+    checkpoint_copy, change, kind, with_config
 ):
-    change(copy)
+    change(checkpoint_copy)
     if not with_config:
-        (copy / "config.json").unlink()
+        (checkpoint_copy / "config.json").unlink()
     with refused(kind):
-        Checkpoint(copy)
+        Checkpoint(checkpoint_copy)
 
 
 def test_the_light_list_of_families_is_that_of_the_models():
     assert set(checkpoint_checks.FAMILIES) == set(FAMILIES)
 
 
-def test_an_unknown_family_is_refused_without_weights_and_heavy_imports(copy):
-    tiny.edit_json(copy / "config.json", ("model_type", "gpt_neox"))
-    (copy / WEIGHTS).unlink()
+def test_an_unknown_family_is_refused_without_weights_and_heavy_imports(
+    checkpoint_copy,
+):
+    tiny.edit_json(checkpoint_copy / "config.json", ("model_type", "gpt_neox"))
+    (checkpoint_copy / WEIGHTS).unlink()
     code = (
         "import sys; from workbench import paths; from workbench.cli import main\n"
-        f"sys.argv = ['workbench', 'export', {str(copy)!r}, {str(copy / 'out')!r}]\n"
+        f"sys.argv = ['workbench', 'export', {str(checkpoint_copy)!r}, {str(checkpoint_copy / 'out')!r}]\n"
         "try: main()\n"
         "finally: print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     )
@@ -361,18 +373,22 @@ def test_an_unknown_family_is_refused_without_weights_and_heavy_imports(copy):
     assert ended.returncode == 2 and ended.stdout == "[]\n"
 
 
-def test_an_older_tokenizer_is_converted_as_transformers_reads_it(copy):
+def test_an_older_tokenizer_is_converted_as_transformers_reads_it(checkpoint_copy):
     letters = [chr(33 + i) for i in range(94)] + ["Ġ"]
     words = [*letters, "th", "the"]
-    (copy / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
-    (copy / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
-    (copy / "tokenizer.json").unlink(missing_ok=True)
+    (checkpoint_copy / "vocab.json").write_text(
+        json.dumps({w: i for i, w in enumerate(words)})
+    )
+    (checkpoint_copy / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    (checkpoint_copy / "tokenizer.json").unlink(missing_ok=True)
     fields = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "!"}
     fields |= {"bos_token": "!", "eos_token": "!"}
-    (copy / "tokenizer_config.json").write_text(json.dumps(fields))
-    checkpoint = Checkpoint(copy)
+    (checkpoint_copy / "tokenizer_config.json").write_text(json.dumps(fields))
+    checkpoint = Checkpoint(checkpoint_copy)
     ids = encode_text(checkpoint.tokenizer, "the cat")
-    expected = transformers.AutoTokenizer.from_pretrained(copy)("the cat").input_ids
+    expected = transformers.AutoTokenizer.from_pretrained(checkpoint_copy)(
+        "the cat"
+    ).input_ids
     assert ids == expected and len(ids) == 5
     assert "tokenizer.json" in {file.name for file in checkpoint.tokens.files()}
-    assert not (copy / "tokenizer.json").exists()
+    assert not (checkpoint_copy / "tokenizer.json").exists()

@@ -10,7 +10,7 @@ from workbench.models.checkpoint import Checkpoint
 
 
 def test_the_skip_class_adds_nothing(exports, tmp_path):
-    """Older forks return x · p for it; transformers' implementation returns 0."""
+    """For this class of experts older forks of ZAYA return x · p; transformers returns 0."""
     path = tiny.random_checkpoint(tmp_path / "c", "zaya", num_hidden_layers=2)
     with tiny.edited_weights(path) as weights:
         for i in range(2):

@@ -109,7 +109,8 @@ def text_checkpoint(exports, model: TextModel) -> Path:
 def published_fields(config: dict) -> dict:
     """A text model's configuration with the names of published ones in place of
     `per_layer_config`."""
-    sizes = list(config["per_layer_config"].values())[0]
+    # the entry of one full layer stands for those of all
+    sizes = next(iter(config["per_layer_config"].values()))
     fields = {key: value for key, value in config.items() if key != "per_layer_config"}
     fields["global_head_dim"] = sizes["head_dim"]
     if "num_key_value_heads" in sizes:

@@ -7,8 +7,8 @@ from workbench.models.recurrence import expm1, softplus
 
 
 def test_a_slow_decay_survives_fp16():
-    """Of half-life 4300 tokens: e^g is 1 in fp16, so a state that is multiplied by it never
-    decays."""
+    """The half-life is 4300 tokens. e^g rounds to 1 in fp16, so that a state that is multiplied by
+    e^g never decays; e^g − 1 keeps its precision."""
     g = torch.tensor(-(0.5**12.1))
     state = torch.tensor(1.0, dtype=torch.float16)
     step = (state * expm1(g.half())).item()
@@ -17,7 +17,7 @@ def test_a_slow_decay_survives_fp16():
 
 
 def test_softplus_stays_relative_in_fp16():
-    """Where the logarithm of 1 + e^x is 0."""
+    """Also where the logarithm of 1 + e^x, computed as written, is 0."""
     x = torch.tensor([-9.5, -8.0, -6.0, -4.0], dtype=torch.float16)
     actual, exact = softplus(x).double(), torch.nn.functional.softplus(x.double())
     assert torch.log(1 + torch.exp(x))[0] == 0

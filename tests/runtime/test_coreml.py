@@ -89,7 +89,7 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
         "disk": load,
         "load": load,
         "make_state": model.make_state,
-        "predict": lambda: model.predict(tiny.filled(shard), state),
+        "predict": lambda: model.predict(tiny.make_inputs(shard), state),
         "read": lambda: state.read(name),
         "write": lambda: state.write(name, np.zeros(entry.shape, np.float16)),
     }

@@ -38,7 +38,7 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
     shimmed, bundle, tmp_path, words, change, runtime
 ):
     """On coreml, over the shim, before anything is compiled."""
-    changed = tiny.edited(bundle, tmp_path / "b", change)
+    changed = tiny.edited_copy(bundle, tmp_path / "b", change)
     with refused(words):
         Decoder(changed, runtime)
     assert not (tmp_path / ".b.compiled").exists()
@@ -66,7 +66,7 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     named = decoder.seqs.named_states
     before = [state.read(name) for state, name in named]
     model = decoder.layer_shards[0]
-    inputs = tiny.filled(model.shard, T)
+    inputs = tiny.make_inputs(model.shard, T)
     inputs["pos"] = np.array([position], np.int32)
     with refused("an update of shape"):
         model.predict(inputs, named[0][0])

@@ -73,8 +73,8 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
     (row,) = log.load("runs", folders["root"]).to_dict("records")
     assert counts["failed"] == 0 and row["verdict"] == "GREEN"
     assert not (tmp_path / "golden").exists()
-    gates = {gate["name"] for gate in json.loads(row["config"])["gates"]}
-    assert gates >= {"program", "budget"}
+    names = {gate["name"] for gate in json.loads(row["config"])["gates"]}
+    assert names >= {"program", "budget"}
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,23 @@ COMMAND = "workbench run 34 --set ROUNDS=5"
 CALLS = 240
 
 
-def rounds(
-    count: int, ms: dict, seed: int = 0, speed=lambda number: 1.0, odd_call=None
+def simulate_rounds(
+    count: int, ms: dict, seed: int = 0, slowdown=lambda number: 1.0, odd_call=None
 ) -> pd.DataFrame:
-    """Simulates `count` rounds of one process for each setting, in a random order within each. A
-    process differs from its setting's mean by 1%, and its 240 calls by 3%.
+    """Simulates `count` rounds. In each round every setting has one process, in a random order. The
+    mean time of a process differs from its setting's by 1%, and the times of its `CALLS` calls from
+    that mean by 3%.
 
     Args:
-        ms: max_seq_len → mean time of a call in ms.
-        speed: number of a process → factor of its times.
+        ms: max_seq_len, the setting → mean time of a call in ms.
+        slowdown: number of a process, counted over all rounds → factor of its times.
         odd_call: factor of the time of the middle call of each process; None: 1.
     """
     rng, parts = np.random.default_rng(seed), []
     for _ in range(count):
         for key in rng.permutation(list(ms)):
             number = len(parts)
-            mean = ms[key] * speed(number) * (1 + 0.01 * rng.standard_normal())
+            mean = ms[key] * slowdown(number) * (1 + 0.01 * rng.standard_normal())
             calls = mean * (1 + 0.03 * rng.standard_normal(CALLS))
             if odd_call:
                 calls[CALLS // 2] *= odd_call
@@ -37,7 +38,7 @@ def rounds(
     return log.by_process(samples, ["S"]).assign(disturbed=None)
 
 
-def sentence(rows: pd.DataFrame) -> str:
+def describe(rows: pd.DataFrame) -> str:
     return conclude.describe_axis(rows, "S", "ms per call", COMMAND)
 
 
@@ -48,7 +49,7 @@ EQUAL = {"128": 4.0, "512": 4.0, "1024": 4.0}
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("ms", [GROWING, EQUAL])
 def test_fewer_than_three_rounds_give_no_order(count, ms):
-    text = sentence(rounds(count, ms))
+    text = describe(simulate_rounds(count, ms))
     assert "more than" not in text and "fewer than" not in text
     assert f"{count} interleaved round" in text and text.endswith(COMMAND)
     assert all(f"{key}: " in text for key in (128, 512, 1024))
@@ -57,7 +58,7 @@ def test_fewer_than_three_rounds_give_no_order(count, ms):
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_growth_that_is_there_is_said_of_every_value(count):
     for seed in range(10):
-        text = sentence(rounds(count, GROWING, seed))
+        text = describe(simulate_rounds(count, GROWING, seed))
         for pair in ("512 has more than 128", "1024 has more than 512"):
             assert pair in text
         assert "1024 has more than 128" in text and "Not decided" not in text
@@ -66,12 +67,12 @@ def test_a_growth_that_is_there_is_said_of_every_value(count):
 @pytest.mark.parametrize("count", [3, 5])
 def test_no_growth_is_imagined(count):
     """Of 60 comparisons of equal settings few are decided by chance."""
-    texts = [sentence(rounds(count, EQUAL, seed)) for seed in range(20)]
+    texts = [describe(simulate_rounds(count, EQUAL, seed)) for seed in range(20)]
     assert sum(text.count(" than ") for text in texts) <= 3
 
 
 def test_a_middle_value_that_differs_is_not_hidden_by_equal_ends():
-    text = sentence(rounds(3, {"128": 4.0, "512": 4.6, "1024": 4.0}, seed=1))
+    text = describe(simulate_rounds(3, {"128": 4.0, "512": 4.6, "1024": 4.0}, seed=1))
     assert "512 has more than 128" in text and "1024 has fewer than 512" in text
     assert "1024 against 128" in text
 
@@ -82,8 +83,8 @@ def test_nothing_is_concluded_from_two_clusters_of_processes(count):
     claims = far_apart = 0
     for seed in range(20):
         clusters = np.random.default_rng(1000 + seed).choice([1.0, 1.53], 20)
-        rows = rounds(count, EQUAL, seed, speed=clusters.__getitem__)
-        text = sentence(rows)
+        rows = simulate_rounds(count, EQUAL, seed, slowdown=clusters.__getitem__)
+        text = describe(rows)
         claims += text.count(" than ")
         far_apart += "times apart" in text
     assert claims <= (0 if count == 2 else 3) and far_apart >= 15
@@ -95,10 +96,12 @@ def test_a_machine_that_slows_down_meanwhile_hides_no_difference_and_makes_none(
 
     claims = 0
     for seed in range(20):
-        text = sentence(rounds(3, {"128": 3.5, "1024": 4.4}, seed, speed=drift))
+        text = describe(
+            simulate_rounds(3, {"128": 3.5, "1024": 4.4}, seed, slowdown=drift)
+        )
         assert "1024 has more than 128" in text
-        claims += " than " in sentence(
-            rounds(3, {"128": 4.0, "1024": 4.0}, seed, speed=drift)
+        claims += " than " in describe(
+            simulate_rounds(3, {"128": 4.0, "1024": 4.0}, seed, slowdown=drift)
         )
     assert claims <= 2
 
@@ -106,7 +109,9 @@ def test_a_machine_that_slows_down_meanwhile_hides_no_difference_and_makes_none(
 def test_one_odd_call_in_240_changes_no_sentence():
     """The same calls but one, which takes forty times as long."""
     for ms in (GROWING, {"128": 4.4, "512": 4.0, "1024": 3.5}):
-        plain, odd = (sentence(rounds(3, ms, 2, odd_call=k)) for k in (None, 40))
+        plain, odd = (
+            describe(simulate_rounds(3, ms, 2, odd_call=k)) for k in (None, 40)
+        )
         directions = [
             [word for word in text.split() if word in ("more", "fewer")]
             for text in (plain, odd)
@@ -115,9 +120,9 @@ def test_one_odd_call_in_240_changes_no_sentence():
 
 
 def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
-    rows = rounds(3, GROWING)
+    rows = simulate_rounds(3, GROWING)
     rows.loc[rows["S"] == 512, "disturbed"] = "load 8.0 on 2 cores before it"
-    text = sentence(rows)
+    text = describe(rows)
     assert "1024 has more than 128" in text
     assert "every process of S 512 was disturbed: load 8.0 on 2 cores before it" in text
     assert "512 has" not in text and "than 512" not in text
@@ -134,10 +139,14 @@ def test_a_difference_is_that_of_paired_rounds():
     assert log.compare_settings(first, afterwards).rounds == 1
 
 
-def settings(**medians: tuple) -> pd.DataFrame:
-    """Processes of settings, one after the other in every round: name of a setting → the median of
-    its process in each round. The first letter of a name is the value of the column `option`, the
-    digit the value of the column `rest`: `a1` and `b1` differ in the option alone."""
+def processes_of(**medians: tuple) -> pd.DataFrame:
+    """The processes of several settings, which run one after the other in every round.
+
+    Args:
+        medians: name of a setting → the median of its process in each round. The letter of the name
+            is the setting's value of the column `option`, the digit that of the column `rest`: `a1`
+            and `b1` differ in `option` alone.
+    """
     rows = []
     for round_, values in enumerate(zip(*medians.values())):
         for place, (name, value) in enumerate(zip(medians, values)):
@@ -147,7 +156,7 @@ def settings(**medians: tuple) -> pd.DataFrame:
 
 
 def test_the_fastest_is_named_only_where_every_round_says_so():
-    rows = settings(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
+    rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
     text = conclude.describe_fastest(rows, COMMAND)
     assert "The fastest is" not in text and text.endswith(COMMAND)
     assert "Slower than a1 in every round: b1." in text and "a1 against a2" in text
@@ -159,7 +168,7 @@ def test_the_fastest_is_named_only_where_every_round_says_so():
 
 
 def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
-    rows = settings(
+    rows = processes_of(
         a1=(400, 410, 405), b1=(300, 305, 310), a2=(200, 210, 204), b2=(201, 207, 206)
     )
     text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
@@ -169,7 +178,7 @@ def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
 
 @pytest.mark.parametrize("null", [None, float("nan")])
 def test_a_value_that_is_not_set_is_compared_like_any_other(null):
-    rows = settings(a1=(400, 410, 405), b1=(300, 305, 310))
+    rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310))
     rows["option"] = rows["option"].replace({"b": null}).astype(object)
     text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
     assert "option not set has more tokens per second than a in 0 of 1 pairs" in text

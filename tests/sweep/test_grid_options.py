@@ -27,7 +27,8 @@ OTHER_VALUES = {
     "sliding": "ring",
     "target": "other",
 }
-"""Of every export option a value that is not its default. `other_target` makes the target."""
+"""Every export option → a value that is not its default. The fixture `other_target` makes the target
+`other`."""
 AXES = {
     "runtime": ["portable", "coreml"],
     "precision": ["declared", "exact"],
@@ -44,20 +45,21 @@ RUNTIMES = {
     "compute_units": ["coreml"] * 2,
     "hints": ["coreml"] * 2,
 }
-"""Axis → the runtime with which each of its two values is logged; `portable` for other axes."""
+"""Axis → the runtimes with which its first and its second value are logged; those of other axes are
+logged with `portable`."""
 CALL_MS = 1.0, 2.0
 """The logged times of a call with the two values of an axis."""
 pytestmark = pytest.mark.usefixtures("other_target")
 
 
 def make_fields(**run) -> dict:
-    """The fields of a grid."""
+    """The fields of a grid of one bundle, with these fields under `run`."""
     grid = {"checkpoint": str(CHECKPOINT), "validate_ids": [1, 4]}
     return grid | {"export": {"max_seq_len": [16]}, "run": {"n_gen": 4} | run}
 
 
-def varied(axis: str, *values) -> dict:
-    """A grid of an axis with these values."""
+def vary(axis: str, *values) -> dict:
+    """The fields of a grid in which an axis has these values."""
     if axis in AXES:
         return make_fields(**{axis: list(values)})
     grid = make_fields()
@@ -82,8 +84,8 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     for i, value in enumerate(values):
         runtime = RUNTIMES.get(axis, ["portable"] * 2)[i]
         call_ms = lambda *_, i=i: CALL_MS[i]  # noqa: E731
-        add(root, varied(axis, value), SLOW, call_ms, HASH, runtime)
-    grid = varied(axis, *values)
+        add(root, vary(axis, value), SLOW, call_ms, HASH, runtime)
+    grid = vary(axis, *values)
     parsed = sweep.make_grid(grid)
     stored = sweep.stored_tables(parsed, root)
     for table in ("samples", "layers"):
@@ -126,11 +128,13 @@ def test_a_grid_s_file_without_an_end_is_refused(tmp_path):
         sweep.load_grid(tmp_path / "deep.yaml")
 
 
-def test_a_checkpoint_that_changed_within_the_time_of_its_files_has_another_hash(copy):
+def test_a_checkpoint_that_changed_within_the_time_of_its_files_has_another_hash(
+    checkpoint_copy,
+):
     """Programs that copy set the time of a file."""
-    grid = sweep.make_grid(make_fields() | {"checkpoint": str(copy)})
+    grid = sweep.make_grid(make_fields() | {"checkpoint": str(checkpoint_copy)})
     first, *_ = sweep.cells(grid)
-    path = copy / "config.json"
+    path = checkpoint_copy / "config.json"
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
     path.write_bytes(path.read_bytes().replace(b"{", b"{ ", 1))
     os.utime(path, ns=times)

@@ -13,13 +13,16 @@ from tiny import ROOT
 
 from workbench import process
 
-ENDS_S = 60  # a worker ends only after its imports, which take long on a busy machine
+# the longest that a process may take to end and to start. A worker of pytest ends only after its
+# imports, which take long on a busy machine
+ENDS_S = 60
 STARTS_S = 120
 HERE = Path(__file__).parent
 SIGNALS = pytest.mark.parametrize(
     "end_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name
 )
 
+# programs that are killed; the test fills in what is in braces
 CALL = """
 import called, pathlib
 from workbench import process

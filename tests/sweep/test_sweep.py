@@ -24,7 +24,7 @@ from workbench.sweep.grid import CellResult, locate, stored_cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.table import table_lines
 
-NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
+NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Core ML")
 
 
 @pytest.fixture
@@ -102,11 +102,8 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
     grid, tmp_path, monkeypatch, run_sweep
 ):
     """tests/runtime/test_standin.py has every way to fail, in processes that crash."""
-
-    changed, lines = (
-        shorten_runs(grid, run={"depth": [2, 4]}),
-        ("ANECCompile() FAILED",),
-    )
+    changed = shorten_runs(grid, run={"depth": [2, 4]})
+    lines = ("ANECCompile() FAILED",)
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
     def call(function, cell, *args, **options):

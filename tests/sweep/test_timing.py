@@ -17,18 +17,18 @@ def decoder(llama_bundle):
     return Decoder(llama_bundle, "portable", fast=True)
 
 
-def timed(samples, *phases):
-    """Values of phases without warm-ups."""
+def select_timed(samples, *phases):
+    """The rows of these phases, without warm-ups."""
     return samples[samples["phase"].isin(phases) & ~samples["warmup"]]
 
 
 def test_sequences_follow_until_the_tokens_and_the_seconds_are_through(decoder):
     samples = timing.measure_speed(decoder, n_gen=4, repetitions=1, min_tokens=15)
-    calls = timed(samples, "call")
+    calls = select_timed(samples, "call")
     assert len(calls) == 16 and calls["repetition"].nunique() == 4
     # parts of the sequences that were asked for by number
     assert set(samples[samples["phase"] == "layer"]["repetition"]) == {0}
-    assert len(timed(samples, "tokens_per_s")) == 4
+    assert len(select_timed(samples, "tokens_per_s")) == 4
     samples = timing.measure_speed(decoder, n_gen=4, repetitions=1, min_seconds=0.5)
     seconds = samples[samples["phase"] == "call"]["elapsed_s"]
     assert seconds.is_monotonic_increasing and 0.5 <= seconds.max() < 10
@@ -55,8 +55,8 @@ def test_times_of_the_parts_add_up_and_only_core_ml_has_its_own(llama_bundle, ru
     calls = samples[samples["phase"] == "call"].set_index("order")
     assert len(calls) == 2 * (timing.WARMUP_CALLS + 2) and calls.index.is_unique
     assert calls["warmup"].sum() == 2 * timing.WARMUP_CALLS
-    spent = timed(samples, "call").groupby("repetition")["value"].sum()
-    assert np.allclose(timed(samples, "tokens_per_s")["value"], 4 / spent * 1e3)
+    spent = select_timed(samples, "call").groupby("repetition")["value"].sum()
+    assert np.allclose(select_timed(samples, "tokens_per_s")["value"], 4 / spent * 1e3)
     parts = samples[samples["phase"].isin(PARTS)]
     sums = parts.groupby("order")[["value", "cpu_ms", "native_ms"]].sum()
     assert np.allclose(sums[["value", "cpu_ms"]], calls[["value", "cpu_ms"]])
@@ -79,7 +79,7 @@ def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
     decoder = Decoder(bundle, "portable", fast=True)
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
     table = timing.layer_table(samples, decoder)
-    medians = timed(samples, "layer").groupby("shard")["value"].median()
+    medians = select_timed(samples, "layer").groupby("shard")["value"].median()
     assert table["layer"].tolist() == [0, 1, 2, 3]
     assert np.allclose(table.groupby("shard")["layer_ms"].sum(), medians)
 
@@ -101,5 +101,5 @@ def test_the_first_prefill_is_never_timed(decoder):
         samples = timing.measure_speed(
             decoder, depth=4, n_gen=1, repetitions=repetitions
         )
-        assert len(timed(samples, "prefill")) == count
+        assert len(select_timed(samples, "prefill")) == count
         assert (samples["phase"] == "prefill").sum() == repetitions

@@ -8,10 +8,16 @@ To plant another fault, add a row to `FAULTS` of the module that it belongs to:
     weights, tables, manifest    in a copy of a bundle's files; `copies` has edits of it
     programs, descriptions       in the packages of such a copy
 
-`python -m tests.prove NAME_OF_THE_FAULT` runs every gate. `reuse` has the faults of caches that are
-stored, restored and batched, which take two decoders and are a table of their own.
+The `plant` of a row is a function of the decoder or of the copy. Either the row names the function
+(`plant=clamp_position`), or another function makes it (`plant=edit_input(MASK, block_last_row)`);
+functions that make plants are annotated with `-> Plant` or `-> LayerPlant`.
 
-Bugs that others reported and that concern one sequence, and the fault that stands for each:
+`python -m tests.prove SLUG` runs every gate on a fault; SLUG is its name in lower case with
+underscores. `reuse` has the faults of caches that are stored, restored and batched, which take two
+decoders and are a table of their own.
+
+Bugs that others reported and that concern one sequence, and the fault that stands for each
+(data/sources/README.md lists the chapter and experiment 30; tables there call the book `ane-book`):
 
     chapter 5, flexible T addresses the state wrongly              write address off by one at T above 1
     coremltools 2188, y[:, pos] = v is silently lost               state never written
@@ -23,7 +29,9 @@ Bugs that others reported and that concern one sequence, and the fault that stan
     transformers 30400, the result depends on the cache's length   future left visible
     experiment 30, a position past the cache is clamped            position past the cache is clamped
     experiment 26 of the Neural Engine book, heads and tokens      heads and tokens permuted in the output
-    journals 72 and 100 of it, golden and shard share a wrong rope test_faults
+
+Journals 72 and 100 of that book report a wrong rope that golden and shard share. No row stands for
+it, since no comparison with the golden shows it: it has a test in test_faults.py.
 """
 
 from faults import (

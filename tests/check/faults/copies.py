@@ -20,8 +20,13 @@ ArrayChange = Callable[[np.ndarray], np.ndarray]
 
 
 class StoredArray:
-    """One array of a package, in a protobuf value or at a place of the weight file that this value
-    gives. `miltorch` reads it; only this class writes it."""
+    """One array of a package, which can be read and overwritten.
+
+    Attributes:
+        value: the protobuf Value that holds the elements or gives their place in the weight file.
+        dtype: name of the elements' type in MIL, such as "FLOAT16" or "UINT6".
+        shape: of the array; `write` cannot change it.
+    """
 
     def __init__(self, value, package: Path):
         tensor = value.type.tensorType
@@ -63,8 +68,14 @@ class StoredArray:
 
 
 class StoredWeight:
-    """A weight as its preset stores it. `arrays` are by role: "val" for fp16; "data" and "scale" for
-    integers; "indices" and "lut" for tables. `codes` has an entry for each weight."""
+    """A weight as its preset stores it.
+
+    Attributes:
+        arrays: by MIL's names: "val" for fp16; "data" and "scale" for integers; "indices" and "lut"
+            for tables.
+        role: the name of the array with an element for each weight: "val", "data" or "indices".
+        codes: that array.
+    """
 
     def __init__(self, arrays: dict[str, StoredArray]):
         self.arrays = arrays
@@ -124,7 +135,7 @@ class StoredWeight:
         self.codes.write(codes)
 
     def shift(self, steps: int) -> None:
-        """Moves every weight by this many codes, as a wrong zero point does; a float by twice as
+        """Adds `steps` to every code, as a wrong zero point does; an fp16 weight moves by twice as
         many of fp16's steps."""
         codes = self.codes.read()
         if self.role == "val":
@@ -197,11 +208,16 @@ def is_constant(op) -> bool:
 
 
 class Copy:
-    """A copy, in the folder `root`, of the bundle at `source`.
+    """A copy of a bundle that can be edited. Nothing of the manifest and of the programs is written
+    before `seal`.
 
-    `manifest` is bundle.json as a dictionary; edits of it are written by `seal`. `function` is the
-    function whose program is edited, where packages have several: that of the smallest T until it
-    is set."""
+    Attributes:
+        root: the folder of the copy.
+        manifest: bundle.json as a dictionary, to be edited. A `shard` in a method's arguments is
+            an entry of its "shards".
+        function: name of the function whose program is edited, where packages have several. It is
+            that of the smallest T until a fault sets it.
+    """
 
     def __init__(self, source: Path, root: Path):
         coremltools()
@@ -276,7 +292,7 @@ class Copy:
         )
 
     def feed(self, operation, parameter: str, name: str) -> None:
-        """Makes an operation read another value."""
+        """Makes an operation read the value `name`; `find_source` gives the present one."""
         assert parameter in operation.inputs
         operation.inputs[parameter].arguments[0].name = name
 

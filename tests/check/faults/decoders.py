@@ -2,10 +2,10 @@
 of the host's inputs, and of what a shard does in a call.
 
 Nothing is exported again, so that a gate can be tried against a fault in seconds. Functions named
-`edit_…`, `replace_…` or `clear_…` take what to change and return the `plant` of a `Fault`: a
-function of the decoder, or of the decoder and a layer. The others do one edit at once and serve
-faults that need more than one. `layer` is the index of a shard of one layer; `module` is a suffix
-of the path of the torch module that a step came from, such as "self_attn" or "layers.{layer}".
+`edit_…`, `replace_…` or `clear_…` return the `plant` of a `Fault` (`Plant` or `LayerPlant`). The
+others, such as `change_result`, edit at once; they serve plants that need several edits. `layer` is
+the index of a shard of one layer; `module` is a suffix of the path of the torch module that a step
+came from, such as "self_attn" or "layers.{layer}".
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from workbench.decode import Sequences
 
 Plant = Callable[[Decoder], None]
 LayerPlant = Callable[[Decoder, int], None]
+"""The `plant` of a `Fault` in memory, and that of a fault in the shard of one layer."""
 ArrayChange = Callable[[np.ndarray], np.ndarray]
 TensorChange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,6 +44,12 @@ def find_step_returning(decoder: Decoder, layer: int, name: str):
     """The step whose first result has this name."""
     steps = decoder.layer_shards[layer].executable.body.steps
     return next(step for step in steps if step.outputs and step.outputs[0].name == name)
+
+
+def declared_shape(step) -> tuple[int | None, ...]:
+    """The shape that the program declares for the first result of a step; None stands for T."""
+    _, declared = step.op.outputs[0]
+    return declared.shape
 
 
 def change_result(step, change: TensorChange) -> None:
@@ -226,7 +233,7 @@ def edit_shard_input(layers: Sequence[int], name: str, change: ArrayChange) -> P
 def clear_state(layers: Sequence[int], name: str) -> Plant:
     """Zeros a state of some layers after each call."""
 
-    def plant_in(model, state_name):
+    def plant_in_shard(model, state_name):
         def call(predict, inputs, state):
             outputs = predict(inputs, state)
             state.write(state_name, np.zeros_like(state.read(state_name)))
@@ -236,6 +243,6 @@ def clear_state(layers: Sequence[int], name: str) -> Plant:
 
     def plant(decoder):
         for layer in layers:
-            plant_in(decoder.layer_shards[layer], f"layers.{layer}.{name}")
+            plant_in_shard(decoder.layer_shards[layer], f"layers.{layer}.{name}")
 
     return plant

@@ -14,11 +14,18 @@ def slug(name: str) -> str:
 class Fault:
     """A fault, and the gate that must be RED once it is planted; other gates may be RED as well.
 
-    `plant` changes its first argument in place: a `Decoder` where the fault is in memory, a
-    `copies.Copy` of a bundle's files where it is on disk (`Plant` of decoders.py and copies.py). A
-    fault of the shard of one layer names this `layer`, and `plant` gets it as the second argument
-    (`LayerPlant`): the fault can be planted in other layers of the same kind, too. `bundle` is the key of `cases.BASES` that says what the fault is
-    planted in, `presets` the ones whose files can have it (None: all)."""
+    Attributes:
+        name: says what is wrong. Two faults in memory, or two on disk, cannot have the same name.
+        gate: name of the gate that must be RED.
+        plant: changes its first argument in place: a `Decoder` where the fault is in memory
+            (`Plant` of decoders.py), a `copies.Copy` of a bundle where it is on disk (`Plant` of
+            copies.py). Where the fault has a `layer`, `plant` gets it as the second argument
+            (`LayerPlant` of the same files).
+        bundle: key of `cases.BASES`, the bundle that the fault is planted in.
+        layer: for a fault in the shard of a single layer. `make prove` also plants it in other
+            layers of the same program.
+        presets: the presets whose bundles can have the fault; None: all.
+    """
 
     name: str
     gate: str

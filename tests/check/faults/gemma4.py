@@ -22,7 +22,8 @@ from workbench.bundle.names import K_STATE, PER_LAYER, V_STATE, X0, X
 from workbench.decode.snapshot import source_name
 
 LAYERS = range(6)
-FIRST_SLIDING, COPYING_SLIDING = 0, 4  # the rows that layer 4 copies are layer 2's
+# layers with a sliding window: the first one, and one that copies the rows of layer 2
+FIRST_SLIDING, COPYING_SLIDING = 0, 4
 K_ROWS, V_ROWS = "k_rows_local", "v_rows_local"
 PROJECTION = "model.per_layer_model_projection.weight"
 C, P = 64, 32
@@ -32,7 +33,8 @@ C, P = 64, 32
 
 def share_rows_of_first_layer(decoder):
     """Gives layer 4 the rows of the first sliding layer, where that layer ran in the same call."""
-    # A call's `x0` is one array for all shards; it is kept, so that no other array gets its id.
+    # All shards of a call get the same array `x0`, whose id stands for the call. The array is kept
+    # beside the rows, so that no later array gets its id.
     rows_by_call = {}
 
     def record_rows(predict, inputs, state):
@@ -114,10 +116,8 @@ def read_stream_as_x0(decoder):
 
 
 def use_projection_of_another_layer(decoder, layer):
-    model, other = (
-        decoder.layer_shards[layer],
-        decoder.layer_shards[(layer + 1) % len(LAYERS)],
-    )
+    model = decoder.layer_shards[layer]
+    other = decoder.layer_shards[(layer + 1) % len(LAYERS)]
     projection = other.executable.constants[other.shard.weights[PROJECTION]].clone()
     replace_constant(model, model.shard.weights[PROJECTION], lambda _: projection)
 
@@ -217,7 +217,7 @@ FAULTS = [
         bundle="gemma4",
         plant=edit_shard_input(LAYERS, X0, lambda x0: x0 * np.float32(C**0.5)),
     ),
-    # two factors, each a tenth
+    # the epsilon is the product of two constants, each of which is divided by 10
     Fault(
         "epsilon behind the projection a hundredth",
         gate="program",
@@ -256,7 +256,8 @@ FAULTS = [
         layer=0,
         plant=edit_result("mul", "v_norm", lambda y: y * 1.01, index=-1),
     ),
-    # where values are keys, the product before the norm's weight is computed once
+    # V is K here: the last product of k_norm multiplies by its weight, and the one before it is the
+    # normed value as well
     Fault(
         "norm of keys that are values times 1.01",
         gate="program",

@@ -36,10 +36,10 @@ def keep_columns_in_place(keep):
 
 
 def exchange_branches(weight):
-    """The input projection makes what gates before the convolution, what gates behind it, and
-    what enters it."""
-    before, behind, x = weight.chunk(3)
-    return torch.cat([behind, before, x])
+    """Exchanges two of the three outputs of the input projection: the gate of the convolution's
+    input and the gate of its output."""
+    input_gate, output_gate, x = weight.chunk(3)
+    return torch.cat([output_gate, input_gate, x])
 
 
 # Matrices
@@ -51,7 +51,8 @@ def count_dummy_columns(order):
 
 
 def norm_what_was_gated(decoder, layer):
-    # n · z over the RMS of n / γ · z is the norm of what was gated first
+    # The program computes norm(x) · gate, where norm(x) = γ · x / rms(x). Divided by the RMS of
+    # x / rms(x) · gate it is the norm of x · gate, the gate before the norm.
     gamma = read_weight(decoder, layer, "linear_attn.norm.weight")
 
     def change(result):
@@ -61,7 +62,8 @@ def norm_what_was_gated(decoder, layer):
 
 
 def gate_what_was_normed(decoder, layer):
-    """Leaves the gate out where it is, and multiplies by it before the output projection."""
+    """Multiplies by the gate behind the norm, before the output projection, instead of before the
+    norm."""
     gates = []
 
     def collect_gate(arguments):
@@ -69,7 +71,8 @@ def gate_what_was_normed(decoder, layer):
         return arguments | {"y": torch.ones_like(arguments["y"])}
 
     def apply_gate(arguments):
-        gate = torch.cat(gates, 2)  # of every call whose columns are in x
+        # x has the columns of several calls side by side
+        gate = torch.cat(gates, 2)
         gates.clear()
         return arguments | {"x": arguments["x"] * gate}
 
@@ -77,12 +80,13 @@ def gate_what_was_normed(decoder, layer):
     change_arguments(find_steps(decoder, layer, "conv", "out_proj")[0], apply_gate)
 
 
-# in the other DeltaNet layer the last correction is below the limit of every gate
+# the last correction of the other DeltaNet layer is too small for any gate to show
 LAYER_OF_LARGE_STEPS = 0
 
 
 def skip_last_correction(decoder):
-    """The steps of several tokens are δ ← R − A δ. The last one returns the δ that it takes."""
+    """A call of several tokens solves for δ by steps δ ← R − A δ. The last step returns the δ that
+    it gets, unchanged."""
     deltas = []
 
     def collect_delta(arguments):
@@ -93,10 +97,10 @@ def skip_last_correction(decoder):
         return deltas.pop()
 
     subtraction = find_steps(decoder, LAYER_OF_LARGE_STEPS, "sub", "linear_attn")[-1]
-    (subtracted,) = (
-        source for parameter, source, *_ in subtraction.operands if parameter == "y"
-    )
-    product = find_step_returning(decoder, LAYER_OF_LARGE_STEPS, subtracted)
+    (product_name,) = [
+        operand.source for operand in subtraction.operands if operand.parameter == "y"
+    ]
+    product = find_step_returning(decoder, LAYER_OF_LARGE_STEPS, product_name)
     change_arguments(product, collect_delta)
     change_result(subtraction, return_delta)
 

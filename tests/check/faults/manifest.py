@@ -34,7 +34,8 @@ def declare_family(copy):
 
 
 def declare_compression(others: dict[str, str], default: str) -> Plant:
-    """Declares the preset that `others` has for the bundle's preset, or `default`."""
+    """Declares another preset than the bundle's: `others[preset]`, and `default` for presets that
+    `others` lacks."""
 
     def plant(copy):
         options = copy.manifest["options"]

@@ -8,6 +8,7 @@ import torch
 from faults.decoders import (
     change_arguments,
     change_result,
+    declared_shape,
     edit_result,
     edit_scalar,
     edit_weight,
@@ -22,13 +23,11 @@ from faults.fault import Fault
 
 
 def reshape_instead_of_transposing(decoder, layer):
-    # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
+    # [B, H, T, D] is reshaped without the transpose, which changes nothing at T = 1
     step = find_steps(decoder, layer, "transpose", "self_attn")[-1]
-    (_, declared), *_ = step.op.outputs
+    shape = [-1 if size is None else size for size in declared_shape(step)]
     step.op = dataclasses.replace(step.op, kind="reshape")
-    step.constants = {
-        "shape": [-1 if size is None else size for size in declared.shape]
-    }
+    step.constants = {"shape": shape}
     step.function = lambda x, shape: x.reshape(shape)
 
 

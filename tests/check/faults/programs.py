@@ -16,7 +16,7 @@ from faults.fault import Fault
 
 
 def scale_constants(copy: Copy, shard: dict, name: str, factor: float) -> None:
-    """Scales the fp16 constants of a program whose names contain `name`."""
+    """Scales the fp16 constants of a program whose names contain `name`; fails if there is none."""
     names = [
         op.outputs[0].name
         for op in copy.block(shard).operations
@@ -29,8 +29,8 @@ def scale_constants(copy: Copy, shard: dict, name: str, factor: float) -> None:
             array.write(array.read() * np.float16(factor))
 
 
-# A norm multiplies two constants, …eps0 and …eps1, to its epsilon: both times 10 give an epsilon
-# times 100
+# The epsilon of a norm is the product of two constants, …eps0 and …eps1. Both times 10 make it 100
+# times as large.
 
 
 def scale_both_epsilon_factors_of_all_norms(copy):
@@ -48,15 +48,17 @@ def scale_both_epsilon_factors_of_head(copy):
 
 
 def scale_scores(factor: float, prefix: str = "") -> LayerPlant:
-    """Scales the factor of the scores, a constant whose name has a prefix."""
+    """Scales the constant that attention multiplies its scores by. `prefix` chooses among
+    constants by the beginning of the name."""
 
     def plant(copy, layer):
         shard = copy.shard(layer)
         products = copy.operations(shard, "mul", "self_attn")
-        names = [find_source(op, "y") for op in products]
-        stored = [name for name in names if name.endswith("_to_fp16")]
-        name = next(name for name in stored if name.startswith(prefix))
-        scale_constants(copy, shard, name, factor)
+        factors = [find_source(op, "y") for op in products]
+        # products with constants, not with the sines and cosines of rope
+        constants = [name for name in factors if name.endswith("_to_fp16")]
+        constant = next(name for name in constants if name.startswith(prefix))
+        scale_constants(copy, shard, constant, factor)
 
     return plant
 
@@ -100,8 +102,8 @@ def replace_gelu_in_router(copy, layer):
 def insert_after(
     kind: str, module: str, index: int, inserted: str, number: float
 ) -> LayerPlant:
-    """Puts the operation `inserted`, with one fp16 number, behind an operation of this kind and
-    module; `index` chooses among several."""
+    """Puts the operation `inserted`, which takes one fp16 number as its `y`, behind an operation of
+    this kind and module; `index` chooses among several."""
 
     def plant(copy, layer):
         shard = copy.shard(layer)
@@ -129,7 +131,8 @@ def halve_router_state(copy):
 
 
 def reverse_after(kind: str, index: int, axis: int) -> LayerPlant:
-    """Reverses an axis of what an operation of attention returns."""
+    """Reverses an axis of the result of an operation in attention; `index` chooses among those of
+    this kind."""
 
     def plant(copy, layer):
         shard = copy.shard(layer)
@@ -140,7 +143,7 @@ def reverse_after(kind: str, index: int, axis: int) -> LayerPlant:
 
 
 def scale_rows_read(rows: slice, factor: float) -> LayerPlant:
-    """Multiplies some rows of one head of what is read of V."""
+    """Multiplies some rows of the first head of V where the program reads V to attend."""
 
     def plant(copy, layer):
         shard = copy.shard(layer)
@@ -167,7 +170,8 @@ def turn_queries_the_other_way(copy, layer):
 def exchange_sine_and_cosine(copy, layer):
     names = {"rope_cos": "rope_sin", "rope_sin": "rope_cos"}
     for op in copy.operations(copy.shard(layer), "mul", "self_attn"):
-        copy.feed(op, "y", names.get(find_source(op, "y"), find_source(op, "y")))
+        source = find_source(op, "y")
+        copy.feed(op, "y", names.get(source, source))
 
 
 def write_keys_before_rotation(copy, layer):
@@ -237,7 +241,8 @@ def skip_key_norm(copy, layer):
 
 
 def norm_input_instead_of_output(copy, layer):
-    """Norms the layer's input before attention instead of what attention adds."""
+    """Makes the norm behind attention one before it: the norm reads the layer's input, the
+    projections read the norm, and the residual sum reads attention's output."""
     shard = copy.shard(layer)
     module = f"layers.{layer}.post_attention_layernorm"
     modules = shard["modules"]
@@ -253,7 +258,7 @@ def norm_input_instead_of_output(copy, layer):
         projections = copy.operations(shard, "conv", f"self_attn.{name}_proj")
         rename_arguments(projections, {"x": normed})
     rename_arguments(norm, {attention: "x"})
-    # operations have to stand behind those whose results they read
+    # an operation has to stand behind those whose results it reads: norm and constants come first
     norm_outputs = [op.outputs[0].name for op in norm]
     copy.move_first(shard, lambda op: op.outputs and op.outputs[0].name in norm_outputs)
     copy.move_first(shard)
@@ -276,8 +281,8 @@ def rename_inputs(names: dict[str, str]) -> LayerPlant:
 
 
 def plant_in_function(T: int, plant: Plant | LayerPlant) -> Plant | LayerPlant:
-    """Plants a fault in one function of a package of two: the other one, and the weights that both
-    read, are sound."""
+    """Plants a fault in the program of the function of T alone; the package's other function, and
+    the weights that both read, stay sound."""
 
     def plant_there(copy, *layer):
         copy.function = f"t{T}"

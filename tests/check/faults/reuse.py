@@ -34,16 +34,17 @@ class ReuseFault:
         return self.name.replace(" ", "_")
 
 
-def replace_function(place, attribute: str, function: Callable) -> ReusePlant:
-    """Puts `function` in the place of `place.attribute`, which it gets as its first argument."""
+def wrap_function(place, attribute: str, function: Callable) -> ReusePlant:
+    """Puts `function` in the place of a function or method, which it gets as its first argument,
+    before the arguments of the call. `place` is the class or module that has it."""
 
     def plant(patch, single, batched):
         original = getattr(place, attribute)
 
-        def replacement(*arguments):
+        def wrapped(*arguments):
             return function(original, *arguments)
 
-        patch.setattr(place, attribute, replacement)
+        patch.setattr(place, attribute, wrapped)
 
     return plant
 
@@ -254,25 +255,24 @@ def group_along_tokens(decode, tensors):
     return states
 
 
-TABLE = [
+FAULTS = [
     ReuseFault(
         "merge breaks at unaligned lengths",
-        replace_function(Sequences, "put", clear_first_row_at_unaligned_lengths),
+        wrap_function(Sequences, "put", clear_first_row_at_unaligned_lengths),
     ),
     ReuseFault("appends at the longest row after one left", append_at_longest_row),
     ReuseFault("rope uses the offset after the update", take_rope_after_update),
     ReuseFault(
-        "trim takes the first tokens",
-        replace_function(Snapshot, "trim", keep_last_tokens),
+        "trim takes the first tokens", wrap_function(Snapshot, "trim", keep_last_tokens)
     ),
     ReuseFault(
-        "padding is saved as content", replace_function(store, "save", save_padding)
+        "padding is saved as content", wrap_function(store, "save", save_padding)
     ),
     ReuseFault(
-        "a hit leaves nothing to run", replace_function(store, "find", find_all_tokens)
+        "a hit leaves nothing to run", wrap_function(store, "find", find_all_tokens)
     ),
     ReuseFault(
-        "the last token is written twice", replace_function(Snapshot, "trim", skip_trim)
+        "the last token is written twice", wrap_function(Snapshot, "trim", skip_trim)
     ),
     ReuseFault("keys of one save and values of another", load_keys_of_the_load_before),
     ReuseFault("slots see each other", share_masks),
@@ -280,26 +280,24 @@ TABLE = [
     ReuseFault("an ended row keeps decoding", decode_ended_rows),
     ReuseFault(
         "scales of another head",
-        replace_function(store, "states_from_tensors", reverse_scales),
+        wrap_function(store, "states_from_tensors", reverse_scales),
     ),
     ReuseFault(
         "side states are not saved",
-        replace_function(Sequences, "snapshot", zero_side_states),
+        wrap_function(Sequences, "snapshot", zero_side_states),
         checkpoint="tiny-zaya",
     ),
     ReuseFault(
-        "positions start again", replace_function(Sequences, "put", restart_positions)
+        "positions start again", wrap_function(Sequences, "put", restart_positions)
     ),
     ReuseFault(
-        "strided view", replace_function(sequences, "fill", fill_from_strided_view)
+        "strided view", wrap_function(sequences, "fill", fill_from_strided_view)
     ),
     ReuseFault("dropped tokens", drop_tokens_past_merged_length),
-    ReuseFault(
-        "aliased entry", replace_function(Sequences, "put", clear_stored_arrays)
-    ),
+    ReuseFault("aliased entry", wrap_function(Sequences, "put", clear_stored_arrays)),
     ReuseFault(
         "groups along tokens",
-        replace_function(store, "states_from_tensors", group_along_tokens),
+        wrap_function(store, "states_from_tensors", group_along_tokens),
     ),
 ]
-FAULTS = {fault.slug: fault for fault in TABLE}
+FAULTS_BY_SLUG = {fault.slug: fault for fault in FAULTS}

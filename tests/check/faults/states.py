@@ -1,4 +1,4 @@
-"""Faults of a loaded decoder's caches: where they are written, what is read of them, and how long
+"""Faults of a loaded decoder's caches: which rows are written, what is read from them, and how long
 a state lives."""
 
 import numpy as np
@@ -9,6 +9,7 @@ from faults.decoders import (
     TensorChange,
     change_arguments,
     change_result,
+    declared_shape,
     edit_result,
     edit_shard_input,
     find_step_returning,
@@ -56,9 +57,8 @@ def write_first_head_only(decoder, layer):
 
 def add_new_rows_to_old(decoder, layer):
     for step in find_steps(decoder, layer, "sub", "self_attn"):
-        # 1 − Σ write mask is [B, 1, S, 1], the factor of the old rows
-        (_, declared), *_ = step.op.outputs
-        if declared.shape[-1] == 1:
+        # the factor of the old rows, 1 − Σ write mask, is [B, 1, S, 1]; rope subtracts too
+        if declared_shape(step)[-1] == 1:
             change_result(step, torch.ones_like)
 
 
@@ -77,27 +77,27 @@ def swap_keys_and_values(decoder, layer):
 
 
 def give_every_sequence_one_state(decoder):
-    def plant_in(model):
+    def plant_in_shard(model):
         state = model.make_state()
         model.make_state = lambda: state
 
     for model in decoder.layer_shards:
-        plant_in(model)
+        plant_in_shard(model)
 
 
 def make_state_for_every_call(decoder):
-    def plant_in(model):
+    def plant_in_shard(model):
         def call(predict, inputs, state):
             return predict(inputs, model.make_state())
 
         wrap_calls(model, call)
 
     for model in decoder.layer_shards:
-        plant_in(model)
+        plant_in_shard(model)
 
 
 def use_one_state_for_all(decoder):
-    def plant_in(model):
+    def plant_in_shard(model):
         shared = model.make_state()
 
         def call(predict, inputs, state):
@@ -106,7 +106,7 @@ def use_one_state_for_all(decoder):
         wrap_calls(model, call)
 
     for model in decoder.layer_shards:
-        plant_in(model)
+        plant_in_shard(model)
 
 
 # What is read
@@ -128,8 +128,8 @@ def flush_subnormal_numbers(value):
 
 
 def round_rows_at_every_call(decoder):
-    """As a quantized cache that is read, dequantized and stored anew: the oldest rows suffer
-    most."""
+    """Changes every row by 2% of noise at every call, as a cache that is dequantized and quantized
+    again each time: the oldest rows collect most of it."""
     rng = np.random.default_rng(0)
 
     def call(predict, inputs, state):

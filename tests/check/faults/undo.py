@@ -6,7 +6,8 @@ from workbench.bundle.names import is_cache
 
 
 def keep_tail_of_whole_call(decoder):
-    """Goes on with the tail of the whole call."""
+    """An undo takes back the rows of the caches alone: every other state stays as it was after the
+    whole call."""
 
     def change(seqs):
         trim = seqs.trim
@@ -27,7 +28,8 @@ def keep_tail_of_whole_call(decoder):
 
 
 def leave_undone_column(decoder):
-    """The call runs again with one more token than stays, which a later token reads."""
+    """An undo of n tokens takes n − 1 of them out of the states, and all n out of the ids: the
+    next token reads a state that holds an undone one."""
 
     def change(seqs):
         trim = seqs.trim
@@ -44,7 +46,7 @@ def leave_undone_column(decoder):
 
 
 def allow_any_depth(decoder):
-    """Lets a decoder go back to any token."""
+    """Lets `trim` take back more tokens than a ring or a tail still has the rows for."""
 
     def change(seqs):
         advance = seqs.advance

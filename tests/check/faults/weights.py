@@ -7,19 +7,22 @@ import numpy as np
 from faults.copies import ArrayChange, StoredWeight
 from faults.fault import Fault
 
-GROUPED = ("lut6-g16",)  # presets of `cases` with a table for each group of rows
-# Presets of the bundle `fitted`, and those with a table for each group of rows.
+# The presets of `cases.PRESETS` with a table for each group of rows.
+GROUPED = ("lut6-g16",)
+# The presets of the bundle `fitted`, and those of them with a table for each group of rows.
 FITTED = ("int8-channel", "int4-block32", "lut6-g16", "lut4-g8")
 FITTED_TABLES = ("lut6-g16", "lut4-g8")
 WeightPlant = Callable[..., None]
-"""A function of a `Copy`, and of a layer in a fault that has one."""
+"""A function of a `Copy`, and of a layer where the fault has one."""
 
 
-# Edits of stored weights. In a fault with a layer, `tensor` is a weight's name within the layer; in
-# others it is the end of a checkpoint tensor's name
+# Edits of stored weights. The functions with a parameter `tensor` return the `plant` of a row.
+# `tensor` is "mlp.up_proj.weight" in a row with `layer=1` and "layers.1.mlp.up_proj.weight" in one
+# without: `Copy.weight` finds a tensor by the end of its name.
 
 
 def full_name(tensor: str, layer: int | None) -> str:
+    """The end of a checkpoint tensor's name, by which `Copy.weight` finds it."""
     return tensor if layer is None else f"layers.{layer}.{tensor}"
 
 
@@ -53,9 +56,9 @@ def scale_row(tensor: str, row: int, factor: float) -> WeightPlant:
 
 
 def store_scaled_row(tensor: str, row: int, factor: float) -> WeightPlant:
-    """Multiplies one output channel. An entry of a coarse table stands for its own multiple, too:
-    each weight is stored as one of the two entries around its multiple, drawn so that their mean is
-    the multiple."""
+    """Multiplies one output channel, in a table by draws: the entry nearest to a multiple is often
+    the weight's own one, so that each weight becomes one of the two entries around its multiple,
+    and the mean of the draws is the multiple."""
 
     def scale_stored(stored: StoredWeight) -> None:
         if stored.role == "indices":
@@ -112,12 +115,17 @@ def by_head(change: ArrayChange, D: int = 32) -> ArrayChange:
 PAIRS = np.arange(32).reshape(2, -1).T.ravel()
 
 
-def scale_one_channel(values):
-    values.ravel()[5] *= 1.02
+def scale_channel_5(norm):
+    norm.ravel()[5] *= 1.02
+    return norm
+
+
+def zero_16_inputs_of_row_20(values):
+    values[20, :16] = 0
     return values
 
 
-def exchange_two_rows(values):
+def exchange_rows_250_and_251(values):
     values[[250, 251]] = values[[251, 250]]
     return values
 
@@ -132,9 +140,9 @@ def drop(values):
     return np.zeros_like(values)
 
 
-def roll_experts(values):
-    axis = next(axis for axis, size in enumerate(values.shape) if size > 1)
-    return np.roll(values, values.shape[axis] // 4, axis)
+def roll_experts(values, experts: int = 4):
+    """Gives each expert the weights of the one before it; experts are stacked along axis 0."""
+    return np.roll(values, len(values) // experts, axis=0)
 
 
 def shuffle(values):
@@ -149,24 +157,19 @@ def edit_tables(tensor: str, change: ArrayChange) -> WeightPlant:
     return edit_stored(tensor, lambda stored: stored.edit_tables(change))
 
 
-def exchange_neighbours(tables):
+def exchange_second_and_third(tables):
     tables[[1, 2]] = tables[[2, 1]]
     return tables
 
 
-def rotate_one(tables):
+def rotate_entries_of_second(tables):
     tables[1] = np.roll(tables[1], 1)
     return tables
 
 
-def scale_one(tables):
+def scale_second(tables):
     tables[1] *= np.float16(1.02)
     return tables
-
-
-def zero_sixteen_inputs(values):
-    values[20, :16] = 0
-    return values
 
 
 # Faults that take more than one edit
@@ -195,8 +198,8 @@ def exchange_packages(shard: dict, other: dict) -> None:
 
 
 def exchange_layers(copy):
-    """Exchanges the packages of layers 1 and 2; the manifest calls the weights and states in each
-    by the names of the layer whose place it takes."""
+    """Exchanges the packages of layers 1 and 2. In the manifest the weights and states of each have
+    the names of the layer whose place it takes."""
     shard, other = copy.shard(1), copy.shard(2)
     exchange_packages(shard, other)
     for name in ("weights", "states"):
@@ -241,16 +244,18 @@ def exchange_head_slices(copy):
 
 
 def exchange_fused_keys_and_values(copy, layer):
-    # rows of queries, keys and values, 96 each
+    # 96 rows of queries, 96 of keys, 96 of values
     weight = copy.weight(f"layers.{layer}.self_attn.qkv_proj.weight")
     for array in weight.arrays.values():
-        rows = array.read()
-        if len(rows) == 3 * 96:
-            array.write(np.concatenate([rows[:96], rows[192:], rows[96:192]]))
+        values = array.read()
+        # the scale of a whole tensor and the tables of groups of rows stay as they are
+        if len(values) == 3 * 96:
+            q, k, v = np.split(values, 3)
+            array.write(np.concatenate([q, v, k]))
 
 
 def declare_other_groups(copy, layer):
-    """The manifest calls the tables of a matrix those of half as many rows."""
+    """The manifest says that each table of a matrix is for half as many rows as it is."""
     name, group = copy.manifest["options"]["compress"].split("-g")
     for tensor in copy.shard(layer)["weights"]:
         if tensor.endswith("mlp.up_proj.weight"):
@@ -259,7 +264,7 @@ def declare_other_groups(copy, layer):
 
 
 def declare_other_format(copy, layer):
-    """The manifest calls a matrix one of another preset."""
+    """The manifest names another preset for a matrix than it is stored in."""
     others = {
         "lut6-g16": "lut6-g8",
         "lut4-g8": "lut4-g4",
@@ -273,7 +278,7 @@ def declare_other_format(copy, layer):
 
 
 def forget_the_calibration(copy):
-    """The manifest says nothing of the text that the values were fitted to."""
+    """The manifest no longer names the text that the values were fitted to."""
     copy.manifest["calibration"] = None
 
 
@@ -409,7 +414,7 @@ FAULTS = [
         "one channel of a norm times 1.02",
         gate="weights",
         layer=0,
-        plant=edit_values("input_layernorm.weight", scale_one_channel),
+        plant=edit_values("input_layernorm.weight", scale_channel_5),
     ),
     Fault(
         "head rows moved by one",
@@ -421,7 +426,7 @@ FAULTS = [
     Fault(
         "two head rows exchanged",
         gate="weights",
-        plant=edit_values("embed_tokens.weight", exchange_two_rows),
+        plant=edit_values("embed_tokens.weight", exchange_rows_250_and_251),
     ),
     Fault(
         "coarser than declared",
@@ -578,21 +583,21 @@ FAULTS = [
         "tables of two neighbouring groups exchanged",
         gate="weights",
         layer=1,
-        plant=edit_tables("mlp.up_proj.weight", exchange_neighbours),
+        plant=edit_tables("mlp.up_proj.weight", exchange_second_and_third),
         presets=GROUPED,
     ),
     Fault(
         "entries of one table rotated by one",
         gate="weights",
         layer=1,
-        plant=edit_tables("self_attn.q_proj.weight", rotate_one),
+        plant=edit_tables("self_attn.q_proj.weight", rotate_entries_of_second),
         presets=GROUPED,
     ),
     Fault(
         "entries of one table times 1.02",
         gate="weights",
         layer=2,
-        plant=edit_tables("self_attn.v_proj.weight", scale_one),
+        plant=edit_tables("self_attn.v_proj.weight", scale_second),
         presets=GROUPED,
     ),
     Fault(
@@ -606,7 +611,7 @@ FAULTS = [
         "sixteen inputs of one row zero",
         gate="weights",
         layer=3,
-        plant=edit_values("mlp.down_proj.weight", zero_sixteen_inputs),
+        plant=edit_values("mlp.down_proj.weight", zero_16_inputs_of_row_20),
         presets=GROUPED,
     ),
     Fault(
@@ -621,7 +626,7 @@ FAULTS = [
         gate="weights",
         bundle="fitted",
         layer=1,
-        plant=edit_tables("mlp.up_proj.weight", exchange_neighbours),
+        plant=edit_tables("mlp.up_proj.weight", exchange_second_and_third),
         presets=FITTED_TABLES,
     ),
     Fault(
@@ -629,7 +634,7 @@ FAULTS = [
         gate="weights",
         bundle="fitted",
         layer=1,
-        plant=edit_tables("self_attn.q_proj.weight", rotate_one),
+        plant=edit_tables("self_attn.q_proj.weight", rotate_entries_of_second),
         presets=FITTED_TABLES,
     ),
     Fault(
@@ -654,7 +659,7 @@ FAULTS = [
         gate="weights",
         bundle="fitted",
         layer=3,
-        plant=edit_values("mlp.down_proj.weight", zero_sixteen_inputs),
+        plant=edit_values("mlp.down_proj.weight", zero_16_inputs_of_row_20),
         presets=FITTED,
     ),
     Fault(
