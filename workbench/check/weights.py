@@ -196,7 +196,7 @@ def _unstored(
 
 def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     """The sentence that names lost rows of the head, in a list; empty where no row is
-    lost, and where the head cannot be read, which `weights_gate` says."""
+    lost. A head that cannot be read is among the problems of `_compare_programs`."""
     try:
         sentence = describe_lost_rows(lost_rows(bundle, checkpoint), checkpoint)
     except DAMAGED:
