@@ -69,4 +69,4 @@ def test_updates_of_other_experts_are_not_compared():
     assert ties(reference, routed()).tolist() == [False, True, False]
     rows = compare.errors(reference, routed(), ["update"])
     rows = compare.with_ties(rows, reference, routed())
-    assert len(compare.compared(rows.assign(mode="isolated"))) == 2
+    assert len(compare.judged_rows(rows.assign(mode="isolated"))) == 2

@@ -36,7 +36,7 @@ def test_an_export_is_green_only_where_every_required_gate_ran():
     assert gates.verdict(ran) == "GREEN"
     for place, name in enumerate(gates.REQUIRED):
         idle = [*ran[:place], gates.not_run(name, ""), *ran[place + 1 :]]
-        assert (gates.verdict(idle), gates.missing(idle)) == ("not_run", [name])
+        assert (gates.verdict(idle), gates.missing_gates(idle)) == ("not_run", [name])
         absent = [*ran[:place], gates.not_run(name, "", applies=False)]
         assert gates.verdict(absent + ran[place + 1 :]) == "GREEN"
 

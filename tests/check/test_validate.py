@@ -18,7 +18,7 @@ from tiny import as_device, edited_weights, prompt
 from workbench import Decoder
 from workbench.check import gates, golden, states
 from workbench.check.bug_gates import BUG_GATES, bug_gates
-from workbench.check.compare import compared, furthest
+from workbench.check.compare import furthest, judged_rows
 from workbench.check.cost import cost_table
 from workbench.check.device import device_gate, device_reference
 from workbench.check.fidelity import BUDGET_FACTOR, measure, measure_budget
@@ -161,8 +161,8 @@ def test_the_budget_of_compression_is_what_compression_costs(
 ):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
     budget = measure_budget(bundle, tiny_llama, llama_golden)
-    compressed = measure(Decoder(bundle, "portable"), llama_golden, budget=budget)
-    assert furthest(compared(compressed.rows))["ratio"] < 1.5  # quantization dominates
+    compressed = measure(Decoder(bundle, "portable"), llama_golden, budget_trace=budget)
+    assert furthest(judged_rows(compressed.rows))["ratio"] < 1.5  # quantization dominates
     assert compressed.kl.mean() == pytest.approx(compressed.budget_kl.mean(), rel=0.2)
     figures = compressed.json()
     kl = figures["kl"]
@@ -196,12 +196,12 @@ def test_an_error_that_rounding_does_not_explain_is_red(
 ):
     decoder = Decoder(llama_bundle, "portable")
     budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
-    clean = measure(decoder, llama_golden, budget=budget)
+    clean = measure(decoder, llama_golden, budget_trace=budget)
     assert verdicts(clean) == {"max_kl": "WITHIN", "budget": "GREEN"}
     scale_second_layer(decoder, 1.03)
-    wrong = measure(decoder, llama_golden, budget=budget)
+    wrong = measure(decoder, llama_golden, budget_trace=budget)
     assert verdicts(wrong, max_kl=9)["budget"] == "RED"
-    worst = furthest(compared(wrong.rows))
+    worst = furthest(judged_rows(wrong.rows))
     assert (worst["layer"], worst["tensor"]) == (1, "update")
 
 
@@ -238,9 +238,9 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp
     assert not reference["update.1"].any()
     decoder = Decoder(bundle, "portable")
     judged = validate(decoder, reference, (1, 4))
-    assert gates.faults(judged.gates) == []
+    assert gates.red_gates(judged.gates) == []
     # the golden has no checkpoint
-    assert gates.missing(judged.gates) == ["weights", "host", "program"]
+    assert gates.missing_gates(judged.gates) == ["weights", "host", "program"]
     assert {g.verdict for g in states.state_gates(decoder)} == {"GREEN"}
     layers = error.split_error(checkpoint, bundle, prompt(97, 8))["isolated"].layers()
     parts = ["storage", "reauthoring", "precision", "total"]
@@ -307,7 +307,7 @@ def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stre
     if given == "checkpoint":
         budget = measure_budget(bundle, checkpoint, reference)
     result = Validation([], measure(decoder, reference, (4,), budget))
-    cells = compared(result.rows.assign(times=result.cost.over_rounding))
+    cells = judged_rows(result.rows.assign(times=result.cost.over_rounding))
     lowest = cells.loc[cells["cosine"].idxmin()]
     assert (lowest["layer"], lowest["tensor"]) == (1, "update")
     assert lowest["times"] < BUDGET_FACTOR < result.worst["over_rounding"]

@@ -31,7 +31,8 @@ from workbench.progress import stage
 
 @dataclass
 class GateInputs:
-    """A bundle whose bug gates run, and what the gates share.
+    """A bundle whose bug gates run, and what the gates share. A property is computed when the
+    first gate reads it.
 
     Attributes:
         decoder: runs the gates that it can; None: decoders are opened.
@@ -65,8 +66,8 @@ class GateInputs:
         return shards_to_test(self.bundle, self.checkpoint, [self.weights_gate])
 
     @cached_property
-    def exact(self) -> Decoder:
-        """The decoder whose program is compared."""
+    def program_decoder(self) -> Decoder:
+        """The decoder whose program is compared; see `exact_decoder`."""
         return program.exact_decoder(self.bundle, self.decoder)
 
     @cached_property
@@ -75,7 +76,7 @@ class GateInputs:
         gates of their own (see `load_or_run_gates`)."""
         if self.decoder and not self.decoder.is_device:
             return self.decoder
-        return self.exact
+        return self.program_decoder
 
     def compute_stretches(self, chained_end: bool) -> Stretches:
         """What gate `program` compares with; see `reference_stretches`."""
@@ -114,18 +115,18 @@ def run_host_gate(inputs: GateInputs) -> Gate:
 
 
 def run_program_gate(inputs: GateInputs) -> Gate:
-    if inputs.exact.precision != "exact":
+    if inputs.program_decoder.precision != "exact":
         target = inputs.bundle.manifest.options.target
         reason = f"needs fp32 arithmetic, which target {target} lacks"
         return gates.not_run("program", reason, applies=False)
-    chained_end = not program.can_feed_layers(inputs.exact)
+    chained_end = not program.can_feed_layers(inputs.program_decoder)
     stretches = find_or_compute(
         inputs.shared.stretches,
         StretchesKey(inputs.stored_key, chained_end),
         partial(inputs.compute_stretches, chained_end),
     )
     return program.program_gate(
-        inputs.exact, inputs.checkpoint, inputs.representatives, stretches
+        inputs.program_decoder, inputs.checkpoint, inputs.representatives, stretches
     )
 
 

@@ -19,9 +19,9 @@ NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 RESAMPLES = 1000  # of a bootstrap
 DEFAULT_TENSORS = ("hidden", "update", "k", "v", "logits")
 LAYER_TENSORS = ("expert", "hidden", "router", "k", "v")
-# (RMS distance of the perturbed reference from the reference, RMS of the reference) → the
-# unit of the column `ratio`, which is the RMS distance of an actual value in this unit.
-# Three gates have one, and a limit on the ratio: `budget` (`rounding_unit`, 6), `device`
+# Gives what a distance is divided by for the column `ratio`, [n], from two arrays [n]: the
+# RMS distance of the perturbed reference from the reference, and the RMS of the reference.
+# Three gates have a unit, and a limit on the ratio: `budget` (`rounding_unit`, 6), `device`
 # (`device_unit`, 6) and `program` (`program_unit`, about the size of the value, 1e-5).
 Unit = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -327,8 +327,8 @@ def _groups(rows: pd.DataFrame) -> Iterator[tuple[str, int | None, np.ndarray]]:
         yield tensor, None if pd.isna(layer) else int(layer), part.to_numpy()
 
 
-def compared(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows that gates read: isolated updates and cache rows without a routing tie."""
+def judged_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that gates judge: isolated updates and cache rows without a routing tie."""
     isolated = rows["tensor"].isin(["update", "k", "v"]) & (rows["mode"] == "isolated")
     return rows[isolated & ~rows["routing_tie"]].reset_index(drop=True)
 

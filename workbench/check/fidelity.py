@@ -20,9 +20,9 @@ import torch
 from workbench.bundle import Bundle
 from workbench.check import gates
 from workbench.check.compare import (
-    compared,
     errors,
     furthest,
+    judged_rows,
     kl,
     with_ratios,
     with_similarity,
@@ -88,7 +88,7 @@ class Cost:
         """The field `cost` of `workbench validate --json`."""
         budget = None
         if self.budget_kl is not None:
-            worst = furthest(compared(self.rows))
+            worst = furthest(judged_rows(self.rows))
             budget = {"kl": summarize_kl(self.budget_kl), "worst": worst}
         rounding = None
         if self.rounding_kl is not None:
@@ -123,7 +123,7 @@ class Cost:
     def _budget_gate(self) -> Gate:
         if self.budget_kl is None:
             return gates.not_run("budget", "needs --checkpoint")
-        worst = furthest(compared(self.rows))
+        worst = furthest(judged_rows(self.rows))
         reason = (
             "error ÷ √(rounding² + 2⁻²²), rounding: the error that rounding of weights "
             "and stream alone causes in Hugging Face's model: layer {layer}, {tensor}, "
@@ -202,17 +202,26 @@ def measure(
     decoder: Decoder,
     golden: Golden,
     Ts: Sequence[int] | None = None,
-    budget: Trace | None = None,
+    budget_trace: Trace | None = None,
     rounding_kl: np.ndarray | None = None,
 ) -> Cost:
     """Runs every T isolated and all of them chained, and compares with the golden and,
-    isolated, with the `budget` of `measure_budget`. Without a budget the cells are ranked
-    by the error that rounding of the stream alone causes. The cost keeps the
-    `rounding_kl` of `measure_rounding`.
+    isolated, with `budget_trace`. Without it the cells are ranked by the error that rounding
+    of the stream alone causes.
 
-    The rows of the cost are those of the log's table `fidelity`: `errors` with
-    similarity and routing ties, `HEAD_LAYER` as the layer of logits, and mode, runtime,
-    precision and shard. Chained rows have no budget."""
+    Args:
+        Ts: tokens per call (default: `default_ts`).
+        budget_trace: of `measure_budget`.
+        rounding_kl: of `measure_rounding`, which the cost keeps.
+
+    Returns:
+        The cost. Its rows are those of the log's table `fidelity`: `errors` with similarity
+        and routing ties, `HEAD_LAYER` as the layer of logits, and mode, runtime, precision
+        and shard. Chained rows have no budget.
+
+    Raises:
+        InputError: a T above t_max.
+    """
     t_max = decoder.options.t_max
     Ts = list(Ts or default_ts(decoder.options))
     if outside := [t for t in Ts if not 1 <= t <= t_max]:
@@ -222,12 +231,12 @@ def measure(
     *isolated, chained = trace_bundle(decoder, golden, *runs)
     reference = golden.trace
     rounded = None
-    if budget is None:
+    if budget_trace is None:
         # rounded as it is stored; no layer computes with the rounded values
         rounded = stored_stream(reference, reference, decoder.manifest.stream_scale)
     tables, ratios = [], []
     for T, trace in zip(Ts, isolated, strict=True):
-        table = _rows_of_trace(reference, trace, budget)
+        table = _rows_of_trace(reference, trace, budget_trace)
         tables.append(table.assign(T=T, mode="isolated"))
         if rounded is not None:
             table = with_ratios(errors(reference, trace), reference, rounded)
@@ -246,7 +255,7 @@ def measure(
         same_top,
         # null for the chained rows, which come last
         over_rounding=pd.concat(ratios, ignore_index=True).reindex(rows.index),
-        budget_kl=None if budget is None else kl(expected, budget.logits),
+        budget_kl=None if budget_trace is None else kl(expected, budget_trace.logits),
         rounding_kl=rounding_kl,
     )
 
@@ -268,13 +277,13 @@ def _label_rows(rows: pd.DataFrame, decoder: Decoder, golden: Golden) -> pd.Data
 
 
 def _rows_of_trace(
-    reference: Trace, actual: Trace, budget: Trace | None = None
+    reference: Trace, actual: Trace, budget_trace: Trace | None = None
 ) -> pd.DataFrame:
     """The columns of `measure` that follow from a trace."""
     rows = errors(reference, actual)
-    if budget is not None:
-        rows = with_ratios(rows, reference, budget)
-    rows = with_ties(rows, reference, actual, budget)
+    if budget_trace is not None:
+        rows = with_ratios(rows, reference, budget_trace)
+    rows = with_ties(rows, reference, actual, budget_trace)
     rows = with_similarity(rows, reference, actual)
     return rows.drop(columns=["distance", "size"])
 

@@ -9,9 +9,9 @@ what Hugging Face's model computes with the stored weights. The *quality* verdic
 that the user sets. A RED export withholds the quality: the cost of a faulty program
 says nothing about its compression.
 
-Anybody can write that file. It counts only if this checkout noted the hashes of the
+Anybody can write a verdict.json. It counts only if this checkout noted the hashes of the
 bundle and of the file when it wrote the file, or if the golden that the user gives
-names them."""
+names the hash of the file."""
 
 import hashlib
 import json
@@ -125,8 +125,12 @@ def no_faults(
     heading: str = "",
     sep: str = ", ",
 ) -> Gate:
-    """GREEN with `pass_reason` if there are no faults; otherwise RED, with `heading`
-    and the faults as the reason."""
+    """GREEN with `pass_reason` if there are no faults; otherwise RED, with `heading` and
+    the faults, joined by `sep`, as the reason.
+
+    Args:
+        faults: a clause for each fault that a gate has found.
+    """
     return holds(
         name, not faults, heading + sep.join(faults) if faults else pass_reason
     )
@@ -149,7 +153,7 @@ def not_run(name: str, reason: str, applies: bool = True) -> Gate:
     return Gate(name, NOT_RUN, None, None, reason, applies)
 
 
-def missing(gates: Iterable[Gate]) -> list[str]:
+def missing_gates(gates: Iterable[Gate]) -> list[str]:
     """The required gates that did not run although the bundle can have them."""
     return [
         gate.name
@@ -166,7 +170,7 @@ def verdict(gates: Iterable[Gate]) -> str:
     verdicts = {gate.verdict for gate in gates}
     if RED in verdicts:
         return RED
-    if missing(gates) or GREEN not in verdicts:
+    if missing_gates(gates) or GREEN not in verdicts:
         return NOT_RUN
     return GREEN
 
@@ -200,8 +204,8 @@ def describe_verdict(word: str, export: str) -> str:
     return NOT_JUDGED if export == RED and word in (WITHIN, OVER) else word
 
 
-def faults(gates: Iterable[Gate]) -> list[Gate]:
-    """The gates that show a fault of the export."""
+def red_gates(gates: Iterable[Gate]) -> list[Gate]:
+    """The gates that are RED: each shows a fault of the export."""
     return [gate for gate in gates if gate.verdict == RED]
 
 

@@ -37,11 +37,11 @@ from workbench.runtime import load_shard
 
 MAIN = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
-ROUTER_MATRIX = (
-    ".gate."  # in the name of a router's matrix, which every preset leaves in fp16
-)
+# in the name of a router's matrix, which every preset leaves in fp16
+ROUTER_MATRIX = ".gate."
 MAX_LISTED = 8  # differences in the reason
-SIZES = {
+# Sizes in the checkpoint's configuration → dimensions of the manifest.
+CONFIG_SIZES = {
     "hidden_size": "C",
     "num_attention_heads": "H",
     "num_key_value_heads": "H_kv",
@@ -234,10 +234,14 @@ def package_differences(bundle: Bundle, shard: Shard) -> Iterator[str]:
         descriptions = {default: spec.description}
     expected = sorted(shard.functions) or [MAIN]
     functions = {"description": descriptions, "program": spec.mlProgram.functions}
-    wrong = [place for place in functions if sorted(functions[place]) != expected]
-    for place in wrong:
-        yield f"functions: {expected} in the manifest, {sorted(functions[place])} in the {place}"
-    for name in () if wrong else expected:
+    is_comparable = True
+    for place, by_name in functions.items():
+        if sorted(by_name) != expected:
+            is_comparable = False
+            yield f"functions: {expected} in the manifest, {sorted(by_name)} in the {place}"
+    if not is_comparable:
+        return
+    for name in expected:
         T = shard.functions.get(name, options.t_max)
         if options.fixed_sizes:
             described_range = program_range = TokenRange.exactly(T)
@@ -260,10 +264,10 @@ def manifest_facts(shard: Shard, tokens: TokenRange) -> Facts:
     for name, shape in shard.inputs.items():
         dtype = "INT32" if name == POS else "FLOAT16"
         facts[f"input {name}"] = _fact(
-            dtype, sizes(shape, tokens.low), sizes(shape, tokens.high)
+            dtype, shape_at(shape, tokens.low), shape_at(shape, tokens.high)
         )
     for name, shape in shard.outputs.items():
-        facts[f"output {name}"] = _fact("FLOAT16", sizes(shape, tokens.high))
+        facts[f"output {name}"] = _fact("FLOAT16", shape_at(shape, tokens.high))
     for state in shard.states.values():
         facts[f"state {state.tensor}"] = _fact("FLOAT16", state.shape)
     return facts
@@ -289,7 +293,7 @@ def description_facts(shard: Shard, description, tokens: TokenRange) -> FactPair
                 array = value.type.stateType.arrayType
             default = list(array.shape)
             if kind == "output" and not default:
-                default = sizes(shard.outputs.get(value.name, []), tokens.high)
+                default = shape_at(shard.outputs.get(value.name, []), tokens.high)
             lowest = highest = default
             flexible = array.WhichOneof("ShapeFlexibility")
             if flexible == "shapeRange":
@@ -444,7 +448,7 @@ def checkpoint_facts(manifest: Manifest, checkpoint: Checkpoint) -> FactPair:
         "eos": checkpoint.tokens.eos,
         "suppressed": checkpoint.tokens.suppressed,
     }
-    sizes_of_model = dict(SIZES)
+    sizes_of_model = dict(CONFIG_SIZES)
     if getattr(config, "is_heterogeneous", False):
         del sizes_of_model["num_key_value_heads"]  # each layer has its own
         in_manifest |= _layer_facts(manifest)
@@ -489,6 +493,6 @@ def _configured_layers(config) -> Facts:
     return facts
 
 
-def sizes(shape: list, T: int | str) -> list:
-    """A shape of the manifest with a number, or "T", in place of its T."""
+def shape_at(shape: list, T: int | str) -> list:
+    """A shape of the manifest with `T`, a number or "T", in the place of its "T"."""
     return [T if n == "T" else n for n in shape]

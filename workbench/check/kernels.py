@@ -1,11 +1,11 @@
-"""The deviation of stored weights from a checkpoint's values, in one pass over a tensor.
+"""How far stored weights are from a checkpoint's values, in one pass over a tensor.
 Compiled by numba: as separate steps of torch it takes about 15 passes. It shares no
 arithmetic with the runtime whose bundles it checks.
 
-A deviation is |stored − value| over the tolerance of gate `weights`. `fp16_ratio`,
-`integer_deviation` and `table_figures` call the compiled functions below them.
+A ratio is |stored − value| over the tolerance of gate `weights`. `fp16_ratio`,
+`integer_ratio` and `table_figures` call the compiled functions below them.
 
-The largest deviation is found as the largest bit pattern: float32 numbers that are not
+The largest ratio is found as the largest bit pattern: float32 numbers that are not
 negative are in the order of their bits, and nan comes last, so that one nan makes the
 result nan."""
 
@@ -92,8 +92,8 @@ def _as_number(bits: int) -> float:
 
 
 def fp16_ratio(stored: np.ndarray, values: np.ndarray) -> float:
-    """The largest deviation of weights that are stored in fp16, in halves of a unit in
-    the last place of fp16 at the value.
+    """The largest ratio of weights that are stored in fp16, whose tolerance is half a unit
+    in the last place of fp16 at the value.
 
     Args:
         stored, values: [n] float32.
@@ -117,7 +117,7 @@ def _fp16_ratio_bits(stored, values):
     return worst
 
 
-def integer_deviation(
+def integer_ratio(
     data: np.ndarray,
     scale: np.ndarray,
     offset: np.ndarray,
@@ -126,9 +126,9 @@ def integer_deviation(
     width: int,
     largest: np.float32,
 ) -> float:
-    """The largest deviation of integers from values rounded to fp16, in the tolerances of
-    a preset: half a step, 2^-11 of the value, and what a step that fp16 rounded down
-    cannot reach.
+    """The largest ratio of integers, compared with values rounded to fp16. The tolerance
+    is that of a preset: half a step, 2^-11 of the value, and what a step that fp16
+    rounded down cannot reach.
 
     Args:
         data: [n] int16.
@@ -137,13 +137,13 @@ def integer_deviation(
         width: weights that share one step of the preset; divides n.
         largest: the preset's largest integer.
     """
-    bits = _integer_deviation_bits(data, scale, offset, values, width, largest)
+    bits = _integer_ratio_bits(data, scale, offset, values, width, largest)
     return _as_number(bits)
 
 
 @compiled
-def _integer_deviation_bits(data, scale, offset, values, width, largest):
-    """The bits of `integer_deviation`."""
+def _integer_ratio_bits(data, scale, offset, values, width, largest):
+    """The bits of `integer_ratio`."""
     n = len(values)
     per_scale = n // len(scale)
     per_offset = n // len(offset)

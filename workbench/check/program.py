@@ -8,9 +8,9 @@ start and end in every function, the small inputs, and the start through all lay
 row.
 
 Data: `stretches` has Hugging Face's side, some positions of each sequence. `plan_stretches`
-lists the passes of the bundle over them, `run_passes` runs these, and `program_errors`
-compares: states (`state_errors`), the values of layers (`trace_errors`), logits
-(`head_errors`). `program_gate` judges the worst."""
+lists the passes of the bundle over them (`StretchPlan`), `run_passes` runs these, and
+`program_errors` compares: states (`state_errors`), the values of layers (`trace_errors`),
+logits (`head_errors`). `program_gate` judges the worst."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,8 +38,8 @@ from workbench.check.gates import Gate
 from workbench.check.golden import read_head, stored_weights
 from workbench.check.hf import Head, Reference
 from workbench.check.run import (
+    PassPlan,
     PlannedCall,
-    PromptRun,
     plan_calls,
     run_passes,
     with_rounded_inputs,
@@ -169,20 +169,15 @@ def program_errors(
         if plan.kind not in references:
             traces = [with_rounded_inputs(decoder, s.trace) for s in plan.stretches]
             references[plan.kind] = stack(traces)
-    state_tables: list[list[pd.DataFrame]] = [[] for _ in plans]  # filled by the passes
-    passes = [
-        plan.make_run(decoder, references[plan.kind], tables_of_plan)
-        for plan, tables_of_plan in zip(plans, state_tables, strict=True)
-    ]
-    traces = run_passes(decoder, passes, "program", head=False)
+    pass_plans = [plan.plan_pass(decoder, references[plan.kind]) for plan in plans]
+    results = run_passes(decoder, pass_plans, "program", head=False)
     tables: list[pd.DataFrame] = []
     head_calls: list[HeadCall] = []
-    for plan, sequences, tables_of_plan in zip(
-        plans, traces, state_tables, strict=True
-    ):
-        tables.extend(tables_of_plan)
-        tables.extend(trace_errors(plan, sequences))
-        head_calls.extend(plan_head_calls(decoder, plan, sequences))
+    for plan, result in zip(plans, results, strict=True):
+        for tables_of_shard in result.state_readings:
+            tables.extend(tables_of_shard)
+        tables.extend(trace_errors(plan, result.traces))
+        head_calls.extend(plan_head_calls(decoder, plan, result.traces))
     tables.extend(head_errors(decoder, checkpoint, head_calls))
     return pd.concat(tables, ignore_index=True)
 
@@ -207,28 +202,30 @@ def plan_stretches(
     all of this is chained. Where T alternates, sequences of a batch take different ones
     if the bundle allows it."""
     Ts = tuple(default_ts(options))
-    start = StretchPlan("start", stretches.start, Ts)
-    end = StretchPlan("end", stretches.end, Ts)
-    places = [start, end] if stretches.end else [start]
+    # `sizes` are all T in turn, as chained passes take them; isolated passes replace them
+    start = StretchPlan("start", stretches.start, sizes=Ts)
+    end = StretchPlan("end", stretches.end, sizes=Ts)
+    start_and_end = [start, end] if stretches.end else [start]
     plans = []
     if isolated:
-        plans.append(StretchPlan("scaled", stretches.scaled, Ts[-1:], isolated=True))
-    for place in places:
+        largest = Ts[-1:]
+        plans.append(StretchPlan("scaled", stretches.scaled, largest, isolated=True))
+    for plan in start_and_end:
         if isolated:
-            plans += _isolated_plans(place, options, representatives)
+            plans += _isolated_plans(plan, options, representatives)
         else:
-            plans += [replace(place, sizes=sizes) for sizes in groups_of_sizes(Ts)]
-        if place is start or not isolated:
-            plans.append(place)  # chained, in calls of every T in turn
+            plans += [replace(plan, sizes=sizes) for sizes in groups_of_sizes(Ts)]
+        if plan is start or not isolated:
+            plans.append(plan)
     if options.kv_write == "mask":  # which takes dummy columns
-        half = replace(
-            places[-1],
+        half_filled = replace(
+            start_and_end[-1],
             sizes=(max(1, options.t_max // 2),),
             isolated=isolated,
             columns=options.t_max,
             shards=representatives if isolated else None,
         )
-        plans.append(half)
+        plans.append(half_filled)
     return plans
 
 
@@ -240,27 +237,27 @@ def groups_of_sizes(Ts: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _isolated_plans(
-    place: "StretchPlan", options: Options, representatives: ShardNames
+    chained: "StretchPlan", options: Options, representatives: ShardNames
 ) -> Iterator["StretchPlan"]:
-    """The isolated passes over the stretches of `place`: every shard in calls of the
-    longest T of every function, `representatives` in the other groups of sizes."""
+    """The isolated passes over the stretches of a `chained` one: every shard in calls of
+    the longest T of every function, `representatives` in the other groups of sizes."""
     longest = [(T,) for T in options.fixed_sizes] or [(options.t_max,)]
     for sizes in longest:
-        yield replace(place, sizes=sizes, isolated=True)
-    for sizes in groups_of_sizes(place.sizes):
+        yield replace(chained, sizes=sizes, isolated=True)
+    for sizes in groups_of_sizes(chained.sizes):
         if sizes not in longest:
-            yield replace(place, sizes=sizes, isolated=True, shards=representatives)
+            yield replace(chained, sizes=sizes, isolated=True, shards=representatives)
 
 
 @dataclass(frozen=True)
 class StretchPlan:
-    """A run over one stretch of each sequence, from states that hold the tokens before
+    """A pass over one stretch of each sequence, from states that hold the tokens before
     it.
 
     Attributes:
         kind: of the stretches: `start`, `end` or `scaled`.
         sizes: tokens per call; several sizes take turns.
-        isolated, shards: see `PromptRun`.
+        isolated, shards: see `PassPlan`.
         columns: the least that a call has.
     """
 
@@ -276,14 +273,11 @@ class StretchPlan:
         """The value of the column `mode`."""
         return "isolated" if self.isolated else "chained"
 
-    def make_run(
-        self, decoder: Decoder, reference: Trace, state_tables: list[pd.DataFrame]
-    ) -> PromptRun:
-        """The run.
+    def plan_pass(self, decoder: Decoder, reference: Trace) -> PassPlan:
+        """The pass as `run_passes` runs it, which reads `state_errors` of each shard.
 
         Args:
-            reference: the stacked traces of its stretches.
-            state_tables: the run appends the tables of `state_errors` of each shard.
+            reference: the stacked traces of the stretches.
         """
         ids = np.stack([stretch.ids for stretch in self.stretches])
         token_scales = None
@@ -296,11 +290,7 @@ class StretchPlan:
             ragged=decoder.options.kv_write == "mask",
             columns=self.columns,
         )
-
-        def append_state_errors(model: Model, state: State) -> None:
-            state_tables.extend(state_errors(self, calls, model, state))
-
-        return PromptRun(
+        return PassPlan(
             ids,
             calls,
             reference,
@@ -309,7 +299,7 @@ class StretchPlan:
             make_state=partial(state_before, self.stretches),
             shards=self.shards,
             token_scales=token_scales,
-            read_state=append_state_errors,
+            read_state=partial(state_errors, self, calls),
         )
 
 
@@ -326,8 +316,9 @@ def state_before(stretches: Sequence[Stretch], model: Model) -> State:
 def state_errors(
     plan: StretchPlan, calls: Sequence[PlannedCall], model: Model, state: State
 ) -> list[pd.DataFrame]:
-    """Errors of every row of every state of a shard after the calls of a run. Rows without
-    a token, which must not change, have negative positions."""
+    """Errors of every row of every state of a shard after the `calls` of a pass, a table
+    for each state and sequence. Rows without a token, which must not change, have
+    negative positions."""
     tables = []
     for name, entry in model.shard.states.items():
         layer, leaf = split_layer(name)
@@ -338,21 +329,22 @@ def state_errors(
             perturbed_trace = stretch.perturbed[plan.mode]
             expected = _rows_of(stretch.expected_state(shape, name, stretch.trace))
             perturbed = _rows_of(stretch.expected_state(shape, name, perturbed_trace))
-            actual = _rows_of(value)
-            columns = {"tensor": leaf.removesuffix("_state")}
-            columns["position"] = ring_positions(stretch.end - 1, count)
-            calls_with_tokens = [call for call in calls if call.counts[seq]]
-            columns["T"] = max(call.counts.max() for call in calls_with_tokens)
-            columns |= vector_errors(expected, actual)
-            columns["budget"], columns["ratio"] = budget_and_ratio(
-                columns["distance"],
-                columns["size"],
+            figures = vector_errors(expected, _rows_of(value))
+            figures["budget"], figures["ratio"] = budget_and_ratio(
+                figures["distance"],
+                figures["size"],
                 distances(expected, perturbed),
                 program_unit,
             )
-            table = pd.DataFrame(columns)
-            table.insert(1, "layer", pd.array([layer] * count, "Int64"))
-            tables.append(_label_run(table, plan, seq, len(stretch.trace.layers)))
+            calls_with_tokens = [call for call in calls if call.counts[seq]]
+            columns = {
+                "tensor": leaf.removesuffix("_state"),
+                "layer": pd.array([layer] * count, "Int64"),
+                "position": ring_positions(stretch.end - 1, count),
+                "T": max(call.counts.max() for call in calls_with_tokens),
+            }
+            rows = pd.DataFrame(columns | figures)
+            tables.append(_finish_rows(rows, plan, seq))
     return tables
 
 
@@ -362,8 +354,8 @@ def _rows_of(value: np.ndarray) -> np.ndarray:
 
 
 def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFrame]:
-    """Errors of a run's traces without logits; none where programs of another exporter
-    show nothing but their states."""
+    """Errors of a pass's traces without logits, a table for each sequence; none where
+    programs of another exporter show nothing but their states."""
     tensors = ["update" if plan.isolated else "hidden", "router", "expert"]
     tables = []
     for seq, (stretch, trace) in enumerate(zip(plan.stretches, traces)):
@@ -375,7 +367,7 @@ def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFram
         perturbed = stretch.perturbed[plan.mode]
         rows = with_ratios(rows, reference, perturbed, program_unit)
         rows["position"] += stretch.start
-        tables.append(_label_run(rows, plan, seq, len(reference.layers)))
+        tables.append(_finish_rows(rows, plan, seq))
     return tables
 
 
@@ -462,23 +454,27 @@ class HeadCall:
             size = np.sqrt(self.sums.size[seq] / V)
             distance = np.sqrt(self.sums.distance[seq] / V)
             perturbed = np.sqrt(self.sums.perturbed[seq] / V)
-            columns = {"tensor": "logits", "layer": pd.NA}
-            columns["position"] = np.arange(stretch.start, stretch.end)[self.positions]
-            columns |= {"T": self.T[seq], "distance": distance, "size": size}
-            columns["error"] = safe_ratio(distance, size)
-            columns["budget"], columns["ratio"] = budget_and_ratio(
-                distance, size, perturbed, program_unit
-            )
+            budget, ratio = budget_and_ratio(distance, size, perturbed, program_unit)
+            columns = {
+                "tensor": "logits",
+                "layer": pd.NA,
+                "position": np.arange(stretch.start, stretch.end)[self.positions],
+                "T": self.T[seq],
+                "distance": distance,
+                "size": size,
+                "error": safe_ratio(distance, size),
+                "budget": budget,
+                "ratio": ratio,
+            }
             rows = pd.DataFrame(columns).astype({"layer": "Int64"})
-            L = len(stretch.trace.layers)
-            yield _label_run(rows, self.plan, seq, L)
+            yield _finish_rows(rows, self.plan, seq)
 
 
 def plan_head_calls(
     decoder: Decoder, plan: StretchPlan, traces: Sequence[Trace]
 ) -> list[HeadCall]:
-    """The calls of the head of a run: over its outputs, or if it is isolated on the last
-    tokens of each stretch, in calls of every size."""
+    """The calls of the head of a pass: over the outputs of a chained pass; for an isolated
+    one over the last tokens of each stretch, in calls of every size."""
     scale = decoder.manifest.stream_scale
     if not plan.isolated:
         if not decoder.manifest.gives_logits:
@@ -551,15 +547,12 @@ class SliceReader:
         return columns[:, :count]
 
 
-def _label_run(rows: pd.DataFrame, plan: StretchPlan, seq: int, L: int) -> pd.DataFrame:
-    """The rows with sequence and mode, and chained ratios by `_ratio_per_layer`."""
+def _finish_rows(rows: pd.DataFrame, plan: StretchPlan, seq: int) -> pd.DataFrame:
+    """The rows of one sequence of a pass with the columns `seq` and `mode`. Chained ratios
+    are divided by the number of layers that have run: their errors add up, and the limit
+    is that of one layer. Logits come behind all layers and a head."""
     if not plan.isolated:
-        rows = rows.assign(ratio=_ratio_per_layer(rows, L))
+        L = len(plan.stretches[seq].trace.layers)
+        layers_run = rows["layer"].fillna(L).astype(int) + 1
+        rows = rows.assign(ratio=rows["ratio"] / layers_run)
     return rows.assign(seq=seq, mode=plan.mode)
-
-
-def _ratio_per_layer(rows: pd.DataFrame, L: int) -> pd.Series:
-    """Chained ratios over the number of layers that have run: their errors add up, and
-    the limit is that of one layer. Logits come behind all `L` layers and a head."""
-    layers_run = rows["layer"].fillna(L).astype(int) + 1
-    return rows["ratio"] / layers_run

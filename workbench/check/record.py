@@ -289,7 +289,7 @@ def load_record(bundle: Bundle) -> Record:
             raise InputError(subject, "one by gates of another version", needed, step)
         if identity != bundle.identity:
             raise InputError(subject, "one of another bundle", needed, step)
-        results, setup, tokens = _checked(fields, rows, bundle)
+        results, setup, tokens = _parse_fields(fields, rows, bundle)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as problem:
@@ -333,10 +333,10 @@ def _parse(contents: bytes) -> tuple[dict, pd.DataFrame]:
     return fields, rows.astype(dict.fromkeys(texts, object))
 
 
-def _checked(
+def _parse_fields(
     fields: dict, rows: pd.DataFrame, bundle: Bundle
 ) -> tuple[Results, Setup, list[str]]:
-    """Results, setup and tokens in the JSON of a file.
+    """Results, setup and tokens in the JSON of a file, checked against the bundle.
 
     Raises:
         ValueError: a value of another type (pydantic's errors are of this class), a

@@ -10,14 +10,15 @@ The choice of an expert is discontinuous: rounding that changes the order of two
 changes the layer's whole update. The portable runtime therefore records each choice and
 continues with the golden's.
 
-Data: `plan_calls` cuts prompts into calls, a `PromptRun` is one pass of them through the
-layers, and `run_passes` runs several passes shard by shard while a `_Recorder` for each
+Data: `plan_calls` cuts prompts into calls, a `PassPlan` says how one pass runs them through
+the layers, and `run_passes` runs several passes shard by shard while a `_Recorder` for each
 fills its `Trace`. `trace_bundle` does all of it for a golden."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ from workbench.progress import bar
 from workbench.runtime import Model, State
 
 Inputs = dict[str, np.ndarray]  # of one call, by name
-StateReader = Callable[[Model, State], None]  # see `PromptRun.read_state`
+StateReader = Callable[[Model, State], Any]  # see `PassPlan.read_state`
 
 
 def trace_bundle(
@@ -68,12 +69,13 @@ def trace_bundle(
     B = decoder.options.batch
     reference = stack([with_rounded_inputs(decoder, golden.trace)] * B)
     ids = np.tile(golden.ids, (B, 1))
-    passes = []
+    plans = []
     for T, mode in runs:
         calls = plan_calls(decoder.options, ids.shape, T)
         isolated = mode == "isolated"
-        passes.append(PromptRun(ids, calls, reference, isolated, forced))
-    return [traces[0] for traces in run_passes(decoder, passes, "validate")]
+        plans.append(PassPlan(ids, calls, reference, isolated, forced))
+    # every sequence of the batch has the same tokens
+    return [result.traces[0] for result in run_passes(decoder, plans, "validate")]
 
 
 def with_rounded_inputs(decoder: Decoder, trace: Trace) -> Trace:
@@ -177,8 +179,8 @@ def empty_state(model: Model) -> State:
 
 
 @dataclass(frozen=True)
-class PromptRun:
-    """One pass over the prompts of a batch.
+class PassPlan:
+    """How one pass runs the prompts of a batch through the layers.
 
     Attributes:
         ids: [B, n] token ids.
@@ -194,7 +196,7 @@ class PromptRun:
         token_scales: [B, n], what multiplies the embeddings of every token that shards
             read beside `x`; None: nothing does.
         read_state: is called with the model and the state of every shard that the pass
-            has run, after its last call.
+            runs, after the shard's last call; `PassResult` keeps what it returns.
     """
 
     ids: np.ndarray
@@ -208,40 +210,49 @@ class PromptRun:
     token_scales: np.ndarray | None = None
     read_state: StateReader | None = None
 
-    def runs(self, shard: Shard) -> bool:
+    def includes(self, shard: Shard) -> bool:
         """Whether the pass runs a shard."""
         return self.shards is None or shard.name in self.shards
 
 
+@dataclass
+class PassResult:
+    """What one pass has recorded.
+
+    Attributes:
+        traces: of every sequence. `x` is the reference's if isolated, and the output of
+            the layer before if chained. `hidden` and `expert` (the program's own choice)
+            are present where they are visible, `router` for the last layer of a shard,
+            `logits` if they were computed. `k` and `v` of a ring are its last rows.
+        state_readings: what the plan's `read_state` returned for each shard that the
+            pass ran, in the order of the shards; empty without `read_state`.
+    """
+
+    traces: list[Trace]
+    state_readings: list[Any]
+
+
 def run_passes(
-    decoder: Decoder, passes: Sequence[PromptRun], title: str, head: bool = True
-) -> list[list[Trace]]:
+    decoder: Decoder, plans: Sequence[PassPlan], title: str, head: bool = True
+) -> list[PassResult]:
     """Runs the calls of all passes, with a bar. Every pass runs a shard before any moves
     on to the next, so the portable runtime reads each weight once.
 
     Args:
         head: whether chained passes compute logits.
-
-    Returns:
-        For each pass the trace of every sequence. `x` is the reference's if isolated, and
-        the output of the layer before if chained. `hidden` and `expert` (the program's
-        own choice) are present where they are visible, `router` for the last layer of a
-        shard, `logits` if chained and `head`. `k` and `v` of a ring are its last rows.
     """
-    recorders = [_begin(decoder, prompt_run) for prompt_run in passes]
+    recorders = [_begin_recording(decoder, plan) for plan in plans]
     for model in bar(decoder.layer_shards, title, unit="shard"):
-        running = [one for one in recorders if one.prompt_run.runs(model.shard)]
-        states = [recorder.prompt_run.make_state(model) for recorder in running]
+        running = [r for r in recorders if r.plan.includes(model.shard)]
+        states = [recorder.plan.make_state(model) for recorder in running]
         calls = [
             recorder.plan_shard_calls(model.shard, state)
             for recorder, state in zip(running, states)
         ]
         outputs = _run_shard(decoder, model, calls)
         for recorder, pass_outputs, state in zip(running, outputs, states, strict=True):
-            recorder.record_shard(model.shard, pass_outputs, state)
-            if recorder.prompt_run.read_state:
-                recorder.prompt_run.read_state(model, state)
-    return [recorder.finished_traces(head) for recorder in recorders]
+            recorder.record_shard(model, pass_outputs, state)
+    return [recorder.result(head) for recorder in recorders]
 
 
 def _run_shard(
@@ -254,23 +265,23 @@ def _run_shard(
     return [list(islice(results, len(pass_calls))) for pass_calls in calls]
 
 
-def _begin(decoder: Decoder, prompt_run: PromptRun) -> "_Recorder":
+def _begin_recording(decoder: Decoder, plan: PassPlan) -> "_Recorder":
     """The recorder of a pass before the first shard."""
     trace = Trace.empty(len(decoder.manifest.layers))
-    trace.T = np.zeros(prompt_run.ids.shape, int)
-    inputs = call_inputs(decoder, prompt_run.ids, prompt_run.calls, prompt_run.starts)
-    if prompt_run.token_scales is not None:
-        inputs = _scaled_embeddings(decoder, prompt_run, inputs)
-    recorder = _Recorder(decoder, prompt_run, trace, inputs)
-    for call in prompt_run.calls:
+    trace.T = np.zeros(plan.ids.shape, int)
+    inputs = call_inputs(decoder, plan.ids, plan.calls, plan.starts)
+    if plan.token_scales is not None:
+        inputs = _scaled_embeddings(decoder, plan, inputs)
+    recorder = _Recorder(decoder, plan, trace, inputs)
+    for call in plan.calls:
         trace.T[call.seq, call.position] = call.counts.max()
-    for layer, reference in zip(trace.layers, prompt_run.reference.layers):
+    for layer, reference in zip(trace.layers, plan.reference.layers):
         layer.scalar = reference.scalar
-    if prompt_run.isolated:
-        for layer, fed in zip(trace.layers, prompt_run.reference.layers):
+    if plan.isolated:
+        for layer, fed in zip(trace.layers, plan.reference.layers):
             layer.x = fed.x
     else:
-        for call, first in zip(prompt_run.calls, inputs):
+        for call, first in zip(plan.calls, inputs):
             recorder.write_rows(trace.layers[0], "x", call, first[X] * recorder.scale)
     return recorder
 
@@ -286,13 +297,13 @@ def _with_tokens(
 
 
 def _scaled_embeddings(
-    decoder: Decoder, prompt_run: PromptRun, inputs: list[Inputs]
+    decoder: Decoder, plan: PassPlan, inputs: list[Inputs]
 ) -> list[Inputs]:
     """The inputs of each call, with `x0` and `per_layer` multiplied by the
     `token_scales` of their tokens; a bundle without them keeps its inputs."""
     scaled = []
-    for call, values in zip(prompt_run.calls, inputs, strict=True):
-        scales = decoder.to_layout(call.columns(prompt_run.token_scales[..., None]))
+    for call, values in zip(plan.calls, inputs, strict=True):
+        scales = decoder.to_layout(call.columns(plan.token_scales[..., None]))
         products = {
             name: values[name] * scales for name in (X0, PER_LAYER) if name in values
         }
@@ -305,12 +316,15 @@ class _Recorder:
     """Records the stacked trace of a pass while it runs.
 
     Attributes:
-        next_inputs: what the next shard reads in each call, unless it is fed."""
+        next_inputs: what the next shard reads in each call, unless it is fed.
+        state_readings: see `PassResult`.
+    """
 
     decoder: Decoder
-    prompt_run: PromptRun
+    plan: PassPlan
     trace: Trace
     next_inputs: list[Inputs]
+    state_readings: list[Any] = field(default_factory=list)
 
     @property
     def scale(self) -> float:
@@ -329,35 +343,37 @@ class _Recorder:
         rows = call.rows(plane)
         array = getattr(trace, field)
         if array is None:
-            array = np.zeros((*self.prompt_run.ids.shape, rows.shape[1]), rows.dtype)
+            array = np.zeros((*self.plan.ids.shape, rows.shape[1]), rows.dtype)
             setattr(trace, field, array)
         array[call.seq, call.position] = rows
 
     def plan_shard_calls(self, shard: Shard, state: State) -> list[ShardCall]:
         """The calls of a shard, which all read and write `state`."""
-        calls = zip(self.prompt_run.calls, self.fed_inputs(shard), self.hooks(shard))
+        calls = zip(self.plan.calls, self.fed_inputs(shard), self.hooks(shard))
         return [
             ShardCall(inputs, call.counts, state, hook) for call, inputs, hook in calls
         ]
 
-    def record_shard(self, shard: Shard, outputs: list[Inputs], state: State) -> None:
+    def record_shard(self, model: Model, outputs: list[Inputs], state: State) -> None:
         """Records what the calls of a shard have left: its outputs, which the next shard
-        reads, and its caches."""
-        self.record_outputs(shard, outputs)
-        self.record_caches(shard, state)
+        reads, its caches, and what the plan reads of its state."""
+        self.record_outputs(model.shard, outputs)
+        self.record_caches(model.shard, state)
+        if self.plan.read_state:
+            self.state_readings.append(self.plan.read_state(model, state))
         self.next_inputs = outputs
 
     def fed_inputs(self, shard: Shard) -> list[Inputs]:
         """The inputs of a shard in each call. If isolated, those of its first layer are
         the reference's."""
-        if not self.prompt_run.isolated:
+        if not self.plan.isolated:
             return self.next_inputs
         first = shard.layers[0]
-        reference = self.prompt_run.reference.layers
+        reference = self.plan.reference.layers
         x = reference[first].x / self.scale
         router = reference[first - 1].router if first else None
         inputs = []
-        for call, outputs in zip(self.prompt_run.calls, self.next_inputs):
+        for call, outputs in zip(self.plan.calls, self.next_inputs):
             fed = {X: self.plane(call, x)}
             if router is not None:
                 fed[ROUTER_STATE] = self.plane(call, router)
@@ -374,7 +390,7 @@ class _Recorder:
         for layer in manifest.layers[slice(*shard.layers)]:
             if layer.source is None or layer.shared_rows[0] not in shard.inputs:
                 continue
-            source = self.prompt_run.reference.layers[layer.source]
+            source = self.plan.reference.layers[layer.source]
             for name, rows in zip(layer.shared_rows, (source.k, source.v)):
                 columns = call.columns(rows)
                 shape = len(columns), *layer.heads(manifest.dims), call.width
@@ -391,13 +407,13 @@ class _Recorder:
         replaced."""
         last = shard.layer_range[-1]
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
-        routed = self.prompt_run.reference.layers[0].expert is not None
+        routed = self.plan.reference.layers[0].expert is not None
         needs_hook = (inner or routed) and self.decoder.shows_inner_layers
         if not needs_hook:
-            return [None] * len(self.prompt_run.calls)
+            return [None] * len(self.plan.calls)
         return [
             partial(self.read_operation, shard, inner, call)
-            for call in self.prompt_run.calls
+            for call in self.plan.calls
         ]
 
     def read_operation(
@@ -405,7 +421,7 @@ class _Recorder:
         shard: Shard,
         inner: dict[str, int],
         call: PlannedCall,
-        running,
+        running_shard: Shard,
         op,
         outputs,
     ) -> list[torch.Tensor] | None:
@@ -416,9 +432,9 @@ class _Recorder:
 
         Args:
             inner: value name → the layer whose hidden output it is.
-            running: the shard that the operation belongs to.
+            running_shard: the shard that the operation belongs to.
         """
-        if running is not shard:  # an expert of this layer
+        if running_shard is not shard:  # an expert of this layer
             return None
         name = op.outputs[0][0] if op.outputs else ""
         if name in inner:
@@ -438,9 +454,9 @@ class _Recorder:
         reference's input of the next layer."""
         hidden = output.numpy() * self.scale
         self.write_rows(self.trace.layers[layer], "hidden", call, hidden)
-        if not self.prompt_run.isolated:
+        if not self.plan.isolated:
             return None
-        x = self.prompt_run.reference.layers[layer + 1].x / self.scale
+        x = self.plan.reference.layers[layer + 1].x / self.scale
         return [torch.from_numpy(self.plane(call, x))]
 
     def force_expert_index(
@@ -449,7 +465,7 @@ class _Recorder:
         """Dense experts: records the index [B, 1, ..] that the program picked. If forced,
         returns the reference's."""
         self.write_rows(self.trace.layers[layer], "expert", call, index.numpy())
-        if not self.prompt_run.forced:
+        if not self.plan.forced:
             return None
         return _with_tokens(index, call, self._expected_experts(layer, call))
 
@@ -460,7 +476,7 @@ class _Recorder:
         [B, E, ..]. If forced, returns scores with which it picks the reference's."""
         picked = scores.argmax(1, keepdim=True)
         self.write_rows(self.trace.layers[layer], "expert", call, picked.numpy())
-        if not self.prompt_run.forced:
+        if not self.plan.forced:
             return None
         experts = torch.arange(scores.shape[1])
         is_expected = self._expected_experts(layer, call) == experts
@@ -468,14 +484,14 @@ class _Recorder:
 
     def _expected_experts(self, layer: int, call: PlannedCall) -> torch.Tensor:
         """[tokens, 1]: the reference's experts of a call's tokens."""
-        expert = self.prompt_run.reference.layers[layer].expert
+        expert = self.plan.reference.layers[layer].expert
         return torch.from_numpy(expert[call.seq, call.position]).long()
 
     def record_outputs(self, shard: Shard, outputs: Sequence[Inputs]) -> None:
         """Records the outputs of each call of a shard."""
         last = self.trace.layers[shard.layer_range[-1]]
         is_last_shard = shard.layers[1] == len(self.trace.layers)
-        for call, values in zip(self.prompt_run.calls, outputs, strict=True):
+        for call, values in zip(self.plan.calls, outputs, strict=True):
             stream = values[X] * self.scale
             if self.decoder.manifest.shows_hidden:
                 self.write_rows(last, "hidden", call, stream)
@@ -486,8 +502,8 @@ class _Recorder:
 
     def record_caches(self, shard: Shard, state: State) -> None:
         """Records the cache rows that the pass wrote; a ring buffer has only the last."""
-        B, n = self.prompt_run.ids.shape
-        starts = self.prompt_run.starts
+        B, n = self.plan.ids.shape
+        starts = self.plan.starts
         if starts is None:
             starts = np.zeros(B, int)
         for layer in shard.layer_range:
@@ -504,13 +520,15 @@ class _Recorder:
                 rows = rows.reshape(*positions.shape, -1)
                 setattr(self.trace.layers[layer], field, rows)
 
-    def finished_traces(self, head: bool) -> list[Trace]:
-        """The trace of every sequence after the last shard; see `run_passes`."""
+    def result(self, head: bool) -> PassResult:
+        """What the pass has recorded, after the last shard; with the logits of a chained
+        pass if `head`."""
         layers = self.trace.layers
-        if not self.prompt_run.isolated:
+        if not self.plan.isolated:
             for before, layer in zip(layers, layers[1:]):
                 layer.x = before.hidden
             if head and self.decoder.manifest.gives_logits:
                 hidden = self.trace.output.swapaxes(1, 2) / self.scale
                 self.trace.logits = self.decoder.logits(hidden)
-        return unstack(self.trace, len(self.prompt_run.ids))
+        traces = unstack(self.trace, len(self.plan.ids))
+        return PassResult(traces, self.state_readings)

@@ -27,7 +27,7 @@ from workbench.bundle.names import (
 )
 from workbench.check import gates
 from workbench.check.gates import Gate
-from workbench.check.interface import sizes
+from workbench.check.interface import shape_at
 from workbench.check.trace import Arrays
 from workbench.decode import Decoder, Sequences, Snapshot
 from workbench.errors import InputError
@@ -88,14 +88,9 @@ def state_life_gate(decoder: Decoder, representatives: ShardNames = None) -> Gat
 
 
 def write_address_gate(decoder: Decoder, representatives: ShardNames = None) -> Gate:
-    """A call changes the cache rows of its own tokens and no others; see `write_probe`."""
-    records = write_probe(decoder, representatives=representatives)
-    wrong = [
-        "layer {layer} {state}, T = {T}, pos = {pos}: rows {changed} changed, "
-        "expected {expected}".format(**record)
-        for record in records
-        if not record["right"]
-    ]
+    """A call changes the cache rows of its own tokens and no others; see `probe_writes`."""
+    records = probe_writes(decoder, representatives=representatives)
+    wrong = [record.describe() for record in records if not record.right]
     return gates.no_faults(
         "write_address",
         wrong[:1],
@@ -256,11 +251,39 @@ def reduced_points(options: Options) -> list[tuple[int, int]]:
     return sorted({(Ts[-1], 0), (Ts[0], middle), (Ts[-1], S - Ts[-1])})
 
 
-def write_probe(
+@dataclass(frozen=True)
+class WriteRecord:
+    """The rows of one cache that a call of T tokens at position `pos` has changed.
+
+    Attributes:
+        state: `k_state` or `v_state`.
+        changed: numbers of the rows that differ in some head of some sequence, ascending.
+        expected: those of the tokens of the call, ascending.
+        right: whether the expected rows, and no others, differ in every head and
+            sequence.
+    """
+
+    T: int
+    pos: int
+    layer: int
+    state: str
+    changed: list[int]
+    expected: list[int]
+    right: bool
+
+    def describe(self) -> str:
+        """A clause for the reason of the gate."""
+        return (
+            f"layer {self.layer} {self.state}, T = {self.T}, pos = {self.pos}: rows "
+            f"{self.changed} changed, expected {self.expected}"
+        )
+
+
+def probe_writes(
     decoder: Decoder,
     points: Iterable[tuple[int, int]] | None = None,
     representatives: ShardNames = None,
-) -> list[dict]:
+) -> list[WriteRecord]:
     """Finds the cache rows that a call of T tokens at `pos` changes. The caches hold
     random rows before `pos` and garbage from there on.
 
@@ -269,10 +292,9 @@ def write_probe(
             shards that are not in `representatives`).
 
     Returns:
-        One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of
-        rows, and `right`: whether they are equal in every head and sequence.
+        One record per (layer, state, T, pos).
     """
-    records = []
+    records: list[WriteRecord] = []
     garbage_factor = LARGE_GARBAGE if decoder.is_device else SUBNORMAL_GARBAGE
     all_points = list(points or probe_points(decoder.options))
     reduced = reduced_points(decoder.options)
@@ -294,13 +316,14 @@ def write_probe(
             calls = [_inputs(decoder, model, pos, T) for T, pos in batch_points]
             model.predict_calls(calls, states, [None] * len(batch_points))
             for (T, pos), before, state in zip(batch_points, filled, states):
-                for row in _changed_rows(before, state, T, pos):
-                    records.append({"T": T, "pos": pos} | row)
+                records += _changed_rows(before, state, T, pos)
     return records
 
 
-def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[dict]:
-    """For each cache, what `write_probe` records of it, without T and pos.
+def _changed_rows(
+    before: Arrays, state: State, T: int, pos: int
+) -> Iterator[WriteRecord]:
+    """The record of each cache of a shard after one call.
 
     Args:
         before: the contents before the call, by state.
@@ -314,12 +337,8 @@ def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[di
         ring = state.shard.states[name].ring or pos + T
         expected = np.unique(np.arange(pos, pos + T) % ring).tolist()
         layer, leaf = split_layer(name)
-        record = {"layer": layer, "state": leaf, "changed": changed}
-        record |= {
-            "expected": expected,
-            "right": changed == expected == changed_everywhere,
-        }
-        yield record
+        right = changed == expected == changed_everywhere
+        yield WriteRecord(T, pos, layer, leaf, changed, expected, right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,9 +405,9 @@ def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Arrays:
         if name in io:
             inputs[name] = io[name]
         elif name == IDS:
-            inputs[name] = rng.integers(0, decoder.manifest.dims.V, sizes(shape, width))
+            inputs[name] = rng.integers(0, decoder.manifest.dims.V, shape_at(shape, width))
         else:
-            inputs[name] = np.float32(rng.standard_normal(sizes(shape, width)))
+            inputs[name] = np.float32(rng.standard_normal(shape_at(shape, width)))
     return inputs
 
 

@@ -131,8 +131,8 @@ def half_ulp(values: torch.Tensor) -> torch.Tensor:
 
 
 def integer_ratio(parts: Parts, values: torch.Tensor, preset: Preset) -> float:
-    """Largest deviation of integers times a scale from `values` [rows, n] rounded to
-    fp16, in the tolerances of `preset`."""
+    """The largest distance of integers times a scale from `values` [rows, n] rounded to
+    fp16, over the tolerance of `preset`."""
     from workbench.check import kernels  # numba takes a moment to import
 
     data = parts["data"]
@@ -145,7 +145,7 @@ def integer_ratio(parts: Parts, values: torch.Tensor, preset: Preset) -> float:
     if values.numel() % width:
         raise ValueError(f"{values.numel()} weights in blocks of {width}")
     largest = np.float32(2 ** (preset.bits - 1) - 1)
-    return kernels.integer_deviation(
+    return kernels.integer_ratio(
         np.int16(data).ravel(),
         _factors(parts["scale"], data.shape),
         _factors(offset, data.shape),

@@ -44,8 +44,8 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
         return encode_text(folder, text)[:count]
 
     encoded = first_known_texts(source, [[paragraphs()], [task_text()]], encode_start)
-    for ids in encoded.values():
-        return ids
+    if encoded:
+        return next(iter(encoded.values()))
     V, bos = _vocabulary(source)
     ids = np.random.default_rng(0).integers(0, V, count).tolist()
     return ids if bos is None else [bos, *ids[1:]]

@@ -109,6 +109,7 @@ class Transcript:
             vocabulary, over the same rounding.
         worst_token: the token of `token_error_ratio`. All three are None where a
             golden's texts stand for the checkpoint.
+        end_tokens: those of the bundle.
         limit: on both ratios.
         not_judged_because: why the ratios are only reported: they are then those of the
             bundle as it ran, since no exact arithmetic runs its program. None where they
@@ -134,6 +135,7 @@ class Transcript:
         return text.gap <= TIE * self.sigma
 
     def is_tie(self, text: ComparedText) -> np.ndarray:
+        """Where the bundle's token is another one than Hugging Face's, and tied with it."""
         return self.agrees(text) & (text.bundle_tokens != np.array(text.tokens))
 
     @property
@@ -160,6 +162,7 @@ class Transcript:
 
     @property
     def stops(self) -> Stops:
+        """Over the texts that Hugging Face ended."""
         ended = [text for text in self.texts if text.ended]
         return Stops(sum(map(self._bundle_ends, ended)), len(ended))
 
@@ -289,14 +292,14 @@ def load_prompts(path: str | Path = "") -> list[str]:
     return prompts
 
 
-def default_prompts(checkpoint: Checkpoint, count: int, room: int) -> list[str]:
-    """At most `count` prompts for a checkpoint, each of at most `room` tokens: those of
-    `PROMPTS`, or, where its tokenizer does not know their words, those of the held-out
-    tasks of the small trained models. None without a tokenizer, or with one that knows
-    neither."""
+def default_prompts(checkpoint: Checkpoint, count: int, max_tokens: int) -> list[str]:
+    """At most `count` prompts for a checkpoint, each of at most `max_tokens` tokens: those
+    of `PROMPTS`, or, where its tokenizer does not know their words, those of the
+    held-out tasks of the small trained models. None without a tokenizer, or with one
+    that knows neither."""
     questions = [task["prompt"] for task in held_out_tasks()]
     encoded = first_known_texts(checkpoint, [load_prompts(), questions], encode)
-    return [prompt for prompt, ids in encoded.items() if len(ids) <= room][:count]
+    return [prompt for prompt, ids in encoded.items() if len(ids) <= max_tokens][:count]
 
 
 def encode(folder: str | Path, prompt: str) -> list[int]:
@@ -620,9 +623,8 @@ class _ErrorSums:
     @property
     def rounding(self) -> float:
         """√(σ² + r²) of the module's text, in logits."""
-        return max(
-            np.hypot(self.sigma, rms_of_all(np.concatenate(self.roundings))), 1e-30
-        )
+        of_logits = rms_of_all(np.concatenate(self.roundings))  # r
+        return max(np.hypot(self.sigma, of_logits), 1e-30)  # never 0: errors are divided by it
 
     def error_ratio(self) -> float:
         """See the module's text."""

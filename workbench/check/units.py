@@ -81,11 +81,11 @@ def validate_units(
         units += [(runtime, unit) for unit in compute_units]
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = golden.file or golden.save(Path(folder) / "golden.safetensors")
+        golden_file = golden.file or golden.save(Path(folder) / "golden.safetensors")
         source = None if golden.source is None else golden.source.path
         options = {"single_copy": single_copy, "Ts": Ts, "max_kl": max_kl}
         for runs_on, unit in units:
-            arguments = bundle.root, path, source, runs_on, unit, options
+            arguments = bundle.root, golden_file, source, runs_on, unit, options
             outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
             row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
             invalid_reason = outcome.invalid_reason
@@ -107,19 +107,24 @@ def validate_units(
 
 
 def validate_unit(
-    root: Path, path: Path, source: Path | None, runtime: str, unit: str, options: dict
+    root: Path,
+    golden_file: Path,
+    source: Path | None,
+    runtime: str,
+    unit: str,
+    options: dict,
 ) -> dict:
     """Runs in a child process. Returns the columns of one unit that follow from it alone,
     and `logits` [n, V].
 
     Args:
-        path: the golden's file.
-        source: the folder of its checkpoint.
+        root: the folder of the bundle.
+        source: the folder of the golden's checkpoint.
         options: the arguments of `validate`.
     """
     bundle = Bundle.open(root)
     checkpoint = None if source is None else Checkpoint(source)
-    golden = replace(Golden.load(path), source=checkpoint)
+    golden = replace(Golden.load(golden_file), source=checkpoint)
     execution = {"precision": unit}
     if runtime != "portable":
         execution = {"compute_units": unit}
@@ -128,7 +133,7 @@ def validate_unit(
     result = validate(Decoder(bundle, runtime, **execution), golden, **options)
     figures = result.json()
     over = [gate for gate in result.gates if gate.verdict == gates.OVER]
-    worst = [*gates.faults(result.gates), *over]
+    worst = [*gates.red_gates(result.gates), *over]
     reasons = [f"{gate.name}: {gate.reason}" for gate in worst]
     return {
         "verdict": result.verdict,

@@ -11,7 +11,7 @@ import pandas as pd
 
 from workbench.check import gates
 from workbench.check.bug_gates import load_or_run_gates
-from workbench.check.compare import compared
+from workbench.check.compare import judged_rows
 from workbench.check.device import run_device_gate
 from workbench.check.fidelity import Cost, measure, measure_budget, measure_rounding
 from workbench.check.gates import Gate
@@ -61,7 +61,7 @@ class Validation:
         """The isolated update or cache row with the largest `over_rounding`. The worst
         cosine would select a small update beside a huge residual, which rounding alone
         changes much."""
-        rows = compared(self.rows.assign(over_rounding=self.cost.over_rounding))
+        rows = judged_rows(self.rows.assign(over_rounding=self.cost.over_rounding))
         # a value that is not finite counts as the largest
         row = rows.loc[rows["over_rounding"].fillna(np.inf).idxmax()]
         names = ["layer", "position", "T", "tensor", "mode"]
@@ -70,7 +70,7 @@ class Validation:
 
     def json(self) -> dict:
         """The JSON of `workbench validate`."""
-        rows = compared(self.rows)
+        rows = judged_rows(self.rows)
         cosines = rows["cosine"].fillna(-1.0)
         updates = cosines[rows["tensor"] == "update"]
         if updates.empty:  # the bundle outputs caches alone
@@ -106,20 +106,22 @@ def validate(
     run and stored there, and the budget is measured.
 
     Args:
+        Ts: tokens per call of the compared passes, each up to t_max (default:
+            `default_ts`).
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
         run_on_decoder: run the bug gates even where a stored verdict counts, on this
             decoder where its runtime can run them. Otherwise they run on a decoder that
             is opened for them, since this one may have been changed in memory.
-        ignore_stored: let no stored verdict count, whoever wrote it.
         single_copy: do not load a second copy of the bundle as portable. Gate `device`
             is then not_run if `device_reference` has no file.
+        ignore_stored: let no stored verdict count, whoever wrote it.
         shared: gives each of several validations the results that they share; None:
             all are computed.
     """
     bundle = decoder.bundle
     source = golden.source
     check_exported_from(golden, bundle)
-    # gate `program` and the budget need the same values of the bundle's files
+    # Read at the first call: gate `program` and the budget need the same values.
     read_weights = cache(
         partial(stored_weights, source, bundle, keep_dtype=True, head=False)
     )
@@ -132,15 +134,15 @@ def validate(
         read_weights=read_weights,
         shared=shared,
     )
-    budget = rounding_kl = None
+    budget_trace = rounding_kl = None
     if source is not None:
         stage("validate: rounding of Hugging Face's model")
-        budget, rounding_kl = _measure_reference(
+        budget_trace, rounding_kl = _measure_reference(
             decoder, golden, read_weights, shared or SharedResults()
         )
     read_weights.cache_clear()
     stage("validate: every layer and position")
-    cost = measure(decoder, golden, Ts, budget, rounding_kl)
+    cost = measure(decoder, golden, Ts, budget_trace, rounding_kl)
     device = run_device_gate(decoder, golden, single_copy)
     return Validation([*bugs, device, *cost.judge(max_kl)], cost)
 
@@ -155,7 +157,7 @@ def _measure_reference(
     checkpoint, those of `shared` where it has them."""
     bundle, source = decoder.bundle, golden.source
     inner, digest = decoder.shows_inner_layers, golden_digest(golden)
-    budget = find_or_compute(
+    budget_trace = find_or_compute(
         shared.budgets,
         BudgetKey(StoredKey.of(bundle, source), digest, inner),
         lambda: measure_budget(bundle, source, golden, inner, read_weights()),
@@ -166,4 +168,4 @@ def _measure_reference(
         RoundingKey(source.sha256, digest, scale),
         lambda: measure_rounding(source, golden, scale),
     )
-    return budget, rounding_kl
+    return budget_trace, rounding_kl

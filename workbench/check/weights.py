@@ -62,72 +62,80 @@ class FittedSlice:
 
 
 @dataclass
-class _Findings:
-    """What the steps of the gate have collected.
+class _StoredInPrograms:
+    """What the programs of a bundle store.
 
     Attributes:
         deviations: of the tensors that were compared.
-        problems: a clause each.
+        problems: a clause for each damaged package.
         fitted: tensor → its slices that are fitted to a calibration text, which are
             judged after all others.
-        rows_stored: tensor → the numbers of its rows that a shard stores.
+        rows: tensor → the numbers of its rows that a shard stores.
     """
 
     deviations: list[Deviation] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     fitted: dict[str, list[FittedSlice]] = field(default_factory=dict)
-    rows_stored: dict[str, set[int]] = field(default_factory=dict)
+    rows: dict[str, set[int]] = field(default_factory=dict)
 
 
 def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """Compares every stored weight and the host's table of embeddings with the
     checkpoint's, and looks for tensors that no shard stores."""
     if bundle.manifest.foreign:
-        return _recognised(bundle, checkpoint)
-    findings = _Findings()
-    host_tensors = _compare_host_tables(bundle, checkpoint, findings)
-    _compare_programs(bundle, checkpoint, findings)
-    compared_tensors, note = len(findings.deviations), ""
-    if findings.fitted and not findings.problems:
-        note = _judge_fitted(bundle, checkpoint, findings)
-    if not findings.problems:
-        required = text_tensors(checkpoint) - host_tensors | {checkpoint.head}
-        findings.problems += _unstored(bundle, checkpoint, required, findings)
-    if findings.deviations:
-        worst = worst_of(findings.deviations)
+        return _count_recognised(bundle, checkpoint)
+    host_deviations = _compare_host_tables(bundle, checkpoint)
+    stored = _compare_programs(bundle, checkpoint)
+    deviations = [*host_deviations.values(), *stored.deviations]
+    pass_reason = (
+        f"{len(deviations)} stored tensors equal the checkpoint's within the rounding of "
+        "their preset"
+    )
+    problems = [*stored.problems]
+    fitted_clause = ""
+    if stored.fitted and not problems:
+        start = time.process_time()
+        try:
+            deviations += fitted_deviations(bundle, checkpoint, stored.fitted)
+        except DAMAGED as problem:
+            problems.append(str(problem))
+        seconds = time.process_time() - start
+        fitted_clause = (
+            f"; {len(stored.fitted)} matrices were fitted to a calibration text and "
+            f"judged row by row in {seconds:.0f} CPU s"
+        )
+    if not problems:
+        required = text_tensors(checkpoint) - host_deviations.keys() | {checkpoint.head}
+        problems = _unstored(bundle, checkpoint, required, stored.rows)
+    problems = _head_problems(bundle, checkpoint) + problems
+    problems += [d.reason for d in deviations if not d.is_sound]
+    if deviations:
+        worst = worst_of(deviations)
     else:  # nothing is stored, which is among the problems
         worst = Deviation.at("no weights", inf, LIMIT, "")
-    problems = _head_problems(bundle, checkpoint) + findings.problems
-    problems += [d.reason for d in findings.deviations if not d.is_sound]
-    pass_reason = (
-        f"{compared_tensors} stored tensors equal the checkpoint's within the rounding "
-        f"of their preset; worst: {worst.reason}{note}"
-    )
+    if not problems:
+        reason = f"{pass_reason}; worst: {worst.reason}{fitted_clause}"
+        return Gate("weights", gates.GREEN, worst.value, worst.limit, reason)
     if len(problems) > MAX_PROBLEMS:
         problems = [*problems[:MAX_PROBLEMS], "…"]
     # the value is the worst deviation, but a problem without a figure is RED too
-    verdict = gates.RED if problems else gates.GREEN
-    reason = "; ".join(problems) or pass_reason
-    return Gate("weights", verdict, worst.value, worst.limit, reason)
+    return Gate("weights", gates.RED, worst.value, worst.limit, "; ".join(problems))
 
 
 def _compare_host_tables(
-    bundle: Bundle, checkpoint: Checkpoint, findings: _Findings
-) -> set[str]:
-    """Compares the tables in the file of embeddings; returns the tensors that they
-    are."""
-    tensors = set()
+    bundle: Bundle, checkpoint: Checkpoint
+) -> dict[str, Deviation]:
+    """The deviation of each table in the file of embeddings, by the name of the tensor of
+    the checkpoint that it stores."""
+    deviations = {}
     for name in bundle.embedding:
         tensor = checkpoint.prefix + HOST_TENSORS[name]
-        tensors.add(tensor)
         table = bundle.table_rows(name)
-        findings.deviations.append(_host_deviation(checkpoint, tensor, table))
-    return tensors
+        deviations[tensor] = _host_deviation(checkpoint, tensor, table)
+    return deviations
 
 
-def _compare_programs(
-    bundle: Bundle, checkpoint: Checkpoint, findings: _Findings
-) -> None:
+def _compare_programs(bundle: Bundle, checkpoint: Checkpoint) -> _StoredInPrograms:
     """Compares what every program stores, and lists the fitted matrices. Once a package
     is damaged, its other tensors are not compared."""
     manifest = bundle.manifest
@@ -137,8 +145,9 @@ def _compare_programs(
     programs = []
     for shard in manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
+    stored = _StoredInPrograms()
     for shard, function in bar(programs, "weights", unit="program"):
-        place = shard.name
+        place = shard.name  # what is read, for the message of an error
         try:
             read_parts = open_parts(bundle, shard, function)
             for tensor in shard.weights:
@@ -149,41 +158,34 @@ def _compare_programs(
                 rows = stored_rows(checkpoint, shard, tensor, size)
                 if tensor in can_be_fitted and "val" not in parts:
                     # its values are read when its layer runs
-                    slices = findings.fitted.setdefault(tensor, [])
+                    slices = stored.fitted.setdefault(tensor, [])
                     slices.append(FittedSlice(shard, function, rows))
                 else:
                     values = checkpoint_values(checkpoint, shard, tensor, rows)
                     worst = worst_deviation(place, parts, values, preset)
-                    findings.deviations.append(worst)
-                findings.rows_stored.setdefault(tensor, set()).update(rows)
+                    stored.deviations.append(worst)
+                stored.rows.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:
-            findings.problems.append(f"{place}: {problem}")
-
-
-def _judge_fitted(bundle: Bundle, checkpoint: Checkpoint, findings: _Findings) -> str:
-    """Adds the deviations of fitted matrices; returns a clause with their number and
-    the CPU seconds that this took."""
-    start = time.process_time()
-    try:
-        findings.deviations += fitted_deviations(bundle, checkpoint, findings.fitted)
-    except DAMAGED as problem:
-        findings.problems.append(str(problem))
-    seconds = time.process_time() - start
-    return (
-        f"; {len(findings.fitted)} matrices were fitted to a calibration text and judged "
-        f"row by row in {seconds:.0f} CPU s"
-    )
+            stored.problems.append(f"{place}: {problem}")
+    return stored
 
 
 def _unstored(
-    bundle: Bundle, checkpoint: Checkpoint, required: set[str], findings: _Findings
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    required: set[str],
+    rows_stored: dict[str, set[int]],
 ) -> list[str]:
-    """A clause for each required tensor that no shard stores whole."""
+    """A clause for each required tensor that no shard stores whole.
+
+    Args:
+        rows_stored: tensor → the numbers of its rows that a shard stores.
+    """
     plugin = bundle.manifest.options.plugin
     clauses = []
     for tensor in sorted(required):
         count = (checkpoint.shape(tensor) or [1])[0]
-        if len(findings.rows_stored.get(tensor, ())) >= count:
+        if len(rows_stored.get(tensor, ())) >= count:
             continue
         # a plug-in's conversion leaves out products with ones and sums with zeros
         if plugin and _is_constant(checkpoint.tensor(tensor).half()):
@@ -194,7 +196,7 @@ def _unstored(
 
 def _head_problems(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
     """The sentence that names lost rows of the head, in a list; empty where no row is
-    lost, and where the head cannot be read, which `weights_gate` says."""
+    lost. A head that cannot be read is among the problems of `_compare_programs`."""
     try:
         sentence = describe_lost_rows(lost_rows(bundle, checkpoint), checkpoint)
     except DAMAGED:
@@ -215,13 +217,17 @@ def fitted_deviations(
         ValueError: arrays that do not fit together, or tables that are not ascending
             numbers.
     """
+    # (name of a shard, function) → its reader; those of one shard at a time, since each
+    # holds the shard's weights
     readers: dict[tuple[str, str | None], Callable[[str], Parts]] = {}
 
-    def read(tensor: str, part: FittedSlice) -> tuple[str, Parts, torch.Tensor]:
-        shard, key = part.shard, (part.shard.name, part.function)
+    def read_slice(tensor: str, part: FittedSlice) -> tuple[str, Parts, torch.Tensor]:
+        """The place for messages, the stored parts, and the checkpoint's values."""
+        shard = part.shard
+        key = shard.name, part.function
         if key not in readers:
             if any(name != shard.name for name, _ in readers):
-                readers.clear()  # of the layer before
+                readers.clear()
             readers[key] = open_parts(bundle, shard, part.function)
         values = checkpoint_values(checkpoint, shard, tensor, part.rows)
         return f"{shard.name}: {tensor}", readers[key](tensor), values
@@ -229,7 +235,7 @@ def fitted_deviations(
     def read_rows(tensor: str) -> Iterator[FittedRows]:
         preset = bundle.manifest.preset_of(tensor)
         for part in fitted[tensor]:
-            place, parts, values = read(tensor, part)
+            place, parts, values = read_slice(tensor, part)
             rounded = values.half().float()
             try:
                 rows = fitted_rows(place, part.rows.start, parts, rounded, preset)
@@ -243,12 +249,12 @@ def fitted_deviations(
         # no linear module reads it, so that nothing can be fitted to its inputs
         preset = bundle.manifest.preset_of(tensor)
         for part in fitted[tensor]:
-            place, parts, values = read(tensor, part)
+            place, parts, values = read_slice(tensor, part)
             deviations.append(worst_deviation(place, parts, values, preset))
     return deviations
 
 
-def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
+def _count_recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """The gate for packages of another exporter, whose compression is unknown: how many
     of the checkpoint's matrices were recognised in them."""
     if problems := _head_problems(bundle, checkpoint):

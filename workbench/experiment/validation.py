@@ -12,7 +12,7 @@ from workbench import escape, plots
 from workbench.bundle import Bundle
 from workbench.bundle.manifest import COREML, Calibration, Selection
 from workbench.check import gates
-from workbench.check.compare import compared
+from workbench.check.compare import judged_rows
 from workbench.check.cost import COLUMNS, cost_table
 from workbench.check.gates import Gate
 from workbench.check.record import PromptFigures, Record, Results, Setup, StopFigures
@@ -100,7 +100,7 @@ def _verdicts(record: Record) -> Verdicts:
 
 def _export_reason(all_gates: list[Gate]) -> str:
     """A sentence on the gates that decide the verdict on the export."""
-    if faults := gates.faults(all_gates):
+    if faults := gates.red_gates(all_gates):
         first, *others = faults
         reason = f"{first.name}: {_sentence(first.reason)}"
         if others:
@@ -113,7 +113,7 @@ def _export_reason(all_gates: list[Gate]) -> str:
         if gate.verdict == gates.NOT_RUN and gate.name not in QUALITY_CHECKS
     ]
     rest = f" Not run: {', '.join(names)}." if names else ""
-    if missing := gates.missing(all_gates):
+    if missing := gates.missing_gates(all_gates):
         reasons = {gate.name: gate.reason for gate in all_gates}
         return f"{_sentence(reasons[missing[0]])}{rest}"
     return f"{count} gates ran and found no fault.{rest}"
@@ -142,7 +142,7 @@ def _answer(record: Record) -> str:
 
 
 def _export_answer(results: Results) -> str:
-    if faults := gates.faults(results.gates):
+    if faults := gates.red_gates(results.gates):
         names = ", ".join(f"`{gate.name}`" for gate in faults)
         return f"The export is faulty (RED: {names})"
     if results.verdict != gates.GREEN:
@@ -312,7 +312,7 @@ def _smallest_cosine(record: Record) -> str:
     rows = _isolated(record)
     if rows.empty:
         return ""
-    rows = compared(rows[rows["tensor"] == _drawn_tensor(record)])
+    rows = judged_rows(rows[rows["tensor"] == _drawn_tensor(record)])
     rows = rows[rows["cosine"].notna()]
     if rows.empty:
         return ""
@@ -328,7 +328,7 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
     """The cells with the largest errors, each at its worst T."""
     excess = "ratio" if has_budget else "over_rounding"
     # a null is an error that is not finite, the worst (see `compare.furthest`)
-    ranked = compared(rows).sort_values(excess, ascending=False, na_position="first")
+    ranked = judged_rows(rows).sort_values(excess, ascending=False, na_position="first")
     ranked = ranked.drop_duplicates(["tensor", "layer", "position"]).head(WORST_CELLS)
     labels = [tokens[position] for position in ranked["position"]]
     # a cosine near 1 has its digits in the distance from 1; two of them say enough

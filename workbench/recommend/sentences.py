@@ -128,7 +128,7 @@ def _describe_export(results: Sequence[Gate]) -> str:
         gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)
     ]
     count = len(gates_that_ran)
-    if faults := gates.faults(results):
+    if faults := gates.red_gates(results):
         names = ", ".join(gate.name for gate in faults)
         return (
             f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
@@ -138,7 +138,7 @@ def _describe_export(results: Sequence[Gate]) -> str:
     names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
     if names_not_run:
         not_run_note = f"; not run: {', '.join(names_not_run)}"
-    word = "not run" if gates.missing(results) else "GREEN"
+    word = "not run" if gates.missing_gates(results) else "GREEN"
     return f"Export {word}: {count} gates on it are GREEN{not_run_note}."
 
 
@@ -152,7 +152,7 @@ def _describe_quality(results: Sequence[Gate]) -> list[str]:
             max_kl = gate if gate.verdict != gates.NOT_RUN else None
         elif gate.verdict == gates.OVER:
             others_over.append(gate)
-    if gates.faults(results):
+    if gates.red_gates(results):
         return [_describe_unjudged(max_kl)] if max_kl else []
     # the quality is OVER where another check is: WITHIN must not stand beside it
     sentences = [_describe_max_kl(max_kl, bool(others_over))] if max_kl else []

@@ -14,7 +14,7 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import gates
-from workbench.check.compare import compared
+from workbench.check.compare import judged_rows
 from workbench.check.fidelity import measure, measure_budget
 from workbench.check.gates import Gate
 from workbench.check.golden import (
@@ -167,7 +167,7 @@ def measure_runtime(
     """Runs the golden's tokens through a decoder and compares, also with the budget of
     `measure_budget`."""
     cost = measure(decoder, golden, None, budget)
-    rows = compared(cost.rows)
+    rows = judged_rows(cost.rows)
     is_update = rows["tensor"] == "update"
     # nan counts as the largest distance
     distances = 1 - rows["cosine"].fillna(-1)
