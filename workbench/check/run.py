@@ -220,7 +220,7 @@ class PassResult:
     """What one pass has recorded.
 
     Attributes:
-        traces: of every sequence. `x` is the reference's if isolated, and the output of
+        traces: one for each sequence. `x` is the reference's if isolated, and the output of
             the layer before if chained. `hidden` and `expert` (the program's own choice)
             are present where they are visible, `router` for the last layer of a shard,
             `logits` if they were computed. `k` and `v` of a ring are its last rows.
@@ -334,17 +334,17 @@ class _Recorder:
     def write_rows(
         self,
         trace: Trace | LayerTrace,
-        field: str,
+        tensor: str,
         call: PlannedCall,
         plane: np.ndarray,
     ) -> None:
-        """Copies the columns with tokens of a call's plane [B, W, …] to a field of a trace,
-        [B, n, W]. The first call of the pass to do so makes the array."""
+        """Copies the columns with tokens of a call's plane [B, W, …] to the field `tensor` of
+        a trace, [B, n, W]. The first call of the pass to do so makes the array."""
         rows = call.rows(plane)
-        array = getattr(trace, field)
+        array = getattr(trace, tensor)
         if array is None:
             array = np.zeros((*self.plan.ids.shape, rows.shape[1]), rows.dtype)
-            setattr(trace, field, array)
+            setattr(trace, tensor, array)
         array[call.seq, call.position] = rows
 
     def plan_shard_calls(self, shard: Shard, state: State) -> list[ShardCall]:
@@ -507,7 +507,7 @@ class _Recorder:
         if starts is None:
             starts = np.zeros(B, int)
         for layer in shard.layer_range:
-            for leaf, field in ((K_STATE, "k"), (V_STATE, "v")):
+            for leaf, tensor in ((K_STATE, "k"), (V_STATE, "v")):
                 name = f"layers.{layer}.{leaf}"
                 # it does not attend, or packages of another exporter have no copy of
                 # the cache that it reads
@@ -518,7 +518,7 @@ class _Recorder:
                 positions = starts[:, None] + np.arange(max(0, n - S), n)
                 rows = cache[np.arange(B)[:, None], positions % S]
                 rows = rows.reshape(*positions.shape, -1)
-                setattr(self.trace.layers[layer], field, rows)
+                setattr(self.trace.layers[layer], tensor, rows)
 
     def result(self, head: bool) -> PassResult:
         """What the pass has recorded, after the last shard; with the logits of a chained
