@@ -32,9 +32,8 @@ GROUP = 64  # values along head_dim, at most, that share one scale
 # the largest RMS of the errors of q4, over that of the values' deviations from the mean
 MAX_Q4_ERROR_RATIO = 0.25
 IDS_ARRAY = "ids"  # the name of the array of `Snapshot.ids`
-CODES = ".codes"
 # suffixes of the names of a cache's arrays in q4, in the order of the results of `quantize`
-Q4_SUFFIXES = (CODES, ".scale", ".low")
+CODES, SCALE, LOW = Q4_SUFFIXES = (".codes", ".scale", ".low")
 # The field of a file's header that has `Snapshot.min_length`. Files have the word that the
 # field was called by once.
 MIN_LENGTH = "floor"
