@@ -205,6 +205,20 @@ def test_decoding_gives_the_tokens_and_logits_of_hugging_face(
 
 
 @pytest.mark.shim
+def test_times_of_loading_count_every_function_that_was_called(adoptions):
+    """The stand-in loads a function when it is first called, as Core ML does."""
+    decoder = Decoder(Bundle.open(adoptions.folder("chunks")), "stand-in")
+    (model,) = decoder.layer_shards
+    assert model.loading_ms["first_predict"] is None
+    decoder.prefill(PROMPT)
+    for stage, total in model.loading_ms.items():
+        times = [package.loading_ms[stage] for package in model.package_models]
+        measured = [ms for ms in times if ms is not None]
+        assert total == (sum(measured) if measured else None), stage
+    assert model.loading_ms["first_predict"]
+
+
+@pytest.mark.shim
 def test_a_wrong_operation_is_found_and_none_in_a_sound_one(
     adoptions, monkeypatch, calls_here
 ):

@@ -25,7 +25,7 @@ from workbench.bundle.foreign import (
     raise_contradiction,
 )
 from workbench.bundle.names import LOGITS, POS, X
-from workbench.runtime.base import Hook, Model, OnCall, PackageModel
+from workbench.runtime.base import LOADING_STAGES, Hook, Model, OnCall, PackageModel
 from workbench.runtime.foreign_call import ForeignCall
 from workbench.runtime.foreign_state import ForeignState
 
@@ -101,16 +101,23 @@ class ForeignModel(Model):
             self.ring_rows = min(entry.shape[-2] for entry in shard.states.values())
         self._check_names()
         self._check_slices()
-        first = self.package_models[0]
-        self.is_device = first.is_device
-        self.loading_ms = {
-            stage: total_ms([model.loading_ms[stage] for model in self.package_models])
-            for stage in first.loading_ms
-        }
+        self.is_device = self.package_models[0].is_device
 
     @property
     def package_models(self) -> list[PackageModel]:
         return [model for part in self.parts for model in part.models.values()]
+
+    @property
+    def loading_ms(self) -> dict[str, float | None]:
+        """The sums over the functions of all packages. They grow: Core ML loads a function
+        when it is first called. A stage that a function did not have adds nothing, such as
+        the compilation of a package that another function compiled."""
+        sums = {}
+        for stage in LOADING_STAGES:
+            times = [model.loading_ms[stage] for model in self.package_models]
+            measured = [ms for ms in times if ms is not None]
+            sums[stage] = sum(measured) if measured else None
+        return sums
 
     def _check_names(self) -> None:
         """Refuses a description that lacks an input, output or cache of the packages, or
