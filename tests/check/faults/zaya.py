@@ -53,6 +53,12 @@ def repeat_first_temperature(temperature):
     return temperature[:, :1].expand_as(temperature).clone()
 
 
+def exchange_experts(weight, experts: int = 4):
+    """Reverses the order of the experts, whose output channels are one after another."""
+    by_expert = weight.reshape(experts, -1, *weight.shape[1:])
+    return by_expert.flip(0).reshape(weight.shape)
+
+
 def exchange_halves(weight, experts: int = 4):
     by_half = weight.reshape(experts, 2, -1, *weight.shape[1:])
     return by_half.flip(1).reshape(weight.shape)
@@ -206,7 +212,7 @@ FAULTS = [
         gate="program",
         bundle="zaya",
         layer=1,
-        plant=edit_weight("mlp.experts.down_proj", lambda weight: weight.flip(1)),
+        plant=edit_weight("mlp.experts.down_proj", exchange_experts),
     ),
     Fault(
         "gate and up of the experts exchanged",
