@@ -163,7 +163,9 @@ def test_stretches_are_shared_by_the_bundle_and_by_how_the_end_is_compared(
     for facts in [*product(stored, (True, False))] * 2:
         inputs = bug_gates.GateInputs(llama_bundle, tiny_llama, shared=shared)
         inputs.stored_key, chained_end = facts
-        inputs.program_decoder = SimpleNamespace(precision="exact", can_feed=not chained_end)
+        inputs.program_decoder = SimpleNamespace(
+            precision="exact", can_feed=not chained_end
+        )
         inputs.representatives = None
         assert bug_gates.run_program_gate(inputs) == facts
     assert len(computed) == len({*computed}) == 4

@@ -405,7 +405,8 @@ def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Arrays:
         if name in io:
             inputs[name] = io[name]
         elif name == IDS:
-            inputs[name] = rng.integers(0, decoder.manifest.dims.V, shape_at(shape, width))
+            V = decoder.manifest.dims.V
+            inputs[name] = rng.integers(0, V, shape_at(shape, width))
         else:
             inputs[name] = np.float32(rng.standard_normal(shape_at(shape, width)))
     return inputs
