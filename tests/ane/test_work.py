@@ -57,7 +57,10 @@ def test_a_checkpoint_is_planned_as_it_is_exported(exports, family, export_optio
     chosen = bundle.manifest.options
     for T in (1, chosen.t_max):
         assert call_work(bundle, T=T) == call_work(source, chosen, T)
-    planned, exported = memory.process_bytes(source, chosen), memory.process_bytes(bundle)
+    planned, exported = (
+        memory.process_bytes(source, chosen),
+        memory.process_bytes(bundle),
+    )
     for name in ("kv", "side_states", "buffers"):
         assert planned[name] == exported[name]
     assert planned["embedding"] == pytest.approx(exported["embedding"], rel=0.1)

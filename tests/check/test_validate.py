@@ -162,7 +162,9 @@ def test_the_budget_of_compression_is_what_compression_costs(
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
     budget = measure_budget(bundle, tiny_llama, llama_golden)
     compressed = measure(Decoder(bundle, "portable"), llama_golden, budget_trace=budget)
-    assert furthest(judged_rows(compressed.rows))["ratio"] < 1.5  # quantization dominates
+    assert (
+        furthest(judged_rows(compressed.rows))["ratio"] < 1.5
+    )  # quantization dominates
     assert compressed.kl.mean() == pytest.approx(compressed.budget_kl.mean(), rel=0.2)
     figures = compressed.json()
     kl = figures["kl"]

@@ -412,8 +412,7 @@ class _Recorder:
         if not needs_hook:
             return [None] * len(self.plan.calls)
         return [
-            partial(self.read_operation, shard, inner, call)
-            for call in self.plan.calls
+            partial(self.read_operation, shard, inner, call) for call in self.plan.calls
         ]
 
     def read_operation(

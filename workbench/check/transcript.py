@@ -624,7 +624,9 @@ class _ErrorSums:
     def rounding(self) -> float:
         """√(σ² + r²) of the module's text, in logits."""
         of_logits = rms_of_all(np.concatenate(self.roundings))  # r
-        return max(np.hypot(self.sigma, of_logits), 1e-30)  # never 0: errors are divided by it
+        return max(
+            np.hypot(self.sigma, of_logits), 1e-30
+        )  # never 0: errors are divided by it
 
     def error_ratio(self) -> float:
         """See the module's text."""

@@ -113,9 +113,7 @@ def _display_order(varied: list[str], figures: list[str]) -> list[str]:
     return [*leading, *figures, *(name for name in varied if name not in leading)]
 
 
-def _priority(
-    varied: list[str], figures: list[str], columns: list[str]
-) -> list[str]:
+def _priority(varied: list[str], figures: list[str], columns: list[str]) -> list[str]:
     """The columns in the order in which a narrow terminal makes room for them."""
     first = varied[:FIRST_SETTINGS]
     names = [*first, *FIRST_FIGURES, *LETTERED, *figures, *columns]
