@@ -224,7 +224,7 @@ def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, run
 
 def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(swept, grid):
     cell = next(sweep.cells(sweep.make_grid(grid)))
-    other = replace(cell, source=replace(cell.source, contents="0" * 64))
+    other = replace(cell, source=replace(cell.source, contents_hash="0" * 64))
     bundle = cell_runs.export_bundle(cell, swept.bundles)
     with refused("copy the same to every worker"):
         cell_runs.measure_in_child(other, sweep.make_grid(grid), bundle)
