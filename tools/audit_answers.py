@@ -360,7 +360,7 @@ def routed_bytes(tables: Tables, match: re.Match) -> dict[str, float]:
     "31",
     label="largest part",
     pattern=r"the largest part of the squared error is \w+: "
-    rf"{number('largest')}; cross terms make up {number('cross_terms')}",
+    rf"{number('largest')}; products of two parts make up {number('cross_terms')}",
 )
 def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
     """Its share of the summed squares, and the share of the cross terms."""
@@ -461,7 +461,7 @@ def without_query(tables: Tables, match: re.Match) -> dict[str, float]:
     "32",
     label="first inf of q kᵀ",
     pattern=rf"is infinite in fp16 at a query norm of {number('infinite')} "
-    rf"\(not of {number('finite')}, its neighbour\) per head, "
+    rf"\(at {number('finite')} it is finite\) per head, "
     r"key bias of norm (?P<which_key>\d+)",
 )
 def first_infinite_product(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -489,7 +489,7 @@ def bits_gained(tables: Tables, match: re.Match) -> dict[str, float]:
     "32",
     label="first inf with q scaled",
     pattern=rf"it overflows at a query norm of {number('infinite')} "
-    rf"\(not of {number('finite')}, its neighbour\), key bias of norm (?P<which_key>\d+)",
+    rf"\(at {number('finite')} it is finite\), key bias of norm (?P<which_key>\d+)",
 )
 def first_infinite_scaled(tables: Tables, match: re.Match) -> dict[str, float]:
     return first_infinite(

@@ -439,7 +439,7 @@ def test_31_draws_the_presets_that_were_measured_with_their_intervals():
 def test_the_answer_of_32_says_which_order_overflows():
     names = shipped("32")
     says("32", names, "alone does not overflow", "bits more")
-    says("32", names, "infinite in fp16 at a query norm", "(not of 128,")
+    says("32", names, "infinite in fp16 at a query norm", "(at 128 it is finite)")
     fine = names["scores"].assign(**{"first inf": None, "first nan": None})
     words = answer("32", names | {"scores": fine})
     assert "No query norm that was tried" in words and "undoes this inf" not in words
