@@ -15,12 +15,7 @@ from workbench.check.gates import Gate
 from workbench.check.greedy import padded_inputs
 from workbench.check.hf import Reference
 from workbench.check.text import default_ids
-from workbench.check.transcript import (
-    TIE,
-    ComparedText,
-    Transcript,
-    resampled_interval,
-)
+from workbench.check.transcript import TIE, ComparedText, Transcript, resampled_interval
 from workbench.decode.sampling import suppress
 
 # The tokens of plain text that judge a preset where there is no transcript.
