@@ -1,6 +1,7 @@
 """One cell of a sweep: its cached bundle, which is not deleted when it cannot be read and is
 exported again when it is damaged, and the energy that the counters of a Mac give for its row."""
 
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,18 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
     with refused("Permission denied"):
         bundle_for(*arguments)
     assert (result.root / "bundle.json").is_file()
+
+
+def test_a_tokenizer_that_cannot_be_read_leaves_the_cached_bundle(exports, tmp_path):
+    source = tmp_path / "checkpoint"
+    shutil.copytree(exports.checkpoint("llama", num_hidden_layers=1), source)
+    options, folder = Options(max_seq_len=16), tmp_path / "bundles"
+    cached = bundle_for(Checkpoint(source), options, folder)
+    (source / "tokenizer.json").unlink(missing_ok=True)
+    (source / "tokenizer.model").write_bytes(b"torn")
+    with refused("no tokenizer.json"):
+        bundle_for(Checkpoint(source), options, folder)
+    Bundle.open(cached.root)
 
 
 def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, calls_here):

@@ -236,14 +236,21 @@ def bundle_for(
     a time.
 
     An existing bundle is opened. A damaged one, and one with another tokenizer than the
-    checkpoint's, is exported again, with a warning that states the reason."""
+    checkpoint's, is exported again, with a warning that states the reason.
+
+    Raises:
+        InputError: a checkpoint that cannot be exported. A cached bundle is then still
+            there if the checkpoint's tokenizer is at fault.
+    """
     path = folder / bundle_name(
         checkpoint.name, checkpoint.sha256, options, compression
     )
+    # an error here is the checkpoint's: the cached bundle stays
+    tokenizer = {file.name: sha256(file) for file in checkpoint.tokens.files()}
     with locked(path.with_name(f".{path.name}.lock")):
         try:
             cached = Bundle.open(path)
-            if _has_tokenizer_of(cached, checkpoint):
+            if _tokenizer_files(cached) == tokenizer:
                 return cached
             reason = "the checkpoint has another tokenizer now"
         except InputError as problem:
@@ -257,8 +264,7 @@ def bundle_for(
         return _export(checkpoint, options, path, compression)
 
 
-def _has_tokenizer_of(bundle: Bundle, checkpoint: Checkpoint) -> bool:
-    """Whether the tokenizer's files in a bundle are those of the checkpoint."""
+def _tokenizer_files(bundle: Bundle) -> dict[str, str]:
+    """File name → SHA-256 of the tokenizer's files in a bundle."""
     entries = bundle.manifest.tokens.files
-    stored = {Path(entry.path).name: entry.sha256 for entry in entries}
-    return stored == {file.name: sha256(file) for file in checkpoint.tokens.files()}
+    return {Path(entry.path).name: entry.sha256 for entry in entries}
