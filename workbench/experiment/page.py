@@ -218,6 +218,7 @@ figcaption { color: #444; font-size: 13.5px; }
   h1 { font-size: 17pt; } h2 { font-size: 13pt; margin-top: 18pt; }
   table, figcaption, .note, .verdict span { font-size: 8.5pt; }
   code, pre, .text { font-size: 8pt; } td { padding-right: 8px; }
+  figure img { width: auto; max-width: 100%; max-height: 150mm; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
