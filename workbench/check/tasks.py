@@ -16,7 +16,7 @@ from workbench.check.hf import whole_model
 from workbench.check.text import TASKS as TASKS
 from workbench.check.text import default_ids
 from workbench.decode import Decoder
-from workbench.decode.tokenizer import encode_text, load_tokenizer
+from workbench.decode.tokenizer import encode_text, has_tokenizer, load_tokenizer
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 
@@ -85,7 +85,7 @@ def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
     about its cache; "" if it was. A trained checkpoint has a file with its accuracy on
     the tasks, and its tokenizer knows every word of them."""
     folder = checkpoint.path
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return "the checkpoint has no tokenizer"
     try:
         recorded = json.loads((folder / EVALUATION).read_text())[ACCURACY] > 0

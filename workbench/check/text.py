@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench import paths
 from workbench.bundle import Bundle
-from workbench.decode.tokenizer import encode_text, load_tokenizer
+from workbench.decode.tokenizer import encode_text, has_tokenizer, load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -64,7 +64,7 @@ def first_known_texts(
         encode: (folder of the tokenizer, text) → token ids.
     """
     folder = source.tokenizer
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return {}
     V, _ = _vocabulary(source)
     unknown = load_tokenizer(folder).unk_token_id

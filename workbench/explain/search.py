@@ -153,8 +153,6 @@ class Search:
 
     Attributes:
         has_run: whether any package has run.
-        values: every value of the wrong call, in portable arithmetic, and its inputs and
-            states; `find` sets them once it knows the call.
     """
 
     package: Path
@@ -164,7 +162,6 @@ class Search:
     reference_precision: str
     folder: str
     has_run: bool = False
-    values: Arrays = field(default_factory=dict)
 
     def __post_init__(self):
         self.flow = Flow(miltorch.read(self.package, self.function))
@@ -177,78 +174,7 @@ class Search:
             return SearchResult(Finding("none", reason), None)
         models = self._load_portable(self.package, self.function)
         computed = evaluate_every_value(models.expected, call.arrays)
-        self.values = computed | call.arrays
-        end, proof = self._locate()
-        return self._conclude(call, end, proof)
-
-    def _locate(self) -> tuple[int | None, Proof | None]:
-        """The index of the operation from which on packages of the first operations are
-        wrong (None: none is), and the proof that it is wrong alone or with few others."""
-        count = len(self.flow.ops)
-        end = self._first_wrong_prefix(count)
-        if end == count:
-            return None, None
-        proof = self._find_smallest({end})
-        while not proof:
-            # Bisection has passed the fault by: a longer prefix may be right again. A
-            # package outputs only values that none of its operations reads, so that a
-            # later operation can hide the fault. Then the search goes on from the
-            # operations that compute this one's operands. `end` falls every time, so
-            # that the loop ends.
-            producers = sorted(self.flow.producers_of({end}))
-            wrong = next(filter(self._is_prefix_wrong, producers), None)
-            if wrong is None:
-                break
-            end = self._first_wrong_prefix(wrong)
-            proof = self._find_smallest({end})
-        return end, proof
-
-    def _first_wrong_prefix(self, stop: int) -> int:
-        """The index of the last operation in the shortest wrong prefix of the program, of
-        those that end before `stop`; `stop` if bisection finds none. Bisection would be
-        certain only if every prefix stayed wrong as it grows."""
-        return bisect_left(range(stop), True, key=self._is_prefix_wrong)
-
-    def _is_prefix_wrong(self, end: int) -> bool:
-        """Whether the package of all operations up to the one at index `end` is wrong."""
-        return bool(self._prove_wrong_in_call(range(end + 1)))
-
-    def _conclude(
-        self, call: PackageCall, end: int | None, proof: Proof | None
-    ) -> SearchResult:
-        """The finding of a wrong call.
-
-        Args:
-            end, proof: of `_locate`.
-        """
-        if end is None:
-            reason = "packages of its operations are right"
-            finding = Finding("uncertain", reason, where=call.place)
-            return SearchResult(finding, None)
-        if not proof:
-            reason = "wrong from this operation on; correct in isolation"
-            ops = self._describe([end])
-            finding = Finding("uncertain", reason, ops, None, call.place)
-            return SearchResult(finding, None)
-        if proof.failure and self._nothing_runs():
-            reason = f"no package runs: {proof.failure}"
-            finding = Finding("uncertain", reason, where=call.place)
-            return SearchResult(finding, None)
-        ops = self._describe(proof.indices)
-        if proof.failure:
-            verdict, reason = "breaks", f"alone, it fails: {proof.failure}"
-        else:
-            verdict = "together" if len(ops) > 1 else "operation"
-            error = f"{proof.rounding_ratio:.3g} times what rounding explains"
-            reason = f"alone, its error is {error}"
-        finding = Finding(verdict, reason, ops, proof.rounding_ratio, call.place)
-        return SearchResult(finding, proof)
-
-    def _nothing_runs(self) -> bool:
-        """Whether no package has run so far, and the program's last operation alone,
-        which is tried now, fails as well."""
-        last = len(self.flow.ops) - 1
-        return not self.has_run and bool(self._prove_wrong_in_call([last]))
+        return WrongCall(self, call, computed | call.arrays).find()
 
     def first_wrong_call(self, calls: Sequence[PackageCall]) -> PackageCall | None:
         """The first call for which the package does not run or gives a wrong value."""
@@ -267,28 +193,6 @@ class Search:
             if beyond_rounding(models.evaluate(call.arrays), values):
                 return call
         return None
-
-    def _find_smallest(self, indices: set[int]) -> Proof | None:
-        """The proof with the fewest operations: some of these or, if a package of these
-        alone is right, of these and the operations that produce their inputs."""
-        while not (proof := self._prove_wrong_in_call(sorted(indices))):
-            with_producers = indices | self.flow.producers_of(indices)
-            if with_producers == indices or len(with_producers) > MAX_OPS:
-                return None
-            indices = with_producers
-        for index in sorted(indices):
-            without_one = sorted({*proof.indices} - {index})
-            if not without_one:
-                continue
-            smaller = self._prove_wrong_in_call(without_one)
-            if smaller:
-                proof = smaller
-        return proof
-
-    def _prove_wrong_in_call(self, indices: Sequence[int]) -> Proof | None:
-        """`prove_wrong` with the arrays that the operations read in the wrong call, so only
-        after `find` has set `values`."""
-        return self.prove_wrong(indices, self._recorded_operands(indices))
 
     def prove_wrong(self, indices: Sequence[int], arrays: Arrays) -> Proof | None:
         """Builds a package of operations and runs it in portable arithmetic and on the
@@ -318,16 +222,6 @@ class Search:
         shutil.rmtree(target)
         return None
 
-    def _recorded_operands(self, indices: Sequence[int]) -> Arrays:
-        """The values in the wrong call of what operations read and do not compute;
-        constants and scalars, which stay in the package, are left out."""
-        arrays = {}
-        for operand in self.flow.operands(indices):
-            value = self.values.get(self.flow.recorded_name(operand, indices))
-            if np.ndim(value):
-                arrays[operand] = value
-        return arrays
-
     def _load_portable(
         self, package: Path, function: str | None = None
     ) -> "PortableModels":
@@ -338,7 +232,7 @@ class Search:
         )
         return PortableModels(expected, narrow)
 
-    def _describe(self, indices: Sequence[int]) -> list[WrongOperation]:
+    def describe(self, indices: Sequence[int]) -> list[WrongOperation]:
         """The operations of these indices in words."""
         places = []
         for index in indices:
@@ -347,6 +241,124 @@ class Search:
             shard = self.package.stem
             places.append(WrongOperation(shard, op.name, op.kind, module, value))
         return places
+
+
+@dataclass
+class WrongCall:
+    """The search within the first call that has a wrong value.
+
+    Attributes:
+        search: of the function; it builds and runs the packages.
+        values: every value of the call, in portable arithmetic, and its inputs and
+            states.
+    """
+
+    search: Search
+    call: PackageCall
+    values: Arrays
+
+    def find(self) -> SearchResult:
+        """The earliest operation that is wrong in the call."""
+        end, proof = self._locate()
+        return self._conclude(end, proof)
+
+    def _locate(self) -> tuple[int | None, Proof | None]:
+        """The index of the operation from which on packages of the first operations are
+        wrong (None: none is), and the proof that it is wrong alone or with few others."""
+        count = len(self.search.flow.ops)
+        end = self._first_wrong_prefix(count)
+        if end == count:
+            return None, None
+        proof = self._find_smallest({end})
+        while not proof:
+            # Bisection has passed the fault by: a longer prefix may be right again. A
+            # package outputs only values that none of its operations reads, so that a
+            # later operation can hide the fault. Then the search goes on from the
+            # operations that compute this one's operands. `end` falls every time, so
+            # that the loop ends.
+            producers = sorted(self.search.flow.producers_of({end}))
+            wrong = next(filter(self._is_prefix_wrong, producers), None)
+            if wrong is None:
+                break
+            end = self._first_wrong_prefix(wrong)
+            proof = self._find_smallest({end})
+        return end, proof
+
+    def _first_wrong_prefix(self, stop: int) -> int:
+        """The index of the last operation in the shortest wrong prefix of the program, of
+        those that end before `stop`; `stop` if bisection finds none. Bisection would be
+        certain only if every prefix stayed wrong as it grows."""
+        return bisect_left(range(stop), True, key=self._is_prefix_wrong)
+
+    def _is_prefix_wrong(self, end: int) -> bool:
+        """Whether the package of all operations up to the one at index `end` is wrong."""
+        return bool(self._prove_wrong_in_call(range(end + 1)))
+
+    def _conclude(self, end: int | None, proof: Proof | None) -> SearchResult:
+        """The finding.
+
+        Args:
+            end, proof: of `_locate`.
+        """
+        if end is None:
+            reason = "packages of its operations are right"
+            finding = Finding("uncertain", reason, where=self.call.place)
+            return SearchResult(finding, None)
+        if not proof:
+            reason = "wrong from this operation on; correct in isolation"
+            ops = self.search.describe([end])
+            finding = Finding("uncertain", reason, ops, None, self.call.place)
+            return SearchResult(finding, None)
+        if proof.failure and self._nothing_runs():
+            reason = f"no package runs: {proof.failure}"
+            finding = Finding("uncertain", reason, where=self.call.place)
+            return SearchResult(finding, None)
+        ops = self.search.describe(proof.indices)
+        if proof.failure:
+            verdict, reason = "breaks", f"alone, it fails: {proof.failure}"
+        else:
+            verdict = "together" if len(ops) > 1 else "operation"
+            error = f"{proof.rounding_ratio:.3g} times what rounding explains"
+            reason = f"alone, its error is {error}"
+        finding = Finding(verdict, reason, ops, proof.rounding_ratio, self.call.place)
+        return SearchResult(finding, proof)
+
+    def _nothing_runs(self) -> bool:
+        """Whether no package has run so far, and the program's last operation alone,
+        which is tried now, fails as well."""
+        last = len(self.search.flow.ops) - 1
+        return not self.search.has_run and bool(self._prove_wrong_in_call([last]))
+
+    def _find_smallest(self, indices: set[int]) -> Proof | None:
+        """The proof with the fewest operations: some of these or, if a package of these
+        alone is right, of these and the operations that produce their inputs."""
+        while not (proof := self._prove_wrong_in_call(sorted(indices))):
+            with_producers = indices | self.search.flow.producers_of(indices)
+            if with_producers == indices or len(with_producers) > MAX_OPS:
+                return None
+            indices = with_producers
+        for index in sorted(indices):
+            without_one = sorted({*proof.indices} - {index})
+            if not without_one:
+                continue
+            smaller = self._prove_wrong_in_call(without_one)
+            if smaller:
+                proof = smaller
+        return proof
+
+    def _prove_wrong_in_call(self, indices: Sequence[int]) -> Proof | None:
+        """`Search.prove_wrong` with the arrays that the operations read in this call."""
+        return self.search.prove_wrong(indices, self._recorded_operands(indices))
+
+    def _recorded_operands(self, indices: Sequence[int]) -> Arrays:
+        """The values in this call of what operations read and do not compute;
+        constants and scalars, which stay in the package, are left out."""
+        arrays = {}
+        for operand in self.search.flow.operands(indices):
+            value = self.values.get(self.search.flow.recorded_name(operand, indices))
+            if np.ndim(value):
+                arrays[operand] = value
+        return arrays
 
 
 class PortableValues(NamedTuple):
