@@ -11,7 +11,7 @@ import numpy as np
 from finding import Finding
 
 ROW_TOLERANCE = 6e-3  # relative: the table prints three digits
-NUMBER = r"[\d,]*\.?\d+"
+NUMBER = r"[\d,]*\.?\d+(?:e-\d+)?"  # "1,234", "0.5", "1e-05"
 # "1.2 (1.1 to 1.3)", and "250 tok/s"
 RATIO = re.compile(rf"({NUMBER}) \(({NUMBER}) to ({NUMBER})\)")
 VALUE = re.compile(rf"({NUMBER}) (\S+)")

@@ -1,10 +1,20 @@
 """The README's table of benchmarks is what their samples say, and the audit names what is not."""
 
 import json
+import re
 
 import pytest
-from audit_benchmarks import check_benchmarks
-from bench_record import Comparison, Measurement, Series, table, write_table
+from audit_benchmarks import NUMBER, check_benchmarks
+from bench_record import (
+    Comparison,
+    Measurement,
+    Series,
+    format_number,
+    table,
+    write_table,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import ROOT
 
 CONDITIONS = {
@@ -128,3 +138,10 @@ def test_the_shipped_table_is_what_the_shipped_samples_say():
     assert check_benchmarks(ROOT) == []
     folder = ROOT / "experiments" / "benchmarks"
     assert "\n".join(table(folder)) in (ROOT / "README.md").read_text()
+
+
+@given(st.floats(1e-12, 1e12))
+def test_the_audit_reads_every_number_that_the_table_can_have(value):
+    text = format_number(value)
+    assert re.fullmatch(NUMBER, text)
+    assert float(text.replace(",", "")) == pytest.approx(value, rel=6e-3)
