@@ -1,6 +1,8 @@
 """A bundle whose matrices have several presets: each is stored as the manifest says, the
 bundle is sound, and its own values stay within the limit."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,19 @@ def test_a_chosen_bundle_keeps_the_search_and_its_texts(chosen, formats):
     assert record.source == "more tasks"
     np.testing.assert_array_equal(chosen.selection_ids, SELECTION.ids)
     np.testing.assert_array_equal(chosen.calibration_ids, TEXT.ids)
+
+
+@pytest.mark.parametrize(
+    "file", ["calibration.npy", "selection.npy", "allocation.json"]
+)
+def test_a_changed_byte_of_a_text_or_of_the_choices_is_found(chosen, file, tmp_path):
+    """What a gate or a figure reads beside the packages is as it was written, too."""
+    copy = shutil.copytree(chosen.root, tmp_path / "b")
+    content = bytearray((copy / file).read_bytes())
+    content[-1] ^= 1
+    (copy / file).write_bytes(content)
+    with refused("bytes that differ from the manifest's SHA"):
+        Bundle.open(copy).verify()
 
 
 def test_the_values_of_the_bundle_have_the_recorded_quality(chosen, source):

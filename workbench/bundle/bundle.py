@@ -171,8 +171,11 @@ class Bundle:
         stamp = self._stamp()
         listed = {entry.path: entry for entry in self.files}
         folders = [self.package(shard) for shard in self.manifest.shards]
-        embedding = self.root / self.manifest.embedding.file.path
-        for entry in file_entries(self.root, embedding, self.tokenizer, *folders):
+        scanned = file_entries(self.root, self.tokenizer, *folders)
+        # the embedding table, and the texts and choices behind the weights
+        others = listed.keys() - {entry.path for entry in scanned}
+        scanned += file_entries(self.root, *(self.root / path for path in others))
+        for entry in scanned:
             path = self.root / entry.path
             if entry == listed.get(entry.path) or path.name == FINDER:
                 continue
