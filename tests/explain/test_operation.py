@@ -215,9 +215,9 @@ FAULTS = {
     # with the operation that computes the written value
     "with its operand": [PlantedFault("smollm3", 1, "state 1", effect="lost", T=4)],
 }
-# A held-out set: these faults were chosen from the interface of the search alone, after it was
-# written, and have not been changed since. The search names 62 of the 65 exactly; for the other
-# three it names a write beside the operation, as wrong together.
+# A held-out set: 65 faults were chosen from the interface of the search alone, after it was written,
+# and have not been changed since. The search names 62 of them exactly, the rows below. For the
+# other three, which are left out, it named a write beside the operation, as wrong together.
 HELD_OUT = {
     "operation": [
         PlantedFault("qwen2", 1, "conv 6", first_channel_plus_one),
