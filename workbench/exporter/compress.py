@@ -23,6 +23,7 @@ from numba import njit
 
 from workbench.bundle.presets import Preset
 from workbench.exporter.tables import group_tables
+from workbench.exporter.threads import call_in_parts
 from workbench.exporter.weights import Arrays, quantize
 
 # of GPTQ: columns that are rounded before their errors reach the others in one product
@@ -184,7 +185,19 @@ def _gptq_tables(
         columns: np.ndarray,
     ) -> None:
         indices_of_block = np.empty(block.shape, np.uint8)
-        _round_to_tables(block, scaled_errors, factor, tables, group, indices_of_block)
+
+        def round_groups(groups: slice) -> None:
+            rows = slice(group * groups.start, group * groups.stop)
+            _round_to_tables(
+                block[rows],
+                scaled_errors[rows],
+                factor,
+                tables[groups],
+                group,
+                indices_of_block[rows],
+            )
+
+        call_in_parts(round_groups, len(tables))
         indices[:, columns] = indices_of_block
 
     _gptq_columns(values, inputs, round_to_entries)
@@ -211,9 +224,18 @@ def _gptq_integers(
     ) -> None:
         integers_of_block = np.empty(block.shape, np.int8)
         scales_of_block = scales[:, columns].contiguous().numpy()
-        _round_to_integers(
-            block, scaled_errors, factor, scales_of_block, limit, integers_of_block
-        )
+
+        def round_rows(rows: slice) -> None:
+            _round_to_integers(
+                block[rows],
+                scaled_errors[rows],
+                factor,
+                scales_of_block[rows],
+                limit,
+                integers_of_block[rows],
+            )
+
+        call_in_parts(round_rows, len(block))
         integers[:, columns] = integers_of_block
 
     _gptq_columns(values, inputs, round_to_multiples)
@@ -251,8 +273,20 @@ def _refine_tables(
     """
     group = len(values) // len(tables)
     _fit_entries(values, tables, indices, hessian)
-    gradient = (_entries(tables, indices) - values) @ hessian
-    _exchange_indices(gradient.numpy(), indices, tables, hessian.numpy(), group, SWEEPS)
+    gradient = ((_entries(tables, indices) - values) @ hessian).numpy()
+
+    def exchange_groups(groups: slice) -> None:
+        rows = slice(group * groups.start, group * groups.stop)
+        _exchange_indices(
+            gradient[rows],
+            indices[rows],
+            tables[groups],
+            hessian.numpy(),
+            group,
+            SWEEPS,
+        )
+
+    call_in_parts(exchange_groups, len(tables))
     _fit_entries(values, tables, indices, hessian)
 
 
@@ -351,6 +385,21 @@ def _conjugate_gradients(
     return x
 
 
+# Loops are written out in these kernels: an expression over a part of a row would take
+# memory for its result in every column.
+
+
+@njit(cache=True, nogil=True)
+def _count_below(midpoints, value):
+    """The index of the entry nearest to a value, from the midpoints between neighbouring
+    entries: the number of midpoints below the value. For the few dozen of a table this is
+    faster than a binary search, since the processor compares many at a time."""
+    count = 0
+    for midpoint in midpoints:
+        count += midpoint < value
+    return count
+
+
 @njit(cache=True, nogil=True)
 def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
     """Exchanges the index of one weight after the other for that of the entry with the
@@ -373,11 +422,12 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
             for i in range(width):
                 entry = table[indices[r, i]]
                 best_value = entry - row_gradient[i] / hessian[i, i]
-                index = np.searchsorted(midpoints, best_value)
+                index = _count_below(midpoints, best_value)
                 change = table[index] - entry
                 if change != 0:
                     indices[r, i] = index
-                    row_gradient += change * hessian[i]
+                    for j in range(width):
+                        row_gradient[j] += change * hessian[i, j]
 
 
 @njit(cache=True, nogil=True)
@@ -391,11 +441,12 @@ def _round_to_tables(block, scaled_errors, factor, tables, group, indices):
         midpoints = (table[1:] + table[:-1]) / 2
         row = block[r]
         for i in range(width):
-            index = np.searchsorted(midpoints, row[i])
+            index = _count_below(midpoints, row[i])
             indices[r, i] = index
             scaled_error = (row[i] - table[index]) / factor[i, i]
             scaled_errors[r, i] = scaled_error
-            row[i + 1 :] -= scaled_error * factor[i, i + 1 :]
+            for j in range(i + 1, width):
+                row[j] -= scaled_error * factor[i, j]
 
 
 @njit(cache=True, nogil=True)
@@ -413,4 +464,5 @@ def _round_to_integers(block, scaled_errors, factor, scales, limit, integers):
             integers[r, i] = np.int8(number)
             scaled_error = (row[i] - number * scale) / factor[i, i]
             scaled_errors[r, i] = scaled_error
-            row[i + 1 :] -= scaled_error * factor[i, i + 1 :]
+            for j in range(i + 1, width):
+                row[j] -= scaled_error * factor[i, j]

@@ -37,13 +37,17 @@ class InputSum:
     """The sum of x xᵀ over the inputs x of linear modules."""
 
     def __init__(self):
-        self.total = torch.zeros(())
+        self.total: torch.Tensor | None = None  # float64 [C, C]
         self.squares: list[torch.Tensor] = []  # |x|² of every input
 
     def add(self, x: torch.Tensor) -> None:
         """Adds inputs [.., C], a window at a time."""
         for window in x.reshape(-1, *x.shape[-2:]):
-            self.total = self.total + (window.T @ window).double()
+            product = window.T @ window
+            if self.total is None:
+                self.total = product.double()
+            else:
+                self.total += product  # in place: no second matrix in float64
         self.squares.append(x.square().sum(-1).flatten())
 
     @property

@@ -9,6 +9,8 @@ Measured on two models the squared error is at most 1.002 times the exact solver
 import numpy as np
 from numba import njit
 
+from workbench.exporter.threads import call_in_parts
+
 CELLS = {16: 512, 64: 1280}  # entries of a table → the most cells of a group
 MAX_LLOYD_STEPS = 20
 BATCH_VALUES = 1 << 22  # values that are sorted at a time
@@ -40,13 +42,28 @@ def group_tables(
     tables = np.empty((len(grouped), count), np.float32)  # numba has no fp16
     step = max(1, BATCH_VALUES // grouped.shape[1])
     for start in range(0, len(grouped), step):
-        part = grouped[start : start + step]
-        order = np.argsort(_sort_keys(part), axis=1, kind="stable")
-        ordered = np.take_along_axis(part, order, 1).astype(np.float64)
-        _fill_tables(
-            ordered, importance[order], tables[start : start + step], CELLS[count]
-        )
+        batch = slice(start, start + step)
+        _fill_sorted(grouped[batch], importance, tables[batch])
     return np.float16(tables)
+
+
+def _fill_sorted(
+    values: np.ndarray, importance: np.ndarray, tables: np.ndarray
+) -> None:
+    """Sorts the values [G, n] of groups and fills their tables [G, count].
+
+    Args:
+        importance: [n], see `group_tables`.
+    """
+    order = np.argsort(_sort_keys(values), axis=1, kind="stable")
+    ordered = np.take_along_axis(values, order, 1).astype(np.float64)
+    weights = importance[order]
+    cells = CELLS[tables.shape[1]]
+
+    def fill_groups(groups: slice) -> None:
+        _fill_tables(ordered[groups], weights[groups], tables[groups], cells)
+
+    call_in_parts(fill_groups, len(values))
 
 
 def _sort_keys(values: np.ndarray) -> np.ndarray:

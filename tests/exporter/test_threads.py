@@ -1,0 +1,42 @@
+"""`call_in_parts` covers all items once, whatever the number of threads."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.exporter.threads import call_in_parts
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Gives torch its number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@given(count=st.integers(0, 50), threads=st.integers(1, 6))
+def test_the_parts_cover_every_item_once(count, threads):
+    torch.set_num_threads(threads)
+    items = []
+    call_in_parts(lambda part: items.extend(range(part.start, part.stop)), count)
+    assert sorted(items) == list(range(count))
+
+
+def test_there_is_a_part_for_every_thread():
+    torch.set_num_threads(3)
+    parts = []
+    call_in_parts(parts.append, 30)
+    assert len(parts) == 3
+
+
+def test_what_a_part_raises_is_raised():
+    torch.set_num_threads(2)
+
+    def refuse_the_last(part):
+        if part.stop == 10:
+            raise ValueError("the last")
+
+    with pytest.raises(ValueError, match="the last"):
+        call_in_parts(refuse_the_last, 10)
