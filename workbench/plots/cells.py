@@ -9,6 +9,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 
 from workbench.plots.styled import BEYOND_COLOUR, UNMEASURED
 
@@ -74,21 +76,35 @@ def contrasting(mesh: QuadMesh) -> np.ndarray:
 
 
 def hatch(mesh: QuadMesh, marked: np.ndarray, raster: bool) -> None:
-    """Hatches the marked cells."""
+    """Hatches the marked cells. Those of one colour are one shape: a shape for each cell
+    would take most of the time of a figure, and most of the bytes of its file."""
     colours = contrasting(mesh)
-    corners = mesh.get_coordinates()
+    corners = mesh.get_coordinates()  # [rows + 1, columns + 1, 2]
+    # the outline of each cell: its four corners, and the first again
+    outlines = np.stack(
+        [
+            corners[:-1, :-1],
+            corners[1:, :-1],
+            corners[1:, 1:],
+            corners[:-1, 1:],
+            corners[:-1, :-1],
+        ],
+        axis=2,
+    )
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
     for colour in ("white", "black"):
-        cells = np.ma.masked_where(~marked | (colours != colour), marked)
-        polygons = mesh.axes.pcolor(
-            corners[..., 0],
-            corners[..., 1],
-            cells,
+        cells = outlines[marked & (colours == colour)]
+        if not len(cells):
+            continue
+        shape = PathPatch(
+            Path(cells.reshape(-1, 2), codes * len(cells)),
             hatch=HATCH,
             facecolor="none",
             edgecolor=colour,
             linewidth=0,
+            rasterized=raster,
         )
-        polygons.set_rasterized(raster)
+        mesh.axes.add_patch(shape)
 
 
 def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
