@@ -711,9 +711,10 @@ def run_all(out: Path, folder: Path) -> None:
     table. A measurement that fails leaves its earlier file as it is."""
     failed, start = [], time.monotonic()
     for name, options in PUBLISHED_RUNS.items():
+        print(f"{name}:", flush=True)
         if "--real" in options and not (REAL / "config.json").exists():
             options = [option for option in options if option != "--real"]
-        print(f"{name}:", flush=True)
+            print(f"{REAL} is missing (make real): a random model is measured")
         command = [sys.executable, __file__, name, *options, "--rounds", "3"]
         command += ["--out", str(out), "--folder", str(folder)]
         if subprocess.run(command).returncode:
