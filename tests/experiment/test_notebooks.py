@@ -207,7 +207,7 @@ def verdicts_of_05() -> pd.DataFrame:
             "quality": ["WITHIN", "not judged", "not judged"],
             "RED": ["none", "undo, text_budget", "host"],
             "tokens agreed": [1.0, 0.6, 1.0],
-            "error over rounding": [2.4, 238.0, 15.0],
+            "logit error over rounding": [2.4, 238.0, 15.0],
         }
     )
 
@@ -266,8 +266,18 @@ def test_the_answer_of_05_turns_with_its_rows():
     says("05", told, "This fault turned RED: undo, text_budget.", "turned RED: host.")
     says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
     says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
-    says("05", told, f"“{late}”", "takes 60.0% of the tokens; its error is 238 times")
-    says("05", told, f"“{turned}”", "takes 100.0% of the tokens; its error is 15 times")
+    says(
+        "05",
+        told,
+        f"“{late}”",
+        "takes 60.0% of the tokens; the error of its logits is 238 times",
+    )
+    says(
+        "05",
+        told,
+        f"“{turned}”",
+        "takes 100.0% of the tokens; the error of its logits is 15 times",
+    )
     unasked = verdicts_of_05().assign(**{"tokens agreed": None})
     assert "own text" not in answer("05", names | {"verdicts": unasked})
     texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
