@@ -117,6 +117,72 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     assert explorer.speed.canvas.layout.display == "none"
 
 
+def rename_T(explorer, before: int, after: int) -> None:
+    """Lets the errors that were measured at one T have been measured at another."""
+    rows = explorer.results.tables["fidelity"]
+    explorer.results.tables["fidelity"] = rows.replace({"T": {before: after}})
+
+
+def test_a_T_whose_errors_were_not_measured_shows_the_next_larger_one_and_says_so(
+    explorer,
+):
+    rename_T(explorer, 2, 4)
+    explorer.axes["T"].value = 2
+    check(explorer)
+    said = "<br>Errors: Not measured at T = 2; showing 4. "
+    assert said + explorers.VALIDATED_TS in explorer.message.value
+    title = explorer.heatmap.canvas.figure.get_suptitle()
+    assert title == "update against Hugging Face, T = 4"
+    assert set(explorer.shown_rows["T"]) == {1, 4}
+    assert ", T = 4:" in explorer.heatmap.describe(Place(1, 2))
+    explorer.save_button.click()
+    check(explorer)
+    assert "saved explorer-16-4-" in explorer.status.value
+    explorer.axes["max_seq_len"].value = 32
+    said = "Not measured at max_seq_len 32; showing 16. "
+    said += f"{explorers.RUN_MEASURES_IT} Not measured at T = 2; showing 4. "
+    assert explorer.message.value == said + explorers.VALIDATED_TS
+
+
+def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
+    explorer.results.tables["fidelity"] = explorer.results.tables["fidelity"].query(
+        "T == 1"
+    )
+    explorer.axes["T"].value = 2
+    assert "Not measured at T = 2; showing 1." in explorer.message.value
+    assert explorer.heatmap.canvas.figure.get_suptitle().endswith("T = 1")
+
+
+def hollow_points(ax) -> list[float]:
+    """The values of the markers that are drawn hollow."""
+    lines = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+    return [float(value) for line in lines for value in line.get_ydata()]
+
+
+def test_disturbed_times_are_drawn_hollow(explorer):
+    def entries() -> list[str]:
+        (legend,) = explorer.speed.canvas.figure.legends
+        return [text.get_text() for text in legend.get_texts()]
+
+    for table in ("samples", "layers"):
+        explorer.results.tables[table]["disturbed"] = None
+    explorer.draw()
+    assert not any(map(hollow_points, explorer.speed.canvas.figure.axes))
+    assert "disturbed" not in entries()
+    for table in ("samples", "layers"):
+        rows = explorer.results.tables[table]
+        rows["disturbed"] = rows["T"].map({2: "load of 9.0"})
+    explorer.draw()
+    check(explorer)
+    assert "disturbed" in entries()
+    times = explorer.results.tables["samples"]
+    for ax in explorer.speed.canvas.figure.axes:
+        assert len(hollow_points(ax)) == 1
+    (rate,) = hollow_points(explorer.speed.canvas.figure.axes[0])
+    rates = times[times["T"].eq(2) & times["phase"].eq("tokens_per_s")]["value"]
+    assert rates.min() <= rate <= rates.max()
+
+
 def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
     explorer.heatmap.canvas.draw()
     seconds = []

@@ -30,7 +30,11 @@ TENSORS = ("update", "k", "v", "logits")
 METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
 GRID_CELL_S = 8.0  # seconds that a cell of the grid takes, until one was measured
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
+RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
+RUN_MEASURES_IT = f"<i>{RUN}</i> measures it."
+# the button does not measure such a T: it validates at the default of `check.validate`
+VALIDATED_TS = "A validation measures T = 1 and the largest T of the bundle."
 HINT = "Click on a cell to see its values and its layer's error split."
 _open: list["Explorer"] = []
 """Explorers whose pictures take memory, which `close` frees."""
@@ -44,6 +48,11 @@ class Drawing:
     """Of the table `fidelity`, at least one."""
     options: Options
     """The options of the export whose rows are drawn."""
+
+    @property
+    def T(self) -> int:
+        """The T that stands for the setting's (see `GridResults.fidelity`)."""
+        return int(self.rows["T"].max())
 
 
 class Explorer(ui.VBox):
@@ -230,12 +239,12 @@ class Explorer(ui.VBox):
         times = self._draw_times(setting, options.max_seq_len)
         self.drawing = _find_drawing(self.results.fidelity(setting, tensor), options)
         if self.drawing is None:
-            shown_S, ranks = None, ""
+            ranks = ""
         else:
-            self._draw_heatmap(self.drawing.rows, setting["T"], tensor)
-            shown_S = self.drawing.options.max_seq_len
+            self._draw_heatmap(self.drawing, tensor)
             ranks = sentences.describe_ranks(self.drawing.rows)
-        self.message.value = _message(times, options.max_seq_len, shown_S)
+        place = options.max_seq_len, setting["T"]
+        self.message.value = _message(times, *place, self.drawing)
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
@@ -262,14 +271,15 @@ class Explorer(ui.VBox):
         summary = log.summarize(times[is_setting], "quantity")
         return sentences.describe_times(times[is_setting], summary)
 
-    def _draw_heatmap(self, rows: pd.DataFrame, T: int, tensor: str) -> None:
+    def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
+        rows = drawing.rows
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options["metric"] = self.metric.value
         # the rows may be of a validation on another prompt
         prompt = identity.prompt_hash(self.grid.validate_ids)
         if rows["prompt"].eq(prompt).all():
             options["tokens"] = self.tokens
-        title = f"{tensor} against Hugging Face, T = {T}"
+        title = f"{tensor} against Hugging Face, T = {drawing.T}"
         self.heatmap.draw(rows, options, title, self.chosen_place)
 
     def _costs(self) -> str:
@@ -395,6 +405,8 @@ class Explorer(ui.VBox):
             label = widget.label or value
             if name == "max_seq_len":
                 value = label = str(self.drawing.options.max_seq_len)
+            if name == "T":
+                value = label = str(self.drawing.T)
             values.append(value)
             settings.append(f"{name} {label}")
         name, description = "-".join(values), " · ".join(settings)
@@ -436,23 +448,31 @@ def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
     return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}))
 
 
-def _message(times: str, S: int, shown_S: int | None) -> str:
+def _message(times: str, S: int, T: int, drawing: Drawing | None) -> str:
     """The times of a setting, and what was not measured there, as HTML.
 
     Args:
         times: "" where there are none.
-        S: the setting's max_seq_len.
-        shown_S: the max_seq_len of the drawn errors; None where there are none.
+        S, T: the setting's max_seq_len and T.
+        drawing: the drawn errors; None where there are none.
     """
-    if shown_S == S:
-        return times or "No times yet."
-    missing = "Not measured at this setting."
-    if shown_S is not None:
-        missing = f"Not measured at max_seq_len {S}; showing {shown_S}."
-        if times:
-            missing = f"Errors: {missing}"
-    missing += " <i>Run what is missing</i> measures it."
-    return f"{times}<br>{missing}" if times else missing
+    if drawing is None:
+        missing = f"Not measured at this setting. {RUN_MEASURES_IT}"
+        return f"{times}<br>{missing}" if times else missing
+    missing = []
+    shown_S = drawing.options.max_seq_len
+    if shown_S != S:
+        missing.append(f"Not measured at max_seq_len {S}; showing {shown_S}.")
+        missing.append(RUN_MEASURES_IT)
+    elif not times:
+        times = "No times yet."
+    if drawing.T != T:
+        missing.append(f"Not measured at T = {T}; showing {drawing.T}.")
+        missing.append(VALIDATED_TS)
+    if not missing:
+        return times
+    words = " ".join(missing)
+    return f"{times}<br>Errors: {words}" if times else words
 
 
 def _close_replaced(explorer: Explorer) -> None:
