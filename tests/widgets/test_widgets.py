@@ -235,7 +235,7 @@ def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeyp
     assert "layer 1, position 2, about 90 s" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
-    assert explorer.search_text.value.startswith("none: no operation")
+    assert explorer.search_text.value.startswith("No operation computes a wrong value")
     monkeypatch.setattr(operation, "find", lambda *_, stop, **__: cancelled(stop))
     explorer.search_button.click()
     explorer.cancel_button.click()
@@ -248,7 +248,9 @@ def cancelled(stop):
     raise process.Cancelled
 
 
-def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypatch):
+def test_cancel_kills_the_process_and_says_that_nothing_was_finished(
+    explorer, monkeypatch
+):
     waiting = threading.Event()
 
     def measure(cell):
@@ -261,7 +263,7 @@ def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypa
     explorer.cancel_button.click()
     explorer.queue.thread.join(30)
     assert not explorer.queue.thread.is_alive()
-    assert explorer.status.value == "cancelled; what was finished is kept"
+    assert explorer.status.value == "cancelled; nothing was finished"
 
 
 def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
@@ -371,6 +373,55 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
     assert len({*said[:3]}) == 3
     assert explorer.cancel_button.disabled and not explorer.run_button.disabled
+
+
+def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
+    said, buttons = [], []
+
+    def measure(cell):
+        buttons.append(explorer.run_button.description)
+        explorer.grid_cell_s = 3.0
+
+    monkeypatch.setattr(explorer, "_measure", measure)
+    assert explorer.missing_cells == 2
+    explorer.grid_cell_s = 7.0
+    explorer.refresh()
+    assert explorer.run_button.description == "Run what is missing (about 14 s)"
+    explorer.status.observe(lambda change: said.append(change["new"]), names="value")
+    explorer.run_button.click()
+    explorer.queue.thread.join()
+    check(explorer)
+    first, second = (text for text in said if text)
+    assert first.endswith(", about 14 s to go")
+    assert second.endswith(", about 3 s to go")
+    assert buttons == ["Run what is missing"] * 2
+    # nothing reached the log
+    assert explorer.run_button.description == "Run what is missing (about 6 s)"
+
+
+def test_the_metric_of_errors_has_the_name_that_the_colour_bar_has(explorer):
+    for name, metric in explorer.metric.options:
+        explorer.metric.value = metric
+        label = explorer.heatmap.canvas.figure.axes[-1].get_ylabel()
+        assert " ".join(label.split()) == name
+
+
+def test_the_notebook_s_own_run_is_drawn_with_tokens(explorer):
+    def axis_label() -> str:
+        return explorer.heatmap.axes()[-1].get_xlabel()
+
+    rows = explorer.results.tables["fidelity"]
+    rows["prompt"] = None
+    explorer.draw()
+    assert axis_label() == "token position"
+    (explorer.experiment.run_id,) = rows["run_id"].unique()
+    explorer.draw()
+    check(explorer)
+    assert axis_label() == "token"
+    assert f"“{explorer.tokens[2]}”" in explorer.heatmap.describe(Place(1, 2))
+    rows["prompt"] = "another"
+    explorer.draw()
+    assert axis_label() == "token position"
 
 
 def test_making_it_again_frees_the_picture_of_the_one_before(explorer):

@@ -27,7 +27,7 @@ from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
 TENSORS = ("update", "k", "v", "logits")
-METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
+METRICS = [(metric.label, name) for name, metric in plots.METRICS.items()]
 GRID_CELL_S = 8.0  # seconds that a cell of the grid takes, until one was measured
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
 RUN = "Run what is missing"
@@ -76,7 +76,8 @@ class Explorer(ui.VBox):
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`). Each control begins at the
             first value of its axis.
-        experiment: takes the figures that *Save figure* saves.
+        experiment: takes the figures that *Save figure* saves. Where it is concluded,
+            its run is understood to be validated on the grid's prompt.
         root: the log's folder.
     """
 
@@ -95,7 +96,8 @@ class Explorer(ui.VBox):
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.grid_cell_s = GRID_CELL_S
-        self.has_missing = False  # cells of the grid that the log lacks
+        self.missing_cells = 0  # number of the grid's cells that the log lacks
+        self.cell_jobs: list[Job] = []  # of the last *Run*; some may be done
         self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # `_search_key` → HTML
         self.drawing: Drawing | None = None  # None where nothing was measured
@@ -207,23 +209,27 @@ class Explorer(ui.VBox):
     def refresh(self) -> None:
         """Reads the log and draws."""
         self.results.refresh()
-        jobs = self.missing()
-        self.has_missing = bool(jobs)
-        self.run_button.description = NOTHING_MISSING
-        if jobs:
-            seconds = about_seconds(sum(job.seconds for job in jobs))
-            self.run_button.description = f"Run what is missing ({seconds})"
+        self.missing_cells = len(self.results.missing(self.setting()))
+        # a cell that was measured since *Run* corrects the time left
+        for job in self.cell_jobs:
+            job.seconds = self.grid_cell_s
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
 
     def _enable(self) -> None:
         """Enables *Cancel* while something is measured, and *Run* while nothing is and
-        the log lacks a cell of the grid."""
-        if self.is_open:
-            is_busy = self.queue.is_busy
-            self.cancel_button.disabled = not is_busy
-            self.run_button.disabled = is_busy or not self.has_missing
+        the log lacks a cell of the grid; says on *Run* how long it will take."""
+        if not self.is_open:
+            return
+        is_busy, is_complete = self.queue.is_busy, self.missing_cells == 0
+        self.cancel_button.disabled = not is_busy
+        self.run_button.disabled = is_busy or is_complete
+        words = NOTHING_MISSING if is_complete else RUN
+        # while something is measured, the time left stands in the status alone
+        if not (is_busy or is_complete):
+            words += f" ({about_seconds(self.missing_cells * self.grid_cell_s)})"
+        self.run_button.description = words
 
     def draw_anew(self) -> None:
         """Draws at another setting. The page loses what it says about the cell under
@@ -272,15 +278,25 @@ class Explorer(ui.VBox):
         return sentences.describe_times(times[is_setting], summary)
 
     def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
-        rows = drawing.rows
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options["metric"] = self.metric.value
-        # the rows may be of a validation on another prompt
-        prompt = identity.prompt_hash(self.grid.validate_ids)
-        if rows["prompt"].eq(prompt).all():
+        if self._are_on_prompt(drawing.rows):
             options["tokens"] = self.tokens
         title = f"{tensor} against Hugging Face, T = {drawing.T}"
-        self.heatmap.draw(rows, options, title, self.chosen_place)
+        self.heatmap.draw(drawing.rows, options, title, self.chosen_place)
+
+    def _are_on_prompt(self, rows: pd.DataFrame) -> bool:
+        """Whether rows of `fidelity` are of a validation on the grid's prompt, and not
+        of one on another prompt."""
+        prompt = identity.prompt_hash(self.grid.validate_ids)
+        if rows["prompt"].eq(prompt).all():
+            return True
+        # A notebook's run is logged without its prompt. The run of this kernel's
+        # notebook is on the prompt that the notebook gives to the Explorer too.
+        run_id = getattr(self.experiment, "run_id", None)
+        is_own_run = run_id is not None and rows["run_id"].eq(run_id).all()
+        has_all_positions = set(rows["position"]) == {*range(len(self.tokens))}
+        return is_own_run and rows["prompt"].isna().all() and has_all_positions
 
     def _costs(self) -> str:
         """A table of the KL of each validated setting."""
@@ -379,7 +395,8 @@ class Explorer(ui.VBox):
         return jobs
 
     def _run_missing(self) -> None:
-        self.queue.add_first(*self.missing())
+        self.cell_jobs = self.missing()
+        self.queue.add_first(*self.cell_jobs)
 
     def _measure(self, cell: Cell) -> None:
         start = time.monotonic()
