@@ -36,6 +36,7 @@ from workbench.bundle import PRESETS
 from workbench.explain import operation
 from workbench.explain.cut import Flow
 from workbench.explain.running import evaluate
+from workbench.explain.search import NO_WRONG_OPERATION
 from workbench.runtime import Settings, load_package
 from workbench.runtime.standin import StandInModel
 
@@ -412,7 +413,7 @@ def test_the_command_names_the_operation_and_writes_its_package(
 def test_a_sound_bundle_has_an_empty_place_in_json(exports, calls_here):
     finding = operation.find(exports.bundle("qwen2"), IDS[:2], runtime="portable")
     assert finding.json()["where"] == {} and finding.json()["ops"] == []
-    assert finding.summary.startswith("none: no operation; ")
+    assert finding.summary == NO_WRONG_OPERATION
 
 
 def test_a_layer_position_or_unit_that_does_not_exist_is_refused(exports):

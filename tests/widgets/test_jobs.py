@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from workbench import process
-from workbench.widgets.jobs import CANCELLED, Job, JobQueue
+from workbench.widgets.jobs import CANCELLED, NOTHING_FINISHED, Job, JobQueue
 
 
 class Listener:
@@ -89,9 +89,22 @@ def test_a_queue_that_is_cancelled_says_so_and_runs_again(listener):
     assert started.wait(30)
     listener.queue.cancel()
     listener.queue.thread.join(30)
-    assert listener.texts[-1] == CANCELLED and not listener.errors
+    assert listener.texts[-1] == NOTHING_FINISHED and not listener.errors
     listener.run(Job("c", 1.0, lambda: None))
     assert listener.results == 1 and listener.texts[-1] == ""
+
+
+def test_a_queue_that_is_cancelled_says_whether_this_time_something_was_finished(
+    listener,
+):
+    def cancelled() -> None:
+        listener.queue.cancel()
+        raise process.Cancelled
+
+    listener.run(Job("a", 1.0, lambda: None), Job("b", 1.0, cancelled))
+    assert listener.texts[-1] == CANCELLED
+    listener.run(Job("b", 1.0, cancelled))
+    assert listener.texts[-1] == NOTHING_FINISHED
 
 
 def test_a_job_that_takes_longer_says_so(listener):

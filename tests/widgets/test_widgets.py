@@ -117,6 +117,72 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     assert explorer.speed.canvas.layout.display == "none"
 
 
+def rename_T(explorer, before: int, after: int) -> None:
+    """Lets the errors that were measured at one T have been measured at another."""
+    rows = explorer.results.tables["fidelity"]
+    explorer.results.tables["fidelity"] = rows.replace({"T": {before: after}})
+
+
+def test_a_T_whose_errors_were_not_measured_shows_the_next_larger_one_and_says_so(
+    explorer,
+):
+    rename_T(explorer, 2, 4)
+    explorer.axes["T"].value = 2
+    check(explorer)
+    said = "<br>Errors: Not measured at T = 2; showing 4. "
+    assert said + explorers.VALIDATED_TS in explorer.message.value
+    title = explorer.heatmap.canvas.figure.get_suptitle()
+    assert title == "update against Hugging Face, T = 4"
+    assert set(explorer.shown_rows["T"]) == {1, 4}
+    assert ", T = 4:" in explorer.heatmap.describe(Place(1, 2))
+    explorer.save_button.click()
+    check(explorer)
+    assert "saved explorer-16-4-" in explorer.status.value
+    explorer.axes["max_seq_len"].value = 32
+    said = "Not measured at max_seq_len 32; showing 16. "
+    said += f"{explorers.RUN_MEASURES_IT} Not measured at T = 2; showing 4. "
+    assert explorer.message.value == said + explorers.VALIDATED_TS
+
+
+def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
+    explorer.results.tables["fidelity"] = explorer.results.tables["fidelity"].query(
+        "T == 1"
+    )
+    explorer.axes["T"].value = 2
+    assert "Not measured at T = 2; showing 1." in explorer.message.value
+    assert explorer.heatmap.canvas.figure.get_suptitle().endswith("T = 1")
+
+
+def hollow_points(ax) -> list[float]:
+    """The values of the markers that are drawn hollow."""
+    lines = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+    return [float(value) for line in lines for value in line.get_ydata()]
+
+
+def test_disturbed_times_are_drawn_hollow(explorer):
+    def entries() -> list[str]:
+        (legend,) = explorer.speed.canvas.figure.legends
+        return [text.get_text() for text in legend.get_texts()]
+
+    for table in ("samples", "layers"):
+        explorer.results.tables[table]["disturbed"] = None
+    explorer.draw()
+    assert not any(map(hollow_points, explorer.speed.canvas.figure.axes))
+    assert "disturbed" not in entries()
+    for table in ("samples", "layers"):
+        rows = explorer.results.tables[table]
+        rows["disturbed"] = rows["T"].map({2: "load of 9.0"})
+    explorer.draw()
+    check(explorer)
+    assert "disturbed" in entries()
+    times = explorer.results.tables["samples"]
+    for ax in explorer.speed.canvas.figure.axes:
+        assert len(hollow_points(ax)) == 1
+    (rate,) = hollow_points(explorer.speed.canvas.figure.axes[0])
+    rates = times[times["T"].eq(2) & times["phase"].eq("tokens_per_s")]["value"]
+    assert rates.min() <= rate <= rates.max()
+
+
 def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
     explorer.heatmap.canvas.draw()
     seconds = []
@@ -169,7 +235,7 @@ def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeyp
     assert "layer 1, position 2, about 90 s" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
-    assert explorer.search_text.value.startswith("none: no operation")
+    assert explorer.search_text.value.startswith("No operation computes a wrong value")
     monkeypatch.setattr(operation, "find", lambda *_, stop, **__: cancelled(stop))
     explorer.search_button.click()
     explorer.cancel_button.click()
@@ -182,7 +248,9 @@ def cancelled(stop):
     raise process.Cancelled
 
 
-def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypatch):
+def test_cancel_kills_the_process_and_says_that_nothing_was_finished(
+    explorer, monkeypatch
+):
     waiting = threading.Event()
 
     def measure(cell):
@@ -195,7 +263,7 @@ def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypa
     explorer.cancel_button.click()
     explorer.queue.thread.join(30)
     assert not explorer.queue.thread.is_alive()
-    assert explorer.status.value == "cancelled; what was finished is kept"
+    assert explorer.status.value == "cancelled; nothing was finished"
 
 
 def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
@@ -305,6 +373,55 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
     assert len({*said[:3]}) == 3
     assert explorer.cancel_button.disabled and not explorer.run_button.disabled
+
+
+def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
+    said, buttons = [], []
+
+    def measure(cell):
+        buttons.append(explorer.run_button.description)
+        explorer.grid_cell_s = 3.0
+
+    monkeypatch.setattr(explorer, "_measure", measure)
+    assert explorer.missing_cells == 2
+    explorer.grid_cell_s = 7.0
+    explorer.refresh()
+    assert explorer.run_button.description == "Run what is missing (about 14 s)"
+    explorer.status.observe(lambda change: said.append(change["new"]), names="value")
+    explorer.run_button.click()
+    explorer.queue.thread.join()
+    check(explorer)
+    first, second = (text for text in said if text)
+    assert first.endswith(", about 14 s to go")
+    assert second.endswith(", about 3 s to go")
+    assert buttons == ["Run what is missing"] * 2
+    # nothing reached the log
+    assert explorer.run_button.description == "Run what is missing (about 6 s)"
+
+
+def test_the_metric_of_errors_has_the_name_that_the_colour_bar_has(explorer):
+    for name, metric in explorer.metric.options:
+        explorer.metric.value = metric
+        label = explorer.heatmap.canvas.figure.axes[-1].get_ylabel()
+        assert " ".join(label.split()) == name
+
+
+def test_the_notebook_s_own_run_is_drawn_with_tokens(explorer):
+    def axis_label() -> str:
+        return explorer.heatmap.axes()[-1].get_xlabel()
+
+    rows = explorer.results.tables["fidelity"]
+    rows["prompt"] = None
+    explorer.draw()
+    assert axis_label() == "token position"
+    (explorer.experiment.run_id,) = rows["run_id"].unique()
+    explorer.draw()
+    check(explorer)
+    assert axis_label() == "token"
+    assert f"“{explorer.tokens[2]}”" in explorer.heatmap.describe(Place(1, 2))
+    rows["prompt"] = "another"
+    explorer.draw()
+    assert axis_label() == "token position"
 
 
 def test_making_it_again_frees_the_picture_of_the_one_before(explorer):

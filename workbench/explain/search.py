@@ -27,6 +27,10 @@ from workbench.explain.ranges import OperationPlace
 from workbench.explain.running import Arrays, Runner, evaluate_every_value
 from workbench.runtime import Model, Settings, load_package
 
+NO_WRONG_OPERATION = (
+    "No operation computes a wrong value here: all results are those that the program "
+    "asks for, within the rounding of fp16."
+)
 MAX_OPS = 10  # in the largest package that is tried as an explanation
 
 
@@ -98,6 +102,8 @@ class Finding:
     @property
     def summary(self) -> str:
         """The conclusion in one line."""
+        if self.verdict == "none":
+            return NO_WRONG_OPERATION
         ops = ", ".join(map(str, self.ops)) or "no operation"
         sentence = f"{self.verdict}: {ops}; {self.reason}"
         if self.where:

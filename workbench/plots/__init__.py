@@ -21,6 +21,7 @@ from workbench.plots.frontier import frontier
 from workbench.plots.grid import grid
 from workbench.plots.heatmap import BUDGET_FORMULA as BUDGET_FORMULA
 from workbench.plots.heatmap import HALF_ULP as HALF_ULP
+from workbench.plots.heatmap import METRICS as METRICS
 from workbench.plots.heatmap import TOLERANCE_FACTOR as TOLERANCE_FACTOR
 from workbench.plots.heatmap import heatmap
 from workbench.plots.lines import lines

@@ -29,6 +29,7 @@ from workbench.plots.text import (
 
 MAX_VECTOR_POINTS = 2000
 """More points are drawn as an image, also in a vector format."""
+HOLLOW = {"linestyle": "", "markerfacecolor": "white"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Line:
     low: pd.Series
     high: pd.Series
     """Value of x → lower or upper end of the bar."""
+    is_hollow: pd.Series
+    """Value of x → whether the point is drawn hollow."""
     has_several: bool
     """Whether a point has several rows."""
     outside_x: int
@@ -60,6 +63,7 @@ def lines(
     spread: Sequence[float] = (0, 1),
     bars: str = "",
     marks: Mapping[str, float] = {},
+    hollow: str | None = None,
     xlog: float | None = None,
     ylog: bool = False,
     xlabel: str | None = None,
@@ -76,6 +80,8 @@ def lines(
         bars: the legend's words for points and bars where the rows of a point are no
             repetitions: an estimate and both ends of its interval.
         marks: names and values of dashed horizontal lines.
+        hollow: a column, such as ``disturbed``. A point whose rows all have a value in
+            it is drawn hollow, and the legend gives hollow points the column's name.
         xlog: base of a logarithmic x axis; None: linear, with whole numbers.
         ylabel: default: `y`. "" where each panel shows a quantity of its own: then the
             panels have no common scale.
@@ -87,13 +93,15 @@ def lines(
     columns = [name for name in (x, hue, col) if name]
     is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
     keys = {}
-    has_several = False
+    has_several = has_hollow = False
     outside_x = 0
     outside_y = Counter()  # name of the line → points
     for ax, (title, panel) in zip(axes, panels):
         for name, group in group_by(panel, hue):
-            line = _line(group.groupby(x)[y], spread, bool(xlog), ylog)
+            is_hollow = _are_hollow(group, x, y, hollow)
+            line = _line(group.groupby(x)[y], is_hollow, spread, bool(xlog), ylog)
             has_several |= line.has_several
+            has_hollow |= line.is_hollow.any()
             outside_x += line.outside_x
             outside_y[name] += line.outside_y
             if line.medians.empty:
@@ -110,6 +118,8 @@ def lines(
     # in the order of the groups; a panel may lack the first ones
     legend = [keys[name] for name in line_styles if name in keys]
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
+    if has_hollow:
+        legend.append(Line2D([], [], **HOLLOW, color="black", marker="o", label=hollow))
     notes = []
     if has_several:
         notes.append(bars or f"points: medians; bars: {_describe_spread(spread)}")
@@ -120,8 +130,20 @@ def lines(
     add_legend(figure, legend, notes)
 
 
+def _are_hollow(group: pd.DataFrame, x: str, y: str, hollow: str | None) -> pd.Series:
+    """Value of x → whether all rows that the point is computed from have a value in the
+    column `hollow`."""
+    rows = group.dropna(subset=y)
+    has_value = rows[hollow].notna() if hollow else pd.Series(False, rows.index)
+    return has_value.groupby(rows[x]).all()
+
+
 def _line(
-    points: SeriesGroupBy, spread: Sequence[float], xlog: bool, ylog: bool
+    points: SeriesGroupBy,
+    is_hollow: pd.Series,
+    spread: Sequence[float],
+    xlog: bool,
+    ylog: bool,
 ) -> Line:
     """The median and the bar of each point. Points for which a logarithmic axis has no
     place are left out and counted."""
@@ -135,7 +157,8 @@ def _line(
         medians = medians[medians > 0]
     low, high = (points.quantile(share)[medians.index] for share in spread)
     has_several = (points.count() > 1).any()
-    return Line(medians, low, high, has_several, outside_x, outside_y)
+    is_hollow = is_hollow[medians.index]
+    return Line(medians, low, high, is_hollow, has_several, outside_x, outside_y)
 
 
 def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
@@ -153,7 +176,12 @@ def _draw_line(ax: Axes, line: Line, style: Mapping, is_raster: bool) -> None:
     medians = line.medians
     bars = [medians - line.low, line.high - medians]
     container = ax.errorbar(medians.index, medians, bars, **style, capsize=2)
-    for artist in container.get_children():
+    artists = container.get_children()
+    if line.is_hollow.any():
+        hollow = medians[line.is_hollow]
+        # Hollow markers lie upon the filled ones, which errorbar draws at zorder 2.1.
+        artists += ax.plot(hollow.index, hollow, **style | HOLLOW, zorder=2.2)
+    for artist in artists:
         artist.set_rasterized(is_raster)
 
 

@@ -27,10 +27,14 @@ from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
 TENSORS = ("update", "k", "v", "logits")
-METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
+METRICS = [(metric.label, name) for name, metric in plots.METRICS.items()]
 GRID_CELL_S = 8.0  # seconds that a cell of the grid takes, until one was measured
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
+RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
+RUN_MEASURES_IT = f"<i>{RUN}</i> measures it."
+# the button does not measure such a T: it validates at the default of `check.validate`
+VALIDATED_TS = "A validation measures T = 1 and the largest T of the bundle."
 HINT = "Click on a cell to see its values and its layer's error split."
 _open: list["Explorer"] = []
 """Explorers whose pictures take memory, which `close` frees."""
@@ -44,6 +48,11 @@ class Drawing:
     """Of the table `fidelity`, at least one."""
     options: Options
     """The options of the export whose rows are drawn."""
+
+    @property
+    def T(self) -> int:
+        """The T that stands for the setting's (see `GridResults.fidelity`)."""
+        return int(self.rows["T"].max())
 
 
 class Explorer(ui.VBox):
@@ -67,7 +76,8 @@ class Explorer(ui.VBox):
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`). Each control begins at the
             first value of its axis.
-        experiment: takes the figures that *Save figure* saves.
+        experiment: takes the figures that *Save figure* saves. Where it is concluded,
+            its run is understood to be validated on the grid's prompt.
         root: the log's folder.
     """
 
@@ -86,7 +96,8 @@ class Explorer(ui.VBox):
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.grid_cell_s = GRID_CELL_S
-        self.has_missing = False  # cells of the grid that the log lacks
+        self.missing_cells = 0  # number of the grid's cells that the log lacks
+        self.cell_jobs: list[Job] = []  # of the last *Run*; some may be done
         self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # `_search_key` → HTML
         self.drawing: Drawing | None = None  # None where nothing was measured
@@ -198,23 +209,27 @@ class Explorer(ui.VBox):
     def refresh(self) -> None:
         """Reads the log and draws."""
         self.results.refresh()
-        jobs = self.missing()
-        self.has_missing = bool(jobs)
-        self.run_button.description = NOTHING_MISSING
-        if jobs:
-            seconds = about_seconds(sum(job.seconds for job in jobs))
-            self.run_button.description = f"Run what is missing ({seconds})"
+        self.missing_cells = len(self.results.missing(self.setting()))
+        # a cell that was measured since *Run* corrects the time left
+        for job in self.cell_jobs:
+            job.seconds = self.grid_cell_s
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
 
     def _enable(self) -> None:
         """Enables *Cancel* while something is measured, and *Run* while nothing is and
-        the log lacks a cell of the grid."""
-        if self.is_open:
-            is_busy = self.queue.is_busy
-            self.cancel_button.disabled = not is_busy
-            self.run_button.disabled = is_busy or not self.has_missing
+        the log lacks a cell of the grid; says on *Run* how long it will take."""
+        if not self.is_open:
+            return
+        is_busy, is_complete = self.queue.is_busy, self.missing_cells == 0
+        self.cancel_button.disabled = not is_busy
+        self.run_button.disabled = is_busy or is_complete
+        words = NOTHING_MISSING if is_complete else RUN
+        # while something is measured, the time left stands in the status alone
+        if not (is_busy or is_complete):
+            words += f" ({about_seconds(self.missing_cells * self.grid_cell_s)})"
+        self.run_button.description = words
 
     def draw_anew(self) -> None:
         """Draws at another setting. The page loses what it says about the cell under
@@ -230,12 +245,12 @@ class Explorer(ui.VBox):
         times = self._draw_times(setting, options.max_seq_len)
         self.drawing = _find_drawing(self.results.fidelity(setting, tensor), options)
         if self.drawing is None:
-            shown_S, ranks = None, ""
+            ranks = ""
         else:
-            self._draw_heatmap(self.drawing.rows, setting["T"], tensor)
-            shown_S = self.drawing.options.max_seq_len
+            self._draw_heatmap(self.drawing, tensor)
             ranks = sentences.describe_ranks(self.drawing.rows)
-        self.message.value = _message(times, options.max_seq_len, shown_S)
+        place = options.max_seq_len, setting["T"]
+        self.message.value = _message(times, *place, self.drawing)
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
@@ -262,15 +277,26 @@ class Explorer(ui.VBox):
         summary = log.summarize(times[is_setting], "quantity")
         return sentences.describe_times(times[is_setting], summary)
 
-    def _draw_heatmap(self, rows: pd.DataFrame, T: int, tensor: str) -> None:
+    def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options["metric"] = self.metric.value
-        # the rows may be of a validation on another prompt
+        if self._are_on_prompt(drawing.rows):
+            options["tokens"] = self.tokens
+        title = f"{tensor} against Hugging Face, T = {drawing.T}"
+        self.heatmap.draw(drawing.rows, options, title, self.chosen_place)
+
+    def _are_on_prompt(self, rows: pd.DataFrame) -> bool:
+        """Whether rows of `fidelity` are of a validation on the grid's prompt, and not
+        of one on another prompt."""
         prompt = identity.prompt_hash(self.grid.validate_ids)
         if rows["prompt"].eq(prompt).all():
-            options["tokens"] = self.tokens
-        title = f"{tensor} against Hugging Face, T = {T}"
-        self.heatmap.draw(rows, options, title, self.chosen_place)
+            return True
+        # A notebook's run is logged without its prompt. The run of this kernel's
+        # notebook is on the prompt that the notebook gives to the Explorer too.
+        run_id = getattr(self.experiment, "run_id", None)
+        is_own_run = run_id is not None and rows["run_id"].eq(run_id).all()
+        has_all_positions = set(rows["position"]) == {*range(len(self.tokens))}
+        return is_own_run and rows["prompt"].isna().all() and has_all_positions
 
     def _costs(self) -> str:
         """A table of the KL of each validated setting."""
@@ -369,7 +395,8 @@ class Explorer(ui.VBox):
         return jobs
 
     def _run_missing(self) -> None:
-        self.queue.add_first(*self.missing())
+        self.cell_jobs = self.missing()
+        self.queue.add_first(*self.cell_jobs)
 
     def _measure(self, cell: Cell) -> None:
         start = time.monotonic()
@@ -395,6 +422,8 @@ class Explorer(ui.VBox):
             label = widget.label or value
             if name == "max_seq_len":
                 value = label = str(self.drawing.options.max_seq_len)
+            if name == "T":
+                value = label = str(self.drawing.T)
             values.append(value)
             settings.append(f"{name} {label}")
         name, description = "-".join(values), " · ".join(settings)
@@ -436,23 +465,31 @@ def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
     return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}))
 
 
-def _message(times: str, S: int, shown_S: int | None) -> str:
+def _message(times: str, S: int, T: int, drawing: Drawing | None) -> str:
     """The times of a setting, and what was not measured there, as HTML.
 
     Args:
         times: "" where there are none.
-        S: the setting's max_seq_len.
-        shown_S: the max_seq_len of the drawn errors; None where there are none.
+        S, T: the setting's max_seq_len and T.
+        drawing: the drawn errors; None where there are none.
     """
-    if shown_S == S:
-        return times or "No times yet."
-    missing = "Not measured at this setting."
-    if shown_S is not None:
-        missing = f"Not measured at max_seq_len {S}; showing {shown_S}."
-        if times:
-            missing = f"Errors: {missing}"
-    missing += " <i>Run what is missing</i> measures it."
-    return f"{times}<br>{missing}" if times else missing
+    if drawing is None:
+        missing = f"Not measured at this setting. {RUN_MEASURES_IT}"
+        return f"{times}<br>{missing}" if times else missing
+    missing = []
+    shown_S = drawing.options.max_seq_len
+    if shown_S != S:
+        missing.append(f"Not measured at max_seq_len {S}; showing {shown_S}.")
+        missing.append(RUN_MEASURES_IT)
+    elif not times:
+        times = "No times yet."
+    if drawing.T != T:
+        missing.append(f"Not measured at T = {T}; showing {drawing.T}.")
+        missing.append(VALIDATED_TS)
+    if not missing:
+        return times
+    words = " ".join(missing)
+    return f"{times}<br>Errors: {words}" if times else words
 
 
 def _close_replaced(explorer: Explorer) -> None:

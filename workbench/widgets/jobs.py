@@ -9,15 +9,16 @@ from workbench import process
 from workbench.widgets.controls import call_on_kernel_thread
 
 CANCELLED = "cancelled; what was finished is kept"
+NOTHING_FINISHED = "cancelled; nothing was finished"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # two jobs of equal fields are two measurements
 class Job:
     """A measurement."""
 
     label: str
     seconds: float
-    """About how long it takes."""
+    """About how long it takes. It may be corrected while the job waits."""
     run: Callable[[], None]
     """May raise `process.Cancelled` once the queue was cancelled."""
 
@@ -51,6 +52,7 @@ class JobQueue:
         self.on_result, self.on_error = on_result, on_error
         self.jobs: list[Job] = []
         self.is_busy = False
+        self._has_finished_job = False  # since work began
         self.thread: threading.Thread | None = None
         self.cancelled = threading.Event()
         """Is set once the queue is cancelled; jobs watch it."""
@@ -63,6 +65,7 @@ class JobQueue:
     def _start_if_needed(self) -> None:
         if self.jobs and not self.is_busy:
             self.is_busy = True
+            self._has_finished_job = False
             self.cancelled.clear()
             self.on_change()
             self.thread = threading.Thread(target=self._work, daemon=True)
@@ -82,6 +85,7 @@ class JobQueue:
             clock.start()
             try:
                 job.run()
+                self._has_finished_job = True
                 call_on_kernel_thread(self.on_result)
             except process.Cancelled:
                 self.jobs.clear()
@@ -101,9 +105,14 @@ class JobQueue:
 
     def _end(self) -> None:
         self.is_busy = False
-        self.say(CANCELLED if self.cancelled.is_set() else "")
+        self.say(self._describe_end())
         self.on_change()
         self._start_if_needed()  # for jobs that came while the thread ended
+
+    def _describe_end(self) -> str:
+        if not self.cancelled.is_set():
+            return ""
+        return CANCELLED if self._has_finished_job else NOTHING_FINISHED
 
     def _count_down(self, job: Job, ended: threading.Event) -> None:
         """Says the time left every second, until the job has ended."""

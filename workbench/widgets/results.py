@@ -81,21 +81,24 @@ class GridResults:
 
     def fidelity(self, setting: Setting, tensor: str) -> pd.DataFrame:
         """The rows of a tensor at the setting's max_seq_len, or else at the nearest one
-        that was measured: those of the setting's T and of the smallest T of the grid,
-        or of every T where that of the setting was not validated."""
+        that was measured: those of the setting's T and of the smallest T of the grid.
+        Where the setting's T was not validated there, the next larger T that was takes
+        its place, or else the largest one. The largest T of the rows is thus the one
+        that stands for the setting's."""
         # at every max_seq_len, of which the nearest one is selected below
         rows = self.rows("fidelity", setting, ignoring=(*TIME_AXES, "max_seq_len"))
         rows = rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode_of(tensor))]
-        rows = self._at_T(rows, setting["T"])
         rows = _at_nearest_length(rows, self.options(setting).max_seq_len)
-        return rows.sort_values("T")
+        return self._at_T(rows, setting["T"]).sort_values("T")
 
     def _at_T(self, rows: pd.DataFrame, T: int) -> pd.DataFrame:
-        """The rows of this T and of the smallest T of the grid; all rows where none has
-        this T."""
-        if not (rows["T"] == T).any():
-            return rows
-        return rows[rows["T"].isin([int(self.cells["T"].min()), T])]
+        """The rows of this T, or of the one that takes its place (see `fidelity`), and
+        of the smallest T of the grid."""
+        measured = rows["T"].unique()
+        # a call of several tokens resembles a longer call more than a call of one token
+        larger = [other for other in measured if other >= T]
+        shown_T = min(larger) if larger else max(measured, default=T)
+        return rows[rows["T"].isin([int(self.cells["T"].min()), shown_T])]
 
 
 def _at_nearest_length(rows: pd.DataFrame, S: int) -> pd.DataFrame:

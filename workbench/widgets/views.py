@@ -74,14 +74,14 @@ class Heatmap:
         return Place(None if layer == LOGITS else layer, position)
 
     def describe(self, place: Place | None) -> str:
-        """Place and values of a cell at the setting's T, which is the largest in the
-        rows; "" for a cell that is not drawn."""
+        """Place and values of a cell at the largest T in the rows, which is the
+        setting's or stands for it; "" for a cell that is not drawn."""
         rows = self._rows_of(place)
         if rows.empty:
             return ""
         tokens = self.options.get("tokens")
         token = tokens[place.position] if tokens else None
-        # `GridResults.fidelity` sorts by T, the setting's last
+        # `GridResults.fidelity` sorts by T, the one that stands for the setting's last
         return sentences.describe_cell(rows.iloc[-1], place, token)
 
     def _rows_of(self, place: Place | None) -> pd.DataFrame:
@@ -112,12 +112,13 @@ class Speed:
         self.canvas = make_canvas()
 
     def draw(self, times: pd.DataFrame, S: int) -> None:
-        """Draws times at any max_seq_len and T (see `process_times`), and marks the
-        max_seq_len S."""
+        """Draws times at any max_seq_len and T (see `process_times`), hollow where other
+        work disturbed the processes, and marks the max_seq_len S."""
         self.canvas.layout.display = None
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "quantity"}
+        options = {"xlog": 2, "ylabel": "", "hollow": "disturbed"}
         figure = self.canvas.figure
-        plots.lines(times, **axes, xlog=2, ylabel="", figure=figure)
+        plots.lines(times, **axes, **options, figure=figure)
         for ax in figure.axes:
             ax.axvline(S, color="0.8", linewidth=5, zorder=0)
         self.canvas.draw_idle()
