@@ -149,3 +149,27 @@ def test_a_prompt_that_is_too_long_is_counted_before_anything_is_loaded(
     ids = ",".join(["4"] * 40)
     with refused("prompt of 40 tokens.*at most 32 tokens together"):
         invoke("generate", llama_bundle.root, "--prompt-ids", ids, "--max-new", 1)
+
+
+@pytest.mark.parametrize("command", [["validate"], ["validate", "units"]])
+def test_a_prompt_of_a_validation_is_counted_before_hugging_face_s_model_runs(
+    llama_bundle, monkeypatch, command
+):
+    monkeypatch.setattr("workbench.golden.make_golden", pytest.fail)
+    prompt = "--prompt-ids", ",".join(["4"] * 40)
+    with refused("prompt of 40 tokens.*at most 32 tokens, the bundle's max_seq_len"):
+        invoke(*command, llama_bundle.root, "--checkpoint", TINY, *prompt)
+
+
+@pytest.mark.parametrize("command", [[], ["parts"], ["ranges"], ["op"]])
+def test_a_prompt_of_an_explanation_is_counted_before_anything_runs(
+    llama_bundle, monkeypatch, command
+):
+    monkeypatch.setattr("workbench.Decoder", None)
+    monkeypatch.setattr("workbench.golden.make_golden", pytest.fail)
+    monkeypatch.setattr("workbench.explain.operation.find", pytest.fail)
+    arguments = [llama_bundle.root, "--prompt-ids", ",".join(["4"] * 40)]
+    if command not in (["ranges"], ["op"]):
+        arguments += ["--checkpoint", TINY]
+    with refused("prompt of 40 tokens: found 8 too many"):
+        invoke("explain", *command, *arguments)
