@@ -4,6 +4,7 @@ there, and what is there instead. `checkpoint_checks.py` checks what a checkpoin
 Reads names and small files and imports nothing heavy, so that a wrong path is refused
 before torch is loaded."""
 
+import difflib
 import os
 import re
 import tempfile
@@ -78,7 +79,25 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
         if (folder / file).is_file():
             step = f"give the folder {folder}"
             break
+    else:
+        if similar := _similar_folders(path, file):
+            step = f"did you mean {' or '.join(map(str, similar))}? If not, {step}"
     return InputError(f"{subject} {path}", actual, f"{needed} with {file}", step)
+
+
+def _similar_folders(path: Path, file: str) -> list[Path]:
+    """At most three folders with `file` beside a path where nothing is, whose names are
+    similar to its own; the most similar one comes first."""
+    if os.path.lexists(path):
+        return []
+    try:
+        names = sorted(found.parent.name for found in path.parent.glob(f"*/{file}"))
+    except OSError:  # a folder that may not be read
+        return []
+    similar = difflib.get_close_matches(path.name, names)
+    # a name that was not written to its end is too short to be similar
+    begun = [name for name in names if path.name and name.startswith(path.name)]
+    return [path.parent / name for name in dict.fromkeys([*begun, *similar])][:3]
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:

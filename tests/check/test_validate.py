@@ -125,6 +125,15 @@ def test_bad_input_about_a_bundle_that_runs_stays_an_error(
         invoke("validate", bundle.root, *arguments)
 
 
+def test_a_golden_that_is_too_long_is_refused_before_a_gate_runs(
+    llama_bundle, tiny_llama, monkeypatch
+):
+    monkeypatch.setattr("workbench.check.validate.load_or_run_gates", pytest.fail)
+    too_long = golden.make_golden(tiny_llama, [1] * 40)
+    with refused("golden: found 40 tokens"):
+        validate(Decoder(llama_bundle), too_long)
+
+
 def test_a_golden_of_another_checkpoint_is_refused(
     tiny_llama, llama_bundle, llama_golden
 ):

@@ -149,3 +149,48 @@ def test_a_prompt_that_is_too_long_is_counted_before_anything_is_loaded(
     ids = ",".join(["4"] * 40)
     with refused("prompt of 40 tokens.*at most 32 tokens together"):
         invoke("generate", llama_bundle.root, "--prompt-ids", ids, "--max-new", 1)
+
+
+@pytest.mark.parametrize("command", [["validate"], ["validate", "units"]])
+def test_a_prompt_of_a_validation_is_counted_before_hugging_face_s_model_runs(
+    llama_bundle, monkeypatch, command
+):
+    monkeypatch.setattr("workbench.golden.make_golden", pytest.fail)
+    prompt = "--prompt-ids", ",".join(["4"] * 40)
+    with refused("prompt of 40 tokens.*at most 32 tokens, the bundle's max_seq_len"):
+        invoke(*command, llama_bundle.root, "--checkpoint", TINY, *prompt)
+
+
+def test_a_model_that_ends_at_once_is_asked_with_chat(
+    chatting, llama_bundle, monkeypatch
+):
+    def end_at_once(decoder, ids, *rest, **options):
+        result = timed_generation(decoder, ids, 1)
+        return result | {"tokens": [decoder.manifest.tokens.eos[0]], "text": "</s>"}
+
+    monkeypatch.setattr("workbench.decode.timed.timed_generation", end_at_once)
+    prompt = "--prompt", "set river", "--max-new", 4
+    text = cli("generate", chatting.root, *prompt, raises=True).stdout
+    assert "1 token (" in text and "with --chat, --prompt is a user's message" in text
+    for other in ([chatting.root, "--chat"], [llama_bundle.root]):
+        assert "with --chat" not in cli("generate", *other, *prompt, raises=True).stdout
+
+
+def test_text_of_an_answer_needs_no_advice(chatting):
+    prompt = "--prompt", WORDS, "--max-new", 2
+    text = cli("generate", chatting.root, *prompt, raises=True).stdout
+    assert "2 tokens" in text and "with --chat" not in text
+
+
+@pytest.mark.parametrize("command", [[], ["parts"], ["ranges"], ["op"]])
+def test_a_prompt_of_an_explanation_is_counted_before_anything_runs(
+    llama_bundle, monkeypatch, command
+):
+    monkeypatch.setattr("workbench.Decoder", None)
+    monkeypatch.setattr("workbench.golden.make_golden", pytest.fail)
+    monkeypatch.setattr("workbench.explain.operation.find", pytest.fail)
+    arguments = [llama_bundle.root, "--prompt-ids", ",".join(["4"] * 40)]
+    if command not in (["ranges"], ["op"]):
+        arguments += ["--checkpoint", TINY]
+    with refused("prompt of 40 tokens: found 8 too many"):
+        invoke("explain", *command, *arguments)

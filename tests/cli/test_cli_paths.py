@@ -136,3 +136,29 @@ def test_a_pointer_of_git_lfs_is_named_with_the_next_step(llama, tmp_path):
     next(copy.rglob("weight.bin")).write_text(pointer)
     with refused("found a Git LFS pointer.* Next: "):
         Bundle.open(copy)
+
+
+@pytest.mark.parametrize(
+    "wrong, similar",
+    [
+        ("models/smollm", "models/smollm2-135m-instruct"),
+        ("models/tiny-lama", "models/tiny-llama"),
+        ("models/smolm2-135m-instruct", "models/smollm2-135m-instruct"),
+    ],
+)
+def test_a_misspelt_path_is_answered_with_similar_folders_first(
+    tmp_path, monkeypatch, wrong, similar
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2-135m-instruct", "tiny-llama"):
+        folder = tmp_path / "models" / name
+        folder.mkdir(parents=True)
+        for file in ("config.json", "bundle.json"):
+            (folder / file).write_text("{}")
+    (tmp_path / "models" / "smollm-notes").mkdir()  # no checkpoint and no bundle
+    meant = rf"did you mean {similar}\? If not, "
+    assert_refused(Checkpoint, wrong, "nothing there", f"{meant}.*hf download")
+    assert_refused(Bundle.open, wrong, "nothing there", f"{meant}.*workbench export")
+    for other in ("models/unlike-them", "nowhere/smollm"):
+        with refused("nothing there.* Next: (download|run)"):
+            Checkpoint(other)

@@ -74,3 +74,18 @@ def test_experts_of_a_range_have_no_gain(exports):
 def test_a_gain_needs_all_of_its_numbers(options, words):
     ended = cli("plan", TINY, *options)
     assert ended.exit_code == 2 and words in ended.output
+
+
+@pytest.mark.parametrize("system, fits_mac", [("linux", None), ("darwin", True)])
+def test_no_mac_fits_the_memory_of_another_system(monkeypatch, system, fits_mac):
+    monkeypatch.setattr("sys.platform", system)
+    plan = "plan", TINY, "--chip", "M1"
+    assert invoke(*plan)["fits_mac"] is fits_mac
+    text = cli(*plan).output
+    assert "this machine's memory" in text and "fits this machine" in text
+    assert ("fits mac" in text) == bool(fits_mac)
+    assert ("give --memory" in text) != bool(fits_mac)
+    assert invoke(*plan, "--memory", "16G")["fits_mac"] is True
+    of_target = cli(*plan, "--memory", "16G").output
+    assert "the target's memory 16,384.0 MiB" in of_target and "fits mac" in of_target
+    assert "this machine" not in of_target

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 from in_process import cli
+from tiny import DATA
 
 from workbench import plugins
 from workbench.cli.app import SUBCOMMANDS, app
@@ -100,6 +101,7 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
         document = {"experiment": number, "report": "", "executed": ""}
         document["verdict"] = "GREEN" if number == "05" else "not_run"
         document["quality"] = "WITHIN" if number == "05" else "not_run"
+        document["judges_export"] = number == "05"
         document["conclusion"] = f"{number} holds.\nIt is small."
         figures = [{"path": f"{number}/a.png", "alt": f"picture of {number}"}]
         return document | {"figures": figures}
@@ -135,11 +137,37 @@ def test_a_notebook_that_asks_for_the_cost_ends_well_when_it_is_over(
 ):
     def run_notebook(number, parameters, **_):
         judged = {"verdict": verdict, "quality": "OVER", "conclusion": ""}
+        judged["judges_export"] = True
         files = {"experiment": f"{number}_name", "report": "", "executed": ""}
         return judged | files | {"figures": []}
 
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
     assert cli("run", number).exit_code == code
+
+
+def own_gates(number, parameters, **_) -> dict:
+    """A run whose gates judge no export, in place of `run_notebook`."""
+    words = {"verdict": "GREEN", "quality": "not_run", "judges_export": False}
+    files = {"experiment": number, "report": "", "executed": "", "figures": []}
+    return words | files | {"conclusion": ""}
+
+
+def test_gates_that_judge_no_export_are_named_as_in_the_report(monkeypatch):
+    monkeypatch.setattr("workbench.experiment.run_notebook", own_gates)
+    output = cli("run", "34").output
+    sentence = "Gates of this experiment: GREEN. It judges no export."
+    assert output.count(sentence) == 2  # of the notebook, and of all notebooks
+    assert not re.search("export +GREEN|quality", output)
+
+
+def test_the_next_run_after_an_extract_is_of_the_same_model(monkeypatch):
+    monkeypatch.setattr("workbench.experiment.run_notebook", own_gates)
+    settings = ["--set", f"CHECKPOINT={DATA / 'tiny-llama'}", "--set", "ROUNDS=2"]
+    output = cli("run", "34", "31", *settings, "--set", "EXTRACT=true").output
+    last = output.splitlines()[-1]
+    command, _, rest = last.removeprefix("next").strip().partition("  (")
+    assert rest == "all cells and rounds)"
+    assert shlex.split(command) == ["workbench", "run", "34", *settings]
 
 
 def test_a_parameter_has_the_type_of_its_default():

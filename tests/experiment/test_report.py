@@ -34,10 +34,12 @@ def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project)
     assert not any(run_id in text for run_id in set(run["run_ids"]) - {run["run_id"]})
 
 
-def test_gates_of_an_experiment_are_no_verdict_on_an_export(project):
+def test_gates_of_an_experiment_are_no_verdict_on_an_export(project, capsys):
     experiment = Experiment(NAME, {"NORMS": [605.0]})
     experiment.add_gates([gates.holds("stays_finite", True, "every result is finite")])
     experiment.conclude("It overflows.")
+    sentence = "Gates of this experiment: GREEN. It judges no export."
+    assert capsys.readouterr().out.startswith(f"{sentence}\n\nIt overflows.")
     text = (experiment.folder / "report.md").read_text()
     assert (
         "Gates of this experiment: GREEN. It judges no export.\n\nIt overflows." in text

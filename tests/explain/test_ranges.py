@@ -2,6 +2,7 @@
 NaN, counts both, and gives the headroom below the largest fp16 value."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,3 +167,16 @@ def test_experts_that_load_late_are_measured_too(exports):
     bundle = exports.bundle("zaya", moe="routed")
     frame = ranges.measure_bundle(bundle, [1, 2, 3, 4, 5, 6])["exact"].frame()
     assert frame["shard"].str.startswith("expert").any()
+
+
+def test_a_bar_counts_the_calls_of_every_precision(llama_bundle, monkeypatch):
+    options, updates = {}, []
+
+    def counted(**given):
+        options.update(given)
+        return nullcontext(SimpleNamespace(update=lambda: updates.append(1)))
+
+    monkeypatch.setattr(ranges, "bar", counted)
+    ranges.measure_bundle(llama_bundle, IDS)  # seven tokens, four of them in a call
+    assert options == {"desc": "ranges", "total": 6, "unit": "call"}
+    assert len(updates) == 6

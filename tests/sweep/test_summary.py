@@ -1,5 +1,7 @@
 """The printed log: as wide as the terminal, nothing twice, and it says what it leaves out."""
 
+from itertools import product
+
 import pandas as pd
 import pytest
 
@@ -71,3 +73,37 @@ def test_the_table_names_every_column_that_it_leaves_out_and_how_to_see_it(rows)
     for title in {*titles} - {*narrow_titles}:
         assert title in below
     assert "`workbench log --rows`" in below
+
+
+def test_settings_that_tell_rows_apart_are_never_left_out_for_figures(tmp_path):
+    """The first four settings that vary are equal in rows whose speeds differ."""
+    forms = [(1, "mask"), (1, "slice"), (4, "mask"), (4, "slice")]
+    for number, ((layers, kv_write), depth) in enumerate(product(forms, [0, 64])):
+        row = {
+            "status": "ok",
+            "verdict": ["GREEN", "RED"][number % 2],
+            "quality": ["WITHIN", "OVER"][number // 2 % 2],
+            "setting": f"s{number}",
+            "checkpoint": ["smollm2-135m-instruct", "tiny"][depth > 0],
+            "compress": ["int8-channel", "fp16"][depth > 0],
+            "max_seq_len": 128 * (1 + depth),
+            "T": 1 + depth,
+            "depth": depth,
+            "layers_per_shard": layers,
+            "kv_write": kv_write,
+            "command": f"notebook {number}",
+            "tokens_per_s": 20.0 + number,
+            "call_ms": 50.0 - number,
+            "kl_mean": 0.001 * number,
+        }
+        log.append("runs", row, tmp_path, f"{number}-run{number}")
+    lines = table_lines(summary.summary(tmp_path), 80)
+    (left_out,) = [i for i, line in enumerate(lines) if line.startswith("left out")]
+    header = next(i for i, line in enumerate(lines) if line.startswith(" "))
+    titles = lines[header].split()
+    assert {"layers/shard", "kv_write"} <= {*titles}
+    assert " ".join(lines[left_out:]).count("layers/shard") == 0
+    places = titles.index("layers/shard") + 1, titles.index("kv_write") + 1
+    rows = [line.split() for line in lines[header + 1 : left_out]]
+    settings = {(row[1], *(row[place] for place in places)) for row in rows}
+    assert len(settings) == 8

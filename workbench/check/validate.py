@@ -15,12 +15,7 @@ from workbench.check.compare import judged_rows
 from workbench.check.device import run_device_gate
 from workbench.check.fidelity import Cost, measure, measure_budget, measure_rounding
 from workbench.check.gates import Gate
-from workbench.check.golden import (
-    Golden,
-    StoredWeights,
-    check_exported_from,
-    stored_weights,
-)
+from workbench.check.golden import Golden, StoredWeights, check_fits, stored_weights
 from workbench.check.shared import (
     BudgetKey,
     RoundingKey,
@@ -120,7 +115,7 @@ def validate(
     """
     bundle = decoder.bundle
     source = golden.source
-    check_exported_from(golden, bundle)
+    check_fits(golden, bundle)  # before the gates, which take minutes
     # Read at the first call: gate `program` and the budget need the same values.
     read_weights = cache(
         partial(stored_weights, source, bundle, keep_dtype=True, head=False)

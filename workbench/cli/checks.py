@@ -390,8 +390,11 @@ def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
     if golden:
         reference = workbench.Golden.load(golden)
     elif checkpoint:
+        ids = prompt.fitting_token_ids(
+            bundle
+        )  # counted before Hugging Face's model runs
         stage("validate: Hugging Face's values")
-        reference = workbench.golden.make_golden(checkpoint, prompt.token_ids(bundle))
+        reference = workbench.golden.make_golden(checkpoint, ids)
     else:
         return None
     check_held_out(bundle, reference.ids)

@@ -14,7 +14,12 @@ from workbench import paths
 from workbench.check.gates import NOT_RUN
 from workbench.cli import ending
 from workbench.cli.options import Json, reject_unused
-from workbench.cli.output import format_result, format_verdicts, print_and_exit
+from workbench.cli.output import (
+    command_line,
+    format_result,
+    format_verdicts,
+    print_and_exit,
+)
 from workbench.errors import InputError, visible
 from workbench.files import write_whole
 
@@ -77,11 +82,48 @@ def run(
     not_about_cost = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
     counted_quality = _worst_word(not_about_cost, "quality", QUALITIES)
     code = ending.verdict_code(verdict, counted_quality)
-    step = "make lab"
-    if extracts := [n for n in numbers if settings[n].get("EXTRACT")]:
-        step = f"workbench run {' '.join(extracts)}  (all cells and rounds)"
+    step = _full_run(settings, set_ or []) or "make lab"
     result = words | {"experiments": results}
-    print_and_exit(result, json, format_verdicts(words), code, next_command=step)
+    print_and_exit(
+        result, json, _verdict_lines(words, results), code, next_command=step
+    )
+
+
+def _full_run(
+    settings: dict[str, dict[str, object]], assignments: list[str]
+) -> str | None:
+    """The command that runs all cells and rounds of the notebooks of which this run took
+    an extract, with their other parameters; None where it took none.
+
+    Args:
+        settings: of `_notebook_settings`.
+        assignments: NAME=VALUE, as the user gave them.
+    """
+    extracts = [number for number in settings if settings[number].get("EXTRACT")]
+    if not extracts:
+        return None
+    known = {name for number in extracts for name in settings[number]} - {"EXTRACT"}
+    words = ["run", *extracts]
+    for assignment in assignments:
+        # a parameter of the other notebooks alone would be refused
+        if assignment.partition("=")[0] in known:
+            words += ["--set", assignment]
+    return f"{command_line(*words)}  (all cells and rounds)"
+
+
+def _verdict_lines(words: dict[str, str], results: list[dict]) -> list[str]:
+    """The lines of a verdict and a quality; where gates were run and none of them judges
+    an export, the sentences of the report.
+
+    Args:
+        results: of the runs that the words describe.
+    """
+    from workbench.experiment.report import describe_own_gates
+
+    is_own = not any(result["judges_export"] for result in results)
+    if is_own and words["verdict"] != NOT_RUN:
+        return [describe_own_gates(words["verdict"])]
+    return format_verdicts(words)
 
 
 def _worst_word(results: list[dict], key: str, worst_first: Sequence[str]) -> str:
@@ -121,7 +163,7 @@ def _print_run(result: dict) -> None:
     lines += [f"{figure['path']}: {figure['alt']}" for figure in result["figures"]]
     lines += [f"report    {result['report']}", f"notebook  {result['executed']}"]
     print(f"experiment {result['experiment']}")
-    print("\n".join(f"  {line}" for line in format_verdicts(result)))
+    print("\n".join(f"  {line}" for line in _verdict_lines(result, [result])))
     print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
 
 

@@ -44,7 +44,8 @@ def explain(
         needed = "what was exported"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
-    source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(bundle)
+    source = load_checkpoint(checkpoint, "explain")
+    ids = prompt.fitting_token_ids(bundle)
     answers = []
     if bundle.manifest.shows_hidden:
         answers.append(_split_error(bundle, source, ids, device))
@@ -73,7 +74,8 @@ def explain_parts(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
-    source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
+    source = load_checkpoint(checkpoint, "explain")
+    ids = prompt.fitting_token_ids(exported)
     _print_answers([_split_error(exported, source, ids, device)], json)
 
 
@@ -110,7 +112,7 @@ def explain_ranges(
         reject_unused("a bundle in place of a package", prompt)
         return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
-    _print_answers([_measure_bundle(bundle, prompt.token_ids(bundle))], json)
+    _print_answers([_measure_bundle(bundle, prompt.fitting_token_ids(bundle))], json)
 
 
 def explain_op(
@@ -135,7 +137,7 @@ def explain_op(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
-    ids = prompt.token_ids(exported)
+    ids = prompt.fitting_token_ids(exported)
     from workbench.explain import operation
 
     count, seconds = operation.estimate_cost(exported, layer)

@@ -80,14 +80,32 @@ def generate(
     on_text = None if json else _print_piece
     result = timed_generation(decoder, ids, max_new, logits, sampling, on_text=on_text)
     times = result["decode"]
-    summary = f"{times['tokens']} tokens"
+    summary = f"{times['tokens']} token{'' if times['tokens'] == 1 else 's'}"
     if times["tokens_per_s"] is not None:
         summary += f", {times['tokens_per_s']:.1f} tok/s"
     summary += f" ({result['runtime']}, {result['precision']})"
     printed = ""  # the text was printed piece by piece
     if result["text"] is None:
         printed = ",".join(map(str, result["tokens"]))
-    print_and_exit(result, json, [printed, summary])
+    lines = [printed, summary]
+    if not chat and _is_empty_answer(exported, result["tokens"]):
+        lines.append(
+            "The model ended at once and wrote no text. Its tokenizer has a chat "
+            "template: with --chat, --prompt is a user's message in that template."
+        )
+    print_and_exit(result, json, lines)
+
+
+def _is_empty_answer(bundle, tokens: list[int]) -> bool:
+    """Whether new tokens have no text, or begin with the one that ends a text, although
+    the bundle's tokenizer has a chat template, in which the model would answer."""
+    from workbench.decode.tokenizer import has_chat_template, text_of
+
+    if not tokens or not has_chat_template(bundle.tokenizer):
+        return False
+    if tokens[0] in bundle.manifest.tokens.eos:
+        return True
+    return not text_of(bundle.tokenizer, tokens).strip()
 
 
 def _warn_of_unknown_words(tokenizer: Path, text: str) -> None:

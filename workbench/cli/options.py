@@ -83,6 +83,24 @@ class Prompt:
             ids = default_ids(source, min(count, longest or count))
         return check_ids(ids, V)[: self.tokens].tolist()
 
+    def fitting_token_ids(self, bundle) -> list[int]:
+        """The token ids of `token_ids` for a `Bundle`, where they fit its cache.
+
+        Raises:
+            InputError: more tokens than `max_seq_len`, before anything runs.
+        """
+        ids = self.token_ids(bundle)
+        S = bundle.manifest.options.max_seq_len
+        if len(ids) > S:
+            raise InputError(
+                f"prompt of {len(ids)} tokens",
+                f"{len(ids) - S} too many",
+                f"at most {S} tokens, the bundle's max_seq_len",
+                f"shorten the prompt (--tokens {S}), or export with a larger "
+                "--max-seq-len",
+            )
+        return ids
+
 
 # cyclopts calls a validator with the option's type and its value
 def check_units(_, name: str) -> None:

@@ -1,6 +1,7 @@
 """`plan`: the memory that an export needs, the speed that is predicted for it, and the
 compute unit of every operation."""
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -105,10 +106,33 @@ def plan(
         exporter.read_plan(source, chosen)  # refuses what the export refuses
     sizes = ane_memory.process_bytes(source, chosen) | {"machine": memory_bytes}
     result = ane_memory.fits(sizes["total"], memory_bytes) | {"bytes": sizes}
+    if memory is None and sys.platform != "darwin":
+        result["fits_mac"] = None  # the memory of this machine is no Mac's
     speed = _predicted_speed(source, chosen, drafts, chip)
     placed = _placement(bundle, device, placed_on, generation)
-    lines = [*format_result(result), *speed.lines, *placed.lines]
+    lines = [*_memory_lines(result, memory), *speed.lines, *placed.lines]
     print_and_exit(result | speed.json | placed.json, json, lines)
+
+
+def _memory_lines(result: dict, memory: str | None) -> list[str]:
+    """The bytes of an export against a machine's memory, as lines that say whose memory
+    it is.
+
+    Args:
+        memory: the option of this name; None: this machine's.
+    """
+    machine, fit = "this machine's memory", "fits this machine"
+    if memory is not None:
+        machine, fit = "the target's memory", "fits"
+    sizes = dict(result["bytes"])
+    memory_bytes = sizes.pop("machine")
+    fits = {fit: result["fits"], "fits mac": result["fits_mac"]}
+    lines = format_result(fits | {"bytes": sizes | {machine: memory_bytes}})
+    if result["fits_mac"] is None:
+        lines.append(
+            "give --memory, such as --memory 16G, to see whether a Mac fits it"
+        )
+    return lines
 
 
 @dataclass(frozen=True)

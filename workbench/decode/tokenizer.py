@@ -125,6 +125,11 @@ def encode_chat(folder: str | Path, message: str) -> list[int]:
     return _render(folder, turns, add_generation_prompt=True, return_dict=False)
 
 
+def has_chat_template(folder: str | Path) -> bool:
+    """Whether the tokenizer in `folder`, where there is one, has a chat template."""
+    return has_tokenizer(folder) and bool(load_tokenizer(folder).chat_template)
+
+
 def end_of_answer(folder: str | Path) -> int | None:
     """The special token that the chat template of the tokenizer in `folder` writes
     behind a model's answer; None where it writes none.

@@ -215,10 +215,12 @@ class Experiment:
         }
 
     def _describe_verdicts(self) -> str:
-        """Both verdicts on one line."""
+        """Both verdicts on one line, in the words of the report."""
         if not self.gates:
             return "no gates"
         export = verdict(self.gates)
+        if not report.judges_export(self.gates):
+            return report.describe_own_gates(export)
         word = "not run" if export == NOT_RUN else export
         return f"export {word}, quality {describe_quality(self.gates)}"
 

@@ -2,7 +2,7 @@
 as one HTML file."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import nbformat
@@ -125,11 +125,22 @@ def _block(folder: Path, artifact: Artifact) -> Block:
 def _verdicts(results: list[gates.Gate]) -> Block:
     """Both verdicts on a bundle; where no gate judges a bundle, the verdict of the
     experiment's own gates."""
-    word = gates.verdict(results).replace("_", " ")
-    if any(gate.name in BUNDLE_GATES for gate in results):
+    word = gates.verdict(results)
+    if judges_export(results):
         quality = Verdict("Quality", gates.describe_quality(results))
-        return Verdicts(Verdict("Export", word), quality)
-    return Paragraph(f"Gates of this experiment: {word}. It judges no export.")
+        return Verdicts(Verdict("Export", word.replace("_", " ")), quality)
+    return Paragraph(describe_own_gates(word))
+
+
+def judges_export(results: Iterable[gates.Gate]) -> bool:
+    """Whether one of the gates judges a bundle."""
+    return any(gate.name in BUNDLE_GATES for gate in results)
+
+
+def describe_own_gates(verdict: str) -> str:
+    """The verdict of an experiment whose gates judge no export, in sentences."""
+    word = verdict.replace("_", " ")
+    return f"Gates of this experiment: {word}. It judges no export."
 
 
 def _setup(run: Mapping) -> str:

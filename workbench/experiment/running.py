@@ -34,8 +34,9 @@ def run_notebook(
         beside: ship the run next to that of another checkpoint (see `publish_run`).
 
     Returns:
-        {experiment, verdict, quality, conclusion, executed, figures, runs, report}; `figures`
-        are {path, alt} in the order of the notebook.
+        {experiment, verdict, quality, judges_export, conclusion, executed, figures, runs,
+        report}; `judges_export` says whether a gate of the run judges a bundle, and
+        `figures` are {path, alt} in the order of the notebook.
 
     Raises:
         InputError: unknown notebook or parameter, no cell that concludes, or a cell
@@ -69,6 +70,9 @@ def run_notebook(
         "experiment": source.stem,
         "verdict": run["verdict"] or gates.NOT_RUN,
         "quality": run.get("quality") or gates.NOT_RUN,
+        "judges_export": report.judges_export(
+            gates.Gate(**gate) for gate in run["gates"]
+        ),
         "conclusion": run["conclusion"],
         "executed": str(executed),
         "figures": figures,

@@ -4,7 +4,7 @@ A hook sees every result. The arithmetic of a device depends on its compute unit
 program runs in three precisions: `exact` gives the true magnitudes, `declared` rounds
 each result once, and `narrow` also rounds partial sums."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from workbench.bundle import Bundle
 from workbench.bundle.names import MAX_FP16
 from workbench.check import gates
 from workbench.decode import Decoder
+from workbench.progress import bar
 from workbench.runtime import Model, Settings, load_package
 
 # precision that rounds → how it adds up terms, in words
@@ -199,14 +200,22 @@ def summarize(measured: RangesByPrecision) -> dict:
 def measure_bundle(bundle: Bundle, ids: Sequence[int]) -> RangesByPrecision:
     """The ranges of every shard of a bundle over `ids`."""
     measured = {}
-    for precision in PRECISIONS:
-        decoder = Decoder(bundle, "portable", precision)
-        measured[precision] = measure_decoder(decoder, ids)
+    call_count = len([*bundle.manifest.options.tiling.calls(len(ids))])
+    total = len(PRECISIONS) * call_count
+    with bar(desc="ranges", total=total, unit="call") as progress:
+        for precision in PRECISIONS:
+            decoder = Decoder(bundle, "portable", precision)
+            measured[precision] = measure_decoder(decoder, ids, progress.update)
     return measured
 
 
-def measure_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
+def measure_decoder(
+    decoder: Decoder, ids: Sequence[int], report: Callable[[], object] = lambda: None
+) -> Ranges:
     """The ranges over `ids` on fresh sequences, t_max tokens a call.
+
+    Args:
+        report: called after each call of the layers and the head.
 
     Raises:
         InputError: a device, which shows no operation.
@@ -220,6 +229,7 @@ def measure_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     calls = decoder.new_sequences().advance_calls(prompts, hook=ranges.add)
     for chunk, hidden in calls:
         decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
+        report()
     return ranges
 
 

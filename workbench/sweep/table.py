@@ -13,12 +13,15 @@ from workbench import log
 
 WIDTH = 100
 """Columns of the table where the output is no terminal."""
-MAX_CELL = 18
+MAX_CELL = 14
 """Characters of a cell of the table; longer texts are cut."""
 FIRST_SETTINGS = 4
-"""The number of varied settings that a narrow terminal shows before figures."""
-FIRST_FIGURES = ("verdict", "quality", "n", "tokens_per_s", "kl_mean")
+"""The number of varied settings that a narrow terminal shows before figures, beside those
+that tell the rows apart."""
+FIRST_FIGURES = ("verdict", "tokens_per_s", "quality", "n", "kl_mean")
 """Figures that a narrow terminal shows before others."""
+ORIGINS = ("command", "experiment")
+"""Columns of a run that say what asked for it."""
 LETTERED = ("machine", "software")
 """Settings whose values are too long for a cell; the table has letters for them."""
 FIGURES = {
@@ -35,6 +38,8 @@ FIGURES = {
     "kl_p99": "99% KL",
 }
 """Columns of `summary` that are printed as figures, and their titles."""
+TITLES = FIGURES | {"layers_per_shard": "layers/shard"}
+"""Titles of columns that are not their names."""
 
 
 def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
@@ -54,11 +59,12 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
     common, figures = _split_figures(rows, varied)
     rows, legend = _with_letters(rows, [name for name in LETTERED if name in varied])
-    columns = _display_order(varied, figures)
+    leading = _leading_settings(rows, varied)
+    columns = _display_order(varied, leading, figures)
     cells = {name: _cells(name, rows[name]) for name in columns}
     ids = ["", *rows.index]
     free_width = width - max(map(len, ids))
-    priority = _priority(varied, figures, columns)
+    priority = _priority(leading, figures, columns)
     fitting = _choose_columns(cells, priority, free_width)
     printed = [cells[name] for name in columns if name in fitting]
     left_out = [_title(name) for name in columns if name not in fitting]
@@ -100,28 +106,54 @@ def _with_letters(
     return rows, legend
 
 
-def _display_order(varied: list[str], figures: list[str]) -> list[str]:
-    """The columns from left to right: machines and the first settings, then figures, then
-    other settings.
+def _leading_settings(rows: pd.DataFrame, varied: list[str]) -> list[str]:
+    """The settings that a narrow terminal shows before figures: those that tell the rows
+    apart, then others of the first `FIRST_SETTINGS`.
+
+    Without the settings that tell rows apart, two settings with different figures would
+    read the same.
 
     Args:
         varied: the settings that differ between rows.
+    """
+    # what asked for a run sets nothing, and its text is long
+    telling = [name for name in varied if name not in ORIGINS]
+    # the last settings go first, because rows are mostly told apart by the first ones
+    for name in reversed(varied):
+        others = [other for other in telling if other != name]
+        if others and _count_distinct(rows[others]) == _count_distinct(rows[telling]):
+            telling = others
+    return list(dict.fromkeys([*telling, *varied[:FIRST_SETTINGS]]))
+
+
+def _count_distinct(settings: pd.DataFrame) -> int:
+    """The number of rows that differ from each other."""
+    return len(settings.drop_duplicates())
+
+
+def _display_order(
+    varied: list[str], leading: list[str], figures: list[str]
+) -> list[str]:
+    """The columns from left to right: machines and the leading settings, then figures,
+    then other settings.
+
+    Args:
+        varied: the settings that differ between rows.
+        leading: those that come before figures.
         figures: the figures that have a column.
     """
-    first = varied[:FIRST_SETTINGS]
-    leading = [name for name in varied if name in LETTERED or name in first]
-    return [*leading, *figures, *(name for name in varied if name not in leading)]
+    left = [name for name in varied if name in LETTERED or name in leading]
+    return [*left, *figures, *(name for name in varied if name not in left)]
 
 
-def _priority(varied: list[str], figures: list[str], columns: list[str]) -> list[str]:
+def _priority(leading: list[str], figures: list[str], columns: list[str]) -> list[str]:
     """The columns in the order in which a narrow terminal makes room for them."""
-    first = varied[:FIRST_SETTINGS]
-    names = [*first, *FIRST_FIGURES, *LETTERED, *figures, *columns]
+    names = [*leading, *FIRST_FIGURES, *LETTERED, *figures, *columns]
     return list(dict.fromkeys(name for name in names if name in columns))
 
 
 def _title(name: str) -> str:
-    return FIGURES.get(name, name)
+    return TITLES.get(name, name)
 
 
 def _notes(rows: pd.DataFrame, left_out: list[str], width: int) -> list[str]:
