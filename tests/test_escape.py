@@ -120,6 +120,8 @@ KERNEL = {
 KERNEL |= {
     command for written in escape.LATEX.values() for command in COMMAND.findall(written)
 }
+# runs of raised or of lowered characters, the only mathematics between dollars
+SCRIPTS = re.compile(r"\$([\^_])\{((?:[0-9+n-]|-\{\})+)\}\$")
 # command → character, for commands that are no accent
 SIGNS = {written: character for character, written in escape.LATEX.items()}
 
@@ -129,7 +131,7 @@ def test_latex_is_ascii_with_balanced_groups_and_commands_of_the_kernel(text):
     written = escape.latex(text)
     assert written.isascii() and written.isprintable()
     assert set(COMMAND.findall(written)) <= KERNEL
-    plain = COMMAND.sub("", written)
+    plain = COMMAND.sub("", SCRIPTS.sub("", written))
     assert not re.search(r"[$&#_%^~]", plain.replace("~", "", text.count("\u00a0")))
     depth = 0
     for brace in re.findall("[{}]", plain):
@@ -143,13 +145,23 @@ def test_latex_says_the_text_as_given(text):
     signs = sorted(filter(str.strip, SIGNS), key=len, reverse=True)
     read = re.compile("|".join(map(re.escape, signs)))
     written = escape.latex(text).replace("-{}", "-")
+    characters_of = {"^": escape.SUPERSCRIPTS, "_": escape.SUBSCRIPTS}
+
+    def characters(run: re.Match) -> str:
+        of_digit = {digit: c for c, digit in characters_of[run[1]].items()}
+        return "".join(map(of_digit.get, run[2]))
+
+    written = SCRIPTS.sub(characters, written)
     assert read.sub(lambda sign: SIGNS[sign[0]], written) == text
 
 
 def test_what_plain_pdflatex_lacks_has_a_command_or_its_code():
     assert escape.latex("✗ é 3 × 10⁻² ᵀ") == (
         r"\ensuremath{\times} \'{e} 3 \ensuremath{\times} "
-        r"10\textsuperscript{{-}}\textsuperscript{2} \textsuperscript{T}"
+        r"10$^{-2}$ \textsuperscript{T}"
+    )
+    assert escape.latex("√(a² + 2⁻²²), x₁₀") == (
+        r"\ensuremath{\surd}(a$^{2}$ + 2$^{-22}$), x$_{10}$"
     )
     assert escape.latex("a -- 中") == "a -{}- [U+4E2D]"
 

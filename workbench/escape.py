@@ -123,17 +123,13 @@ MATH |= {
     )
     for name in "gamma delta theta lambda xi pi sigma upsilon phi psi omega".split()
 }
-SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", ["0", *"123456789", "+", "{-}", "n"]))
-SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", ["0", *"123456789", "+", "{-}"]))
+SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n"))
+SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-"))
+# A whole run is one exponent: in mathematics its minus is a minus, in text a hyphen.
+RAISED = re.compile(f"[{''.join(SUPERSCRIPTS)}]+")
+LOWERED = re.compile(f"[{''.join(SUBSCRIPTS)}]+")
 LATEX |= {
     character: rf"\ensuremath{{{command}}}" for character, command in MATH.items()
-}
-LATEX |= {
-    character: rf"\textsuperscript{{{digit}}}"
-    for character, digit in SUPERSCRIPTS.items()
-}
-LATEX |= {
-    character: rf"\textsubscript{{{digit}}}" for character, digit in SUBSCRIPTS.items()
 }
 # commands for Unicode's combining marks
 ACCENTS = {
@@ -216,8 +212,20 @@ def latex(text: object) -> str:
     become commands. Any other character becomes its code, as in ``[U+4E2D]``, because
     pdflatex has no glyph for it and would stop."""
     characters = unicodedata.normalize("NFC", str(text))
-    written = "".join(map(_latex_character, characters))
+    pieces = re.split(f"({RAISED.pattern}|{LOWERED.pattern})", characters)
+    written = "".join(map(_latex_piece, pieces))
     return re.sub("-(?=-)", "-{}", written)  # two would be a dash
+
+
+def _latex_piece(piece: str) -> str:
+    """A run of raised characters or of lowered ones, as `⁻²²` → `$^{-22}$`, or text."""
+    for sign, characters, run in (
+        ("^", SUPERSCRIPTS, RAISED),
+        ("_", SUBSCRIPTS, LOWERED),
+    ):
+        if run.fullmatch(piece):
+            return f"${sign}{{{''.join(map(characters.get, piece))}}}$"
+    return "".join(map(_latex_character, piece))
 
 
 def _latex_character(character: str) -> str:

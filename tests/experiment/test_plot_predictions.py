@@ -39,3 +39,16 @@ def test_the_legend_names_sources_and_counts_what_has_no_time():
     assert sorted(labels) == ["a", "a factor of 1.60", "b", "equal"]
     notes = legend.get_title().get_text()
     assert "hollow: in no fit" in notes and "1" in notes
+
+
+def test_each_group_has_a_colour_and_a_mark_that_no_other_has():
+    rows = pd.concat([ROWS.assign(source=str(number)) for number in range(32)])
+    figure = plots.predictions(rows, hue="source")
+    groups = [c for c in figure.axes[0].containers if not c.get_label()[0] == "_"]
+    marks = [group.lines[0] for group in groups]
+    looks = {(mark.get_color(), mark.get_marker()) for mark in marks}
+    assert len(groups) == len(looks) == 32
+    # neighbours in the legend differ in both
+    first, second = marks[:2]
+    assert first.get_color() != second.get_color()
+    assert first.get_marker() != second.get_marker()

@@ -573,3 +573,29 @@ def test_a_plot_is_drawn_into_a_subfigure_whose_size_it_keeps(plot):
     assert left.axes and not right.axes
     assert tuple(whole.get_size_inches()) == (7, 4)
     whole.draw_without_rendering()
+
+
+def test_layers_have_ticks_at_layers_that_exist():
+    data = pd.DataFrame({"layer": range(30), "error": 0.1, "T": 1})
+    ax = plots.lines(data, x="layer", y="error", hue="T").axes[0]
+    ticks = ax.get_xticks()
+    assert len(ticks) >= 4 and set(ticks) <= set(range(30))
+    few = data[data["layer"].isin([3, 17])]
+    assert set(
+        plots.lines(few, x="layer", y="error", hue="T").axes[0].get_xticks()
+    ) <= {*range(3, 18)}
+
+
+def test_a_title_has_lines_of_about_one_length():
+    title = f"{'word ' * 20}and the last one"
+    figure = plots.bars(pd.DataFrame({"a": [1.0]}), title=title)
+    first, second = figure.get_suptitle().splitlines()
+    assert abs(len(first) - len(second)) < 8
+    assert f"{first} {second}" == title
+
+
+def test_a_mark_hides_none_of_an_earlier_group():
+    rows = {"name": ["a", "b"], "kl_mean": 0.1, "tokens_per_s": 2.0, "verdict": "GREEN"}
+    ax = plots.tradeoff(pd.DataFrame(rows), hue="name").axes[0]
+    below, above = (marks.get_sizes()[0] for marks in ax.collections)
+    assert below > 2 * above

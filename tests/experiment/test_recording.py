@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from bs4 import BeautifulSoup
 from experiment import toy
 from experiment.toy import NAME, example, files_of, run_of
 from refusal import refused
@@ -54,6 +55,29 @@ def test_a_run_is_a_folder_of_files_with_one_id(project, capsys):
         printed.startswith("export RED, quality not judged\n\nIt holds.")
         and str(project) not in printed
     )
+
+
+def test_a_conclusion_is_html_in_a_notebook_and_its_lines_are_a_list(
+    project, monkeypatch
+):
+    published = []
+    monkeypatch.setattr(recording, "get_ipython", object)
+    monkeypatch.setattr(
+        recording, "publish_display_data", lambda *given: published.append(given)
+    )
+    experiment = example()
+    experiment.conclude("It is `a<b>`.\n1.5 times.\n\n2 & 3.")
+    ((contents, metadata),) = published
+    assert metadata["workbench"]["run_id"] == experiment.run_id
+    assert contents["text/plain"].startswith(
+        "export RED, quality not judged\n\nIt is `a"
+    )
+    page = BeautifulSoup(contents["text/html"], "html.parser")
+    verdicts, first, path = page("p")
+    assert verdicts.b.text == "export RED, quality not judged"
+    assert (first.text, first.code.text) == ("It is a<b>.", "a<b>")
+    assert [line.text for line in page("li")] == ["1.5 times.", "2 & 3."]
+    assert path.text == f"report: build/experiments/{NAME}/tiny-llama/report.md"
 
 
 def test_two_checkpoints_of_one_name_have_two_runs(project):

@@ -5,6 +5,7 @@ import json
 import shlex
 import shutil
 
+import pandas as pd
 from bs4 import BeautifulSoup
 from experiment import toy
 from experiment.toy import NAME, example, run_of
@@ -13,6 +14,7 @@ from refusal import refused
 
 from workbench.check import gates
 from workbench.experiment import Experiment, last_run, redraw_run, write_html
+from workbench.experiment.page import Page, Table, html
 
 
 def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project):
@@ -111,8 +113,20 @@ def test_a_page_shows_what_the_report_shows_and_no_path(project):
     ]
     assert command in page.pre.text and "MAX_KL=0.05" in command
     verdicts = [cell.text for cell in page("td", class_=["good", "bad"])]
-    assert verdicts == ["✗ RED"] and "12 more rows" in page.text
+    assert verdicts == ["✗ RED"]
+    (folded,) = page("details")
+    assert folded.summary.text == "All 32 rows" and not folded.has_attr("open")
+    assert len(folded("tr")) == 33 and "run-one" not in folded.text
+    assert ".parquet" not in page.text
     assert [card.b.text for card in page(class_="verdict")] == ["RED", "not judged"]
+
+
+def test_a_page_has_up_to_200_rows_of_a_table():
+    rows = pd.DataFrame({"token": range(512)})
+    table = Table(rows.head(20), "", 492, "tables/t.parquet", rows.head(200))
+    (folded,) = BeautifulSoup(html(Page("", (table,))), "html.parser")("details")
+    assert folded.summary.text.startswith("The first 200 of 512 rows;")
+    assert len(folded("tr")) == 201
 
 
 def test_a_page_goes_to_the_file_that_is_named(project, tmp_path):

@@ -102,6 +102,25 @@ def test_a_latex_table_is_ascii_and_long_text_wraps():
     assert r"\ensuremath{\times} RED & 1.5 & \raggedright" in text
 
 
+def test_a_latex_table_has_no_run_ids_and_no_lists():
+    table = pd.DataFrame({"name": ["a"], "run_id": ["x1"], "of": [["x2", "x3"]]})
+    table["run_ids"] = [("x4",)]
+    text = latex_table(table, "Of", "tab:07-a")
+    assert r"\begin{tabular}{l}" in text and "x" not in text.partition("tabular")[2]
+
+
+def test_long_columns_of_a_latex_table_have_a_share_of_the_width_by_their_length():
+    texts = {"prompt": 49, "reference": 240, "bundle": 159, "cause": 11}
+    table = pd.DataFrame({n: ["word " * (c // 5)] for n, c in texts.items()})
+    table[["agreed", "ties", "first"]] = 12.0
+    text = latex_table(table, "Of", "tab:07-a")
+    prompt, reference, bundle = map(int, re.findall(r"p\{(\d+)pt\}", text))
+    assert prompt < bundle < reference and reference > 80
+    short = latex_table(table[["prompt", "reference"]], "Of", "tab:07-a")
+    prompt, reference = map(int, re.findall(r"p\{(\d+)pt\}", short))
+    assert r"\small" in short and reference > 3 * prompt and prompt + reference < 340
+
+
 def compile_latex(folder: Path, tables: list[str]) -> str:
     """What pdflatex prints for a document with these tables, which it must end."""
     lines = [r"\documentclass{article}", r"\usepackage{booktabs}", r"\begin{document}"]

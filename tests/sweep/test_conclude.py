@@ -167,6 +167,20 @@ def test_the_fastest_is_named_only_where_every_round_says_so():
     assert "fastest" not in text.lower() and "2 interleaved rounds of 3" in text
 
 
+def test_the_first_sentence_says_where_the_order_is_not_decided():
+    rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
+    text = conclude.describe_most(rows)
+    assert text == (
+        "a1 has the highest median of tokens per second, 405; its order against a2 (404) "
+        "is not decided: 3 rounds do not agree."
+    )
+    told_apart = rows[rows["name"] != "a2"]
+    text = conclude.describe_most(told_apart)
+    assert text == "a1 has the most tokens per second: 405."
+    text = conclude.describe_most(rows[rows["run_id"] < "1"])
+    assert "1 interleaved round of 3" in text and text.endswith("against 1 more.")
+
+
 def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
     rows = processes_of(
         a1=(400, 410, 405), b1=(300, 305, 310), a2=(200, 210, 204), b2=(201, 207, 206)

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import pandas as pd
 
 from workbench import escape
-from workbench.experiment.tables import text_columns, words_of
+from workbench.experiment.tables import text_columns, without_run_ids, words_of
 
 LINE_WIDTH = 340  # points: of the class article in 10 pt, the narrowest common one
 SEPARATION = 7  # points between two columns
 LEAST_PARAGRAPH = 9  # characters
-READABLE_PARAGRAPH = 14  # characters: for a narrower one a smaller type is taken
+# For narrower paragraphs a smaller type is taken: their characters, which for a long text
+# grow with its length up to a width that needs no more.
+READABLE_PARAGRAPH = 14
+READABLE_LINES = 10
+READABLE_LONG_PARAGRAPH = 28
 SHORT_HEADING = 6  # characters of a heading's line that always fit
 # A word of more characters, such as a tensor's name, may be broken behind these signs.
 LONG_WORD = 12
@@ -55,34 +59,35 @@ class TableFit:
     """The largest type in which a table fits the line."""
 
     size: TypeSize
-    max_text_width: int
-    """Characters of a line in a column of text; longer cells are broken into lines."""
-
-    def is_broken(self, column: Column) -> bool:
-        """Whether the cells of a column are paragraphs."""
-        return column.is_text and column.width > self.max_text_width
+    text_widths: list[int]
+    """Characters of a line in each column of text; longer cells are broken into lines."""
 
 
 def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
     """Writes a table of a paper.
 
-    Where the table is wider than the page, columns of text become paragraphs, the widest
-    first, and headings that are longer than their numbers have several lines.
+    Where the table is wider than the page, columns of text become paragraphs, which share
+    the width by the length of their texts, and headings that are longer than their numbers
+    have several lines. Columns of run ids and of lists are left out: no paper prints them.
 
     Args:
         caption: backticks mark code.
         label: for LaTeX's `\\ref`.
     """
+    table = without_run_ids(table)
+    table = table[[name for name in table.columns if not _has_lists(table[name])]]
     texts = set(text_columns(table))
     columns = {name: _measure(table[name], name in texts) for name in table.columns}
     fit = _fit_line([*columns.values()])
+    text_widths = iter(fit.text_widths)
     cells, headings, formats = {}, [], []
     for name, column in columns.items():
-        is_paragraph = fit.is_broken(column)
+        width = next(text_widths) if column.is_text else column.width
+        is_paragraph = width < column.width
         cells[name] = [_latex_cell(value, is_paragraph) for value in column.values]
         headings.append(_latex_heading(column.heading, is_paragraph))
         if is_paragraph:
-            points = fit.max_text_width * fit.size.character
+            points = width * fit.size.character
             formats.append(rf"p{{{points:.0f}pt}}")
         else:
             formats.append("l" if column.is_text else "r")
@@ -99,6 +104,11 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
     return text.replace("\\begin{tabular}", f"{setup}\\begin{{tabular}}", 1)
 
 
+def _has_lists(values: pd.Series) -> bool:
+    """Whether a cell is a list, or another collection."""
+    return any(pd.api.types.is_list_like(value) for value in values)
+
+
 def _measure(values: pd.Series, is_text: bool) -> Column:
     longest = max((len(words_of(value)) for value in values), default=0)
     heading = [str(values.name)]
@@ -111,37 +121,58 @@ def _fit_line(columns: Sequence[Column]) -> TableFit:
     """The largest type in which a table fits the line, if need be with texts broken into
     lines that are still readable. In the smallest type, lines may be narrower, and the
     table may still be wider than the line."""
-    text_widths = [column.width for column in columns if column.is_text]
+    full_widths = [column.width for column in columns if column.is_text]
     number_width = sum(column.width for column in columns if not column.is_text)
     points = LINE_WIDTH - SEPARATION * len(columns)
     for size in TYPE_SIZES:
         room = points / size.character - number_width  # characters for all texts
-        limit = _longest_fitting(text_widths, room)
-        fit = TableFit(size, limit)
-        is_unbroken = limit == max(text_widths, default=0)
-        is_readable = limit >= READABLE_PARAGRAPH or is_unbroken
-        if is_readable and _total_width(text_widths, limit) <= room:
-            return fit
-    return fit
+        least_widths = [*map(_readable_width, full_widths)]
+        if sum(least_widths) <= room:
+            break
+    else:
+        limit = _longest_fitting(full_widths, room)
+        least_widths = [min(width, limit) for width in full_widths]
+    return TableFit(size, _shared_widths(full_widths, least_widths, room))
 
 
-def _longest_fitting(text_widths: Sequence[int], room: float) -> int:
-    """The largest limit on the characters of a line of text with which all columns of
-    text fit beside each other. A limit below `LEAST_PARAGRAPH` is not tried.
+def _readable_width(width: int) -> int:
+    """The characters that a line of a text needs.
 
     Args:
-        text_widths: characters of each column of text.
+        width: characters of the whole text.
+    """
+    wanted = max(READABLE_PARAGRAPH, width // READABLE_LINES)
+    return min(width, wanted, READABLE_LONG_PARAGRAPH)
+
+
+def _longest_fitting(full_widths: Sequence[int], room: float) -> int:
+    """The largest limit on the characters of a line of text, up to a readable paragraph's,
+    with which all columns of text fit beside each other. A limit below `LEAST_PARAGRAPH`
+    is not tried.
+
+    Args:
+        full_widths: characters of each column of text.
         room: characters for all of them.
     """
-    limit = max(text_widths, default=0)
-    while limit > LEAST_PARAGRAPH and _total_width(text_widths, limit) > room:
+    limit = READABLE_PARAGRAPH
+    while limit > LEAST_PARAGRAPH:
+        if sum(min(width, limit) for width in full_widths) <= room:
+            break
         limit -= 1
     return limit
 
 
-def _total_width(text_widths: Sequence[int], limit: int) -> int:
-    """The characters of all columns of text when none has a longer line than `limit`."""
-    return sum(min(width, limit) for width in text_widths)
+def _shared_widths(
+    full_widths: Sequence[int], least_widths: Sequence[int], room: float
+) -> list[int]:
+    """The characters of a line of each column of text: the same share of its length, at
+    least the least width, and the share is the largest with which all fit."""
+    pairs = [*zip(full_widths, least_widths)]
+    for percent in range(100, 0, -1):
+        widths = [max(least, full * percent // 100) for full, least in pairs]
+        if sum(widths) <= room:
+            return widths
+    return [*least_widths]
 
 
 def _lines_of(heading: str, width: int) -> list[str]:

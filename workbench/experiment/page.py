@@ -57,12 +57,15 @@ class Table:
     Attributes:
         more_rows: number of rows that are left out.
         source: name of the file that has all rows.
+        folded: the rows that an HTML page, which has no file beside it, shows when it is
+            asked to: all of them, or the first.
     """
 
     data: pd.DataFrame
     caption: str = ""
     more_rows: int = 0
     source: str = ""
+    folded: pd.DataFrame | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,7 @@ th { border-bottom: 1.5px solid #888; font-weight: 600; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums;
   white-space: nowrap; }
 th.short, td.short { white-space: nowrap; }
+summary { cursor: pointer; color: #444; font-size: 13.5px; }
 figure { margin: 12px 0; break-inside: avoid; }
 figure img { width: 100%; max-width: 920px; height: auto; }
 figcaption { color: #444; font-size: 13.5px; }
@@ -253,10 +257,7 @@ def _html(block: Block) -> str:
             return f'<div class="verdicts">{cards}</div>'
         case Table():
             table = html_table(block.data, block.caption)
-            if not block.more_rows:
-                return table
-            rest = f"{block.more_rows} more rows: {_text(block.source)}."
-            return f'{table}\n<p class="note">{rest}</p>'
+            return f"{table}\n{_html_folded(block)}" if block.more_rows else table
         case Picture():
             encoded = base64.b64encode(block.svg).decode()
             alt = _text(block.alt)
@@ -278,6 +279,24 @@ def _html(block: Block) -> str:
             head = f"<p><b>{_text(block.prompt)}</b></p>"
             note = f'<p class="note">{_text(block.note)}</p>'
             return f'<div class="continuation">{head}{note}{"".join(lines)}</div>'
+
+
+def _html_folded(block: Table) -> str:
+    """The rows of a table in a part of the page that is closed at first."""
+    count = len(block.data) + block.more_rows
+    if block.folded is None:
+        return (
+            f'<p class="note">{block.more_rows} more rows: {_text(block.source)}.</p>'
+        )
+    if len(block.folded) < count:
+        rows = (
+            f"The first {len(block.folded)} of {count} rows; all are in the run's file "
+        )
+        rows += block.source
+    else:
+        rows = f"All {count} rows"
+    summary = f"<summary>{_text(rows)}</summary>"
+    return f"<details>{summary}\n{html_table(block.folded)}</details>"
 
 
 def _html_verdict(verdict: Verdict) -> str:

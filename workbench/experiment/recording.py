@@ -13,7 +13,7 @@ from IPython import get_ipython
 from IPython.display import SVG, publish_display_data
 from pandas.io.formats.style import Styler
 
-from workbench import log, plots
+from workbench import escape, log, plots
 from workbench.check.gates import NOT_RUN, Gate, describe_quality, quality, verdict
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -171,7 +171,7 @@ class Experiment:
         self, answer: str, decoder: Decoder | None = None, **log_tables
     ) -> None:
         """Logs the run, writes the report, puts the run in the place of the finished one,
-        and prints both verdicts, the answer and the report's path.
+        and shows both verdicts, the answer and the report's path.
 
         Args:
             answer: to the notebook's question, in lines of text.
@@ -196,7 +196,7 @@ class Experiment:
         path = self.finished / folders.REPORT
         relative_path = path.relative_to(log.project()).as_posix()
         verdicts = self._describe_verdicts()
-        self._announce(f"{verdicts}\n\n{answer}\n\nreport: {relative_path}")
+        self._announce(verdicts, answer, relative_path)
 
     def _log_row(self, answer: str) -> dict:
         """The columns of the table `runs` that depend on no decoder; the verdicts of a
@@ -295,15 +295,33 @@ class Experiment:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def _announce(self, text: str) -> None:
-        """Prints a conclusion. In a kernel, the metadata of the output name the run, from
-        which `report.run_of_notebook` finds the run of an executed notebook."""
+    def _announce(self, verdicts: str, answer: str, report_path: str) -> None:
+        """Shows a conclusion: as text in a terminal, as HTML in a notebook, whose plain
+        text would be broken within words. In a kernel, the metadata of the output name the
+        run, from which `report.run_of_notebook` finds the run of an executed notebook."""
+        text = f"{verdicts}\n\n{answer}\n\nreport: {report_path}"
         if get_ipython() is None:
             print(text)
             return
         folder = self.finished.relative_to(log.project()).as_posix()
         run = {"run_id": self.run_id, "folder": folder}
-        publish_display_data({"text/plain": text}, {report.RUN_KEY: run})
+        page = _html_conclusion(verdicts, answer, report_path)
+        contents = {"text/plain": text, "text/html": page}
+        publish_display_data(contents, {report.RUN_KEY: run})
+
+
+def _html_conclusion(verdicts: str, answer: str, report_path: str) -> str:
+    """A conclusion in HTML: the verdicts, the first line of the answer, and its other
+    lines as a list."""
+    first, *others = [line for line in answer.splitlines() if line.strip()] or [""]
+    parts = [f"<p><b>{escape.html(verdicts)}</b></p>"]
+    parts.append(f"<p>{escape.html_sentence(first)}</p>")
+    if others:
+        items = "".join(f"<li>{escape.html_sentence(line)}</li>" for line in others)
+        parts.append(f"<ul>{items}</ul>")
+    parts.append(f"<p>report: <code>{escape.html(report_path)}</code></p>")
+    style = "max-width: 52em; overflow-wrap: break-word; word-break: normal"
+    return f'<div style="{style}">{"".join(parts)}</div>'
 
 
 def _remove_unfinished(folder: Path, lock: ExitStack, process: int) -> None:

@@ -25,11 +25,12 @@ from workbench.experiment.page import (
     Verdicts,
 )
 from workbench.experiment.parameters import default_values, value_text
-from workbench.experiment.tables import gate_table
+from workbench.experiment.tables import gate_table, without_run_ids
 from workbench.files import write_whole
 from workbench.log.anonymous import anonymize
 
 SHOWN_ROWS = 20  # of a table in the report
+FOLDED_ROWS = 200  # of a table in the HTML page, which has no files beside it
 RUN_KEY = "workbench"
 """The key of a cell output's metadata under which a conclusion names its run."""
 BUNDLE_GATES = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
@@ -112,14 +113,16 @@ def run_page(folder: Path) -> Page:
 
 
 def _block(folder: Path, artifact: Artifact) -> Block:
-    """A figure, or the first rows of a table."""
+    """A figure, or a table, of which the report shows the first rows."""
     if artifact.is_figure:
         address = artifact.relative_path(".svg")
         return Picture((folder / address).read_bytes(), artifact.alt, address)
     source = artifact.relative_path(".parquet")
     data = pd.read_parquet(folder / source)
-    shown = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(SHOWN_ROWS)
-    return Table(shown, artifact.alt, len(data) - len(shown), source)
+    all_rows = without_run_ids(data)
+    shown = all_rows.head(SHOWN_ROWS)
+    more_rows = len(data) - len(shown)
+    return Table(shown, artifact.alt, more_rows, source, all_rows.head(FOLDED_ROWS))
 
 
 def _verdicts(results: list[gates.Gate]) -> Block:

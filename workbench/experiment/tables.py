@@ -27,6 +27,8 @@ VERDICT_CLASSES = {
 }
 """A verdict with its sign → the CSS class of a page's cell, which colours it."""
 NULL = "–"
+RUN_ID_COLUMNS = ("run_id", "run_ids")
+"""Columns that name rows of the log, which no reader of a table needs."""
 SHORT_TEXT = 24  # characters of a column of a page whose cells are not broken
 
 
@@ -55,6 +57,11 @@ def table_of(rows: Sequence[Mapping], columns: Sequence[str]) -> pd.DataFrame:
 def text_columns(table: pd.DataFrame) -> list:
     """Columns that are aligned to the left: all but those of numbers."""
     return list(table.select_dtypes(exclude="number").columns)
+
+
+def without_run_ids(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns that a report shows."""
+    return table.drop(columns=[*RUN_ID_COLUMNS], errors="ignore")
 
 
 def show(table: pd.DataFrame) -> Styler:

@@ -3,22 +3,16 @@
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
+from matplotlib.ticker import AutoLocator
 from pandas.api.typing import SeriesGroupBy
 
-from workbench.plots.styled import (
-    DASHED,
-    MARKERS,
-    PALETTE,
-    add_legend,
-    panels_in,
-    returns_figure,
-)
+from workbench.plots.styled import DASHED, add_legend, looks, panels_in, returns_figure
 from workbench.plots.text import (
     describe_unplaced,
     format_count,
@@ -72,9 +66,8 @@ def lines(
     """Medians of `y` over `x`, a line for each value of `hue`, a panel for each value of
     `col`; bars span the quantiles `spread` of the rows of a point.
 
-    The lists of colours and markers differ in length, so that 63 lines look different.
-    The legend explains points and bars, and names points that are not drawn. A linear
-    axis that starts above 0 says so.
+    63 lines look different. The legend explains points and bars, and names points that
+    are not drawn. A linear axis that starts above 0 says so.
 
     Args:
         bars: the legend's words for points and bars where the rows of a point are no
@@ -163,10 +156,9 @@ def _line(
 
 def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
     """The colour, the marker and the label of each line."""
-    triples = zip(names, cycle(PALETTE), cycle(MARKERS))
     return {
         name: {"color": colour, "marker": marker, "label": name}
-        for name, colour, marker in triples
+        for name, (colour, marker) in zip(names, looks())
     }
 
 
@@ -220,11 +212,11 @@ def _set_y_axis(ax: Axes, is_log: bool, label: str) -> None:
 
 
 def _set_x_axis(ax: Axes, values: pd.Series, base: float | None, label: str) -> None:
-    """Sets the scale and the label of the x axis: linear with whole numbers, or
+    """Sets the scale and the label of the x axis: linear with whole numbers among the values, or
     logarithmic with a tick at each of the positive values where there is a `base`."""
     ax.set_xlabel(label)
     if base is None:
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.set_major_locator(WithinValues(values))
         return
     ax.set_xscale("log", base=base)
     ticks = sorted(value for value in values.dropna().unique() if value > 0)
@@ -232,3 +224,25 @@ def _set_x_axis(ax: Axes, values: pd.Series, base: float | None, label: str) -> 
     if len(ticks) == 1:  # matplotlib's margins of a single place have no width
         ax.set_xlim(ticks[0] / base, ticks[0] * base)
     ax.minorticks_off()
+
+
+class WithinValues(AutoLocator):
+    """Ticks at whole numbers from the least to the largest value, and where there are
+    enough, only at values: a model of 30 layers has no layer 30."""
+
+    def __init__(self, values: pd.Series):
+        super().__init__()
+        self.set_params(integer=True)
+        self._values = sorted(values.dropna().unique())
+
+    def tick_values(self, vmin: float, vmax: float) -> np.ndarray:
+        ticks = super().tick_values(vmin, vmax)
+        if not self._values:
+            return ticks
+        for places in (
+            ticks[np.isin(ticks, self._values)],
+            ticks[(ticks >= self._values[0]) & (ticks <= self._values[-1])],
+        ):
+            if len(places) >= min(2, len(self._values)):
+                return places
+        return np.array(self._values[:: max(1, len(self._values) - 1)])

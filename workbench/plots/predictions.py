@@ -1,19 +1,10 @@
 """Predicted against measured times."""
 
-from itertools import cycle, product
-
 import numpy as np
 import pandas as pd
 from matplotlib.figure import FigureBase
 
-from workbench.plots.styled import (
-    DASHED,
-    MARKERS,
-    PALETTE,
-    add_legend,
-    returns_figure,
-    set_height,
-)
+from workbench.plots.styled import DASHED, add_legend, looks, returns_figure, set_height
 from workbench.plots.text import describe_unplaced, group_by, label_log
 
 
@@ -36,8 +27,7 @@ def predictions(
     placed = rows.dropna(subset=["ms", "predicted_ms"])
     set_height(figure, 4.5)
     ax = figure.subplots()
-    styles = cycle(product(MARKERS, PALETTE))
-    for (name, group), (marker, colour) in zip(group_by(placed, hue), styles):
+    for (name, group), (colour, marker) in zip(group_by(placed, hue), looks()):
         label = name  # of the first marks of a group; the legend has each group once
         for is_fitted, points in group.groupby("fitted", sort=False):
             lengths = [

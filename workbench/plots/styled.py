@@ -3,9 +3,10 @@ this look whatever the user's settings are."""
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -116,9 +117,17 @@ def returns_figure(draw: Callable) -> Callable:
     return drawn
 
 
+def looks(marks: str = MARKERS) -> Iterator[tuple[str, str]]:
+    """A colour and a mark for each of several groups. The numbers of colours and marks
+    have no common divisor, so that 63 groups look different, and neighbours differ in
+    both."""
+    return zip(cycle(PALETTE), cycle(marks))
+
+
 def set_title(figure: FigureBase, *paragraphs: str) -> None:
-    """Writes each paragraph above all axes, wrapped at the width of the figure."""
-    lines = [text.wrap(figure, words, 1) for words in paragraphs if words]
+    """Writes each paragraph above all axes, wrapped at the width of the figure or
+    before it, so that no line has a single word left."""
+    lines = [text.wrap_evenly(figure, words) for words in paragraphs if words]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9)
 
 

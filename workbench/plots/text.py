@@ -27,8 +27,26 @@ MAX_CODE_POINTS = 3
 
 def wrap(figure: FigureBase, text: str, share: float = 0.5) -> str:
     """A text in lines of a share of the figure's width."""
+    return textwrap.fill(text, _characters_of_line(figure, share))
+
+
+def wrap_evenly(figure: FigureBase, text: str) -> str:
+    """A text in as few lines of the figure's width as it takes, and these of about the
+    same length."""
+    lines = textwrap.wrap(text, _characters_of_line(figure, 1))
+    # textwrap breaks a word that is longer than a line, so that no line is narrower
+    longest_word = max(map(len, text.split()), default=1)
+    for characters in range(max(map(len, lines), default=0), longest_word - 1, -1):
+        narrower = textwrap.wrap(text, characters)
+        if len(narrower) > len(lines):
+            break
+        lines = narrower
+    return "\n".join(lines)
+
+
+def _characters_of_line(figure: FigureBase, share: float) -> int:
     # about 14 characters of a text take an inch
-    return textwrap.fill(text, max(8, int(14 * share * width_of(figure))))
+    return max(8, int(14 * share * width_of(figure)))
 
 
 def width_of(figure: FigureBase) -> float:

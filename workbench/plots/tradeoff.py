@@ -1,8 +1,8 @@
 """Speed against fidelity."""
 
-from itertools import cycle, product
 from math import inf
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
@@ -10,8 +10,8 @@ from matplotlib.figure import FigureBase
 from workbench.plots.styled import (
     DASHED,
     MARKERS,
-    PALETTE,
     add_legend,
+    looks,
     returns_figure,
     set_height,
 )
@@ -19,6 +19,11 @@ from workbench.plots.text import describe_unplaced, group_by, label_log, label_o
 
 LEAST_KL = 1e-8
 """Smaller values are drawn as this one; a logarithmic axis has no 0."""
+RED_MARK = "X"
+MARKS = MARKERS.replace(RED_MARK, "")
+LARGEST_MARK, SMALLEST_MARK = 90, 18
+"""Areas of marks, in points². Each group has smaller ones than the group before it, so that
+a mark hides none that was drawn at its place."""
 FASTER = 1.02
 """A numbered configuration is more than this many times as fast as all of a lower KL:
 smaller differences are noise."""
@@ -50,9 +55,10 @@ def tradeoff(
     measured = measured.assign(kl_mean=measured["kl_mean"].clip(lower=LEAST_KL))
     set_height(figure, 3.2)
     ax = figure.subplots()
-    styles = cycle(product(MARKERS, PALETTE))
-    for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
-        _draw_points(ax, group, marker, colour, f"{name}, " if hue else "")
+    groups = group_by(measured, hue)
+    areas = np.linspace(LARGEST_MARK, SMALLEST_MARK, len(groups) + 1)[1:]
+    for (name, group), look, area in zip(groups, looks(MARKS), areas):
+        _draw_points(ax, group, look, area, f"{name}, " if hue else "")
     best = _pareto_front(measured)
     _annotate_numbers(ax, figure, best)
     if max_kl:
@@ -77,17 +83,21 @@ def tradeoff(
 
 
 def _draw_points(
-    ax: Axes, group: pd.DataFrame, marker: str, colour: str, prefix: str
+    ax: Axes, group: pd.DataFrame, look: tuple[str, str], area: float, prefix: str
 ) -> None:
     """Draws configurations in one colour, with another mark where the verdict is RED and
     an open one where the quality is OVER.
 
     Args:
+        look: colour and mark.
+        area: of a mark, as in `Axes.scatter`.
         prefix: begins the labels.
     """
+    colour, marker = look
     for words, points in group.groupby(["verdict", "quality"], dropna=False):
         verdict, quality = words
-        style = {"color": colour, "marker": "X" if verdict == "RED" else marker}
+        style = {"color": colour, "marker": RED_MARK if verdict == "RED" else marker}
+        style["s"] = area
         if quality == "OVER":
             style |= {"facecolors": "none", "edgecolors": colour}
             del style["color"]

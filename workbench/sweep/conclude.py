@@ -6,7 +6,7 @@ disturbed (a reason, or null), and the columns that tell settings apart. Output 
 The argument `command` is the command that measures further rounds."""
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pandas as pd
@@ -43,6 +43,23 @@ class Undecided:
     objections: list[str]
 
 
+@dataclass
+class Ranking:
+    """Settings in the order of their medians, and the first compared with each other."""
+
+    medians: dict[Hashable, float]
+    """Tokens per second of each setting, the most first."""
+    slower: dict[Hashable, RatioEstimate] = field(default_factory=dict)
+    """Settings that are slower than the first in every round, with their ratio to it."""
+    undecided: dict[Hashable, list[str]] = field(default_factory=dict)
+    """The other settings, with the reasons why nothing is concluded from them."""
+
+    @property
+    def first(self) -> Hashable:
+        """The setting with the highest median."""
+        return next(iter(self.medians))
+
+
 def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
     """Sentences on the dependence of a measured value, such as ms or tokens per second, on
     an axis: the median over processes at each of its values, and the differences of
@@ -77,31 +94,38 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
     return " ".join([*sentences, *_describe_undecided(undecided, command)])
 
 
+def describe_most(processes: pd.DataFrame) -> str:
+    """A sentence that names the setting (column `name`) with the most tokens per second,
+    and says so where its order against another is not decided."""
+    ranking = _rank(_group_processes(processes, "name"))
+    speed = f"{ranking.medians[ranking.first]:.4g}"
+    if not ranking.undecided:
+        return f"{ranking.first} has the most tokens per second: {speed}."
+    (nearest, objections), *others = ranking.undecided.items()
+    more = f". Nor is that against {len(others)} more" if others else ""
+    return (
+        f"{ranking.first} has the highest median of tokens per second, {speed}; its order "
+        f"against {nearest} ({ranking.medians[nearest]:.4g}) is not decided: "
+        f"{' and '.join(objections)}{more}."
+    )
+
+
 def describe_fastest(processes: pd.DataFrame, command: str) -> str:
     """Sentences that name the setting (column `name`) with the most tokens per second, how
     far ahead it is, and the settings that are not told apart from it."""
     settings = _group_processes(processes, "name")
-    medians = {name: _values(rows).median() for name, rows in settings.items()}
-    order = sorted(settings, key=medians.get, reverse=True)
+    ranking = _rank(settings)
+    first, slower = ranking.first, ranking.slower
     speeds = "; ".join(
-        f"{name}: {_describe_median(settings[name])} tok/s" for name in order
+        f"{name}: {_describe_median(settings[name])} tok/s" for name in ranking.medians
     )
-    if len(order) < 2:
+    if len(settings) < 2:
         return f"{speeds}. No other setting was measured."
-    first, *others = order
-    slower: dict[str, RatioEstimate] = {}
-    undecided: list[Undecided] = []
-    for name in others:
-        comparison = _compare({first: settings[first], name: settings[name]})
-        estimate = comparison.estimate
-        if comparison.is_decided and estimate.ratio < 1:
-            slower[name] = estimate
-        else:
-            # a decided ratio above 1 contradicts the medians: nothing is concluded
-            objections = comparison.objections or [_why_undecided(estimate)]
-            # the fastest setting is named once
-            pair = name if undecided else f"{first} against {name}"
-            undecided.append(Undecided(pair, objections))
+    # the fastest setting is named once
+    undecided = [
+        Undecided(name if place else f"{first} against {name}", objections)
+        for place, (name, objections) in enumerate(ranking.undecided.items())
+    ]
     sentences = [f"{speeds}."]
     if not undecided:
         nearest = max(slower, key=lambda name: slower[name].ratio)
@@ -144,6 +168,24 @@ def describe_choice(
                 f"{option} {second} has more tokens per second than {first} in {counts}."
             )
     return " ".join(sentences)
+
+
+def _rank(settings: ProcessesBySetting) -> Ranking:
+    """The settings in the order of their medians, and what is decided of the first."""
+    medians = {name: _values(rows).median() for name, rows in settings.items()}
+    order = sorted(settings, key=medians.get, reverse=True)
+    first, *others = order
+    ranking = Ranking({name: medians[name] for name in order})
+    for name in others:
+        comparison = _compare({first: settings[first], name: settings[name]})
+        estimate = comparison.estimate
+        if comparison.is_decided and estimate.ratio < 1:
+            ranking.slower[name] = estimate
+        else:
+            # a decided ratio above 1 contradicts the medians: nothing is concluded
+            objections = comparison.objections or [_why_undecided(estimate)]
+            ranking.undecided[name] = objections
+    return ranking
 
 
 def _count_pairs(comparisons: list[Comparison], command: str) -> str:
