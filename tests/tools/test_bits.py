@@ -127,8 +127,10 @@ def test_the_page_is_made_of_the_rows(tmp_path):
 
 def test_the_page_says_what_the_rows_show():
     scores: dict[str, list[bits.Score]] = {}
+    bits_of: dict[str, float] = {}
     for path in (bits.ROWS / "smollm2-135m-instruct").glob("*.json"):
         document = json.loads(path.read_text())
+        bits_of[path.stem] = document["bits"]
         texts = [bits.Score(**text) for text in document["texts"].values()]
         assert [text.tokens for text in texts] == [4335] * 3
         scores[path.stem] = texts
@@ -140,13 +142,20 @@ def test_the_page_says_what_the_rows_show():
     presets = ("int8-channel", "lut6-g16", "int4-block32", "int8-tensor")
     gains = [kl_ratios(f"{preset}-s0", preset) for preset in presets]
     gains = [ratio for ratios in gains for ratio in ratios]
-    assert f"{min(gains):.2f} to {max(gains):.2f}" == "0.14 to 0.43"
+    assert f"{min(gains):.2f} to {max(gains):.2f}" == "0.13 to 0.41"
     assert max(abs(score.ratio - 1) for score in scores["lut6-g16-s0"]) < 0.01
     ratios = kl_ratios("llama.cpp-Q4_K_M-imatrix", "lut6-g16-s0")
-    assert 2.4 < min(ratios) and max(ratios) < 2.65
+    assert 2.55 < min(ratios) and max(ratios) < 2.7
     ratios = kl_ratios("llama.cpp-Q6_K-imatrix", "int8-channel-s0")
-    assert 1.75 < min(ratios) and max(ratios) < 2
+    assert 2 < min(ratios) and max(ratios) < 2.2
+    assert round(bits_of["llama.cpp-Q8_0"] / bits_of["int8-channel-s0"], 2) == 1.06
+    ratios = kl_ratios("llama.cpp-Q8_0", "int8-channel-s0")
+    assert (round(100 - 100 * max(ratios)), round(100 - 100 * min(ratios))) == (15, 19)
     ratios = kl_ratios("llama.cpp-Q4_0-imatrix", "lut4-g8-s0")
-    assert (round(100 - 100 * max(ratios)), round(100 - 100 * min(ratios))) == (11, 15)
+    assert (round(100 - 100 * max(ratios)), round(100 - 100 * min(ratios))) == (9, 16)
     ratios = [score.ratio for score in scores["llama.cpp-Q4_0-imatrix"]]
     assert max(ratios) < min(score.ratio for score in scores["lut4-g8-s0"])
+    mixed, other = "mixed-0.05-s0", "llama.cpp-Q4_0-imatrix"
+    assert bits_of[mixed] < bits_of[other] and min(kl_ratios(other, mixed)) > 3
+    kls = [score.mean_kl for score in scores[mixed]]
+    assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.050 to 0.053"
