@@ -153,7 +153,8 @@ def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path
     assert sweep.stored_tables(plan, tmp_path)["fidelity"]["run_id"].nunique() == 1
     explorer = Explorer(grid, None, root=tmp_path)
     explorer.axes["T"].value = 2
-    assert explorer.message.value.endswith(f"; invalid: {reason}")
+    assert f"; invalid: {reason}<br>" in explorer.message.value
+    assert "Errors: Not measured at T = 2; showing 1." in explorer.message.value
     here(SLOW)
     assert sweep.missing(sweep.cells(plan), tmp_path) == []
     *_, cell = sweep.cells(plan)

@@ -196,7 +196,7 @@ def test_a_budget_is_shared_by_the_bundle_the_golden_and_the_layers_that_are_see
     monkeypatch.setattr(validate, "measure", measure)
     monkeypatch.setattr(validate, "load_or_run_gates", lambda *_, **__: [])
     monkeypatch.setattr(validate, "stored_weights", lambda *_, **__: None)
-    monkeypatch.setattr(validate, "check_exported_from", lambda *_: None)
+    monkeypatch.setattr(validate, "check_fits", lambda *_: None)
     monkeypatch.setattr(validate, "run_device_gate", lambda *_: None)
     first = Bundle.open(llama_bundle.root)
     second = Bundle.open(llama_bundle.root)

@@ -15,6 +15,7 @@ from workbench.cli.options import (
     Json,
     Prompt,
     TranscriptOptions,
+    check_length,
     load_checkpoint,
     reject_unused,
 )
@@ -389,15 +390,16 @@ def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
 
     if golden:
         reference = workbench.Golden.load(golden)
+        check_held_out(bundle, reference.ids)
     elif checkpoint:
-        ids = prompt.fitting_token_ids(
-            bundle
-        )  # counted before Hugging Face's model runs
+        ids = prompt.token_ids(bundle)
+        # both before Hugging Face's model runs
+        check_held_out(bundle, ids)
+        check_length(ids, bundle)
         stage("validate: Hugging Face's values")
         reference = workbench.golden.make_golden(checkpoint, ids)
     else:
         return None
-    check_held_out(bundle, reference.ids)
     return replace(reference, source=checkpoint)
 
 

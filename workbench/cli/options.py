@@ -90,16 +90,21 @@ class Prompt:
             InputError: more tokens than `max_seq_len`, before anything runs.
         """
         ids = self.token_ids(bundle)
-        S = bundle.manifest.options.max_seq_len
-        if len(ids) > S:
-            raise InputError(
-                f"prompt of {len(ids)} tokens",
-                f"{len(ids) - S} too many",
-                f"at most {S} tokens, the bundle's max_seq_len",
-                f"shorten the prompt (--tokens {S}), or export with a larger "
-                "--max-seq-len",
-            )
+        check_length(ids, bundle)
         return ids
+
+
+def check_length(ids: list[int], bundle) -> None:
+    """Raises an InputError for more token ids of a prompt than the `max_seq_len` of a
+    `Bundle`."""
+    S = bundle.manifest.options.max_seq_len
+    if len(ids) > S:
+        raise InputError(
+            f"prompt of {len(ids)} tokens",
+            f"{len(ids) - S} too many",
+            f"at most {S} tokens, the bundle's max_seq_len",
+            f"shorten the prompt (--tokens {S}), or export with a larger --max-seq-len",
+        )
 
 
 # cyclopts calls a validator with the option's type and its value
