@@ -22,7 +22,7 @@ import torch
 from numba import njit
 
 from workbench.bundle.presets import Preset
-from workbench.exporter.tables import group_tables
+from workbench.exporter.tables import group_tables, nearest_entry
 from workbench.exporter.threads import call_in_parts
 from workbench.exporter.weights import Arrays, quantize
 
@@ -390,17 +390,6 @@ def _conjugate_gradients(
 
 
 @njit(cache=True, nogil=True)
-def _count_below(midpoints, value):
-    """The index of the entry nearest to a value, from the midpoints between neighbouring
-    entries: the number of midpoints below the value. For the few dozen of a table this is
-    faster than a binary search, since the processor compares many at a time."""
-    count = 0
-    for midpoint in midpoints:
-        count += midpoint < value
-    return count
-
-
-@njit(cache=True, nogil=True)
 def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
     """Exchanges the index of one weight after the other for that of the entry with the
     least error, given all other weights of its row: coordinate descent on Δ H Δᵀ.
@@ -422,7 +411,7 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
             for i in range(width):
                 entry = table[indices[r, i]]
                 best_value = entry - row_gradient[i] / hessian[i, i]
-                index = _count_below(midpoints, best_value)
+                index = nearest_entry(midpoints, best_value)
                 change = table[index] - entry
                 if change != 0:
                     indices[r, i] = index
@@ -441,7 +430,7 @@ def _round_to_tables(block, scaled_errors, factor, tables, group, indices):
         midpoints = (table[1:] + table[:-1]) / 2
         row = block[r]
         for i in range(width):
-            index = _count_below(midpoints, row[i])
+            index = nearest_entry(midpoints, row[i])
             indices[r, i] = index
             scaled_error = (row[i] - table[index]) / factor[i, i]
             scaled_errors[r, i] = scaled_error

@@ -226,6 +226,18 @@ def _best_bounds(x, w, sum_w, sum_wx, edges, count):
 
 
 @njit(cache=True, nogil=True)
+def nearest_entry(midpoints, value):
+    """The index of the entry nearest to a value, the lower one of two equally near, from
+    the midpoints between neighbouring entries: the number of midpoints below the value. For
+    the few dozen of a table this is faster than a binary search, since the processor
+    compares many at a time."""
+    count = 0
+    for midpoint in midpoints:
+        count += midpoint < value
+    return count
+
+
+@njit(cache=True, nogil=True)
 def nearest_entries(values, tables):
     """The index of the entry nearest to each of `values` [R, C] in the table of its
     group, the lower one of two equally near: uint8 [R, C]. `tables` [G, count] are
@@ -237,5 +249,5 @@ def nearest_entries(values, tables):
         table = tables[r // group]
         midpoints = (table[1:] + table[:-1]) / 2
         for i in range(inputs):
-            indices[r, i] = np.searchsorted(midpoints, values[r, i])
+            indices[r, i] = nearest_entry(midpoints, values[r, i])
     return indices
