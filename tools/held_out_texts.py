@@ -74,14 +74,17 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
     readers = {"prose": read_prose, "manual": read_manual, "code": read_code}
-    for name, read in readers.items():
-        text = read()[:LENGTH]
-        if not text:
+    texts = {name: read()[:LENGTH] for name, read in readers.items()}
+    # before any is written, so that the files of a folder belong together
+    for name, text in texts.items():
+        if len(text) < LENGTH:
             parser.error(
-                f"{name}: no source here; apt-get install debian-handbook vim-runtime"
+                f"{name}: found {len(text)} characters; needs {LENGTH}; run: apt-get "
+                "install debian-handbook vim-runtime"
             )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
         path = folder / f"{name}.txt"
         path.write_text(text, encoding="utf-8")
         sha256 = hashlib.sha256(text.encode()).hexdigest()
