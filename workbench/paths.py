@@ -91,7 +91,7 @@ def _similar_folders(path: Path, file: str) -> list[Path]:
     if os.path.lexists(path):
         return []
     try:
-        names = sorted(found.parent.name for found in path.parent.glob(f"*/{file}"))
+        names = sorted(p.parent.name for p in path.parent.glob(f"*/{file}"))
     except OSError:  # a folder that may not be read
         return []
     similar = difflib.get_close_matches(path.name, names)

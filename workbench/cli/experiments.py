@@ -102,11 +102,12 @@ def _full_run(
     extracts = [number for number in settings if settings[number].get("EXTRACT")]
     if not extracts:
         return None
-    known = {name for number in extracts for name in settings[number]} - {"EXTRACT"}
+    parameters = {name for number in extracts for name in settings[number]}
+    parameters.remove("EXTRACT")
     words = ["run", *extracts]
     for assignment in assignments:
         # a parameter of the other notebooks alone would be refused
-        if assignment.partition("=")[0] in known:
+        if assignment.partition("=")[0] in parameters:
             words += ["--set", assignment]
     return f"{command_line(*words)}  (all cells and rounds)"
 
