@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -348,7 +348,7 @@ def write_row(
         row: what is known of the weights without a text.
     """
     scores = {text.name: asdict(score(source, weights, text)) for text in texts}
-    columns = machine.environment()
+    columns = environment_at_start()
     document = {
         "checkpoint": {"name": source.name, "sha256": source.sha256},
         **row,
@@ -360,6 +360,13 @@ def write_row(
     path = row_path(source, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(rounded(document), indent=1) + "\n").encode())
+
+
+@cache
+def environment_at_start() -> dict:
+    """Machine and commit as they are when `main` begins: the rows that it writes would mark the
+    commit as one with changed files."""
+    return machine.environment()
 
 
 def row_path(source: Checkpoint, name: str) -> Path:
@@ -571,6 +578,7 @@ def main() -> None:
     if arguments.action == "table":
         write_page()
         return
+    environment_at_start()
     source = Checkpoint(arguments.checkpoint)
     texts = [read_windows(source, text, arguments.windows) for text in arguments.text]
     if arguments.action == "gguf":
