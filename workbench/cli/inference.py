@@ -9,7 +9,7 @@ from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
-    load_checkpoint,
+    load_exported_checkpoint,
     reject_unused,
 )
 from workbench.cli.output import print_and_exit
@@ -158,7 +158,7 @@ def evaluate(
     exported = workbench.Bundle.open(bundle)
     prompt.check(required=True)
     stage("evaluate: opening the bundle")
-    source = load_checkpoint(checkpoint, "evaluate")
+    source = load_exported_checkpoint(checkpoint, exported, "evaluate")
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out
     from workbench.decode.tokenizer import unknown_share

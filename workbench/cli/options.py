@@ -326,3 +326,18 @@ def load_checkpoint(path: Path | None, command: str | None = None):
     if command:
         stage(f"{command}: reading the checkpoint")
     return workbench.Checkpoint(path)
+
+
+def load_exported_checkpoint(path: Path | None, bundle, command: str):
+    """The `Checkpoint` at a path, from which a `Bundle` was exported; None without a path.
+    The two are compared here, before anything is computed with them.
+
+    Raises:
+        InputError: a wrong path, or another checkpoint than the bundle's.
+    """
+    source = load_checkpoint(path, command)
+    if source is not None:
+        from workbench.check.golden import check_exported_from
+
+        check_exported_from(source, bundle)
+    return source
