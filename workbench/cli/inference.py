@@ -163,7 +163,9 @@ def evaluate(
     from workbench.check.text import check_held_out
     from workbench.decode.tokenizer import unknown_share
 
-    decoder, ids = execution.decoder(exported), prompt.token_ids(exported)
+    ids = prompt.token_ids(exported)
+    stage("evaluate: loading the shards")
+    decoder = execution.decoder(exported)
     check_held_out(exported, ids)
     share = unknown_share(exported.tokenizer, ids)
     if share > MAX_UNKNOWN:
