@@ -156,7 +156,9 @@ def test_each_window_is_stored_and_counted_before_the_next_one_runs(
     assert all(noted[index - 1] == "stored" for index in ticks)
     assert sizes == sorted(set(sizes)) and sizes[0] == WINDOW - 1
     L = bundle.manifest.dims.L
-    layers = [f"Hugging Face's model, 7 windows: layer {i + 1} of {L}" for i in range(L)]
+    layers = [
+        f"Hugging Face's model, 7 windows: layer {i + 1} of {L}" for i in range(L)
+    ]
     first = noted.index(layers[0])
     assert noted[first : first + L] == layers
     shards = [f"bundle: shard {i + 1} of {L}" for i in range(L)]

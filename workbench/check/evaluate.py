@@ -17,7 +17,6 @@ from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from workbench.check.compare import resampled_means
 from workbench.check.fidelity import summarize_kl
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
+from workbench.check.windows import Span, check_sizes, windows
 from workbench.decode import Decoder
 from workbench.decode.shards import ShardCall
 from workbench.errors import InputError
@@ -55,31 +55,6 @@ SCORED_NUMBERS = 1 << 24  # logits of each side in memory at a time
 Report = Callable[[str], None]
 """A function that is called with what is computed next, for the line of a bar."""
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
-
-
-class Span(NamedTuple):
-    """A window: it reads the tokens from `begin` to before `end` of a text, and scores
-    those from `first` on."""
-
-    begin: int
-    first: int
-    end: int
-
-
-def windows(n: int, window: int, stride: int) -> list[Span]:
-    """Every window over n tokens, in their order. Every token but number 0, which nothing
-    predicts, is scored once.
-
-    Args:
-        window: tokens of a window; the last one may have fewer.
-        stride: tokens from one window's begin to the next.
-    """
-    spans = []
-    for begin in range(0, max(n - window, 0) + stride, stride):
-        end_of_previous = begin - stride + window
-        first = end_of_previous if begin else 1
-        spans.append(Span(begin, first, min(begin + window, n)))
-    return spans
 
 
 def evaluate(
@@ -114,7 +89,11 @@ def evaluate(
     ids = check_ids(ids, decoder.manifest.dims.V)
     if checkpoint is not None:
         check_exported_from(checkpoint, decoder.bundle)
-    spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
+    sizes = check_sizes(decoder.options.max_seq_len, window, stride)
+    if len(ids) < 2:
+        actual, needed = f"{len(ids)} tokens", "at least two"
+        raise InputError("text", actual, needed, "give a longer text")
+    spans = windows(len(ids), *sizes)
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,  # with it the hash of every file
@@ -443,25 +422,3 @@ def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
         "same_top": means[SAME_TOP],
         "kl_mean": means[KL],
     }
-
-
-def _check_sizes(
-    decoder: Decoder, n: int, window: int | None, stride: int | None
-) -> tuple[int, int]:
-    """Window and stride, with their defaults, checked."""
-    S = decoder.options.max_seq_len
-    if n < 2:
-        raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
-    window = S if window is None else window
-    if not 2 <= window <= S:
-        needed = f"at least 2 and at most max_seq_len = {S}"
-        step = "choose a shorter one, or export with a larger --max-seq-len"
-        raise InputError("--window", f"{window} tokens", needed, step)
-    stride = window // 2 if stride is None else stride
-    if not 1 <= stride < window:
-        needed = (
-            f"1 … {window - 1}, so that every token follows another one in its window"
-        )
-        step = "choose a stride below the window"
-        raise InputError("--stride", str(stride), needed, step)
-    return window, stride

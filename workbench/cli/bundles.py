@@ -50,6 +50,7 @@ def export(
     paths.check_new_bundle(bundle)
     checkpoint_checks.check_family(folder)
     checkpoint_checks.check_quantization(folder)
+    checkpoint_checks.check_positions(folder, options.max_seq_len)
     calibration_text.check(options.compress)
     format_target.check(options.compress)
     stage("export: reading the checkpoint")

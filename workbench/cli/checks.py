@@ -16,6 +16,7 @@ from workbench.cli.options import (
     Prompt,
     TranscriptOptions,
     check_length,
+    check_runs_here,
     load_exported_checkpoint,
     reject_unused,
 )
@@ -74,6 +75,7 @@ def validate(
     start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
+    execution.check(exported)
     stage("validate: opening the bundle")
     source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.ane.memory import peak_rss
@@ -330,6 +332,7 @@ def validate_units(
     """
     exported = workbench.Bundle.open(bundle)
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
+    check_runs_here(runtime, exported)
     stage("validate: opening the bundle")
     source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.check.units import units_quality, units_verdict

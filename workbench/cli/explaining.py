@@ -50,6 +50,7 @@ def explain(
         needed = "what was exported"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
+    device.check(bundle)
     source = load_exported_checkpoint(checkpoint, bundle, "explain")
     ids = prompt.fitting_token_ids(bundle)
     answers = []
@@ -80,6 +81,7 @@ def explain_parts(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
+    device.check(exported)
     source = load_exported_checkpoint(checkpoint, exported, "explain")
     ids = prompt.fitting_token_ids(exported)
     _print_answers([_split_error(exported, source, ids, device)], json)
@@ -145,6 +147,7 @@ def explain_op(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
+    device.check(exported)
     stage("explain: opening the bundle")
     ids = prompt.fitting_token_ids(exported)
     from workbench.explain import operation

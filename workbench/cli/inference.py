@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import workbench
+from workbench.check.windows import check_sizes
 from workbench.cli.options import (
     Execution,
     Json,
@@ -57,6 +58,7 @@ def generate(
         reject_unused(
             "--temperature above 0", top_k=top_k > 0, top_p=top_p < 1, seed=seed > 0
         )
+    execution.check(exported)
     stage("generate: opening the bundle")
     from workbench.decode import Sampling
     from workbench.decode.timed import timed_generation
@@ -157,6 +159,8 @@ def evaluate(
     """
     exported = workbench.Bundle.open(bundle)
     prompt.check(required=True)
+    check_sizes(exported.manifest.options.max_seq_len, window, stride)
+    execution.check(exported)
     stage("evaluate: opening the bundle")
     source = load_exported_checkpoint(checkpoint, exported, "evaluate")
     from workbench.check.evaluate import evaluate

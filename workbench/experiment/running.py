@@ -9,7 +9,7 @@ from workbench.check import gates
 from workbench.errors import InputError
 from workbench.experiment import artifacts, folders, report
 from workbench.experiment.notebooks import find_notebook
-from workbench.experiment.parameters import notebook_parameters
+from workbench.experiment.parameters import check_lengths, notebook_parameters
 from workbench.experiment.publishing import publish_run
 from workbench.files import locked, write_whole
 
@@ -82,8 +82,8 @@ def run_notebook(
 
 
 def check_parameters(number: str, parameters: Mapping) -> None:
-    """Refuses parameters that a notebook does not have, or that cannot be
-    overridden."""
+    """Refuses parameters that a notebook does not have, that cannot be overridden, or
+    that count more tokens than the cache has rows."""
     if not parameters:
         return
     accepted = notebook_parameters(number)
@@ -96,6 +96,7 @@ def check_parameters(number: str, parameters: Mapping) -> None:
         words = (f"{name} = {accepted.fixed[name]}" for name in sorted(fixed))
         actual = f"{', '.join(words)}, whose type --set cannot write"
         raise InputError(subject, actual, needed, "change it in the notebook")
+    check_lengths(number.zfill(2), accepted.values | parameters)
 
 
 def _find_concluded(source: Path, copy: Path) -> Path:
