@@ -1,5 +1,6 @@
 """Notebooks executed headless, each in a kernel of its own."""
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,7 +92,11 @@ def check_parameters(number: str, parameters: Mapping) -> None:
     needed = f"some of {', '.join(sorted(accepted.values))}"
     if unknown := parameters.keys() - accepted.values.keys() - accepted.fixed.keys():
         actual = ", ".join(sorted(unknown))
-        raise InputError(subject, actual, needed, "correct the name")
+        step = "correct the name"
+        names = [*accepted.values]
+        if similar := difflib.get_close_matches(min(unknown), names, n=1):
+            step = f"did you mean {similar[0]}? If not, {step}"
+        raise InputError(subject, actual, needed, step)
     if fixed := parameters.keys() & accepted.fixed.keys():
         words = (f"{name} = {accepted.fixed[name]}" for name in sorted(fixed))
         actual = f"{', '.join(words)}, whose type --set cannot write"
