@@ -208,13 +208,14 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
     result["predicted_misfit"] = roofline.calibration().median_error
     result["assumes"] = roofline.describe_fit()
     table = speeds.drop(columns="extrapolates").to_dict("records")
-    lines = format_result({"chips": table, "assumes": result["assumes"]})
-    lines += ["", *roofline.describe_extrapolations(speeds)]
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]
-    if proposals:
+    lines = []
+    if proposals:  # what a user can act on comes before the tables
         lines += ["", "proposed exports"]
         lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
+    lines += format_result({"chips": table, "assumes": result["assumes"]})
+    lines += ["", *roofline.describe_extrapolations(speeds)]
     if drafts.draft_acceptance is not None:
         gains = _predicted_gain(source, options, work, drafts, placed_on)
         result["speculation"] = asdict(gains)
