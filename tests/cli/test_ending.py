@@ -246,3 +246,17 @@ def test_an_interrupted_sweep_says_what_it_kept_and_ends_at_once(tmp_path):
     assert running.returncode == 130
     assert stderr.splitlines()[-1].startswith("workbench: 1 of 4 cells kept in ")
     assert stderr.splitlines()[-1].endswith("the same command resumes")
+
+
+def test_a_command_ends_without_a_search_for_garbage():
+    """The search took most of the time between the last output and the end."""
+    program = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))  # runs last
+sys.argv = ["workbench", "--help"]
+from workbench.cli import main
+main()
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "True"

@@ -18,7 +18,14 @@ versions, arguments.py words the errors of cyclopts."""
 
 def main() -> None:
     """Runs the command that `sys.argv` names, and ends with its exit code."""
+    import atexit
+    import gc
+
     from workbench.cli import ending
+
+    # Python looks for garbage among the objects of torch and pandas as it exits, most of
+    # the seconds between the last output and the end. The system frees them anyway.
+    atexit.register(gc.freeze)
 
     def command() -> None:
         from workbench.cli.app import run
