@@ -28,11 +28,15 @@ def test_a_chip_that_is_none_is_refused_before_anything_is_predicted(source):
 
 @pytest.mark.parametrize("chip", ["M1", "M4"])
 @pytest.mark.parametrize("compress", ["fp16", "int8-channel", "lut6-g16", "lut4-g8"])
-def test_one_format_takes_the_time_of_its_export(source, compress, chip):
+def test_one_format_takes_the_time_of_its_export_with_its_interval(
+    source, compress, chip
+):
     count = sum(work_of(source, "fp16").weights.values())
     timing = Timing(work_of(source, "fp16"), chip)
-    expected = by_chip(work_of(source, compress), [chip])["ms"].iloc[0]
-    assert timing.milliseconds({compress: count}) == pytest.approx(expected)
+    (expected,) = by_chip(work_of(source, compress), [chip]).to_dict("records")
+    time = timing.call_time({compress: count})
+    assert time == pytest.approx([expected[name] for name in time._fields])
+    assert time.low_ms < time.ms < time.high_ms
 
 
 def test_half_of_the_weights_in_tables_unpack_in_half_the_time(source):
@@ -44,8 +48,9 @@ def test_half_of_the_weights_in_tables_unpack_in_half_the_time(source):
     ]
     (stream, unpack), (fp16_stream, no_unpack) = prices
     assert no_unpack == 0 and unpack > stream
-    others = timing.milliseconds({"lut4-g8": count}) - unpack
-    half = timing.milliseconds({"lut4-g8": count // 2, "fp16": count - count // 2})
+    others = timing.call_time({"lut4-g8": count}).ms - unpack
+    formats = {"lut4-g8": count // 2, "fp16": count - count // 2}
+    half = timing.call_time(formats).ms
     expected = max((stream + fp16_stream) / 2, unpack / 2)
     assert half - others == pytest.approx(expected, rel=1e-4)
 

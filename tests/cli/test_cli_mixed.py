@@ -65,6 +65,8 @@ def test_it_says_what_was_chosen(exported):
     assert len(mixed["formats"]) > 1
     assert mixed["selection_tokens"] == manifest.selection.tokens
     assert mixed["predicted_chip"] == "M4" and mixed["predicted_ms"] > 0
+    low, high = mixed["predicted_low_ms"], mixed["predicted_high_ms"]
+    assert low < mixed["predicted_ms"] < high
 
 
 def test_fewer_bytes_have_their_limit_too(exported, texts, tmp_path):

@@ -327,9 +327,10 @@ class UnpackingChip:
     def matrix_time(self, weights, preset):
         return weights * preset.bits / 8, float(weights) * preset.is_table
 
-    def milliseconds(self, weights):
+    def call_time(self, weights):
         parts = [self.matrix_time(n, find_preset(name)) for name, n in weights.items()]
-        return max(map(sum, zip(*parts)))
+        ms = max(map(sum, zip(*parts)))
+        return ms, ms / 2, ms * 3
 
 
 def test_milliseconds_are_minimized_in_place_of_bytes(source, texts, modules, stored):
@@ -340,6 +341,8 @@ def test_milliseconds_are_minimized_in_place_of_bytes(source, texts, modules, st
     fastest = allocate(source, texts, modules, stored, minimizes="ms", **options).chosen
     assert fastest.quality.kl <= 0.005
     assert fastest.ms == pytest.approx(fastest.price)
+    ends = fastest.low_ms, fastest.high_ms
+    assert ends == pytest.approx((fastest.ms / 2, fastest.ms * 3))
     assert fastest.ms <= smallest.ms
     assert fastest.bytes >= smallest.bytes
 

@@ -160,6 +160,19 @@ def test_all_presets_are_tried_for_a_limit_that_none_keeps(recommend_for):
     )
 
 
+def test_the_kl_of_fp16_is_said_to_be_of_storage_alone(recommend_for):
+    """Hugging Face's model computes in float32: with the weights of fp16 it lacks about
+    all that an export in fp16 costs."""
+    advice = recommend_for(0.0)
+    lines = recommend.describe_recommendation(advice)
+    (line,) = (text for text in lines if "fp16: KL" in text)
+    assert f"KL {advice.trials[-1].figures.kl} (of storage alone" in line
+    assert "without the rounding of fp16 arithmetic" in line
+    others = [text for text in lines[:-1] if "KL" in text and text != line]
+    assert others and not any("storage alone" in text for text in others)
+    assert "Their KL is of storage alone" in lines[-1]
+
+
 def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(
     tiny_llama, llama_bundle
 ):

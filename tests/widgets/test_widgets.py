@@ -17,10 +17,12 @@ import pytest
 from ipywidgets.widgets.widget import _instances
 from tiny import DATA
 
-from workbench import plots, process
+from workbench import Decoder, Golden, plots, process
 from workbench.bundle import PRESETS
+from workbench.check import fidelity, gates
 from workbench.experiment import Experiment
 from workbench.explain import operation
+from workbench.sweep import identity
 from workbench.widgets import Explorer, planner, planning, sentences
 from workbench.widgets import explorer as explorers
 from workbench.widgets.jobs import Job
@@ -341,11 +343,11 @@ def test_cells_and_layers_are_ranked_by_error_over_rounding_not_by_cosine(explor
     assert "RMS over positions: layer 2" in said and plots.BUDGET_FORMULA in said
 
 
-def test_settings_are_compared_by_mean_and_99_percent_kl(explorer, monkeypatch):
+def test_settings_are_compared_by_mean_and_99_percent_kl(explorer):
     """And what comes from the log is text."""
     runs = pd.DataFrame({"kl_mean": [0.2, 0.1], "compress": ["<b>", "fp16"]})
     runs["config"] = ['{"price": {"kl": {"mean": 0.2, "p99": 0.9}}}', None]
-    monkeypatch.setattr(explorers.log, "load", lambda *_, **__: runs.copy())
+    explorer.runs = runs
     said = explorer._costs()
     assert said.index("fp16") < said.index("&lt;b&gt;") and "0.9" in said
     assert "99% KL" in said and "cosine" not in said
@@ -406,22 +408,58 @@ def test_the_metric_of_errors_has_the_name_that_the_colour_bar_has(explorer):
         assert " ".join(label.split()) == name
 
 
-def test_the_notebook_s_own_run_is_drawn_with_tokens(explorer):
-    def axis_label() -> str:
-        return explorer.heatmap.axes()[-1].get_xlabel()
+def axis_label(view: Explorer) -> str:
+    return view.heatmap.axes()[-1].get_xlabel()
 
+
+def test_a_run_is_drawn_with_the_tokens_that_it_logged(explorer):
+    """Whatever the prompt of the grid, which has as many tokens."""
     rows = explorer.results.tables["fidelity"]
-    rows["prompt"] = None
-    explorer.draw()
-    assert axis_label() == "token position"
-    (explorer.experiment.run_id,) = rows["run_id"].unique()
-    explorer.draw()
-    check(explorer)
-    assert axis_label() == "token"
-    assert f"“{explorer.tokens[2]}”" in explorer.heatmap.describe(Place(1, 2))
     rows["prompt"] = "another"
     explorer.draw()
-    assert axis_label() == "token position"
+    check(explorer)
+    assert axis_label(explorer) == "token position"
+    logged = ["·A", "ferry", "is", "late"]
+    explorer.runs["config"] = json.dumps({identity.TOKENS_KEY: logged})
+    explorer.draw()
+    check(explorer)
+    assert axis_label(explorer) == "token"
+    assert "“is”" in explorer.heatmap.describe(Place(1, 2))
+
+
+def test_a_run_without_a_prompt_is_drawn_with_positions(explorer):
+    """As the runs of notebooks before the prompt was logged, also that of this kernel's
+    notebook."""
+    rows = explorer.results.tables["fidelity"]
+    rows["prompt"] = None
+    (run_id,) = rows["run_id"].unique()
+    explorer.experiment = SimpleNamespace(run_id=run_id)
+    explorer.draw()
+    check(explorer)
+    assert axis_label(explorer) == "token position"
+
+
+def test_the_tokens_of_a_notebook_s_run_are_there_after_a_restart(
+    tmp_path, monkeypatch, exports
+):
+    """The Explorer of a new kernel labels the run with the notebook's prompt, although its
+    grid has another one of as many tokens."""
+    monkeypatch.chdir(tmp_path)
+    bundle = exports.bundle(
+        DATA / "tiny-llama", max_seq_len=16, tokens="1-2", compress="int8-tensor"
+    )
+    golden = Golden.of(DATA / "tiny-llama", [1, 173, 69, 4])
+    decoder = Decoder(bundle)
+    rows = fidelity.measure(decoder, golden, [1, 2]).rows
+    concluded = Experiment("05_x", {})
+    monkeypatch.setattr(concluded, "_write_finished", lambda *arguments: None)
+    concluded.add_gates([gates.holds("host", True, "")])
+    concluded.conclude("Yes.", decoder, golden=golden, fidelity=rows)
+    view = Explorer(PART, Experiment("05_x", {}))
+    check(view)
+    assert view.tokens != golden.tokens
+    assert axis_label(view) == "token"
+    assert f"“{golden.tokens[1]}”" in view.heatmap.describe(Place(1, 1))
 
 
 def test_making_it_again_frees_the_picture_of_the_one_before(explorer):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from workbench.ane.chips import check_chip
 from workbench.ane.features import calls_table, on_chip
-from workbench.ane.formula import predict_ms, terms
-from workbench.ane.roofline import calibration
+from workbench.ane.formula import terms
+from workbench.ane.roofline import calibration, predict_with_intervals
 from workbench.ane.work import ShardWork, Work, stored_format
 from workbench.bundle.presets import Preset, find_preset
 
@@ -25,6 +25,14 @@ class MatrixTime(NamedTuple):
     stream_ms: float
     unpack_ms: float
     """From lookup tables; 0 for other formats."""
+
+
+class CallTime(NamedTuple):
+    """The predicted milliseconds of a call, and the ends of its 90% interval."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,8 @@ class Timing:
             unpack_ms=per_billion.unpack_ms * weights / BILLION,
         )
 
-    def milliseconds(self, weights: dict[str, int]) -> float:
-        """The predicted milliseconds of a call.
+    def call_time(self, weights: dict[str, int]) -> CallTime:
+        """The predicted time of a call.
 
         Args:
             weights: preset → number of weights that it stores.
@@ -71,8 +79,9 @@ class Timing:
         first, *others = (replace(shard, weights={}) for shard in self.work.shards)
         first = replace(first, weights=dict(formats))
         work = replace(self.work, shards=(first, *others))
-        call = calls_table([on_chip(work, self.chip)]).iloc[0]
-        return float(predict_ms(call, calibration().constants))
+        calls = calls_table([on_chip(work, self.chip)])
+        (prediction,) = predict_with_intervals(calls, calibration()).to_dict("records")
+        return CallTime(*(prediction[name] for name in CallTime._fields))
 
 
 @cache

@@ -18,6 +18,8 @@ COLUMNS = (
     "rounding alone is the same model with the checkpoint's own weights."
 )
 """What the columns beside the bundle's are, in words."""
+STORAGE_ALONE = "of storage alone, without the rounding of fp16 arithmetic"
+"""What the KL of Hugging Face's model with the weights of a preset is, in words."""
 
 
 def cost_table(cost: Mapping) -> pd.DataFrame:

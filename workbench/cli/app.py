@@ -22,7 +22,7 @@ from workbench.cli import (
 from workbench.cli.output import libraries_on_stderr
 from workbench.cli.spellings import check_spelling, unknown_words_error
 from workbench.errors import InputError, visible
-from workbench.progress import plain_stage_lines
+from workbench.progress import end_stage, plain_stage_lines
 
 COMMANDS = {
     "Make": [bundles.export, bundles.golden, bundles.adopt],
@@ -99,7 +99,7 @@ def run_command(arguments: list[str]) -> None:
 
 def run() -> None:
     """Runs the command that `sys.argv` names; a warning is one line."""
-    warnings.formatwarning = lambda message, *rest: f"workbench: {visible(message)}\n"
+    warnings.formatwarning = _format_warning
     _check_settings()
     arguments = sys.argv[1:]
     if sys.flags.optimize == 2 and (not arguments or {"-h", "--help"} & {*arguments}):
@@ -110,6 +110,13 @@ def run() -> None:
     is_json = "--json" in arguments
     with plain_stage_lines(), libraries_on_stderr() if is_json else nullcontext():
         run_command(arguments)
+
+
+def _format_warning(message: Warning | str, *rest) -> str:
+    """A warning as one line. It takes the place of the stage that a terminal shows, which
+    would stay in front of it."""
+    end_stage()
+    return f"workbench: {visible(message)}\n"
 
 
 def _check_settings() -> None:

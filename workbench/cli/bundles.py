@@ -210,6 +210,7 @@ def doctor(*, json: Json = False) -> None:
 
     Example: workbench doctor --json
     """
+    stage("doctor: examining this machine")
     from workbench.doctor import examine
 
     print_and_exit(examine(), json)

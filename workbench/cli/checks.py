@@ -74,6 +74,7 @@ def validate(
     start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
+    stage("validate: opening the bundle")
     source = load_checkpoint(checkpoint, "validate")
     from workbench.ane.memory import peak_rss
     from workbench.check.tasks import answers_gate, load_tasks
@@ -98,7 +99,7 @@ def validate(
     )
     # only texts compute logits again and again
     writes_texts = bool(tasks or transcript_options.transcript)
-    stage("validate: opening the bundle")
+    stage("validate: loading the shards")
     result = None  # of a validation against Hugging Face's values
     try:
         if golden and is_device:
@@ -329,13 +330,14 @@ def validate_units(
     """
     exported = workbench.Bundle.open(bundle)
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
+    stage("validate: opening the bundle")
     source = load_checkpoint(checkpoint, "validate")
     from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units
 
     _check_single_copy(_is_device(exported, runtime), single_copy)
     reference = _load_reference(exported, prompt, source, golden)
-    stage("validate: opening the bundle")
+    stage("validate: loading the shards")
     units = run_units(
         exported, reference, runtime=runtime, single_copy=single_copy, max_kl=max_kl
     )

@@ -22,6 +22,7 @@ from workbench.cli.output import (
 )
 from workbench.errors import InputError, visible
 from workbench.files import write_whole
+from workbench.progress import end_stage, stage
 
 # The notebooks whose question is the cost of presets: OVER is their answer, and no
 # failure.
@@ -55,11 +56,12 @@ def run(
         publish: Make these the shipped write-ups.
         beside: Ship these too, beside write-ups of another checkpoint.
     """
-    from workbench import experiment
-
     if publish and beside:
         needed, step = "one of the two", "leave one out"
         raise InputError("--publish, --beside", "both", needed, step)
+    stage("run: reading the notebooks")
+    from workbench import experiment
+
     numbers = [number.zfill(2) for number in numbers]
     for number in numbers:
         experiment.find_notebook(number)  # refuses all before any of them runs
@@ -163,6 +165,7 @@ def _print_run(result: dict) -> None:
     lines = result["conclusion"].splitlines()
     lines += [f"{figure['path']}: {figure['alt']}" for figure in result["figures"]]
     lines += [f"report    {result['report']}", f"notebook  {result['executed']}"]
+    end_stage()
     print(f"experiment {result['experiment']}")
     print("\n".join(f"  {line}" for line in _verdict_lines(result, [result])))
     print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
@@ -240,6 +243,7 @@ def report(
 
 def _report_experiment(number: str, html: HtmlOption, publish: bool) -> dict[str, str]:
     """Writes an experiment's report; returns the path of each file."""
+    stage("report: redrawing the experiment")
     from workbench import experiment
 
     run = experiment.last_run(number)
@@ -263,6 +267,7 @@ def _report_bundle(
     if figure:
         _check_figure(figure)
     bundle = workbench.Bundle.open(folder)
+    stage("report: reading the validation")
     from workbench.check.record import load_record
     from workbench.experiment import page
     from workbench.experiment.validation import validation_page
@@ -351,6 +356,7 @@ def sweep(
         log: Folder of the log.
     """
     portion = _parse_part(part)
+    stage("sweep: reading the grid")
     grids = _make_grids(grid_or_bundle, T, depth, rounds, runtime, log)
     from workbench.sweep.summary import summary
     from workbench.sweep.table import table_lines

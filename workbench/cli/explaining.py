@@ -112,6 +112,7 @@ def explain_ranges(
         reject_unused("a bundle in place of a package", prompt)
         return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
+    stage("explain: opening the bundle")
     _print_answers([_measure_bundle(bundle, prompt.fitting_token_ids(bundle))], json)
 
 
@@ -137,9 +138,11 @@ def explain_op(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
+    stage("explain: opening the bundle")
     ids = prompt.fitting_token_ids(exported)
     from workbench.explain import operation
 
+    stage("explain: comparing the runtime's operations")
     count, seconds = operation.estimate_cost(exported, layer)
     cost = (
         f"about {seconds:.0f} s, and {operation.EXTRA_PACKAGES} packages more for a "
@@ -226,14 +229,15 @@ def _find_variant(bundle, checkpoint, ids: list[int]) -> Answer:
 
 def _measure_bundle(bundle, ids: list[int]) -> Answer:
     """The range of every operation of a bundle."""
+    stage("explain: ranges")
     from workbench.explain import ranges
 
-    stage("explain: ranges")
     return _describe_ranges(ranges.measure_bundle(bundle, ids))
 
 
 def _measure_package(package: Path) -> Answer:
     """The range of every operation of one package, on random inputs."""
+    stage("explain: ranges")
     from workbench.explain import ranges
 
     return _describe_ranges(ranges.measure_package(package))

@@ -14,6 +14,7 @@ from workbench.cli.options import (
 )
 from workbench.cli.output import print_and_exit
 from workbench.errors import InputError, visible
+from workbench.progress import end_stage, stage
 
 # Share of tokens that the tokenizer does not know, above which `evaluate` warns.
 MAX_UNKNOWN = 0.1
@@ -56,6 +57,7 @@ def generate(
         reject_unused(
             "--temperature above 0", top_k=top_k > 0, top_p=top_p < 1, seed=seed > 0
         )
+    stage("generate: opening the bundle")
     from workbench.decode import Sampling
     from workbench.decode.timed import timed_generation
     from workbench.decode.tokenizer import encode_chat
@@ -125,6 +127,7 @@ def _warn_of_unknown_words(tokenizer: Path, text: str) -> None:
 
 def _print_piece(text: str) -> None:
     """Prints a piece of a model's answer as soon as it is decoded."""
+    end_stage()
     print(visible(text), end="", flush=True)
 
 
@@ -154,6 +157,7 @@ def evaluate(
     """
     exported = workbench.Bundle.open(bundle)
     prompt.check(required=True)
+    stage("evaluate: opening the bundle")
     source = load_checkpoint(checkpoint, "evaluate")
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out

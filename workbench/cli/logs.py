@@ -10,7 +10,8 @@ import workbench
 from workbench import paths
 from workbench.cli.options import Json
 from workbench.cli.output import print_and_exit, print_document
-from workbench.errors import check_choice, visible
+from workbench.errors import check_choice
+from workbench.progress import stage
 
 
 def log(
@@ -34,6 +35,7 @@ def log(
         rows: Every run with all its columns.
         log: Folder of the log.
     """
+    stage("log: reading the runs")
     from workbench.sweep import summary
     from workbench.sweep.table import table_lines
 
@@ -49,12 +51,12 @@ def log(
         print_document(table.to_json(orient="records", date_format="iso"))
     elif table.empty:
         folder = log or workbench.log.default_root()
-        print(f"no run of the log at {folder} fits; --log names another log")
+        print_document(f"no run of the log at {folder} fits; --log names another log")
     elif rows:
         table = table.dropna(axis="columns", how="all")
-        print(visible(table.to_string(index=False, max_colwidth=32)))
+        print_document(table.to_string(index=False, max_colwidth=32))
     else:
-        print(visible("\n".join(table_lines(table))))
+        print_document("\n".join(table_lines(table)))
 
 
 def log_compare(
@@ -70,6 +72,7 @@ def log_compare(
         run_b: The other one.
         log: Folder of the log.
     """
+    stage("log: comparing the runs")
     from workbench.sweep import summary
 
     print_and_exit(summary.compare_runs(run_a, run_b, log), json)
@@ -86,6 +89,7 @@ def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> N
         log: Folder of the log.
     """
     paths.prepare_output("log pack", file)
+    stage("log: packing the runs")
     count = workbench.log.pack(file, log)
     print_and_exit({"runs": count, "bytes": file.stat().st_size}, json)
 
@@ -99,5 +103,6 @@ def log_unpack(file: Path, /, *, log: Path | None = None, json: Json = False) ->
         file: The zip to read.
         log: Folder of the log.
     """
+    stage("log: unpacking the runs")
     run_ids = workbench.log.unpack(file, log)
     print_and_exit({"imported": len(run_ids), "runs": run_ids}, json)

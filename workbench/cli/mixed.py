@@ -174,8 +174,8 @@ class FormatTarget:
 
 def describe_choice(bundle: "Bundle") -> dict:
     """The choice of a search for a mixed bundle, as JSON: bytes and bits of the matrices,
-    KL in nats, predicted milliseconds of a call, and the number of matrices of each
-    format."""
+    KL in nats, predicted milliseconds of a call with their 90% interval, and the number
+    of matrices of each format."""
     from workbench.exporter.mixed import read_allocation
 
     selection = bundle.manifest.selection
@@ -189,6 +189,8 @@ def describe_choice(bundle: "Bundle") -> dict:
         "perplexity_ratio": exported.perplexity_ratio,
         "selection_tokens": selection.tokens,
         "predicted_ms": chosen.ms,
+        "predicted_low_ms": chosen.low_ms,
+        "predicted_high_ms": chosen.high_ms,
         "predicted_chip": allocation.chip,
         "formats": count_formats(bundle.manifest.formats),
     }

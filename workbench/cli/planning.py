@@ -21,6 +21,7 @@ from workbench.cli.options import (
 )
 from workbench.cli.output import format_result, print_and_exit
 from workbench.errors import InputError
+from workbench.progress import stage
 
 PLACED_ON = "M4 Max"
 """The chip of placement, advice and gains where none is named; only the table of speeds
@@ -87,6 +88,7 @@ def plan(
                 "plan that bundle, or another --compress",
             )
     _check_drafts(drafts)
+    stage("plan: memory, speed and placement")
     import psutil
 
     from workbench import exporter

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import nbformat
-
 from workbench.errors import InputError
 from workbench.files import checkout
 
@@ -52,6 +50,8 @@ def named_notebook(name: str) -> Path | None:
 
 def cells_of(path: Path) -> list:
     """The cells of a notebook."""
+    import nbformat  # 1.4 s of CPU, which no page of a bundle needs
+
     return nbformat.read(path, as_version=4).cells
 
 

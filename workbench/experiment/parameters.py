@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
-from nbformat.v4 import new_code_cell, new_notebook
 
 from workbench import kernel, paths
 from workbench.errors import InputError
@@ -148,6 +146,9 @@ def _literals(source: str) -> dict | None:
 
 def _evaluate(source: str, names: list[str], folder: Path) -> Parameters:
     """The values of the cell in a kernel that executes it alone."""
+    import nbformat  # see `cells_of`
+    from nbformat.v4 import new_code_cell, new_notebook
+
     report_values = REPORT_VALUES_CELL.format(names=names)
     cells = [new_code_cell(source), new_code_cell(report_values)]
     words = {"name": "python3", "display_name": "Python 3", "language": "python"}

@@ -15,6 +15,7 @@ from pandas.io.formats.style import Styler
 
 from workbench import escape, log, plots
 from workbench.check.gates import NOT_RUN, Gate, describe_quality, quality, verdict
+from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.experiment import artifacts, folders, report, sources, tables
@@ -168,7 +169,12 @@ class Experiment:
                 artifacts.remove_artifact(self.unfinished, entry.kind, entry.name)
 
     def conclude(
-        self, answer: str, decoder: Decoder | None = None, **log_tables
+        self,
+        answer: str,
+        decoder: Decoder | None = None,
+        *,
+        golden: Golden | None = None,
+        **log_tables,
     ) -> None:
         """Logs the run, writes the report, puts the run in the place of the finished one,
         and shows both verdicts, the answer and the report's path.
@@ -176,10 +182,15 @@ class Experiment:
         Args:
             answer: to the notebook's question, in lines of text.
             decoder: whose bundle and settings the row describes.
+            golden: with which `fidelity` compares; its prompt and the texts of its
+                tokens are logged with the run.
             log_tables: `fidelity`, `samples` and `layers` of the run.
         """
         row = self._log_row(answer)
         options = {}
+        if golden:
+            row["prompt"] = identity.prompt_hash(golden.ids.tolist())
+            row["config"][identity.TOKENS_KEY] = golden.tokens
         if decoder:
             columns = identity.run_columns(decoder)
             row |= columns

@@ -5,14 +5,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import nbformat
 import pandas as pd
 
 from workbench import escape, plots
 from workbench.check import gates
 from workbench.experiment import artifacts, folders, page, sources
 from workbench.experiment.artifacts import FIGURES, Artifact, artifact_path
-from workbench.experiment.notebooks import title_of
+from workbench.experiment.notebooks import cells_of, title_of
 from workbench.experiment.page import (
     Block,
     Commands,
@@ -207,7 +206,7 @@ def run_of_notebook(path: Path) -> dict | None:
     into the metadata of its output: `run_id`, and `folder`, relative to the checkout. None
     where the notebook concluded no run."""
     concluded = None
-    for cell in nbformat.read(path, as_version=4).cells:
+    for cell in cells_of(path):
         for output in cell.get("outputs", []):
             concluded = output.get("metadata", {}).get(RUN_KEY, concluded)
     return concluded

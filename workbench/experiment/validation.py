@@ -11,9 +11,10 @@ import pandas as pd
 from workbench import escape, plots
 from workbench.bundle import Bundle
 from workbench.bundle.manifest import COREML, Calibration, Selection
+from workbench.bundle.presets import FP16
 from workbench.check import gates
 from workbench.check.compare import judged_rows
-from workbench.check.cost import COLUMNS, cost_table
+from workbench.check.cost import COLUMNS, STORAGE_ALONE, cost_table
 from workbench.check.gates import Gate
 from workbench.check.record import PromptFigures, Record, Results, Setup, StopFigures
 from workbench.check.transcript import LEAST_ENDS
@@ -483,6 +484,8 @@ def _recommendation(record: Record) -> list[Block]:
         if chosen.interval:
             low, high = chosen.interval
             words += f" [{low:.3g}, {high:.3g}]"
+        if chosen.compress == FP16.name:
+            words += f" ({STORAGE_ALONE})"
         words += f", {chosen.bytes / 2**20:,.1f} MiB"
         if chosen.bundle_bytes:
             words += f" instead of {chosen.bundle_bytes / 2**20:,.1f}"
@@ -495,7 +498,8 @@ def _recommendation(record: Record) -> list[Block]:
         table = table_of(tried.presets, [*columns]).dropna(axis="columns", how="all")
         caption = (
             f"Presets by Hugging Face's model with their weights, on {tried.text}, in "
-            f"{tried.seconds:.0f} s; KL is the mean in nats, with its 95% interval."
+            f"{tried.seconds:.0f} s; KL is the mean in nats, with its 95% interval, "
+            f"{STORAGE_ALONE}."
         )
         table = table.drop(columns="command", errors="ignore")
         blocks.append(Table(table, caption))

@@ -104,7 +104,8 @@ class Choice:
         price: what a search minimizes. The matrices' prices are added for each resource;
             the price is the largest sum, since resources are used at the same time.
         predicted_kl: the sum of the estimated losses, in nats per token.
-        ms: predicted milliseconds of a call on a chip; None: not predicted.
+        ms, low_ms, high_ms: predicted milliseconds of a call on a chip, and the ends of
+            the 90% interval; None: not predicted.
         quality: of Hugging Face's model with the matrices in these presets, each
             compressed for the inputs that it has in the unchanged model; None: not
             measured.
@@ -117,6 +118,8 @@ class Choice:
     price: float
     predicted_kl: float
     ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
     quality: Quality | None = None
 
 

@@ -87,8 +87,9 @@ class TimePredictor(Protocol):
     def matrix_time(self, weights: int, preset: Preset) -> tuple[float, float]:
         """The milliseconds of streaming a matrix, and of unpacking it."""
 
-    def milliseconds(self, weights: dict[str, int]) -> float:
-        """The milliseconds of a call, by the number of weights of each preset."""
+    def call_time(self, weights: dict[str, int]) -> tuple[float, float, float]:
+        """The milliseconds of a call, and the ends of their 90% interval, by the number of
+        weights of each preset."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +382,8 @@ def _with_time(
     weights = Counter()
     for tensor, preset in choice.formats.items():
         weights[preset] += math.prod(shapes[tensor])
-    return replace(choice, ms=settings.timing.milliseconds(dict(weights)))
+    ms, low_ms, high_ms = settings.timing.call_time(dict(weights))
+    return replace(choice, ms=ms, low_ms=low_ms, high_ms=high_ms)
 
 
 @dataclass(frozen=True)

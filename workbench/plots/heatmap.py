@@ -46,6 +46,9 @@ TOLERANCE_FACTOR = 6.0
 """The tolerance of an error over its rounding budget, as in the gate `budget`."""
 BIT_FOR_BIT = "equal bit for bit"
 NOT_EQUAL = "alike in this picture, not equal"
+DIRECTION = "lighter is worse"
+"""Of the colours of every metric: the text beside a figure may speak of a cosine, whose
+larger values are better."""
 
 # panels
 PANEL_GAP = 0.3  # inches between two panels, with a title
@@ -446,7 +449,7 @@ def _keys(rows: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
 
 def _notes(section: Section, scale: Scale) -> list[str]:
     """The legend's notes on how the cells of a metric are drawn."""
-    notes = []
+    notes = [DIRECTION]
     for count, things in zip(scale.block, ("layers", "positions")):
         if count > 1:
             notes.append(f"a drawn cell is the worst of {count} {things}")

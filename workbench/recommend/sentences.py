@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from workbench.bundle.presets import FP16
 from workbench.check import gates
+from workbench.check.cost import STORAGE_ALONE
 from workbench.check.gates import Gate
 from workbench.recommend.scores import EXCEEDED, KEPT, ON_LIMIT, Estimate
 from workbench.recommend.trials import Recommendation
@@ -60,6 +62,9 @@ class TriedPreset:
         """The preset and its figures with their intervals."""
         labels = {"KL": self.kl, "tokens agreed": self.agreed, "ends": self.stops}
         parts = [f"{label} {value}" for label, value in labels.items() if value]
+        if self.compress == FP16.name and self.kl:
+            # about all that an export in fp16 costs is in its arithmetic
+            parts[0] += f" ({STORAGE_ALONE})"
         return f"{self.compress}: {', '.join(parts)}"
 
 
@@ -79,7 +84,8 @@ def describe_recommendation(recommendation: Recommendation) -> list[str]:
     """The recommendation, the presets that were tried, and the seconds."""
     judgement = (
         f"Presets were judged by Hugging Face's model with their weights on "
-        f"{recommendation.judged_on}, in {recommendation.seconds:.0f} s."
+        f"{recommendation.judged_on}, in {recommendation.seconds:.0f} s. Their KL is "
+        f"{STORAGE_ALONE}."
     )
     return [*_describe_presets(recommendation.table()), judgement]
 

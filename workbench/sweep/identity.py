@@ -25,6 +25,8 @@ RUNTIMES = "coreml", "portable", "stand-in"
 COST_KEY = "price"
 """The key of a validation's cost in the column `config`; "price" is an older word for it,
 which stored rows have."""
+TOKENS_KEY = "prompt_tokens"
+"""The key of the texts of a prompt's tokens in the column `config`, one by position."""
 
 
 def digest(*parts) -> str:

@@ -1,5 +1,6 @@
 """Sliders over a grid's results in the log."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,8 +77,7 @@ class Explorer(ui.VBox):
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`). Each control begins at the
             first value of its axis.
-        experiment: takes the figures that *Save figure* saves. Where it is concluded,
-            its run is understood to be validated on the grid's prompt.
+        experiment: takes the figures that *Save figure* saves.
         root: the log's folder.
     """
 
@@ -95,6 +95,7 @@ class Explorer(ui.VBox):
         self.checkpoint = None if source.finished else Checkpoint(source.path)
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
+        self.runs = pd.DataFrame()  # of the log's table `runs`, those with errors
         self.grid_cell_s = GRID_CELL_S
         self.missing_cells = 0  # number of the grid's cells that the log lacks
         self.cell_jobs: list[Job] = []  # of the last *Run*; some may be done
@@ -209,6 +210,8 @@ class Explorer(ui.VBox):
     def refresh(self) -> None:
         """Reads the log and draws."""
         self.results.refresh()
+        run_ids = self.results.tables["fidelity"]["run_id"].unique()
+        self.runs = log.load("runs", self.root, {"run_id": run_ids})
         self.missing_cells = len(self.results.missing(self.setting()))
         # a cell that was measured since *Run* corrects the time left
         for job in self.cell_jobs:
@@ -280,30 +283,35 @@ class Explorer(ui.VBox):
     def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options["metric"] = self.metric.value
-        if self._are_on_prompt(drawing.rows):
-            options["tokens"] = self.tokens
+        options["tokens"] = self._find_tokens(drawing.rows)
         title = f"{tensor} against Hugging Face, T = {drawing.T}"
         self.heatmap.draw(drawing.rows, options, title, self.chosen_place)
 
-    def _are_on_prompt(self, rows: pd.DataFrame) -> bool:
-        """Whether rows of `fidelity` are of a validation on the grid's prompt, and not
-        of one on another prompt."""
-        prompt = identity.prompt_hash(self.grid.validate_ids)
-        if rows["prompt"].eq(prompt).all():
-            return True
-        # A notebook's run is logged without its prompt. The run of this kernel's
-        # notebook is on the prompt that the notebook gives to the Explorer too.
-        run_id = getattr(self.experiment, "run_id", None)
-        is_own_run = run_id is not None and rows["run_id"].eq(run_id).all()
-        has_all_positions = set(rows["position"]) == {*range(len(self.tokens))}
-        return is_own_run and rows["prompt"].isna().all() and has_all_positions
+    def _find_tokens(self, rows: pd.DataFrame) -> list[str] | None:
+        """The texts of the tokens of a validation, one by position: those that its run
+        logged, else those of the grid's prompt where its hash says that the run is on
+        it. None where the log names no prompt, as for notebooks of earlier versions, and
+        where the rows are on several prompts.
+
+        Args:
+            rows: of `fidelity`.
+        """
+        prompts = rows["prompt"].unique()
+        if len(prompts) != 1 or pd.isna(prompts[0]):
+            return None
+        configs = self.runs.loc[self.runs["run_id"].isin(rows["run_id"]), "config"]
+        for config in configs.dropna():
+            tokens = json.loads(config).get(identity.TOKENS_KEY)
+            if tokens and rows["position"].max() < len(tokens):
+                return tokens
+        if prompts[0] == identity.prompt_hash(self.grid.validate_ids):
+            return self.tokens
+        return None
 
     def _costs(self) -> str:
         """A table of the KL of each validated setting."""
-        run_ids = self.results.tables["fidelity"]["run_id"].unique()
-        runs = log.load("runs", self.root, {"run_id": run_ids})
         names = dict.fromkeys(["bundle", *FIRST_AXES, *self.axes])
-        return sentences.costs_table(runs, [name for name in names if name != "T"])
+        return sentences.costs_table(self.runs, [name for name in names if name != "T"])
 
     def describe(self) -> None:
         """Writes the chosen cell's values and its layer's error split below the

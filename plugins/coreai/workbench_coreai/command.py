@@ -8,6 +8,7 @@ from workbench import paths
 from workbench.check import gates
 from workbench.cli.options import Json, Prompt
 from workbench.cli.output import gates_json, print_and_exit
+from workbench.progress import stage
 
 
 def crosscheck(
@@ -34,6 +35,7 @@ def crosscheck(
     opened = workbench.Bundle.open(bundle)
     paths.locate_checkpoint(checkpoint)
     prompt.check()
+    stage("crosscheck: opening the bundle")
     from workbench.models.checkpoint import Checkpoint
     from workbench_coreai.crosscheck import crosscheck as compare_runtimes
 
