@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from miltorch import shim
 from miltorch.coremltools_import import (
     coremltools,
+    frozen_gc,
     no_progress,
     quiet,
     seldom_validated,
@@ -132,6 +133,7 @@ def saved(
         quiet(),
         no_progress(),
         seldom_validated(),
+        frozen_gc(),
         torch.no_grad(),
         shim.mended_converter(),
     ):
