@@ -219,7 +219,7 @@ def bundle_text(tables: Tables, match: re.Match) -> dict[str, float]:
 def stream_size(tables: Tables, match: re.Match) -> dict[str, float]:
     """The largest token's RMS over the median token's, and the layer where it is largest."""
     table = tables["tables/largest_token"]
-    multiple = column_of(table, "RMS over the median token's", "times")
+    multiple = column_of(table, "RMS over the median", "times")
     peak = multiple.idxmax()
     return {"times": multiple[peak], "layer": table.loc[peak, "layer"]}
 
@@ -237,8 +237,8 @@ def column_of(table: pd.DataFrame, name: str, earlier_name: str) -> pd.Series:
 def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
     """The largest change of an update, over its size, by rounding of the stream."""
     table = tables["tables/largest_token"]
-    changes = column_of(table, "update moved (relative RMS)", "update_moved")
-    others = column_of(table, "other updates moved, at most", "others_moved")
+    changes = column_of(table, "update moved, relative RMS", "update_moved")
+    others = column_of(table, "others moved, at most", "others_moved")
     return {"change": max(changes.max(), others.max())}
 
 
@@ -251,7 +251,7 @@ def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
 def sink_share(tables: Tables, match: re.Match) -> dict[str, float]:
     """The share of attention that the largest token receives, and an even share."""
     table = tables["tables/largest_token"]
-    share = column_of(table, "attention received (share)", "attention").mean()
+    share = column_of(table, "attention, share", "attention").mean()
     even = table.attrs["even"] if table.attrs else table["even"].iloc[0]
     return {"share": share, "even": even}
 

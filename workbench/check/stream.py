@@ -24,14 +24,14 @@ LARGE = 10.0
 # SmolLM2-135M, 6.2 in Gemma 3 270M. In the small checkpoints of `data/` the tokens that
 # are largest receive less than an even share.
 SINK = 3.0
-MULTIPLE = "RMS over the median token's"
-LARGEST = "largest magnitude"
-STEP = "step of fp16 there"
-VALUE = "value in its channel"
-ADDED = "added by the layer"
-MOVED = "update moved (relative RMS)"
-OTHERS_MOVED = "other updates moved, at most"
-ATTENTION = "attention received (share)"
+MULTIPLE = "RMS over the median"
+LARGEST = "largest |value|"
+STEP = "fp16 step"
+VALUE = "channel's value"
+ADDED = "layer adds"
+MOVED = "update moved, relative RMS"
+OTHERS_MOVED = "others moved, at most"
+ATTENTION = "attention, share"
 """Columns of `largest_token`."""
 LARGEST_TOKEN, OTHER_TOKENS = "token with the largest stream", "other tokens"
 TOKENS = (LARGEST_TOKEN, OTHER_TOKENS)
@@ -189,7 +189,7 @@ def largest_token(
 def describe_columns(table: pd.DataFrame) -> str:
     """What the table of `largest_token` shows, for its caption."""
     token = table.attrs
-    share = "the share of their attention that later tokens give it, null without any"
+    share = "the share of their attention that later tokens give it"
     if np.isfinite(token["even"]):
         share += f" (an even share is {token['even']:.2g})"
     return (
