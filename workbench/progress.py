@@ -50,6 +50,8 @@ def stage(name: str) -> None:
 
     _give_each_process_its_lock()
     end_stage()
+    if sys.stderr is None:  # closed by the shell; `print` would write on stdout
+        return
     if not sys.stderr.isatty():
         if _prints_plain_lines:
             print(name, file=sys.stderr, flush=True)

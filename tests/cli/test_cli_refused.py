@@ -198,4 +198,5 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_traceback(monkeypatch, cap
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
-    assert capsys.readouterr() == ("", "workbench: interrupted\n")
+    lines = "doctor: examining this machine\nworkbench: interrupted\n"
+    assert capsys.readouterr() == ("", lines)

@@ -39,7 +39,12 @@ from workbench.experiment.notebooks import find_notebook
 from workbench.experiment.parameters import notebook_parameters, parse_value
 from workbench.experiment.publishing import publish_run
 from workbench.experiment.recording import Experiment
-from workbench.experiment.report import redraw_run, write_html, write_report
+from workbench.experiment.report import (
+    draw_figure,
+    redraw_run,
+    write_html,
+    write_report,
+)
 from workbench.experiment.running import run_notebook
 from workbench.experiment.tables import gate_table, show
 
@@ -47,6 +52,7 @@ __all__ = [
     "CellError",
     "Experiment",
     "check_writable",
+    "draw_figure",
     "find_notebook",
     "gate_table",
     "last_run",
