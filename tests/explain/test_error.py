@@ -71,7 +71,7 @@ def test_the_errors_of_all_positions_make_up_the_error_of_their_layer(splits):
     assert np.allclose(layer_errors, split.layers()["total"])
 
 
-@pytest.mark.matrix(2, wide=2)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize(
     "compress", ["fp16", "int8-tensor", "int4-block32", "lut6-g16"]
 )
