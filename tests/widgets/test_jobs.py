@@ -6,7 +6,13 @@ import threading
 import pytest
 
 from workbench import process
-from workbench.widgets.jobs import CANCELLED, NOTHING_FINISHED, Job, JobQueue
+from workbench.widgets.jobs import (
+    CANCELLED,
+    CANCELLING,
+    NOTHING_FINISHED,
+    Job,
+    JobQueue,
+)
 
 
 class Listener:
@@ -109,6 +115,26 @@ def test_a_queue_that_is_cancelled_says_whether_this_time_something_was_finished
 
 def test_a_job_that_takes_longer_says_so(listener):
     queue, late = listener.queue, Job("a", 2.0, lambda: None)
-    assert queue._progress(late, 3.0) == "measuring a, longer than expected, 3 s so far"
+    words = "measuring a: it has taken 3 s and was expected to take 2 s"
+    assert queue._progress(late, 3.0) == words
     queue.jobs = [Job("b", 5.0, lambda: None)]
-    assert queue._progress(late, 3.0).endswith("3 s so far, then about 5 s")
+    words += "; 1 more measurement will take about 5 s"
+    assert queue._progress(late, 3.0) == words
+
+
+def test_a_cancelled_queue_says_at_once_that_it_is_being_cancelled(listener):
+    started, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        started.set()
+        assert end.wait(30)
+
+    listener.queue.add_first(Job("a", 1.0, run))
+    assert started.wait(30)
+    listener.queue.cancel()
+    assert listener.texts[-1] == CANCELLING
+    # the countdown does not write over it
+    assert listener.queue._progress(Job("a", 1.0, run), 0.5) == CANCELLING
+    end.set()
+    listener.queue.thread.join(30)
+    assert listener.texts[-1] == CANCELLED

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from workbench import process
 from workbench.widgets.controls import call_on_kernel_thread
 
+CANCELLING = "cancelling …"
 CANCELLED = "cancelled; what was finished is kept"
 NOTHING_FINISHED = "cancelled; nothing was finished"
 
@@ -75,6 +76,8 @@ class JobQueue:
         """Ends the running job, whose child process is killed, and drops the others."""
         self.jobs.clear()
         self.cancelled.set()
+        if self.is_busy:
+            self.say(CANCELLING)
 
     def _work(self) -> None:
         while job := self._take_next():
@@ -121,12 +124,19 @@ class JobQueue:
             self.say(self._progress(job, time.monotonic() - start))
 
     def _progress(self, job: Job, elapsed_s: float) -> str:
+        if self.cancelled.is_set():
+            return CANCELLING
         later_s = sum(later.seconds for later in self.jobs)
+        words = f"measuring {job.label}"
         if elapsed_s < job.seconds:
             time_left = about_seconds(job.seconds - elapsed_s + later_s)
-            return f"measuring {job.label}, {time_left} to go"
-        words = f"measuring {job.label}, longer than expected, {elapsed_s:.0f} s so far"
-        return f"{words}, then {about_seconds(later_s)}" if self.jobs else words
+            return f"{words}, {time_left} to go"
+        words += f": it has taken {elapsed_s:.0f} s and was expected to take "
+        words += f"{job.seconds:.0f} s"
+        if count := len(self.jobs):
+            noun = "measurement" if count == 1 else "measurements"
+            words += f"; {count} more {noun} will take {about_seconds(later_s)}"
+        return words
 
 
 def about_seconds(seconds: float) -> str:
