@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from workbench import process
+from workbench.widgets import jobs
 from workbench.widgets.jobs import (
     CANCELLED,
     CANCELLING,
@@ -120,6 +121,18 @@ def test_a_job_that_takes_longer_says_so(listener):
     queue.jobs = [Job("b", 5.0, lambda: None)]
     words += "; 1 more measurement will take about 5 s"
     assert queue._progress(late, 3.0) == words
+
+
+def test_results_that_wait_for_the_kernel_are_told_once(listener, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jobs, "call_on_kernel_thread", calls.append)
+    listener.run(*(Job(name, 1.0, lambda: None) for name in "abc"))
+    assert len(calls) == 2  # of the results and of the end
+    calls[0]()
+    assert listener.results == 1
+    listener.queue.jobs = [Job("d", 1.0, lambda: None)]
+    listener.queue._work()
+    assert len(calls) == 4
 
 
 def test_a_cancelled_queue_says_at_once_that_it_is_being_cancelled(listener):

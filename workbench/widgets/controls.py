@@ -18,7 +18,10 @@ STYLE = f"""<style>
 .{STALE}::after {{
     content: "drawing …"; position: absolute; top: 0.5em; right: 1em; font-weight: bold;
 }}
-.workbench-explorer .widget-readout {{ min-width: 9em; max-width: none; }}
+.workbench-explorer .widget-hslider {{ width: 28em; }}
+.workbench-explorer .widget-readout {{
+    min-width: 10em; max-width: none; text-align: left; white-space: nowrap;
+}}
 .workbench-explorer table {{ border-collapse: collapse; margin: 0.3em 0; }}
 .workbench-explorer :is(th, td) {{
     border: 0; padding: 0.15em 0.9em 0.15em 0; text-align: left; line-height: 1.5;

@@ -37,7 +37,8 @@ class JobQueue:
         say: is given a text on the running job and the time left, every second and from
             threads of the queue; in the end "", or that the queue was cancelled.
         on_change: is called when work begins or ends; see `is_busy`.
-        on_result: is called after each job that ended well.
+        on_result: is called after jobs that ended well, once for several that end before
+            the kernel's thread is free.
         on_error: is given the error of a job that failed.
     """
 
@@ -54,6 +55,7 @@ class JobQueue:
         self.jobs: list[Job] = []
         self.is_busy = False
         self._has_finished_job = False  # since work began
+        self._result_waits = False  # for `on_result`, which the kernel has yet to call
         self.thread: threading.Thread | None = None
         self.cancelled = threading.Event()
         """Is set once the queue is cancelled; jobs watch it."""
@@ -89,7 +91,7 @@ class JobQueue:
             try:
                 job.run()
                 self._has_finished_job = True
-                call_on_kernel_thread(self.on_result)
+                self._announce_result()
             except process.Cancelled:
                 self.jobs.clear()
             except Exception as problem:
@@ -99,6 +101,18 @@ class JobQueue:
                 ended.set()
                 clock.join()
         call_on_kernel_thread(self._end)
+
+    def _announce_result(self) -> None:
+        """Has the kernel's thread call `on_result`, once for all jobs that end before it
+        does: where jobs are faster than it, calls in a row would delay a click on
+        *Cancel*."""
+        if not self._result_waits:
+            self._result_waits = True
+            call_on_kernel_thread(self._tell_result)
+
+    def _tell_result(self) -> None:
+        self._result_waits = False  # before the log is read
+        self.on_result()
 
     def _take_next(self) -> Job | None:
         try:

@@ -134,3 +134,4 @@ class Speed(Picture):
     def hide(self) -> None:
         """Hides the canvas, for a setting without times."""
         self.canvas.layout.display = "none"
+        self.canvas.remove_class(STALE)  # no next picture arrives
