@@ -20,6 +20,7 @@ The modules, in the order in which a run passes them:
     folders      the folders of runs, and `run.json`
     artifacts    the files of figures and tables
     tables       writes tables as HTML and Markdown
+    headings     names the columns of a paper's tables
     latex        writes tables for a paper
     page         the blocks of a page, written as Markdown or HTML
     report       the page of a finished run
