@@ -169,3 +169,17 @@ def test_a_kernel_ends_with_a_run_that_is_killed(tmp_path):
     pid = tmp_path / "pid"
     command = [sys.executable, "-c", ADOPTING, notebook(tmp_path, WAITING), pid]
     subprocess.run(command, check=True, timeout=90)
+
+
+def test_the_bar_names_the_stage_of_the_running_cell(tmp_path, capfd, monkeypatch):
+    """The stage of a cell that has ended does not stay beside the next one."""
+    monkeypatch.setattr(kernel, "STAGE_POLL_S", 0.05)
+    begin = (
+        "import time; from workbench.progress import stage; stage('export: weights')"
+    )
+    source = notebook(tmp_path, f"{begin}; time.sleep(1)", "time.sleep(1)")
+    kernel.execute(source, tmp_path / "copy.ipynb", {})
+    lines = capfd.readouterr().err.split("\r")
+    first, second = ([line for line in lines if n in line] for n in ("0/2", "1/2"))
+    assert any("export: weights" in line for line in first)
+    assert second and "export: weights" not in second[-1]

@@ -150,7 +150,28 @@ def table(folder: Path) -> list[str]:
                 f"`{document['command']}`",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", *map(machine_line, documents)]
+    return [*lines, "", *machine_lines(documents)]
+
+
+def machine_lines(documents: list[dict]) -> list[str]:
+    """The lines of `machine_line`, one for all documents of one machine, commit and day: the
+    least load before and the largest after, and the largest steal."""
+    by_origin: dict[tuple, list[dict]] = {}
+    for document in documents:
+        commit = (document["commit"] or "")[:8]  # as it is printed
+        origin = document["machine"], commit, document["time"][:10]
+        by_origin.setdefault(origin, []).append(document)
+    lines = []
+    for group in by_origin.values():
+        steals = [document["steal"] for document in group]
+        summary = {
+            "command": "`, `".join(document["command"] for document in group),
+            "load_start": min(document["load_start"] for document in group),
+            "load_end": max(document["load_end"] for document in group),
+            "steal": None if None in steals else max(steals),
+        }
+        lines.append(machine_line(group[0] | summary))
+    return lines
 
 
 def machine_line(document: dict) -> str:

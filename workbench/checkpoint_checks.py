@@ -86,16 +86,40 @@ def check_family(checkpoint: Path) -> None:
     """Refuses a checkpoint whose config.json names a family that cannot be exported. The
     weights need not be there yet."""
     config = _read_object(checkpoint / CONFIG)
-    part = config.get("text_config")
-    kind = (part if isinstance(part, dict) else config).get("model_type")
+    kind = _text_config(checkpoint).get("model_type")
     # transformers gives a text part without a type the default of the outer configuration
-    if kind in FAMILIES or (kind is None and part):
+    if kind in FAMILIES or (kind is None and config.get("text_config")):
         return
     actual = f"model_type {kind!r}"
     if "auto_map" in config:
         actual += " with auto_map, Python code in the checkpoint, which is never run"
     needed, step = f"one of {', '.join(FAMILIES)}", "see README: supported families"
     raise InputError(f"checkpoint {checkpoint}", actual, needed, step)
+
+
+def check_positions(checkpoint: Path, max_seq_len: int) -> None:
+    """Refuses a `max_seq_len` beyond the positions for which config.json says that a
+    model was trained."""
+    config = _text_config(checkpoint)
+    trained = config.get("max_position_embeddings")
+    if type(trained) is int and max_seq_len > trained > 0:
+        raise positions_error(config.get("model_type"), max_seq_len, trained)
+
+
+def positions_error(
+    model_type: str | None, max_seq_len: int, trained: int
+) -> InputError:
+    """The refusal of a `max_seq_len` above `trained` positions."""
+    step = (
+        f"export with --max-seq-len {trained} or less; a model that was trained on "
+        "longer texts states it there"
+    )
+    return InputError(
+        f"max_seq_len = {max_seq_len}",
+        f"a {model_type or 'Hugging Face'} checkpoint",
+        f"at most {trained}, the max_position_embeddings of its config.json",
+        step,
+    )
 
 
 def check_quantization(checkpoint: Path) -> None:
@@ -121,6 +145,14 @@ def quantized_error(checkpoint: Path, actual: str) -> InputError:
         "dequantize this one with the library that made it: a cast alone would lose "
         "the scales",
     )
+
+
+def _text_config(checkpoint: Path) -> dict:
+    """The object of config.json that describes the text model: a part of it where the
+    model reads pictures too."""
+    config = _read_object(checkpoint / CONFIG)
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
 
 
 def _read_object(path: Path) -> dict:

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import Empty
 
@@ -18,12 +19,15 @@ from jupyter_client.asynchronous import AsyncKernelClient
 from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.kernelspec import NoSuchKernel
 from jupyter_client.manager import AsyncKernelManager
+from traitlets import Unicode
 from zmq import ZMQError
 
 from workbench.errors import CellError, InputError, one_line
 from workbench.escape import path_template
+from workbench.progress import STAGE_FILE_VARIABLE
 
 POLL_S = 1.0
+STAGE_POLL_S = 0.5  # seconds between two looks at the running stage
 START_S = 60  # a kernel that does not answer within this time has failed
 # a socket's path has 108 bytes on Linux and 104 on macOS, with the final null byte
 MAX_SOCKET_PATH_BYTES = 103
@@ -65,8 +69,15 @@ class KernelManager(AsyncKernelManager):
     """Starts a kernel. A process that the system cannot start is a RuntimeError, like a
     kernel that ends at once."""
 
+    stage_file = Unicode(help="Where the kernel writes its running stage.").tag(
+        config=True
+    )
+
     async def start_kernel(self, *, extra_arguments: Sequence[str] = (), **options):
         arguments = list(extra_arguments)
+        if self.stage_file:
+            environment = options.get("env") or os.environ
+            options["env"] = {**environment, STAGE_FILE_VARIABLE: self.stage_file}
         try:
             if any("ipykernel" in word for word in self.kernel_spec.argv):
                 arguments.append(f"--IPKernelApp.exec_lines={END_WITH_PARENT}")
@@ -89,7 +100,7 @@ def execute(
         source: the notebook.
         copy: the notebook with outputs, written after every cell.
         parameters: values for names that the cell tagged `parameters` sets.
-        progress: whether a bar counts cells.
+        progress: whether a bar counts cells and names the running stage.
         folder: the kernel's working folder; default: the notebook's.
 
     Raises:
@@ -107,6 +118,7 @@ def execute(
         # sockets are files, since TCP ports are open to all users of the machine
         with silent_logs(), tempfile.TemporaryDirectory(dir=socket_root()) as sockets:
             config.KernelManager.connection_file = f"{sockets}/kernel.json"
+            config.KernelManager.stage_file = f"{sockets}/stage"
             papermill.execute_notebook(
                 path_template(source),
                 path_template(copy),
@@ -115,6 +127,7 @@ def execute(
                 progress_bar=progress,
                 start_timeout=START_S,
                 config=config,
+                engine_name=_stage_engine(Path(sockets, "stage")),
             )
     except KeyboardInterrupt as problem:
         # most notebooks sweep, and a sweep measures no finished cell again
@@ -131,6 +144,50 @@ def execute(
         reason = one_line(problem if str(problem) else type(problem).__name__)
         text = f"{source.stem}: the kernel failed: {reason} (executed copy: {copy})"
         raise CellError(text) from problem
+
+
+def _stage_engine(file: Path) -> str:
+    """The name of papermill's engine that executes a notebook and shows the stage in
+    `file` on the bar of cells meanwhile."""
+    from papermill.engines import NBClientEngine, papermill_engines
+
+    class StageEngine(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(cls, nb_man, kernel_name, **options):
+            bar = getattr(nb_man, "pbar", None)
+            with shown_stages(bar, file) if bar else nullcontext():
+                return super().execute_managed_notebook(nb_man, kernel_name, **options)
+
+    name = "workbench"
+    papermill_engines.register(name, StageEngine)
+    return name
+
+
+@contextmanager
+def shown_stages(bar, file: Path) -> Iterator[None]:
+    """Shows the stage that a kernel has written to `file` beside a bar of cells, until the
+    cell of the stage has ended. A thread reads the file every `STAGE_POLL_S`, which also
+    keeps the time of the bar going."""
+    has_ended = threading.Event()
+
+    def show() -> None:
+        text, cell = "", bar.n  # the last stage, and the cell in which it began
+        seen = None  # the status of the file at the last look
+        while not has_ended.wait(STAGE_POLL_S):
+            with suppress(OSError, ValueError):
+                status = file.stat()
+                if (status.st_mtime_ns, status.st_size) != seen:
+                    seen = status.st_mtime_ns, status.st_size
+                    text, cell = file.read_text(encoding="utf-8"), bar.n
+            bar.set_postfix_str(text if bar.n == cell else "")
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 @contextmanager

@@ -167,9 +167,14 @@ def check_new_bundle(path: str | Path) -> Path:
     a broken link."""
     path = _check_resolvable("bundle", path)
     if os.path.lexists(path):
-        actual, step = "something else there", "remove it or choose another"
+        # only a bundle may be removed: anything else there is the user's
+        actual, step = "a file", "choose another path"
         if (path / BUNDLE).exists():
-            actual = "a finished bundle"
+            actual, step = "a finished bundle", "remove it or choose another path"
+        elif path.is_dir():
+            actual = "a folder that is no bundle"
+        elif path.is_symlink():
+            actual = "a link"
         raise InputError(f"bundle {path}", actual, "a new folder", step)
     return path
 

@@ -4,9 +4,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 
+STAGE_FILE_VARIABLE = "WORKBENCH_STAGE_FILE"
+"""The environment variable with the path of a file that has the name of the running stage.
+A kernel has it, whose notebook another process shows (see `kernel.execute`)."""
 # tqdm's line for the running stage, while one is shown
 _stage_line = None
 # whether a stage is a plain line where stderr is no terminal
@@ -44,12 +48,16 @@ def plain_stage_lines() -> Iterator[None]:
 def stage(name: str) -> None:
     """Shows which stage begins, for work that cannot be counted. On a terminal the line is
     removed when the next stage or bar begins, or when a command prints its result;
-    elsewhere it stays (see `plain_stage_lines`)."""
+    elsewhere it stays (see `plain_stage_lines`). The name is also written to the file of
+    `STAGE_FILE_VARIABLE`, where there is one."""
     global _stage_line
     from tqdm import tqdm
 
     _give_each_process_its_lock()
     end_stage()
+    if path := os.environ.get(STAGE_FILE_VARIABLE):
+        with suppress(OSError):  # the run that shows it has ended
+            Path(path).write_text(name, encoding="utf-8")
     if sys.stderr is None:  # closed by the shell; `print` would write on stdout
         return
     if not sys.stderr.isatty():

@@ -116,6 +116,56 @@ def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
     assert run_evaluate(*arguments)["resumed"] == 9
 
 
+class CountedBar:
+    """A bar whose ticks and line of text are noted in one list."""
+
+    def __init__(self, noted: list, **options):
+        self.noted = noted
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def update(self, count: int = 1) -> None:
+        self.noted.append(count)
+
+    def set_postfix_str(self, text: str) -> None:
+        self.noted.append(text)
+
+
+def test_each_window_is_stored_and_counted_before_the_next_one_runs(
+    bundle, text, monkeypatch
+):
+    """Hugging Face's model runs over all windows of one shape at once, and names its layers
+    meanwhile."""
+    noted, sizes = [], []
+    write_whole = evaluate.write_whole
+
+    def counted_write(path, write):
+        write_whole(path, write)
+        sizes.append(len(np.load(path)))
+        noted.append("stored")
+
+    monkeypatch.setattr(evaluate, "bar", partial(CountedBar, noted))
+    monkeypatch.setattr(evaluate, "write_whole", counted_write)
+    run_evaluate(bundle.root, "--text", text, "--checkpoint", TINY, *SIZES)
+    ticks = [index for index, entry in enumerate(noted) if entry == 1]
+    assert len(ticks) == len(sizes) == 9
+    assert all(noted[index - 1] == "stored" for index in ticks)
+    assert sizes == sorted(set(sizes)) and sizes[0] == WINDOW - 1
+    L = bundle.manifest.dims.L
+    layers = [
+        f"Hugging Face's model, 7 windows: layer {i + 1} of {L}" for i in range(L)
+    ]
+    first = noted.index(layers[0])
+    assert noted[first : first + L] == layers
+    shards = [f"bundle: shard {i + 1} of {L}" for i in range(L)]
+    for index in ticks:
+        assert noted[index - 1 - L : index - 1] == shards
+
+
 # Runs the command in its own process, whose file of rows is written often, and ends the
 # process with SIGKILL: behind the third writing, or in the middle of it.
 KILLED = """
@@ -150,7 +200,7 @@ main()
 
 @pytest.mark.slow("runs the command in a process that is killed")
 @pytest.mark.parametrize(
-    "moment, stored", [("behind a window", 5), ("while rows are written", 3)]
+    "moment, stored", [("behind a window", 3), ("while rows are written", 2)]
 )
 def test_a_killed_evaluation_resumes_to_the_same_figures(
     bundle, text, forked, moment, stored
@@ -158,7 +208,8 @@ def test_a_killed_evaluation_resumes_to_the_same_figures(
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
     whole = run_evaluate(*arguments)
     shutil.rmtree("data/evaluations")
-    # the first window, which has a shape of its own, then two windows for each writing
+    # The third window is the second of a group of two in Hugging Face's model. Each window
+    # is written as soon as it is scored.
     program = [sys.executable, "-c", KILLED, moment, str(2 * WINDOW), "evaluate"]
     process = subprocess.run([*program, *map(str, arguments)], capture_output=True)
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()

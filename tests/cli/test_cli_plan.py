@@ -89,3 +89,12 @@ def test_no_mac_fits_the_memory_of_another_system(monkeypatch, system, fits_mac)
     of_target = cli(*plan, "--memory", "16G").output
     assert "the target's memory 16,384.0 MiB" in of_target and "fits mac" in of_target
     assert "this machine" not in of_target
+
+
+def test_the_text_begins_with_what_to_do_and_abbreviates_nothing(llama_bundle):
+    text = cli("plan", llama_bundle.root).output
+    assert (
+        text.index("proposed exports") < text.index("chips") < text.index("placement")
+    )
+    assert "D3  stays (medium confidence): a RangeDim" in text
+    assert "Sources of the disputes: CT: " in text

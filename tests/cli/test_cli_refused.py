@@ -90,11 +90,11 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("explain ranges {bundle} --checkpoint {tiny}", "--checkpoint"),
         ("explain variant {bundle} --checkpoint {tiny} --runtime coreml", "--runtime"),
         ("explain op {bundle} --checkpoint {tiny}", "--checkpoint"),
-        ("explain op parts {bundle}", "Unused Tokens"),
+        ("explain op parts {bundle}", "no further argument"),
         ("explain {bundle}/head_00.mlpackage --checkpoint {tiny}", "--checkpoint"),
         ("explain {bundle}/head_00.mlpackage --prompt-ids 1", "--prompt-ids"),
         ("explain ranges {bundle}/head_00.mlpackage --prompt-ids 1", "--prompt-ids"),
-        ("log compare a b out.zip", "Unused Tokens"),
+        ("log compare a b out.zip", "no further argument"),
         ("log compare a b --rows", "--rows"),
         ("log compare a", "RUN_B"),
         ("log a", "compare, pack, unpack"),
@@ -115,6 +115,23 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("generate {bundle} --prompt-ids 1 --tokens -1", "--tokens"),
         ("generate {bundle} --prompt-ids 1 --max-new -3", "new tokens"),
         ("generate {bundle} --chat --prompt-ids 1,2", "--prompt"),
+        ("evaluate {bundle} --T 1", "workbench evaluate: found the option --T; needs"),
+        ("export {tiny} out --compres fp16", "did you mean --compress?"),
+        ("export {tiny}", "workbench export: found none; needs the argument BUNDLE."),
+        ("generate {bundle} --max-new", "needs a value behind --max-new."),
+        ("generate {bundle} --max-new abc", "found abc; needs a whole number. Next:"),
+        ("validte {bundle}", "did you mean validate?"),
+        (
+            "validate {bundle} --max-kl -1",
+            "--max-kl: found -1.0; needs a number from 0. Next:",
+        ),
+        ("generate {bundle} --prompt a --prompt b", "found several values; needs one."),
+        (
+            "generate {bundle} --prompt-ids 1 --temperature -1",
+            "--temperature: found -1",
+        ),
+        ("log --where \"compres == 'fp16'\"", "did you mean compress?"),
+        ("export {tiny} {data}", "a folder that is no bundle; needs a new folder."),
     ],
 )
 def test_bad_input_is_refused_by_name(
@@ -198,5 +215,23 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_traceback(monkeypatch, cap
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 130
-    lines = "doctor: examining this machine\nworkbench: interrupted\n"
-    assert capsys.readouterr() == ("", lines)
+    stdout, stderr = capsys.readouterr()
+    assert stdout == "" and stderr.splitlines()[-1] == "workbench: interrupted"
+    assert "Traceback" not in stderr
+
+
+def test_a_wrong_name_of_an_export_option_in_a_grid_names_the_right_one(tmp_path):
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(f"checkpoint: {DATA / 'tiny-llama'}\nexport: {{compres: [fp16]}}\n")
+    result = cli("sweep", grid)
+    assert result.exit_code == 2
+    assert "export: compres; needs names of export options" in result.stderr
+    assert "did you mean compress?" in result.stderr
+    missing = cli("sweep", tmp_path / "none.yaml")
+    assert "found no such file; needs a YAML file" in missing.stderr
+
+
+def test_a_misspelled_parameter_of_a_notebook_names_the_right_one(monkeypatch):
+    monkeypatch.setattr("workbench.kernel.execute", pytest.fail)
+    result = cli("run", "05", "--set", "MAX_SEQLEN=64")
+    assert result.exit_code == 2 and "did you mean MAX_SEQ_LEN?" in result.stderr

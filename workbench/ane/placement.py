@@ -6,6 +6,7 @@ Each shard has one `Placement`. A prediction separates the operations that are
 run there (`ane`), given the shard's size and neighbours. It lists the rules that the
 shard breaks and marks disputed ones."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ import pandas as pd
 
 import miltorch
 from miltorch.program import read_spec
-from workbench.ane.rules import Finding, LintGraph, lint
+from workbench.ane.rules import RULE_SOURCES, Finding, LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
 from workbench.runtime.coreml import PlacedOperation, compiled_path, compute_plan
@@ -191,9 +192,14 @@ def placement_columns(placements: list[Placement], compute_units: str) -> dict:
     return row
 
 
+CONFIDENCE = {"H": "high", "M": "medium", "L": "low"}
+"""The confidence of a rule in the table → in words."""
+
+
 def describe(placements: list[Placement]) -> list[str]:
     """Placements as text: a table with one line for all shards of the same counts, then
-    one line per rule: id, effect, confidence, statement, advice, sources, disputes."""
+    one line per rule: id, effect, confidence, statement, advice, sources, disputes; and a
+    line that spells out the sources of the disputes."""
     counts = ["ops", "eligible", "ane", "cpu", "gpu", "convolutions"]
     shards = pd.DataFrame(placements).groupby(counts, sort=False)["shard"]
     table = shards.agg(["size", "first", "last"]).reset_index()
@@ -207,9 +213,16 @@ def describe(placements: list[Placement]) -> list[str]:
         for finding in placement.findings
     }
     for rule in rules.values():
-        line = f"{rule.id:4}{rule.effect:6}{rule.confidence:3}{rule.says}."
+        confidence = CONFIDENCE.get(rule.confidence, rule.confidence)
+        line = f"{rule.id:4}{rule.effect} ({confidence} confidence): {rule.says}."
         line += f" {rule.advice}. [{'; '.join(rule.sources.values())}]"
         if rule.disputed:
             line += f" Disputed: {rule.disputed}."
         lines.append(line)
+    disputes = " ".join(rule.disputed for rule in rules.values())
+    cited = dict.fromkeys(re.findall(r"\b[A-Z]{2,3}\b", disputes))
+    if sources := [
+        f"{key}: {RULE_SOURCES[key]}" for key in cited if key in RULE_SOURCES
+    ]:
+        lines.append(f"Sources of the disputes: {'; '.join(sources)}.")
     return lines

@@ -47,6 +47,6 @@ Other comparisons, each asked for by name:
     transcript      a bundle along Hugging Face's own greedy text, and where it ends; with
                     `greedy` (writes such texts) and `end_tokens` (which tokens end one)
     tasks           prompts with known answers
-    evaluate        perplexity over a text
+    evaluate        perplexity over a text, which `windows` divides
     reuse           sequences that a stored cache restores
     stream          the size of the residual stream, and attention sinks"""

@@ -10,13 +10,13 @@ interrupted evaluation resumes."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from workbench.check.compare import resampled_means
 from workbench.check.fidelity import summarize_kl
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
+from workbench.check.windows import Span, check_sizes, windows
 from workbench.decode import Decoder
 from workbench.decode.shards import ShardCall
 from workbench.errors import InputError
@@ -51,32 +52,9 @@ COLUMNS = 256  # of a call, where a program takes any number
 # Inputs of calls that pass the shards together: bounds memory, whatever the window.
 SEGMENT_BYTES = 1 << 27
 SCORED_NUMBERS = 1 << 24  # logits of each side in memory at a time
+Report = Callable[[str], None]
+"""A function that is called with what is computed next, for the line of a bar."""
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
-
-
-class Span(NamedTuple):
-    """A window: it reads the tokens from `begin` to before `end` of a text, and scores
-    those from `first` on."""
-
-    begin: int
-    first: int
-    end: int
-
-
-def windows(n: int, window: int, stride: int) -> list[Span]:
-    """Every window over n tokens, in their order. Every token but number 0, which nothing
-    predicts, is scored once.
-
-    Args:
-        window: tokens of a window; the last one may have fewer.
-        stride: tokens from one window's begin to the next.
-    """
-    spans = []
-    for begin in range(0, max(n - window, 0) + stride, stride):
-        end_of_previous = begin - stride + window
-        first = end_of_previous if begin else 1
-        spans.append(Span(begin, first, min(begin + window, n)))
-    return spans
 
 
 def evaluate(
@@ -111,7 +89,11 @@ def evaluate(
     ids = check_ids(ids, decoder.manifest.dims.V)
     if checkpoint is not None:
         check_exported_from(checkpoint, decoder.bundle)
-    spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
+    sizes = check_sizes(decoder.options.max_seq_len, window, stride)
+    if len(ids) < 2:
+        actual, needed = f"{len(ids)} tokens", "at least two"
+        raise InputError("text", actual, needed, "give a longer text")
+    spans = windows(len(ids), *sizes)
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,  # with it the hash of every file
@@ -133,12 +115,14 @@ def evaluate(
     try:
         stage("evaluate: scoring windows")
         with bar(total=len(spans), initial=resumed, unit="window") as progress:
+            report = progress.set_postfix_str
             for group in _groups(spans[resumed:]):
-                window_scores = _score_group(decoder, reference, ids, group)
-                scores = np.concatenate([scores, *window_scores])
-                write_whole(path, partial(np.save, arr=scores))
-                stored += len(group)
-                progress.update(len(group))
+                parts = _score_group(decoder, reference, ids, group, report)
+                for window_scores in parts:
+                    scores = np.concatenate([scores, window_scores])
+                    write_whole(path, partial(np.save, arr=scores))
+                    stored += 1
+                    progress.update()
     except (KeyboardInterrupt, OSError, MemoryError) as problem:
         text = f"{stored} of {len(spans)} windows kept; the same command resumes"
         problem.add_note(text)
@@ -183,22 +167,33 @@ def _stored_scores(path: Path, counts: list[int], has_reference: bool) -> np.nda
 
 
 def _score_group(
-    decoder: Decoder, reference: Reference | None, ids: np.ndarray, group: list[Span]
+    decoder: Decoder,
+    reference: Reference | None,
+    ids: np.ndarray,
+    group: list[Span],
+    report: Report,
 ) -> Iterator[np.ndarray]:
-    """The scores [n, 4] of each window of a group, all of one shape."""
+    """The scores [n, 4] of each window of a group, all of one shape. Hugging Face's model
+    runs over the whole group before the first of them; the scores of a window follow as
+    soon as the bundle has run it.
+
+    Args:
+        report: is called with each layer that begins.
+    """
     # the last token of a window is predicted, and predicts none in it
     sequences = [ids[span.begin : span.end - 1].tolist() for span in group]
     count = group[0].end - group[0].first  # scored tokens of each window
     reference_hidden = None  # [windows, count, C]
     if reference:
-        hidden = reference.last_hidden(np.array(sequences), use_cache=False)
+        with _reported_layers(reference, len(group), report):
+            hidden = reference.last_hidden(np.array(sequences), use_cache=False)
         reference_hidden = hidden[:, -count:]
     B = decoder.options.batch
     for start in range(0, len(group), B):
         batch = sequences[start : start + B]
         spans = group[start : start + B]
         targets = [ids[span.first : span.end] for span in spans]
-        outputs = last_outputs(decoder, fill_batch(batch, B), count)
+        outputs = last_outputs(decoder, fill_batch(batch, B), count, report)
         scores = [[] for _ in batch]
         for columns in _scored_slices(count, decoder.manifest.dims.V):
             logits = decoder.logits(outputs[:, :, columns])
@@ -210,6 +205,27 @@ def _score_group(
                 part = _score(targets[seq][columns], logits[seq], reference_logits)
                 scores[seq].append(part)
         yield from map(np.concatenate, scores)
+
+
+@contextmanager
+def _reported_layers(
+    reference: Reference, count: int, report: Report
+) -> Iterator[None]:
+    """Reports each layer of Hugging Face's model that begins within the block. A pass over
+    `count` windows takes minutes in a large model."""
+    layers = reference.base.layers
+    windows_read = "1 window" if count == 1 else f"{count} windows"
+
+    def report_layer(layer, arguments) -> None:
+        place = f"layer {layer.index + 1} of {len(layers)}"
+        report(f"Hugging Face's model, {windows_read}: {place}")
+
+    handles = [layer.register_forward_pre_hook(report_layer) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def fill_batch(sequences: list[list[int]], B: int) -> list[list[int]]:
@@ -244,11 +260,21 @@ def call_columns(decoder: Decoder) -> int:
 
 
 def last_outputs(
-    decoder: Decoder, sequences: list[list[int]], count: int
+    decoder: Decoder,
+    sequences: list[list[int]],
+    count: int,
+    report: Report | None = None,
 ) -> np.ndarray:
     """Outputs [B, C, count] of the last layer shard at the last `count` tokens of fresh
     sequences of one length, one for each of the batch: hidden states, or the logits
-    where the packages contain the head."""
+    where the packages contain the head.
+
+    Args:
+        report: is called with each shard that begins; on a device, whose calls run one
+            after another through all shards, it is called once.
+    """
+    report = report or _report_nothing
+    report("bundle")
     if decoder.is_device:
         calls = decoder.new_sequences().advance_calls(sequences)
         parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in calls]
@@ -258,7 +284,8 @@ def last_outputs(
     outputs = []
     for segment in _segments(decoder, sequences):
         inputs = [call.inputs for call in segment]
-        for model, state in zip(decoder.layer_shards, states):
+        for index, (model, state) in enumerate(zip(decoder.layer_shards, states)):
+            report(f"bundle: shard {index + 1} of {len(states)}")
             calls = [
                 ShardCall(values, call.counts, state)
                 for values, call in zip(inputs, segment)
@@ -269,6 +296,10 @@ def last_outputs(
                 x = results[X].reshape(len(sequences), -1, call.width)
                 outputs.append(x[:, :, : call.end - call.start])
     return np.concatenate(outputs, axis=2)[:, :, -count:]
+
+
+def _report_nothing(text: str) -> None:
+    """A `Report` without a bar."""
 
 
 @dataclass(frozen=True)
@@ -391,25 +422,3 @@ def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
         "same_top": means[SAME_TOP],
         "kl_mean": means[KL],
     }
-
-
-def _check_sizes(
-    decoder: Decoder, n: int, window: int | None, stride: int | None
-) -> tuple[int, int]:
-    """Window and stride, with their defaults, checked."""
-    S = decoder.options.max_seq_len
-    if n < 2:
-        raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
-    window = S if window is None else window
-    if not 2 <= window <= S:
-        needed = f"at least 2 and at most max_seq_len = {S}"
-        step = "choose a shorter one, or export with a larger --max-seq-len"
-        raise InputError("--window", f"{window} tokens", needed, step)
-    stride = window // 2 if stride is None else stride
-    if not 1 <= stride < window:
-        needed = (
-            f"1 … {window - 1}, so that every token follows another one in its window"
-        )
-        step = "choose a stride below the window"
-        raise InputError("--stride", str(stride), needed, step)
-    return window, stride

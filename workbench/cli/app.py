@@ -7,7 +7,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 
-from cyclopts import App, Group, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 
 from workbench import plugins
 from workbench.cli import (
@@ -19,6 +19,7 @@ from workbench.cli import (
     logs,
     planning,
 )
+from workbench.cli.arguments import as_input_error
 from workbench.cli.output import libraries_on_stderr
 from workbench.cli.spellings import check_spelling, unknown_words_error
 from workbench.errors import InputError, visible
@@ -83,8 +84,8 @@ def run_command(arguments: list[str]) -> None:
     """Runs the command that `arguments` name.
 
     Raises:
-        InputError: bad input, such as a spelling of an earlier version.
-        CycloptsError: arguments that no command takes.
+        InputError: bad input, such as a spelling of an earlier version, or arguments
+            that no command takes.
     """
     check_spelling(arguments)
     try:
@@ -92,9 +93,16 @@ def run_command(arguments: list[str]) -> None:
     except UnusedCliTokensError as problem:
         command, *subcommand = problem.command_chain or [""]
         if subcommand or command not in SUBCOMMANDS:
-            raise
+            raise as_input_error(problem, _names()) from None
         words = problem.unused_tokens or []
         raise unknown_words_error(command, words, SUBCOMMANDS[command]) from None
+    except CycloptsError as problem:
+        raise as_input_error(problem, _names()) from None
+
+
+def _names() -> list[str]:
+    """The names of all commands."""
+    return [name for name in app if not name.startswith("-")]
 
 
 def run() -> None:

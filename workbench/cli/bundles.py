@@ -16,6 +16,7 @@ from workbench.cli.options import (
     Json,
     Prompt,
     load_checkpoint,
+    load_exported_checkpoint,
     reject_unused,
 )
 from workbench.cli.output import (
@@ -49,6 +50,7 @@ def export(
     paths.check_new_bundle(bundle)
     checkpoint_checks.check_family(folder)
     checkpoint_checks.check_quantization(folder)
+    checkpoint_checks.check_positions(folder, options.max_seq_len)
     calibration_text.check(options.compress)
     format_target.check(options.compress)
     stage("export: reading the checkpoint")
@@ -132,7 +134,10 @@ def golden(
     if not transcript:
         reject_unused("--transcript", prompts=prompts)
     bundle = workbench.Bundle.open(for_) if for_ else None
-    source = load_checkpoint(checkpoint, "golden")
+    if bundle:
+        source = load_exported_checkpoint(checkpoint, bundle, "golden")
+    else:
+        source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss
     from workbench.check import device, gates
     from workbench.check.bug_gates import bug_gates
@@ -143,7 +148,6 @@ def golden(
     ids = prompt.token_ids(bundle or source)
     paths.prepare_output("--out", out)
     if bundle:
-        # before the golden, since another checkpoint than the bundle's is refused here
         results = bug_gates(bundle, source)
     stage("golden: Hugging Face's values")
     reference = workbench.golden.make_golden(source, ids)

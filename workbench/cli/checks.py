@@ -16,7 +16,8 @@ from workbench.cli.options import (
     Prompt,
     TranscriptOptions,
     check_length,
-    load_checkpoint,
+    check_runs_here,
+    load_exported_checkpoint,
     reject_unused,
 )
 from workbench.cli.output import (
@@ -74,8 +75,9 @@ def validate(
     start = time.perf_counter()
     exported = workbench.Bundle.open(bundle)
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
+    execution.check(exported)
     stage("validate: opening the bundle")
-    source = load_checkpoint(checkpoint, "validate")
+    source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.ane.memory import peak_rss
     from workbench.check.tasks import answers_gate, load_tasks
     from workbench.decode.tokenizer import token_labels
@@ -330,8 +332,9 @@ def validate_units(
     """
     exported = workbench.Bundle.open(bundle)
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
+    check_runs_here(runtime, exported)
     stage("validate: opening the bundle")
-    source = load_checkpoint(checkpoint, "validate")
+    source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units
 
@@ -387,11 +390,18 @@ def _check_single_copy(is_device: bool, single_copy: bool) -> None:
 
 def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
     """Hugging Face's values as a `Golden`: stored ones, else the checkpoint's for the
-    prompt; None without both."""
+    prompt; None without both.
+
+    Raises:
+        InputError: a golden of another checkpoint than the bundle's, before a shard is
+            loaded.
+    """
+    from workbench.check.golden import check_exported_from
     from workbench.check.text import check_held_out
 
     if golden:
         reference = workbench.Golden.load(golden)
+        check_exported_from(reference, bundle)
         check_held_out(bundle, reference.ids)
     elif checkpoint:
         ids = prompt.token_ids(bundle)

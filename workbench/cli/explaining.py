@@ -7,7 +7,13 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.options import Device, Json, Prompt, load_checkpoint, reject_unused
+from workbench.cli.options import (
+    Device,
+    Json,
+    Prompt,
+    load_exported_checkpoint,
+    reject_unused,
+)
 from workbench.cli.output import gates_json, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import bar, stage
@@ -44,7 +50,8 @@ def explain(
         needed = "what was exported"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
-    source = load_checkpoint(checkpoint, "explain")
+    device.check(bundle)
+    source = load_exported_checkpoint(checkpoint, bundle, "explain")
     ids = prompt.fitting_token_ids(bundle)
     answers = []
     if bundle.manifest.shows_hidden:
@@ -74,7 +81,8 @@ def explain_parts(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
-    source = load_checkpoint(checkpoint, "explain")
+    device.check(exported)
+    source = load_exported_checkpoint(checkpoint, exported, "explain")
     ids = prompt.fitting_token_ids(exported)
     _print_answers([_split_error(exported, source, ids, device)], json)
 
@@ -95,7 +103,8 @@ def explain_variant(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
-    source, ids = load_checkpoint(checkpoint, "explain"), prompt.token_ids(exported)
+    source = load_exported_checkpoint(checkpoint, exported, "explain")
+    ids = prompt.token_ids(exported)
     _print_answers([_find_variant(exported, source, ids)], json)
 
 
@@ -138,6 +147,7 @@ def explain_op(
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
+    device.check(exported)
     stage("explain: opening the bundle")
     ids = prompt.fitting_token_ids(exported)
     from workbench.explain import operation

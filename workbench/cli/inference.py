@@ -5,11 +5,12 @@ import warnings
 from pathlib import Path
 
 import workbench
+from workbench.check.windows import check_sizes
 from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
-    load_checkpoint,
+    load_exported_checkpoint,
     reject_unused,
 )
 from workbench.cli.output import print_and_exit
@@ -57,6 +58,7 @@ def generate(
         reject_unused(
             "--temperature above 0", top_k=top_k > 0, top_p=top_p < 1, seed=seed > 0
         )
+    execution.check(exported)
     stage("generate: opening the bundle")
     from workbench.decode import Sampling
     from workbench.decode.timed import timed_generation
@@ -157,13 +159,17 @@ def evaluate(
     """
     exported = workbench.Bundle.open(bundle)
     prompt.check(required=True)
+    check_sizes(exported.manifest.options.max_seq_len, window, stride)
+    execution.check(exported)
     stage("evaluate: opening the bundle")
-    source = load_checkpoint(checkpoint, "evaluate")
+    source = load_exported_checkpoint(checkpoint, exported, "evaluate")
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out
     from workbench.decode.tokenizer import unknown_share
 
-    decoder, ids = execution.decoder(exported), prompt.token_ids(exported)
+    ids = prompt.token_ids(exported)
+    stage("evaluate: loading the shards")
+    decoder = execution.decoder(exported)
     check_held_out(exported, ids)
     share = unknown_share(exported.tokenizer, ids)
     if share > MAX_UNKNOWN:

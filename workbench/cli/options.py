@@ -107,6 +107,14 @@ def check_length(ids: list[int], bundle) -> None:
         )
 
 
+def check_runs_here(runtime: str, bundle) -> None:
+    """Raises an InputError unless this machine has a runtime, as its option names it, and
+    the runtime runs the programs of a `Bundle`."""
+    from workbench.runtime import resolve
+
+    resolve(runtime, bundle.manifest.options.plugin)
+
+
 # cyclopts calls a validator with the option's type and its value
 def check_units(_, name: str) -> None:
     """Refuses compute units that Core ML lacks, on every runtime."""
@@ -127,6 +135,15 @@ class Device:
 
     runtime: str = "auto"
     compute_units: Annotated[str, Parameter(validator=check_units)] = "CPU_AND_NE"
+
+    def check(self, bundle) -> None:
+        """Checks that this machine has the runtime and that it runs the programs of a
+        `Bundle`, before anything heavy is imported.
+
+        Raises:
+            InputError: it does not.
+        """
+        check_runs_here(self.runtime, bundle)
 
 
 @Parameter("*")
@@ -326,3 +343,18 @@ def load_checkpoint(path: Path | None, command: str | None = None):
     if command:
         stage(f"{command}: reading the checkpoint")
     return workbench.Checkpoint(path)
+
+
+def load_exported_checkpoint(path: Path | None, bundle, command: str):
+    """The `Checkpoint` at a path, from which a `Bundle` was exported; None without a path.
+    The two are compared here, before anything is computed with them.
+
+    Raises:
+        InputError: a wrong path, or another checkpoint than the bundle's.
+    """
+    source = load_checkpoint(path, command)
+    if source is not None:
+        from workbench.check.golden import check_exported_from
+
+        check_exported_from(source, bundle)
+    return source

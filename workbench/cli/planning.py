@@ -76,10 +76,13 @@ def plan(
     path, bundle = bundle_or_checkpoint, None
     if (path / paths.BUNDLE).exists():
         bundle = workbench.Bundle.open(path)
+        device.check(bundle)
         reject_unused("a checkpoint in place of a bundle", options)
     else:
         reject_unused("a bundle", device)
-        checkpoint_checks.check_family(paths.locate_checkpoint(path))
+        folder = paths.locate_checkpoint(path)
+        checkpoint_checks.check_family(folder)
+        checkpoint_checks.check_positions(folder, options.max_seq_len)
         if options.compress == MIXED:
             raise InputError(
                 "--compress mixed",
@@ -91,12 +94,14 @@ def plan(
     stage("plan: memory, speed and placement")
     import psutil
 
-    from workbench import exporter
     from workbench.ane import chips
-    from workbench.ane import memory as ane_memory
 
+    # before the imports that take seconds
     placed_on = chip or PLACED_ON
     generation = chips.generation(placed_on)
+    from workbench import exporter
+    from workbench.ane import memory as ane_memory
+
     memory_bytes = psutil.virtual_memory().total
     if memory is not None:
         memory_bytes = ane_memory.parse_bytes(memory)
@@ -203,13 +208,14 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
     result["predicted_misfit"] = roofline.calibration().median_error
     result["assumes"] = roofline.describe_fit()
     table = speeds.drop(columns="extrapolates").to_dict("records")
-    lines = format_result({"chips": table, "assumes": result["assumes"]})
-    lines += ["", *roofline.describe_extrapolations(speeds)]
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]
-    if proposals:
+    lines = []
+    if proposals:  # what a user can act on comes before the tables
         lines += ["", "proposed exports"]
         lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
+    lines += format_result({"chips": table, "assumes": result["assumes"]})
+    lines += ["", *roofline.describe_extrapolations(speeds)]
     if drafts.draft_acceptance is not None:
         gains = _predicted_gain(source, options, work, drafts, placed_on)
         result["speculation"] = asdict(gains)

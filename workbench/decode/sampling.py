@@ -39,18 +39,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (
-            self.temperature >= 0
-            and self.top_k >= 0
-            and 0 < self.top_p <= 1
-            and self.seed >= 0
-        ):
-            raise InputError(
-                "sampling",
-                str(self),
-                "temperature, top_k and seed from 0 on, top_p above 0 and up to 1",
-                "correct the value",
-            )
+        ranges = {
+            "temperature": (self.temperature >= 0, "a number from 0 on"),
+            "top_k": (self.top_k >= 0, "a whole number from 0 on"),
+            "top_p": (0 < self.top_p <= 1, "a number above 0 and up to 1"),
+            "seed": (self.seed >= 0, "a whole number from 0 on"),
+        }
+        for name, (is_inside, needed) in ranges.items():
+            if not is_inside:
+                option = f"sampling, --{name.replace('_', '-')}"
+                value = str(getattr(self, name))
+                raise InputError(option, value, needed, "correct the value")
 
     def pick(
         self, logits: np.ndarray, position: int, suppressed: Sequence[int] = ()

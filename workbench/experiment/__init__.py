@@ -26,8 +26,9 @@ The modules, in the order in which a run passes them:
     report       the page of a finished run
     publishing   ships a finished run
     overview     the page of all shipped runs
-    validation   the page of a bundle's validation"""
+    validation   the page of a bundle's validation
 
+<<<<<<< HEAD
 from workbench.errors import CellError
 from workbench.experiment.folders import (
     check_writable,
@@ -69,3 +70,35 @@ __all__ = [
     "write_html",
     "write_report",
 ]
+=======
+The names below are imported when they are first used, so that a command refuses the number
+of a notebook before torch is loaded."""
+
+from importlib import import_module
+
+_MODULES = {
+    "errors": ("CellError",),
+    "experiment.folders": (
+        "check_writable",
+        "last_run",
+        "read_run",
+        "run_folder",
+        "writable_run",
+    ),
+    "experiment.notebooks": ("find_notebook",),
+    "experiment.parameters": ("notebook_parameters", "parse_value"),
+    "experiment.publishing": ("publish_run",),
+    "experiment.recording": ("Experiment",),
+    "experiment.report": ("redraw_run", "write_html", "write_report"),
+    "experiment.running": ("run_notebook",),
+    "experiment.tables": ("gate_table", "show"),
+}
+__all__ = sorted(name for names in _MODULES.values() for name in names)
+
+
+def __getattr__(name: str):
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"workbench.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+>>>>>>> m2

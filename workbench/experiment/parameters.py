@@ -23,6 +23,19 @@ from workbench.experiment.sources import Source
 from workbench.files import checkout, sha256
 
 TAG = "parameters"
+LENGTHS = {
+    "05": ("POSITIONS", "T_MAX"),
+    "30": ("POSITIONS", "T_MAX", "DEPTH"),
+    "31": ("POSITIONS",),
+    "32": ("TOKENS",),
+    "34": ("POSITIONS",),
+    "35": ("POSITIONS",),
+}
+"""Number of an experiment → its parameters that count tokens of one sequence, which the
+cache of MAX_SEQ_LEN rows must hold."""
+CALLS_BEHIND_DEPTH = 9
+"""The calls of one token that experiment 30 profiles behind DEPTH tokens (see
+`timing.profile`)."""
 # Executed in the kernel behind the evaluated cell, whose last output it prints. Braces are
 # doubled because `str.format` fills in the names.
 REPORT_VALUES_CELL = """
@@ -124,6 +137,36 @@ def notebook_parameters(number: str) -> Parameters:
     if (literals := _literals(source)) is not None:
         return split_settable(literals, names)
     return _evaluate(source, names, path.parent)
+
+
+def check_lengths(number: str, values: Mapping) -> None:
+    """Refuses numbers of tokens that do not fit the cache of an experiment's bundles,
+    before an export takes its time.
+
+    Args:
+        number: of the experiment.
+        values: parameter → value; other names are not read.
+
+    Raises:
+        InputError: names the parameter to change.
+    """
+    lengths = values.get("MAX_SEQ_LEN")
+    # of several caches, the first one is validated
+    S = lengths[0] if isinstance(lengths, list | tuple) and lengths else lengths
+    if type(S) is not int:
+        return
+    for name in LENGTHS.get(number, ()):
+        count = values.get(name)
+        # a prompt of its own may be shorter than POSITIONS
+        if type(count) is not int or (name == "POSITIONS" and values.get("PROMPT")):
+            continue
+        most = S - CALLS_BEHIND_DEPTH if name == "DEPTH" else S
+        if count > most:
+            needed = f"at most {most}, since MAX_SEQ_LEN is {S}"
+            step = f"raise MAX_SEQ_LEN to {S + count - most}"
+            if most >= 1:
+                step = f"lower {name} (--set {name}={most}), or {step}"
+            raise InputError(name, f"{count} tokens", needed, step)
 
 
 def _literals(source: str) -> dict | None:

@@ -28,7 +28,11 @@ from workbench.experiment.entries import (
     current_cell,
 )
 from workbench.experiment.latex import latex_table
-from workbench.experiment.parameters import portable_values, recorded_parameters
+from workbench.experiment.parameters import (
+    check_lengths,
+    portable_values,
+    recorded_parameters,
+)
 from workbench.files import locked, write_whole
 from workbench.sweep import identity
 
@@ -51,6 +55,7 @@ class Experiment:
     def __init__(self, name: str, namespace: Mapping):
         self.name = name
         parameters = recorded_parameters(name, namespace)
+        check_lengths(name[:2], parameters.values)
         self.parameters = parameters.values
         self.fixed_parameters = parameters.fixed
         self.source = sources.source_of(namespace)

@@ -1,5 +1,6 @@
 """Notebooks executed headless, each in a kernel of its own."""
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from workbench.check import gates
 from workbench.errors import InputError
 from workbench.experiment import artifacts, folders, report
 from workbench.experiment.notebooks import find_notebook
-from workbench.experiment.parameters import notebook_parameters
+from workbench.experiment.parameters import check_lengths, notebook_parameters
 from workbench.experiment.publishing import publish_run
 from workbench.files import locked, write_whole
 
@@ -82,8 +83,8 @@ def run_notebook(
 
 
 def check_parameters(number: str, parameters: Mapping) -> None:
-    """Refuses parameters that a notebook does not have, or that cannot be
-    overridden."""
+    """Refuses parameters that a notebook does not have, that cannot be overridden, or
+    that count more tokens than the cache has rows."""
     if not parameters:
         return
     accepted = notebook_parameters(number)
@@ -91,11 +92,16 @@ def check_parameters(number: str, parameters: Mapping) -> None:
     needed = f"some of {', '.join(sorted(accepted.values))}"
     if unknown := parameters.keys() - accepted.values.keys() - accepted.fixed.keys():
         actual = ", ".join(sorted(unknown))
-        raise InputError(subject, actual, needed, "correct the name")
+        step = "correct the name"
+        names = [*accepted.values]
+        if similar := difflib.get_close_matches(min(unknown), names, n=1):
+            step = f"did you mean {similar[0]}? If not, {step}"
+        raise InputError(subject, actual, needed, step)
     if fixed := parameters.keys() & accepted.fixed.keys():
         words = (f"{name} = {accepted.fixed[name]}" for name in sorted(fixed))
         actual = f"{', '.join(words)}, whose type --set cannot write"
         raise InputError(subject, actual, needed, "change it in the notebook")
+    check_lengths(number.zfill(2), accepted.values | parameters)
 
 
 def _find_concluded(source: Path, copy: Path) -> Path:

@@ -11,6 +11,7 @@ from workbench.bundle import Options
 from workbench.bundle.manifest import first_fault
 from workbench.bundle.names import MATRIX_STATE
 from workbench.bundle.presets import MIXED, REPLACED, find_preset
+from workbench.checkpoint_checks import positions_error
 from workbench.errors import InputError
 from workbench.exporter.weights import all_weights, find_presets
 from workbench.models import family_of
@@ -181,9 +182,4 @@ def check_options(options: Options, plan: Plan) -> None:
         refuse(max_seq_len, needed, "export with a smaller --max-seq-len")
     trained = getattr(config, "max_position_embeddings", None)
     if trained and options.max_seq_len > trained:
-        needed = f"at most {trained}, the max_position_embeddings of its config.json"
-        step = (
-            f"export with --max-seq-len {trained} or less; a model that was trained on "
-            "longer texts states it there"
-        )
-        refuse(max_seq_len, needed, step)
+        raise positions_error(config.model_type, options.max_seq_len, trained)

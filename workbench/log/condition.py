@@ -5,6 +5,7 @@ code. A condition is therefore parsed here first, and only comparisons of column
 values reach pandas."""
 
 import ast
+import difflib
 from collections.abc import Collection
 
 import pandas as pd
@@ -55,7 +56,7 @@ def check_condition(condition: str, columns: Collection[str]) -> None:
         if not isinstance(node, _NODES):
             reason = f"{_words(node)} is not allowed"
         elif isinstance(node, ast.Name) and node.id not in columns:
-            reason = f"{node.id} is no column"
+            raise _unknown_column(condition, node.id, columns)
         elif isinstance(node, ast.Constant) and not isinstance(node.value, _VALUES):
             reason = f"{node.value!r} is no number, text or truth value"
         if reason:
@@ -73,6 +74,16 @@ def _words(node: ast.AST) -> str:
         ast.BinOp: "arithmetic (write and, or in place of &, |)",
     }
     return names.get(type(node), type(node).__name__)
+
+
+def _unknown_column(condition: str, name: str, columns: Collection[str]) -> InputError:
+    """The refusal of a name that is no column, with the most similar column."""
+    reason = f"{name} is no column"
+    if similar := difflib.get_close_matches(name, [*columns], n=1):
+        step = f"did you mean {similar[0]}? If not, workbench log --json has them all"
+        actual = f"{condition!r} ({reason})"
+        return InputError("log filter", actual, "the name of a column", step)
+    return _refusal(condition, reason, columns)
 
 
 def _refusal(condition: str, reason: str, columns: Collection[str]) -> InputError:

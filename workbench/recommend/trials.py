@@ -11,6 +11,7 @@ from workbench.bundle import Bundle
 from workbench.check import gates
 from workbench.check.evaluate import open_reference
 from workbench.check.gates import Gate
+from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference
 from workbench.check.text import check_held_out
 from workbench.check.transcript import Transcript
@@ -170,6 +171,7 @@ def recommend(
     # keeps the other limits may still exceed that one.
     if not over & judged_gates or bundle.manifest.foreign:
         return None
+    check_exported_from(checkpoint, bundle)
     stage("validate: presets that keep the limits")
     start, cpu_start = time.perf_counter(), time.process_time()
     original = open_reference(checkpoint)

@@ -1,5 +1,6 @@
 """The grid of a sweep: its schema, its reader, and the cells of its cross product."""
 
+import difflib
 import itertools
 import math
 import reprlib
@@ -233,7 +234,11 @@ def load_grid(path: str | Path) -> Grid:
         raise
     # ValueError: not UTF-8, or an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
+        if isinstance(problem, FileNotFoundError):
+            reason = "no such file"
+        else:
+            text = " ".join(str(problem).split())
+            reason = getattr(problem, "strerror", None) or text
         raise InputError(f"grid {path}", reason, "a YAML file", NEXT_STEP) from None
     return make_grid(mapping, f"grid {path}")
 
@@ -253,6 +258,14 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     except ValidationError as problem:
         place, fault = first_fault(problem, "the grid")
         needed = fault["msg"]
+        step = NEXT_STEP
+        if "[key]" in place:  # pydantic's words for a wrong name of an export option
+            part, name = place.split(".")[:2]
+            actual = f"{part}: {name}"
+            needed = "names of export options"
+            if similar := difflib.get_close_matches(name, [*Options.model_fields], n=1):
+                step = f"did you mean {similar[0]}? If not, {step}"
+            raise InputError(subject, actual, needed, step) from None
         if fault["type"] == "extra_forbidden":
             # the depth of the key says whose it is: "x", "run.x", "run.hints.0.x"
             part = {0: Grid, 1: Run}.get(place.count("."), Hints)

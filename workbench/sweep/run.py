@@ -352,12 +352,13 @@ class CellMeasurement:
         )
 
     def _report_stage(self, stage: str) -> None:
-        """Reports a stage, with the bundle's checkpoint and the two options that a user
+        """Reports a stage, with the bundle's checkpoint and the settings that a user
         varies most."""
         if self.report:
-            options = self.cell.options
-            bundle = f"{options.compress} S={options.max_seq_len}"
-            self.report(f"{stage} {self.cell.source.name} {bundle}")
+            options, run = self.cell.options, self.cell.run
+            settings = f"{options.compress} S={options.max_seq_len}"
+            settings += f" T={run.T} depth={run.depth}"
+            self.report(f"{stage} {self.cell.source.name} {settings}")
 
 
 def export_bundle(cell: Cell, bundles: Path) -> Path:

@@ -160,6 +160,13 @@ def _notes(rows: pd.DataFrame, left_out: list[str], width: int) -> list[str]:
     """What stands below the table: the reasons of failed and invalid runs, and the titles
     of columns that did not fit."""
     notes = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
+    if disturbed := int(rows["disturbed"].fillna(0).sum()):
+        notes.append(
+            f"Other work on the machine disturbed {disturbed} "
+            f"process{'' if disturbed == 1 else 'es'}: their times vary more. A row "
+            "leaves such processes out where it has others; measure again on a quiet "
+            "machine before you compare times"
+        )
     if left_out:
         notes.append(
             f"left out, since the line has {width} columns: {', '.join(left_out)}; "

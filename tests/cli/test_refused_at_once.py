@@ -1,0 +1,92 @@
+"""What can be known at once is refused at once: before torch is imported and before anything is
+exported."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+from in_process import cli
+from refusal import refused
+from tiny import DATA
+
+from workbench import kernel
+from workbench.experiment import parameters
+
+TINY = DATA / "tiny-llama"
+# torch takes most of the time until a late refusal
+CHILD = """
+import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules))
+sys.argv = ["workbench", *{arguments!r}]
+from workbench.cli import main
+main()
+"""
+COMMANDS = {
+    "evaluate {bundle} --prompt-ids 1,2 --window 5000": "at most max_seq_len = 32",
+    "evaluate {bundle} --prompt-ids 1,2 --window 8 --stride 8": "1 … 7",
+    "export {tiny} out --max-seq-len 100000": "max_position_embeddings",
+    "plan {tiny} --max-seq-len 100000": "max_position_embeddings",
+    "plan {bundle} --chip M9": "M9",
+    "run 99": "experiment 99: found no such notebook",
+    "report 77": "experiment 77: found no such notebook",
+    "generate {bundle} --prompt-ids 1 --runtime coreml": "macOS 15",
+    "evaluate {bundle} --prompt-ids 1,2 --runtime coreml": "macOS 15",
+    "validate {bundle} --checkpoint {tiny} --runtime coreml": "macOS 15",
+    "validate units {bundle} --checkpoint {tiny} --runtime coreml": "macOS 15",
+    "explain {bundle} --checkpoint {tiny} --runtime coreml": "macOS 15",
+    "explain op {bundle} --runtime coreml": "macOS 15",
+    "plan {bundle} --runtime coreml": "macOS 15",
+}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Core ML")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_is_refused_before_torch_is_imported(command, llama_bundle, tmp_path):
+    places = {"bundle": llama_bundle.root, "tiny": TINY}
+    arguments = [word.format_map(places) for word in shlex.split(command)]
+    program = [sys.executable, "-c", CHILD.format(arguments=arguments)]
+    process = subprocess.run(
+        program, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert process.returncode == 2, process.stderr
+    assert COMMANDS[command] in process.stderr
+    assert process.stdout == "False\n"
+    assert not list(tmp_path.iterdir())
+
+
+LENGTHS = [
+    ("05", "MAX_SEQ_LEN=20", "POSITIONS: found 48 tokens; needs at most 20"),
+    ("05", "T_MAX=300", "T_MAX: found 300 tokens; needs at most 256"),
+    ("30", "MAX_SEQ_LEN=20", "POSITIONS: found 40"),
+    ("30", "DEPTH=250", "DEPTH: found 250 tokens; needs at most 247"),
+    ("31", "POSITIONS=80", "POSITIONS: found 80 tokens; needs at most 64"),
+    ("32", "TOKENS=40", "TOKENS: found 40 tokens; needs at most 32"),
+    ("34", "MAX_SEQ_LEN=[32, 512]", "POSITIONS: found 48 tokens; needs at most 32"),
+    ("35", "MAX_SEQ_LEN=40", "POSITIONS: found 48 tokens; needs at most 40"),
+]
+
+
+@pytest.mark.parametrize(("number", "setting", "words"), LENGTHS)
+def test_tokens_that_do_not_fit_the_cache_are_refused_before_a_kernel_starts(
+    number, setting, words, monkeypatch
+):
+    monkeypatch.setattr(kernel, "execute", lambda *_, **__: pytest.fail("ran"))
+    result = cli("run", number, "--set", setting)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr and "Next: lower" in result.stderr
+
+
+def test_a_prompt_of_its_own_may_be_shorter_than_positions():
+    values = {"MAX_SEQ_LEN": 20, "POSITIONS": 48, "PROMPT": "A ferry is"}
+    parameters.check_lengths("05", values)
+    with refused("POSITIONS"):
+        parameters.check_lengths("05", values | {"PROMPT": ""})
+
+
+def test_every_notebook_with_such_parameters_is_checked():
+    for number in ("05", "30", "31", "32", "33", "34", "35"):
+        values = parameters.notebook_parameters(number).values
+        counts = [name for name in ("POSITIONS", "T_MAX") if name in values]
+        assert {*counts} <= {*parameters.LENGTHS.get(number, ())}, number
+        parameters.check_lengths(number, values)

@@ -1,0 +1,100 @@
+"""The errors of cyclopts, which parses the command line, as an `InputError`: subject, what
+was found, what is needed, next step."""
+
+import difflib
+import re
+
+from cyclopts import (
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    RepeatArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    ValidationError,
+)
+
+from workbench.errors import InputError
+
+KINDS = {"int": "a whole number", "float": "a number"}
+"""Python's type of an option → the value that it needs, in words."""
+
+
+LIMITS = {">=": "from", ">": "above", "<=": "up to", "<": "below"}
+"""A comparison as cyclopts writes it → in words."""
+
+
+def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
+    """The refusal of arguments that cyclopts refuses.
+
+    Args:
+        commands: the names of all commands.
+    """
+    command = " ".join(["workbench", *(problem.command_chain or ())])
+    look = f"see {command} --help"
+    cause = problem.__cause__
+    if isinstance(cause, InputError):  # of a validator of an option
+        return InputError(_name(problem), cause.actual, cause.needed, cause.next_step)
+    match problem:
+        case UnknownOptionError():
+            options = _options(problem)
+            found = problem.token.keyword or problem.token.value
+            step = did_you_mean(found, options, look)
+            return InputError(command, f"the option {found}", "its own options", step)
+        case UnknownCommandError():
+            found = str((problem.unused_tokens or [""])[0])
+            step = did_you_mean(found, commands, look)
+            needed = f"one of {', '.join(commands)}"
+            return InputError(command, f"the command {found!r}", needed, step)
+        case MissingArgumentError():
+            name = _name(problem)
+            is_option = name.startswith("-")
+            needed = f"a value behind {name}" if is_option else f"the argument {name}"
+            return InputError(command, "none", needed, f"give it; {look}")
+        case UnusedCliTokensError():
+            words = " ".join(problem.unused_tokens or [])
+            step = f"leave it out; {look}"
+            return InputError(command, f"also {words}", "no further argument", step)
+        case RepeatArgumentError():
+            name = problem.token.keyword or problem.token.value
+            return InputError(
+                f"{command} {name}", "several values", "one", "give it once"
+            )
+        case CoercionError():
+            kind = getattr(problem.target_type, "__name__", str(problem.target_type))
+            found = problem.token.value if problem.token else "another value"
+            needed = KINDS.get(kind, f"a value of type {kind}")
+            return InputError(_name(problem), found, needed, look)
+        case ValidationError() if problem.argument is not None:
+            reason = problem.exception_message.rstrip(".")
+            needed = f"another value ({reason})"
+            if limit := re.fullmatch("Must be ([<>]=?) (.+)", reason):
+                needed = f"a number {LIMITS[limit[1]]} {limit[2]}"
+            # the error has the value in its text alone
+            value = re.match('Invalid value "(.*?)" for', str(problem), re.DOTALL)
+            found = value[1] if value else "a value out of range"
+            return InputError(_name(problem), found, needed, look)
+    return InputError(command, str(problem).rstrip("."), "other arguments", look)
+
+
+def did_you_mean(found: str, names, step: str) -> str:
+    """The next step for a name that is none of `names`: the most similar one, if one is
+    similar, otherwise `step`."""
+    similar = difflib.get_close_matches(found, [*names], n=1)
+    return f"did you mean {similar[0]}? If not, {step}" if similar else step
+
+
+def _name(problem: CycloptsError) -> str:
+    """The option or the argument that an error is about."""
+    if problem.argument is not None:
+        return problem.argument.names[0]
+    return "the argument"
+
+
+def _options(problem: UnknownOptionError) -> list[str]:
+    """The options of the command that refuses one."""
+    names = [
+        name for argument in problem.argument_collection for name in argument.names
+    ]
+    return [name for name in names if name.startswith("--")]
