@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +50,20 @@ class Step:
 
 
 @pytest.fixture
-def run_step(tmp_path):
+def programs(forking_python, tmp_path) -> Path:
+    """A folder with what the step calls, as it is in the folder of an environment. Both start as
+    forks, whose imports are done: starting them is not what the action adds."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, words in {"python": "", "workbench": "-m workbench.cli"}.items():
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec "{forking_python}" {words} "$@"\n')
+        program.chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def run_step(programs, tmp_path):
     """Runs the step Validate with these inputs, beside the defaults of the others."""
 
     def run(**inputs) -> Step:
@@ -65,8 +77,7 @@ def run_step(tmp_path):
             name: EXPRESSION.sub(lambda match: str(contexts[match[1]]), value)
             for name, value in step["env"].items()
         }
-        # the Python of the tests, wherever it is installed
-        variables["BIN"] = str(Path(sys.prefix) / "bin")
+        variables["BIN"] = str(programs)
         workspace = tmp_path / "workspace"
         workspace.mkdir(exist_ok=True)
         summary = tmp_path / "summary.md"

@@ -166,6 +166,14 @@ def test_what_plain_pdflatex_lacks_has_a_command_or_its_code():
     assert escape.latex("a -- 中") == "a -{}- [U+4E2D]"
 
 
+def test_an_apostrophe_in_latex_is_typographic_and_a_quotation_mark_straight():
+    straight = escape.LATEX["'"]
+    assert escape.latex("Face's, it's") == "Face's, it's"
+    assert escape.latex("the models' weights") == "the models' weights"
+    assert escape.latex("'yes' or '") == f"{straight}yes{straight} or {straight}"
+    assert escape.latex_sentence("`f'a`") == rf"\texttt{{f{straight}a}}"
+
+
 @given(ODD.filter(lambda text: "`" not in text), ODD.filter(lambda t: "`" not in t))
 def test_code_in_a_sentence_is_code_and_the_rest_is_as_given(before, after):
     sentence = f"{before} `a_b<c>` {after}"

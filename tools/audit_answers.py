@@ -1,4 +1,4 @@
-"""The numbers in the Answers of notebooks 05, 30, 31, 32 and 33, computed again from the
+"""The numbers in the Answers of notebooks 05, 30, 31, 32, 33 and 35, computed again from the
 tables and figures that were stored with them.
 
 Every notebook has a list of claims. A claim is a pattern of the Answer's text and, below
@@ -219,8 +219,14 @@ def bundle_text(tables: Tables, match: re.Match) -> dict[str, float]:
 def stream_size(tables: Tables, match: re.Match) -> dict[str, float]:
     """The largest token's RMS over the median token's, and the layer where it is largest."""
     table = tables["tables/largest_token"]
-    peak = table.loc[table["times"].idxmax()]
-    return {"times": peak["times"], "layer": peak["layer"]}
+    multiple = column_of(table, "RMS over the median", "times")
+    peak = multiple.idxmax()
+    return {"times": multiple[peak], "layer": table.loc[peak, "layer"]}
+
+
+def column_of(table: pd.DataFrame, name: str, earlier_name: str) -> pd.Series:
+    """A column that reports of before have by another name."""
+    return table[name if name in table else earlier_name]
 
 
 @claim(
@@ -230,8 +236,10 @@ def stream_size(tables: Tables, match: re.Match) -> dict[str, float]:
 )
 def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
     """The largest change of an update, over its size, by rounding of the stream."""
-    changes = tables["tables/largest_token"][["update_moved", "others_moved"]]
-    return {"change": changes.max().max()}
+    table = tables["tables/largest_token"]
+    changes = column_of(table, "update moved, relative RMS", "update_moved")
+    others = column_of(table, "others moved, at most", "others_moved")
+    return {"change": max(changes.max(), others.max())}
 
 
 @claim(
@@ -243,7 +251,9 @@ def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
 def sink_share(tables: Tables, match: re.Match) -> dict[str, float]:
     """The share of attention that the largest token receives, and an even share."""
     table = tables["tables/largest_token"]
-    return {"share": table["attention"].mean(), "even": table["even"].iloc[0]}
+    share = column_of(table, "attention, share", "attention").mean()
+    even = table.attrs["even"] if table.attrs else table["even"].iloc[0]
+    return {"share": share, "even": even}
 
 
 # --- notebook 30: the layers, routing and probes of a mixture of experts
@@ -371,6 +381,43 @@ def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
         "largest": squares.max() / products.to_numpy().sum(),
         "cross_terms": 1 - squares.sum(),
     }
+
+
+@claim(
+    "31",
+    label="layers that carry the error",
+    pattern=rf"{number('named')} of {number('layers')} layers carry {number('carried')} of that "
+    r"error, (?P<which_layers>\d+ \([^;]*\)); even shares would be "
+    rf"{number('even')}\. By layer, (?P<which_part>\w+) is the largest part in "
+    rf"{number('largest_in')} of \d+; its unweighted mean share over layers is {number('mean')}",
+)
+def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
+    """How many layers are named, how many there are, the share of the squared error that
+    the largest carry, their share of the layers, in how many layers the part is the largest,
+    and its mean share."""
+    table = tables["tables/layer_shares"].set_index("layer")
+    named = match["which_layers"].count("(")
+    parts = table.drop(columns="share")
+    part = match["which_part"]
+    return {
+        "named": min(3, len(table)),
+        "layers": len(table),
+        "carried": np.sort(table["share"])[-named:].sum(),
+        "even": named / len(table),
+        "largest_in": parts.idxmax(axis=1).eq(part).sum(),
+        "mean": parts[part].mean(),
+    }
+
+
+@claim(
+    "31",
+    label="share of a layer",
+    pattern=rf"(?P<which_layer>\d+) \({number('share')}\)(?=[^.;]*(?:\.\d[^.;]*)*; even shares)",
+)
+def share_of_layer(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The share of the squared error of all layers that one layer carries."""
+    shares = tables["tables/layer_shares"].set_index("layer")["share"]
+    return {"share": shares[int(match["which_layer"])]}
 
 
 @claim(
@@ -530,7 +577,8 @@ def compared_cells(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "33",
     label="configurations without a token",
-    pattern=rf"In the report {number('without')} of {number('all')} configurations gave no token",
+    pattern=r"In the (?:batch-2 cache bug )?report (?:\([^)]*\) )?"
+    rf"{number('without')} of {number('all')} configurations gave no token",
 )
 def report_cells(tables: Tables, match: re.Match) -> dict[str, float]:
     """The number of configurations without a token, and of all configurations."""
@@ -541,7 +589,8 @@ def report_cells(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "33",
     label="first token",
-    pattern=r"first token after (?P<which_context>\d+) tokens "
+    pattern=r"first token (?:of the random Llama, which has \d+ layers, )?"
+    r"after (?P<which_context>\d+) tokens "
     rf"{number('times')} times (?:faster|slower) than a cold one",
 )
 def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -551,3 +600,32 @@ def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
     medians = rows.groupby("cache")["ms"].median()
     slower, faster = sorted((medians["hot"], medians["cold"]), reverse=True)
     return {"times": slower / faster}
+
+
+# --- notebook 35: both bundles on a third text
+
+
+@claim(
+    "35",
+    label="bundle on a third text",
+    pattern=rf"On {number('tokens')} tokens of a third text (?P<which_bundle>[\w-]+) has a mean KL "
+    rf"of {number('kl')}, 99% below {number('p99')}, {number('ratio')} times Hugging Face's "
+    rf"perplexity(?: \(95% interval {number('low')} to {number('high')}, from "
+    rf"{number('windows')} windows\)| \([^)]*\))?, and the same top token in "
+    rf"{number('same_top')}",
+)
+def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
+    """Tokens, KL in nats, ratio of perplexities with the ends of its interval, and the share
+    of equal top tokens. A report of before has no interval, and its sentence names none."""
+    row = tables["tables/judged"].set_index("bundle").loc[match["which_bundle"]]
+    columns = {
+        "tokens": "tokens",
+        "kl": "kl_mean",
+        "p99": "kl_p99",
+        "ratio": "perplexity_ratio",
+        "low": "ratio_low",
+        "high": "ratio_high",
+        "windows": "windows",
+        "same_top": "same_top",
+    }
+    return {name: row.get(column, np.nan) for name, column in columns.items()}

@@ -128,6 +128,10 @@ SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-"))
 # A whole run is one exponent: in mathematics its minus is a minus, in text a hyphen.
 RAISED = re.compile(f"[{''.join(SUPERSCRIPTS)}]+")
 LOWERED = re.compile(f"[{''.join(SUBSCRIPTS)}]+")
+# a straight apostrophe in LaTeX; every other command ends in a brace, not in a letter
+STRAIGHT = re.escape(LATEX["'"])
+INNER_APOSTROPHE = re.compile(rf"(?<=[A-Za-z]){STRAIGHT}(?=[A-Za-z])")
+LAST_APOSTROPHE = re.compile(rf"(?<=s){STRAIGHT}(?=[ ,.;:)]|$)")
 LATEX |= {
     character: rf"\ensuremath{{{command}}}" for character, command in MATH.items()
 }
@@ -210,7 +214,17 @@ def latex(text: object) -> str:
 
     Letters with an accent, Greek letters, superscripts and common signs of mathematics
     become commands. Any other character becomes its code, as in ``[U+4E2D]``, because
-    pdflatex has no glyph for it and would stop."""
+    pdflatex has no glyph for it and would stop. An apostrophe within a word, or the only
+    one behind an s, is the typographic one."""
+    written = INNER_APOSTROPHE.sub("'", _latex_exactly(text))
+    # a second straight one may be the other end of a quotation
+    if written.count(LATEX["'"]) == 1:
+        written = LAST_APOSTROPHE.sub("'", written)
+    return written
+
+
+def _latex_exactly(text: object) -> str:
+    """As `latex`, with straight apostrophes, as code has them."""
     characters = unicodedata.normalize("NFC", str(text))
     pieces = re.split(f"({RAISED.pattern}|{LOWERED.pattern})", characters)
     written = "".join(map(_latex_piece, pieces))
@@ -258,7 +272,7 @@ def html_sentence(text: str) -> str:
 
 def latex_sentence(text: str) -> str:
     """A sentence or caption in LaTeX, with code in a typewriter font."""
-    return with_code(text, latex, lambda piece: rf"\texttt{{{latex(piece)}}}")
+    return with_code(text, latex, lambda code: rf"\texttt{{{_latex_exactly(code)}}}")
 
 
 def markdown_sentence(text: str) -> str:

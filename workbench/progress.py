@@ -58,6 +58,8 @@ def stage(name: str) -> None:
     if path := os.environ.get(STAGE_FILE_VARIABLE):
         with suppress(OSError):  # the run that shows it has ended
             Path(path).write_text(name, encoding="utf-8")
+    if sys.stderr is None:  # closed by the shell; `print` would write on stdout
+        return
     if not sys.stderr.isatty():
         if _prints_plain_lines:
             print(name, file=sys.stderr, flush=True)

@@ -57,7 +57,7 @@ SOUND = {
 }
 FAULTS = {
     # a rotated prefill is not causal
-    "future": Style("gemma3_text", styles.chunks, ROTATING | {"future": True}),
+    "future": Style("gemma3_text", styles.chunks, ROTATING),
     # rope scaling is replaced by theta times factor
     "theta": Style("llama", styles.recipe, {}),
     # sliding layers see as far back as full ones
@@ -117,9 +117,13 @@ class Adoptions:
                 lambda path: relabelled(checkpoint, path, config, names),
             )
 
+        options = STYLES[style].options
+        if style == "future":
+            options = options | {"sound": self.packages("rotating")}
+
         def save(folder: Path) -> None:
             folder.mkdir()
-            STYLES[style].save(folder, Model(source), **STYLES[style].options)
+            STYLES[style].save(folder, Model(source), **options)
 
         return tiny.once(self.root / f"packages-{style}", save)
 

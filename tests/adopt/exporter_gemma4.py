@@ -2,6 +2,7 @@
 stacked caches of two sizes, padded to the larger head, and two stateless chunks that read whole
 caches of the second one."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -179,6 +180,16 @@ def save_functions(path: Path, m: Chunked, save: Callable[[Path, int], None]) ->
     join_functions(functions).rename(path)
 
 
+def save_program(
+    convert: Callable[[Path, int], None], copied: Path | None, path: Path, T: int
+) -> None:
+    """A program for T tokens: for one token a copy of a package, if there is one."""
+    if copied and T == 1:
+        shutil.copytree(copied, path)
+    else:
+        convert(path, T)
+
+
 def inputs_of(m: Chunked, per_layer: str, T: int) -> list:
     """The inputs that all packages have; `per_layer` is the name of the second embeddings."""
     narrow, wide = min(m.head_dims), max(m.head_dims)
@@ -222,8 +233,14 @@ def save_stateless_chunk(m: Chunked, layers: range, path: Path, T: int) -> None:
     saved(path, m, partial(stateless_chunk, m, layers), inputs, outputs)
 
 
-def chunked(folder: Path, m: Chunked) -> None:
-    """Four packages."""
+def chunked(folder: Path, m: Chunked, sound: Path | None = None) -> None:
+    """Four packages.
+
+    Args:
+        sound: the packages of the same checkpoint without a fault, for one token a call. Their
+            programs are copied, and not converted again: all of them beside functions of
+            several tokens, and all but the first where full layers turn all pairs.
+    """
     owners = m.L - m.config.num_kv_shared_layers
     middle = owners + (m.L - owners) // 2
     saving = [
@@ -232,5 +249,8 @@ def chunked(folder: Path, m: Chunked) -> None:
         partial(save_stateless_chunk, m, range(owners, middle)),
         partial(save_stateless_chunk, m, range(middle, m.L)),
     ]
-    for number, save in enumerate(saving, 1):
-        save_functions(folder / f"chunk_{number}.mlpackage", m, save)
+    for number, convert in enumerate(saving, 1):
+        path = folder / f"chunk_{number}.mlpackage"
+        is_faulty = m.turns_all_pairs and number == 1
+        copied = sound / path.name if sound and not is_faulty else None
+        save_functions(path, m, partial(save_program, convert, copied))

@@ -12,7 +12,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from miltorch import shim
-from miltorch.coremltools_import import coremltools, no_progress, quiet
+from miltorch.coremltools_import import (
+    coremltools,
+    frozen_gc,
+    no_progress,
+    quiet,
+    seldom_validated,
+)
 
 
 class Model(nn.Module):
@@ -107,7 +113,6 @@ def saved(
     ct = coremltools()
     from coremltools.converters.mil.mil.types import nptype_from_builtin
 
-    optimize = ct.optimize.coreml
     types = {np.int32: torch.int32, np.float16: torch.float32}
     examples = [
         torch.zeros(
@@ -121,20 +126,36 @@ def saved(
         states.append(ct.StateType(wrapped_type=tensor, name=name))
     module = Exported(m, function, caches or {}).eval()
     defaults = {"minimum_deployment_target": ct.target.iOS18, "skip_model_load": True}
-    with quiet(), no_progress(), torch.no_grad(), shim.mended_converter():
+    pipeline = ct.PassPipeline.DEFAULT
+    if stored:
+        append_compression(pipeline, stored)
+    with (
+        quiet(),
+        no_progress(),
+        seldom_validated(),
+        frozen_gc(),
+        torch.no_grad(),
+        shim.mended_converter(),
+    ):
         package = ct.convert(
             torch.jit.trace(module, examples, check_trace=False),
             inputs=inputs,
             outputs=[ct.TensorType(name=n) for n in outputs],
             states=states or None,
+            pass_pipeline=pipeline,
             **defaults | options,
         )
-        if stored:
-            config, press = (
-                optimize.OpLinearQuantizerConfig,
-                optimize.linear_quantize_weights,
-            )
-            if "nbits" in stored:
-                config, press = optimize.OpPalettizerConfig, optimize.palettize_weights
-            package = press(package, optimize.OptimizationConfig(config(**stored)))
         package.save(str(path))
+
+
+def append_compression(pipeline, stored: dict) -> None:
+    """Appends the pass that stores weights so. coremltools' functions that compress a package run
+    the same pass, but convert a second time."""
+    optimize = coremltools().optimize.coreml
+    name, config = "linear_quantize_weights", optimize.OpLinearQuantizerConfig
+    if "nbits" in stored:
+        name, config = "palettize_weights", optimize.OpPalettizerConfig
+    name = f"compression::{name}"
+    pipeline.append_pass(name)
+    config = optimize.OptimizationConfig(config(**stored))
+    pipeline.set_options(name, {"config": config})

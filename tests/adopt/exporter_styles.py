@@ -1,6 +1,7 @@
 """Small packages with the interfaces of five exporters: their names, functions, shapes and layouts
 around a checkpoint's layers."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -134,11 +135,23 @@ def chunks(
     batch: int = 8,
     window: int = 0,
     stored: dict | None = None,
-    future: bool = False,
+    sound: Path | None = None,
 ):
     """Embeddings, two chunks (one if layers slide) with functions infer and prefill
-    (and rotating ones), a head of two slices."""
+    (and rotating ones), a head of two slices.
+
+    Args:
+        sound: packages of the same checkpoint and options. Their programs are copied but for
+            prefill_rotate, which reads rotated caches as `chunk` does with `future`.
+    """
     ct = coremltools()
+
+    def save(path: Path, *program, **options):
+        if sound:
+            shutil.copytree(sound / path.name, path)
+        else:
+            saved(path, m, *program, **options)
+
     sizes = ct.EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
     inputs = [ct.TensorType(name="input_ids", shape=sizes, dtype=np.int32)]
 
@@ -146,7 +159,7 @@ def chunks(
         return m.body.embed_tokens(ids)
 
     path = folder / "tiny_embeddings.mlpackage"
-    saved(path, m, embeddings, inputs, ["hidden_states"])
+    save(path, embeddings, inputs, ["hidden_states"])
     names = [CACHES[kind] if window else "kv_cache_0" for kind in m.kinds]
     # mode → tokens of a call, whether it rotates, whether it is a prefill
     modes = {"infer": (1, False, False), "prefill": (batch, False, True)}
@@ -170,18 +183,21 @@ def chunks(
                 rows = window if "local" in cache_name else m.S
                 planes = m.caches(2 * names.count(cache_name))[:, :, :rows]
                 caches[f"model.model.{cache_name}"] = planes
-            fault = future and mode == "prefill_rotate"
-            layers = partial(chunk, m, names, span, window, rotate, prefill, fault)
-            functions[mode] = folder / f".{mode}-{name}.mlpackage"
-            outputs = ["output_hidden_states"]
-            saved(functions[mode], m, layers, inputs, outputs, caches, stored=stored)
+            future = bool(sound) and mode == "prefill_rotate"
+            layers = partial(chunk, m, names, span, window, rotate, prefill, future)
+            program = layers, inputs, ["output_hidden_states"], caches
+            functions[mode] = path = folder / f".{mode}-{name}.mlpackage"
+            if future:
+                saved(path, m, *program, stored=stored)
+            else:
+                save(path, *program, stored=stored)
         join_functions(functions).rename(folder / f"tiny_{name}.mlpackage")
 
     def head(_, x):
         return tuple(nn.functional.linear(x, weight) for weight in m.halves)
 
     inputs, outputs = [plain("hidden_states", 1, 1, m.C)], ["logits1", "logits2"]
-    saved(folder / "tiny_lm_head.mlpackage", m, head, inputs, outputs)
+    save(folder / "tiny_lm_head.mlpackage", head, inputs, outputs)
     (folder / "meta.yaml").touch()
 
 

@@ -14,8 +14,9 @@ from workbench import Bundle, Decoder
 from workbench.models.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.slow("converts four packages")
-SIZES = {"layer_types": ["sliding_attention", "full_attention"] * 4}
-SIZES |= {"num_hidden_layers": 8, "num_kv_shared_layers": 4}
+# the two chunks with caches have a layer of either kind, the two stateless ones a layer of one kind
+SIZES = {"layer_types": ["sliding_attention", "full_attention"] * 3}
+SIZES |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
 PROMPT = [5, 90, 17, 33, 2, 64, 71, 8, 40]
 OWNERS = range(4)
 
@@ -25,9 +26,12 @@ def checkpoint(exports) -> Path:
     return exports.checkpoint("gemma4_text", **SIZES)
 
 
-def packages_of(checkpoint: Path, folder: Path, **options) -> Path:
+def packages_of(
+    checkpoint: Path, folder: Path, sound: Path | None = None, **options
+) -> Path:
+    """Packages with options of `Chunked`; programs are copied from `sound` ones."""
     folder.mkdir()
-    chunked(folder, Chunked(checkpoint, **options))
+    chunked(folder, Chunked(checkpoint, **options), sound)
     return folder
 
 
@@ -108,11 +112,11 @@ def test_caches_of_equal_rows_and_planes_are_told_apart(exports, tmp_path):
 
 
 def test_functions_of_several_tokens_run_in_every_package(
-    exports, checkpoint, tmp_path
+    exports, checkpoint, packages, tmp_path
 ):
     """Packages without a state have them, too. No call goes on past the end of a ring."""
-    packages = packages_of(checkpoint, tmp_path / "packages", verified=4)
-    adopted(packages, checkpoint, tmp_path / "b")
+    several = packages_of(checkpoint, tmp_path / "packages", packages, verified=4)
+    adopted(several, checkpoint, tmp_path / "b")
     manifest = Bundle.open(tmp_path / "b").manifest
     assert [part.functions for part in manifest.foreign.parts] == [
         (),
@@ -129,9 +133,11 @@ def test_functions_of_several_tokens_run_in_every_package(
     assert {gate["verdict"] for gate in result["gates"]} == {"GREEN"}, result["gates"]
 
 
-def test_full_layers_that_turn_all_pairs_are_red(checkpoint, tmp_path):
-    packages = packages_of(checkpoint, tmp_path / "packages", turns_all_pairs=True)
-    adopted(packages, checkpoint, tmp_path / "b")
+def test_full_layers_that_turn_all_pairs_are_red(checkpoint, packages, tmp_path):
+    """The full layer of the first package is enough; the others are sound."""
+    folder = tmp_path / "packages"
+    faulty = packages_of(checkpoint, folder, packages, turns_all_pairs=True)
+    adopted(faulty, checkpoint, tmp_path / "b")
     gate = gates_of(tmp_path / "b", checkpoint)["program"]
     assert gate["verdict"] == "RED" and gate["value"] > 5 * gate["threshold"], gate
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from decode import programs
 from mil.one_op import program
 from refusal import refused
 
@@ -30,7 +31,7 @@ def by_name(work) -> dict:
 def test_the_programs_hold_what_the_configuration_says(exports, family, preset):
     """Weights of every format, operands of attention, recurrent bytes, calls."""
     path = exports.checkpoint(family)
-    bundle = exports.bundle(path, compress=preset, tokens="1-2")
+    bundle = exports.bundle(path, compress=preset)
     source = Checkpoint(path)
     planned = call_work(source, bundle.manifest.options)
     read = call_work(bundle)
@@ -42,10 +43,10 @@ def test_the_programs_hold_what_the_configuration_says(exports, family, preset):
 @pytest.mark.parametrize(
     ("family", "export_options"),
     [
-        ("gemma3_text", {"sliding": "ring", "tokens": "1-2"}),
-        ("qwen2", {"tokens": "1,4", "kv_write": "slice"}),
+        ("gemma3_text", {"sliding": "ring"}),
+        ("llama", {"tokens": "1,4", "kv_write": "slice"}),
         ("zaya", {"moe": "routed"}),
-        ("lfm2", {"batch": 3}),  # layers without a cache
+        ("lfm2", programs.options("lfm2", 0)),  # a batch, layers without a cache
         ("llama", {"layers_per_shard": 2, "layout": "bc1t"}),
         ("gemma4_text", {}),  # a second table
         ("gemma4_unified_text", {}),  # fewer key heads in some layers

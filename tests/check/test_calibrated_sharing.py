@@ -4,10 +4,12 @@ layers, and whose projection of the embeddings for all layers, have the matrices
 stores."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import tiny
 import torch
+from circle import wide
 from faults.copies import Copy
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -22,16 +24,46 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer
 
 pytestmark = pytest.mark.slow("exports a bundle and runs Hugging Face's model")
-FORMS = {"E2B": {}, "E4B": {"use_double_wide_mlp": False, "num_key_value_heads": 2}}
-SHARING = 4, 5
+# A layer of each kind shares the rows of the last one of its kind before, which is not the first
+# sliding layer.
+SLIDING, FULL = "sliding_attention", "full_attention"
+KINDS = [SLIDING, SLIDING, FULL, SLIDING, FULL]
+SHARING = 3, 4
+LAYERS = {"num_hidden_layers": len(KINDS), "layer_types": KINDS}
+FORMS = {
+    "E2B": LAYERS,
+    "E4B": LAYERS | {"use_double_wide_mlp": False, "num_key_value_heads": 2},
+}
 PROJECTION = "model.per_layer_model_projection.weight"
 TEXT = tiny.random_text(101, count=256)
-OPTIONS = {"max_seq_len": 16, "calibration": TEXT, "layers_per_shard": 2}
+# of one layer a shard, two of the five have the same program, which is converted once
+OPTIONS = {"max_seq_len": 16, "calibration": TEXT, "layers_per_shard": 1}
 
 
-@pytest.fixture(params=FORMS)
-def checkpoint(request, exports) -> Path:
-    return exports.checkpoint("gemma4_text", **FORMS[request.param])
+class Calibrated(NamedTuple):
+    """An exported bundle, its checkpoint, and the inputs of the layers in the exporter."""
+
+    bundle: Bundle
+    source: Checkpoint
+    runs: dict[str, list[list[torch.Tensor]]]
+    """What `record_runs` returned, of the layers that share rows."""
+
+
+def export_calibrated(exports, form: str, preset: str) -> Calibrated:
+    """Exports the checkpoint of a form in a preset, once for all tests."""
+    checkpoint = exports.checkpoint("gemma4_text", **FORMS[form])
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            runs = record_runs(patch, calibrate, "CompressingLayer")
+            export(checkpoint, folder / "bundle", compress=preset, **OPTIONS)
+        names = [f"model.layers.{index}." for index in SHARING]
+        torch.save({name: runs[name] for name in names}, folder / "runs.pt")
+
+    folder = tiny.once(exports.root / f"calibrated-{form}-{preset}", make)
+    runs = torch.load(folder / "runs.pt")
+    return Calibrated(Bundle.open(folder / "bundle"), Checkpoint(checkpoint), runs)
 
 
 def record_runs(monkeypatch, module, name: str) -> dict[str, list[list[torch.Tensor]]]:
@@ -93,27 +125,29 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("preset", ["lut4-g8", "int8-channel"])
-def test_sharing_layers_are_calibrated_on_compressed_rows(
-    checkpoint, tmp_path, monkeypatch, preset
-):
+@pytest.mark.parametrize(
+    ("form", "preset"),
+    [
+        ("E2B", "lut4-g8"),
+        wide("E2B", "int8-channel"),
+        wide("E4B", "lut4-g8"),
+        wide("E4B", "int8-channel"),
+    ],
+)
+def test_sharing_layers_are_calibrated_on_compressed_rows(exports, form, preset):
     """Compares the first run of each layer, in which the exporter sums the inputs of its matrices."""
-    runs = record_runs(monkeypatch, calibrate, "CompressingLayer")
-    bundle = export(checkpoint, tmp_path / "b", compress=preset, **OPTIONS)
+    bundle, source, runs = export_calibrated(exports, form, preset)
     assert bundle.manifest.calibration.nearest == []
-    source = Checkpoint(checkpoint)
     for index in SHARING:
         summed, _ = runs[f"model.layers.{index}."]
         assert_equal(summed, inputs_of_layer(bundle, source, index, stored=index))
 
 
-def test_sharing_layers_are_judged_on_compressed_rows(
-    checkpoint, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("form", ["E2B", wide("E4B")])
+def test_sharing_layers_are_judged_on_compressed_rows(exports, monkeypatch, form):
     """Every layer is judged a second time, by the inputs of its uncompressed matrices, where the
     first figures are above their limits."""
-    bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
-    source = Checkpoint(checkpoint)
+    bundle, source, _ = export_calibrated(exports, form, "lut4-g8")
     runs = record_runs(monkeypatch, calibrated, "JudgedLayer")
     monkeypatch.setattr(calibrated, "worst_ratio", lambda deviations: 2.0)
     weights_gate(bundle, source)
@@ -129,9 +163,7 @@ def test_a_projection_is_judged_by_its_rows_and_by_its_inputs(
     exports, tmp_path, monkeypatch
 ):
     """Planted: a row of one shard's slice is scaled; the inputs that it was fitted to are others."""
-    checkpoint = exports.checkpoint("gemma4_text")
-    source = Checkpoint(checkpoint)
-    bundle = export(checkpoint, tmp_path / "b", compress="lut4-g8", **OPTIONS)
+    bundle, source, _ = export_calibrated(exports, "E2B", "lut4-g8")
     assert weights_gate(bundle, source).verdict == "GREEN"
     copy = Copy(bundle.root, tmp_path / "copy")
     copy.weight(PROJECTION).scale_row(3, 1.3)
@@ -142,6 +174,6 @@ def test_a_projection_is_judged_by_its_rows_and_by_its_inputs(
         return input_statistics(x.roll(1, -1))
 
     monkeypatch.setattr(calibrate, "input_statistics", statistics_of_others)
-    bundle = export(checkpoint, tmp_path / "c", compress="lut4-g8", **OPTIONS)
+    bundle = export(source.path, tmp_path / "c", compress="lut4-g8", **OPTIONS)
     gate = weights_gate(bundle, source)
     assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason

@@ -202,7 +202,9 @@ main()
 @pytest.mark.parametrize(
     "moment, stored", [("behind a window", 3), ("while rows are written", 2)]
 )
-def test_a_killed_evaluation_resumes_to_the_same_figures(bundle, text, moment, stored):
+def test_a_killed_evaluation_resumes_to_the_same_figures(
+    bundle, text, forked, moment, stored
+):
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
     whole = run_evaluate(*arguments)
     shutil.rmtree("data/evaluations")
@@ -236,11 +238,21 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_stored_rows_of_another_form_are_computed_again(bundle, text, damage):
+@pytest.fixture(scope="module")
+def evaluated(bundle, text, tmp_path_factory):
+    """A finished evaluation: the arguments, the figures, and the working folder with its rows."""
     sizes = "--window", 24, "--stride", 23
     arguments = bundle.root, "--text", text, "--checkpoint", TINY, *sizes
-    whole = run_evaluate(*arguments)
+    folder = tmp_path_factory.mktemp("evaluated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return arguments, run_evaluate(*arguments), folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_stored_rows_of_another_form_are_computed_again(evaluated, tmp_path, damage):
+    arguments, whole, folder = evaluated
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (path,) = Path("data/evaluations").glob("*.npy")
     DAMAGES[damage](path, np.load(path))
     again = run_evaluate(*arguments)
@@ -262,10 +274,8 @@ def test_an_evaluation_does_not_go_on_over_changed_weights(bundle, text, tmp_pat
 def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):
     arguments = ("--text", text, "--window", 20, *EXACT)
     one, three = (
-        run_evaluate(
-            exports.bundle(TINY, max_seq_len=32, batch=B, **options).root, *arguments
-        )
-        for B, options in [(1, {}), (3, {"kv_write": "slice"})]
+        run_evaluate(exports.bundle(TINY, max_seq_len=32, **options).root, *arguments)
+        for options in ({}, {"batch": 3, "kv_write": "slice"})
     )
     assert one["perplexity"] == pytest.approx(three["perplexity"], rel=1e-6)
     assert one["golden_perplexity"] is one["kl"] is one["same_top"] is None

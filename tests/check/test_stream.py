@@ -49,17 +49,40 @@ def test_a_sink_is_found_at_its_token_with_the_layers_that_write_and_remove_it(
     golden = recorded(position)
     sizes, received = stream.stream_sizes(golden), attended(position)
     table = stream.largest_token(sizes, received, golden.tokens)
-    assert set(table["position"]) == {position} and set(table["channel"]) == {7}
-    assert table.loc[1, "step"] == table.loc[2, "step"] == 16
-    assert table.loc[[1, 3], "added"].round(-2).tolist() == [SINK, -SINK]
+    assert (table.attrs["position"], table.attrs["channel"]) == (position, 7)
+    assert table.loc[1, stream.STEP] == table.loc[2, stream.STEP] == 16
+    assert table.loc[[1, 3], stream.ADDED].round(-2).tolist() == [SINK, -SINK]
     # of the layer between, whose update is small, a large part is lost in fp16
-    assert table.loc[2, "update_moved"] > 0.1 > 0.02 > table["others_moved"].max()
+    assert table.loc[2, stream.MOVED] > 0.1 > 0.02 > table[stream.OTHERS_MOVED].max()
     text = " ".join(stream.describe_stream(table))
     assert f"token {position}, “t{position}”" in text
     assert "layer 1 (+22,5" in text and "layer 3 (-22,5" in text
     assert "16 apart" in text and "it is an attention sink" in text
     alike = stream.largest_token(sizes, attended(None), golden.tokens)
     assert "it is no attention sink" in " ".join(stream.describe_stream(alike))
+
+
+@pytest.mark.parametrize("position", [0, 4])
+def test_the_table_its_caption_and_the_figure_are_on_one_token(position, tmp_path):
+    """The token is the largest behind one layer, and small behind another, where a maximum
+    over tokens would be at least 1."""
+    golden = recorded(position)
+    for layer in golden.trace.layers[:1] + golden.trace.layers[4:]:
+        layer.hidden[position] *= 0.1
+    sizes, received = stream.stream_sizes(golden), attended(position)
+    table = stream.largest_token(sizes, received, golden.tokens)
+    assert table[stream.MULTIPLE].min() < 1 < 100 < table[stream.MULTIPLE].max()
+    caption = stream.describe_columns(table)
+    assert caption.startswith(f"One token by layer: {position}, “t{position}”, whose")
+    assert "channel 7" in caption and "even share is 0.0" in caption
+    panels = stream.panels(sizes, received)
+    of_token = panels[panels["token"] == stream.LARGEST_TOKEN]
+    assert set(of_token["position"]) == {position}
+    assert set(panels["token"]) == {*stream.TOKENS}
+    # a report keeps what the caption says
+    table.to_parquet(tmp_path / "table.parquet")
+    stored = pd.read_parquet(tmp_path / "table.parquet")
+    assert stream.describe_stream(stored) == stream.describe_stream(table)
 
 
 def test_a_stream_without_a_sink_says_that_no_token_stands_out():
@@ -110,6 +133,6 @@ def test_layers_without_attention_have_no_row(exports):
     assert set(received["layer"]) < set(range(golden.layer_count))
     table = stream.largest_token(stream.stream_sizes(golden), received, list("abcdef"))
     assert (
-        table["attention"].isna().sum()
+        table[stream.ATTENTION].isna().sum()
         == golden.layer_count - received["layer"].nunique()
     )

@@ -18,11 +18,17 @@ from workbench.models.checkpoint import Checkpoint
 
 ROWS = 40  # of a slice of the head; it divides no vocabulary here
 FAMILY = "gemma4_text"  # scales and bounds its logits, and has two tables on the host
+# a layer of each kind: nothing here depends on rows that layers share
+LAYERS = {
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 @pytest.fixture(scope="module")
 def source(exports):
-    return Checkpoint(exports.checkpoint(FAMILY))
+    return Checkpoint(exports.checkpoint(FAMILY, **LAYERS))
 
 
 @pytest.fixture(scope="module")

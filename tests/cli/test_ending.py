@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,17 +134,26 @@ def test_a_full_output_is_refused(stored, output):
         )
     assert ended.returncode == 2
     if output == "stdout":
-        (line,) = ended.stderr.splitlines()
+        stage, line = ended.stderr.splitlines()
+        assert stage == "log: reading the runs"
         assert "No space left on device" in line
 
 
-def test_a_closed_pipe_ends_without_a_word(stored):
+def test_a_closed_pipe_ends_without_a_message(stored):
     reading, writing = os.pipe()
     os.close(reading)
     command = [*COMMAND, "log", "--rows", "--log", stored]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
-    assert (ended.returncode, ended.stderr) == (141, b"")
+    assert (ended.returncode, ended.stderr) == (141, b"log: reading the runs\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell closes the stream")
+def test_a_closed_stderr_leaves_the_document_alone(stored):
+    """Python then has no stderr, and `print` to none of them writes on stdout."""
+    words = shlex.join([*COMMAND, "log", "--json", "--log", str(stored)])
+    ended = subprocess.run(f"{words} 2>&-", shell=True, capture_output=True, text=True)
+    assert (ended.returncode, json.loads(ended.stdout)) == (0, [])
 
 
 def test_what_libraries_print_is_not_in_a_document(capsys, monkeypatch, stored):

@@ -37,7 +37,7 @@ def suppressing(exports, tmp_path_factory) -> tuple[Path, list[int]]:
     """A checkpoint with the tokenizer of tiny-llama that suppresses what its model would write,
     and these tokens. One id lies outside the vocabulary."""
     folder = tmp_path_factory.mktemp("suppressing") / "checkpoint"
-    source = exports.checkpoint("gemma4_unified_text", vocab_size=256)
+    source = exports.checkpoint("llama", vocab_size=256)
     shutil.copytree(source, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.DATA / "tiny-llama" / name, folder)
@@ -50,7 +50,7 @@ def suppressing(exports, tmp_path_factory) -> tuple[Path, list[int]]:
 
 @pytest.fixture(scope="module")
 def bundle(exports, suppressing) -> Bundle:
-    return exports.bundle(suppressing[0], max_seq_len=64)
+    return exports.bundle(suppressing[0])
 
 
 @pytest.mark.slow("exports a bundle for one sequence and one for two")
@@ -66,7 +66,7 @@ def test_every_way_to_generate_takes_hugging_face_s_tokens(
     assert timed_generation(decoder, IDS, NEW)["tokens"] == expected
     sampled = decoder.generate(IDS, NEW, sampling=Sampling(2.0, seed=3))
     assert not {*sampled} & {*preferred}
-    together = exports.decoder(path, batch=2, max_seq_len=64)
+    together = exports.decoder(path, batch=2)
     assert together.generate([IDS, IDS], NEW) == [expected, expected]
     command = "generate", bundle.root, "--max-new", NEW, "--precision", "exact"
     printed = invoke(*command, "--prompt-ids", ",".join(map(str, IDS)))
@@ -78,7 +78,7 @@ def test_the_manifest_names_them_and_none_where_there_are_none(
 ):
     path, preferred = suppressing
     assert bundle.manifest.tokens.suppressed == sorted({*preferred})
-    plain = exports.bundle("gemma4_unified_text")
+    plain = exports.bundle("llama")
     assert "suppressed" not in (plain.root / "bundle.json").read_text()
     with refused("suppress_tokens 'x'.*a list of them"):
         changed_checkpoint(path, bundle.root.parent / "wrong", "x").tokens.suppressed  # noqa: B018

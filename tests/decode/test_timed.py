@@ -11,18 +11,19 @@ from refusal import refused
 from workbench.decode import Sequences
 from workbench.decode.timed import timed_generation
 
-S, IDS = 16, [3, 14, 15, 9, 2, 6]
+# the bundle that most tests share has as many rows, and refuses a position past them as any other
+S, IDS = 32, [3, 14, 15, 9, 2, 6]
 
 
 @pytest.fixture
 def decoder(exports):
-    return exports.decoder("smollm3", max_seq_len=S)
+    return exports.decoder("llama", max_seq_len=S)
 
 
 @pytest.mark.parametrize(
     "max_new, name, message",
     [
-        (S - len(IDS) + 1, "logits.npy", "position 16; needs .* max_seq_len = 16"),
+        (S - len(IDS) + 1, "logits.npy", "position 32; needs .* max_seq_len = 32"),
         (2, "/proc/logits.npy", "a folder that can be written"),
         (2, ".", "a folder"),
         (-1, None, "new tokens: found -1"),
@@ -43,14 +44,14 @@ def test_a_generation_that_cannot_be_finished_is_refused_before_a_token_is_decod
 def test_logits_are_written_under_exactly_the_name_given(decoder, tmp_path, max_new):
     timed_generation(decoder, IDS, max_new, tmp_path / "logits")
     assert [path.name for path in tmp_path.iterdir()] == ["logits"]
-    assert np.load(tmp_path / "logits").shape == (max_new + 1, 131)
+    assert np.load(tmp_path / "logits").shape == (max_new + 1, 97)
 
 
 def test_without_a_file_no_logits_are_kept_and_calls_are_those_that_ran(
     exports, monkeypatch
 ):
-    """A slice write takes no dummy columns: one call of 8 tokens and 3 of one."""
-    decoder = exports.decoder("smollm3", max_seq_len=S, tokens="1,8", kv_write="slice")
+    """A slice write takes no dummy columns: two calls of 4 tokens and 3 of one."""
+    decoder = exports.decoder("llama", tokens="1,4", kv_write="slice")
     stream, seen = decoder.stream, []
 
     def watched(*arguments, **more):
@@ -60,13 +61,12 @@ def test_without_a_file_no_logits_are_kept_and_calls_are_those_that_ran(
             yield record
 
     monkeypatch.setattr(decoder, "stream", watched)
-    assert timed_generation(decoder, [*IDS, *IDS[1:]], 4)["prefill"]["calls"] == 4
+    assert timed_generation(decoder, [*IDS, *IDS[1:]], 4)["prefill"]["calls"] == 5
     assert len(seen) == 4
 
 
-def test_calls_that_compile_are_in_no_figure_and_are_counted(exports, monkeypatch):
+def test_calls_that_compile_are_in_no_figure_and_are_counted(decoder, monkeypatch):
     """The first call of each width takes 300 ms longer, as one that compiles."""
-    decoder = exports.decoder("smollm3", max_seq_len=S, tokens="1-4")
     advance, compiled = Sequences.advance, set()
 
     def compiling(seqs, chunk, *rest, **more):

@@ -77,13 +77,13 @@ def test_a_call_of_one_token_keeps_nothing(exports, family):
 
 
 def test_an_undo_leaves_a_snapshot_in_another_place_as_it_is(exports):
-    decoder = exports.decoder("lfm2", batch=2)
-    decoder.prefill([[3, 14, 15], [9, 2, 6]])
+    decoder = decoder_of_three(exports, "lfm2")
+    decoder.prefill([[3, 14, 15], [9, 2, 6], []])
     decoder.add(1, decoder.snapshot())
     decoder.trim(1)
     with refused("1 to undo; needs at most 0"):
         decoder.trim(1, seq=1)
-    assert decoder.trim(1) == 1 and decoder.seqs.ids == [[3], [3, 14, 15]]
+    assert decoder.trim(1) == 1 and decoder.seqs.ids == [[3], [3, 14, 15], []]
 
 
 @pytest.mark.matrix(1, wide=1)

@@ -14,9 +14,11 @@ from refusal import refused
 from tiny import ROOT
 
 from workbench import InputError, log, plots, recommend
+from workbench.bundle.presets import PRESETS
 from workbench.check import compare, gates, states, stream
 from workbench.check.cost import describe_cost
 from workbench.experiment import gate_table, run_notebook
+from workbench.explain import error
 from workbench.sweep import conclude
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -85,7 +87,7 @@ def answer(number: str, names: dict) -> str:
         conclude=lambda words, *args, **tables: concluded.append(words),
     )
     modules = {"pd": pd, "np": np, "gates": gates, "states": states}
-    modules |= {"compare": compare, "stream": stream}
+    modules |= {"compare": compare, "stream": stream, "error": error, "Path": Path}
     modules["describe_verdict"] = recommend.describe_verdict
     modules |= {"log": log, "describe_cost": describe_cost, "conclude": conclude}
     names = modules | names
@@ -150,6 +152,8 @@ def stored(number: str, folder: Path) -> dict:
     if number == "31":
         names["shares"] = files["shares"].set_index("part")
         names["ranked"] = files.get("ranked")
+        # a run shipped before this table was written has none
+        names["layer_shares"] = files.get("layer_shares", layer_shares_of_31())
     if number == "32":
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
@@ -189,6 +193,22 @@ def routers_of_30() -> pd.DataFrame:
     )
 
 
+def layer_shares_of_31(count: int = 30) -> pd.DataFrame:
+    """SmolLM2's figures: three of 30 layers carry most of the error, and precision is the
+    largest part in five others. With fewer layers the error is spread evenly."""
+    rows = [(layer, 1.0, 0.9, 0.1) for layer in range(count)]
+    if count == 30:
+        shares = {28: 38.1, 11: 34.7, 29: 23.3}
+        rows = [
+            (layer, shares.get(layer, 3.9 / 27), *parts)
+            for layer in range(count)
+            for parts in [(0.2, 0.8) if 12 <= layer < 17 else (0.95, 0.05)]
+        ]
+    columns = ["layer", "share", "quantization", "precision"]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(share=table["share"] / table["share"].sum(), storage=0.0)
+
+
 def says(number: str, names: dict, *parts: str) -> None:
     """Asserts that an answer from these names has these words."""
     words = answer(number, names)
@@ -217,20 +237,17 @@ def red(name: str) -> list:
 STREAM = pd.DataFrame(
     {
         "layer": [0, 1, 2],
-        "position": 0,
-        "token": "<bos>",
-        "times": [2.0, 180.0, 3.0],
-        "largest": [9.0, 22500.0, 30.0],
-        "step": [0.01, 16.0, 0.02],
-        "channel": 7,
-        "value": [5.0, 22500.0, 30.0],
-        "added": [5.0, 22495.0, -22470.0],
-        "update_moved": [1e-4, 1e-4, 0.44],
-        "others_moved": 2e-3,
-        "attention": [0.1, 0.5, 0.6],
-        "even": 0.07,
+        stream.MULTIPLE: [2.0, 180.0, 3.0],
+        stream.LARGEST: [9.0, 22500.0, 30.0],
+        stream.STEP: [0.01, 16.0, 0.02],
+        stream.VALUE: [5.0, 22500.0, 30.0],
+        stream.ADDED: [5.0, 22495.0, -22470.0],
+        stream.MOVED: [1e-4, 1e-4, 0.44],
+        stream.OTHERS_MOVED: 2e-3,
+        stream.ATTENTION: [0.1, 0.5, 0.6],
     }
 )
+STREAM.attrs = {"position": 0, "token": "<bos>", "channel": 7, "even": 0.07}
 """A stream with an attention sink, as `stream.largest_token` has it."""
 
 KL = pd.DataFrame(
@@ -291,7 +308,7 @@ def test_the_answer_of_05_turns_with_its_rows():
     names |= {"result": names["late"], "late": names["result"]}
     names |= {"all_gates": [*red("budget"), limit(0.01)]}
     names |= {"verdicts": verdicts_of_05().assign(RED="budget")}
-    names |= {"largest": STREAM.assign(times=2.0)}
+    names |= {"largest": STREAM.assign(**{stream.MULTIPLE: 2.0})}
     says(
         "05", names, "keeps its cache", "RED (budget)", "turned RED: none", "stands out"
     )
@@ -403,6 +420,26 @@ def test_the_answer_of_31_turns_with_its_tables():
     says("31", names, f"in 0 of {layers} layers", costs)
 
 
+def test_the_answer_of_31_names_the_layers_that_carry_the_error():
+    names = shipped("31") | {"kl": KL, "ranked": RANKED}
+    names["layer_shares"] = layer_shares_of_31()
+    says(
+        "31",
+        names,
+        "3 of 30 layers carry 96.1% of that error, 28 (38.1%), 11 (34.7%), 29 (23.3%); "
+        "even shares would be 10.0%. By layer, quantization is the largest part in 25 of "
+        "30; its unweighted mean share over layers is 82.5%.",
+    )
+    even = names | {"layer_shares": layer_shares_of_31(6)}
+    says("31", even, "3 of 6 layers carry 50.0% of that error")
+    says("31", even, "even shares would be 50.0%", "largest part in 6 of 6")
+    two = names | {"layer_shares": layer_shares_of_31(2)}
+    says("31", two, "2 of 2 layers carry 100.0% of that error")
+    # a bundle that equals Hugging Face's model
+    none = layer_shares_of_31(6).assign(share=0.0, quantization=0.0, precision=0.0)
+    says("31", names | {"layer_shares": none}, "largest part in 0 of 6")
+
+
 def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
     names = shipped("31") | {"kl": KL, "ranked": RANKED}
     error = np.linspace(0.3, 0.01, 30)
@@ -425,6 +462,7 @@ def test_31_draws_the_presets_that_were_measured_with_their_intervals():
         )
     )
     names = {"experiment": experiment, "plots": plots, "MAX_KL": 0.05}
+    names["PRESETS"] = PRESETS
     names |= {"golden": SimpleNamespace(source=SimpleNamespace(name="a"))}
     names |= {"advice": recommend.Recommendation(judged_on="512 tokens")}
     exec(cell, names | {"presets": recommend.as_table(None)})
@@ -461,15 +499,26 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     cells["cache"] = ["warm", "cold"]
     reported = {"cache": ["warm", "cold"], "context": [1024, 1024], "tokens": [0, 64]}
     offsets = {"modulo cache step (8)": [1, 1, None], "result": ["FAIL", "OK", "OK"]}
+    offsets["context"] = ["context 8", "context 9", "context 10"]
     times = {"cache": ["cold", "hot"], "context": [64, 64], "ms": [10.0, 2.0]}
     tables = {"random_cells": cells, "edges": cells, "reported": reported}
     tables |= {"offsets": offsets, "times": times}
     names = {name: pd.DataFrame(table) for name, table in tables.items()}
     names |= {"all_gates": [], "trained": [None], "arithmetic": "exact"}
-    says("33", names, "alone: 2 restore a cache, 2 restore nothing")
+    names |= {"CHECKPOINT": "data/tiny-zaya", "ROUNDS": 3, "report_step": 8}
+    names["DIMS"] = {"num_hidden_layers": 2}
+    says("33", names, "zaya: 2 restore a cache, 2 restore nothing")
     says("33", names, "Yes. 4 cells", "5 times faster", "alone is not the cause")
-    says("33", names, "2 of its offsets are known and unaligned, with results FAIL, OK")
+    says("33", names, "2 of a random Llama of 2 layers and 2 of tiny-zaya: 2 restore")
+    says("33", names, "2 contexts, with the results context 8 FAIL, context 9 OK. Such")
+    says("33", names, "no multiple of the cache's step of 8 rows")
+    says(
+        "33",
+        names,
+        "cache bug report (`data/sources/batch2_cache_bug.csv`) 1 of 2 conf",
+    )
     says("33", names, "1 of 2 configurations gave no token", "warm")
+    says("33", names, "which has 2 layers, after 64 tokens", "(medians; rounds: 3)")
     names["edges"] = names["edges"].assign(wrong=1.0)
     names["offsets"].loc[1, "modulo cache step (8)"] = 0
     names["times"]["ms"] = [2.0, 10.0]
@@ -568,6 +617,7 @@ def of_35() -> dict:
     ).assign(bits=[6.1, 5.0])
     judged = pd.DataFrame({"bundle": ["mixed"], "tokens": 700, "kl_mean": 0.048})
     judged = judged.assign(kl_p99=0.3, perplexity_ratio=1.03, same_top=0.87)
+    judged = judged.assign(windows=9, ratio_low=1.011, ratio_high=1.049)
     names = {"table": choices, "kinds": kinds, "judged": judged, "all_gates": []}
     names |= {"MAX_KL": 0.05, "CHIP": "M4", "decoder": None}
     return names | {"golden": None, "result": SimpleNamespace(rows=None)}
@@ -583,6 +633,11 @@ def test_the_answer_of_35_turns_with_its_tables():
     )
     assert "head: 20% of the weights cause 40% of the loss" in words
     assert "above the limit" not in words
+    assert "On 700 tokens" in words and "1.030 times" in words
+    assert "(95% interval 1.011 to 1.049, from 9 windows)" in words
+    few = names["judged"].assign(windows=3, ratio_low=np.nan, ratio_high=np.nan)
+    words = answer("35", names | {"judged": few})
+    assert "1.030 times Hugging Face's perplexity (too few windows for an inte" in words
     names["judged"] = names["judged"].assign(kl_mean=0.06)
     assert "the mean KL is above the limit, by 20%" in answer("35", names)
     choices = names["table"]

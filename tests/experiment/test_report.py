@@ -12,8 +12,15 @@ from experiment.toy import NAME, example, run_of
 from in_process import cli
 from refusal import refused
 
+from workbench import plots
 from workbench.check import gates
-from workbench.experiment import Experiment, last_run, redraw_run, write_html
+from workbench.experiment import (
+    Experiment,
+    draw_figure,
+    last_run,
+    redraw_run,
+    write_html,
+)
 from workbench.experiment.page import Page, Table, html
 
 
@@ -159,6 +166,20 @@ def test_the_newest_run_is_written_again(project):
         drawing.unlink()
     assert redraw_run(experiment.folder).read_text() == text
     assert [drawing.read_bytes() for drawing in drawings] == before
+
+
+def test_a_figure_is_drawn_in_another_width_with_its_stored_options(project):
+    experiment = example()
+    path = next((experiment.folder / "figures").glob("*.svg"))
+    options = json.loads(path.with_suffix(".json").read_text())["options"]
+    figure = draw_figure(path, width=plots.COLUMN)
+    assert figure.get_figwidth() == plots.COLUMN
+    assert options["title"] in figure.get_suptitle().replace("\n", " ")
+    assert draw_figure(str(path)).get_figwidth() == plots.PAGE
+    assert draw_figure(path, title="").get_suptitle() == ""
+    for no_figure in (experiment.folder / "report.md", path.with_name("other.svg")):
+        with refused("no figure of a run"):
+            draw_figure(no_figure)
 
 
 def test_a_run_of_before_reports_had_these_keys_is_written_again(project):

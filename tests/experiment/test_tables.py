@@ -14,7 +14,8 @@ from markdown_it import MarkdownIt
 from tiny import ROOT
 
 from workbench.check import gates
-from workbench.experiment.latex import latex_table
+from workbench.experiment.headings import heading_of
+from workbench.experiment.latex import LINE_WIDTH, latex_table
 from workbench.experiment.tables import (
     gate_table,
     markdown_table,
@@ -113,12 +114,75 @@ def test_long_columns_of_a_latex_table_have_a_share_of_the_width_by_their_length
     texts = {"prompt": 49, "reference": 240, "bundle": 159, "cause": 11}
     table = pd.DataFrame({n: ["word " * (c // 5)] for n, c in texts.items()})
     table[["agreed", "ties", "first"]] = 12.0
-    text = latex_table(table, "Of", "tab:07-a")
+    text = latex_table(table.drop(columns=["agreed", "ties"]), "Of", "tab:07-a")
     prompt, reference, bundle = map(int, re.findall(r"p\{(\d+)pt\}", text))
     assert prompt < bundle < reference and reference > 80
     short = latex_table(table[["prompt", "reference"]], "Of", "tab:07-a")
     prompt, reference = map(int, re.findall(r"p\{(\d+)pt\}", short))
     assert r"\small" in short and reference > 3 * prompt and prompt + reference < 340
+
+
+def test_a_number_of_a_latex_table_has_a_true_minus_sign_and_a_power_of_ten():
+    numbers = [4.556e-06, -2.256, -2.25e4, float("-inf"), None, 0.5]
+    table = pd.DataFrame({"ids": ["1e3", "-1", *"abcd"], "value": numbers})
+    table["counts"] = [-3, 4, 5, 6, 7, 8]
+    table["reason"] = ["1.5e-05 at most", *"abcde"]
+    text = latex_table(table, "At most 2e-05", "tab:07-a")
+    rows = [line.split(" & ") for line in text.splitlines() if line.count(" & ") == 3]
+    cells = dict(zip(rows[0], zip(*rows[1:])))
+    powers = r"$4.556\times10^{-6}$", r"$-2.25\times10^{4}$"
+    assert cells["value"] == (
+        *(powers[0], "$-2.256$", powers[1]),
+        *(r"$-\infty$", r"\textendash{}", "0.5"),
+    )
+    assert cells["counts"][:2] == ("$-3$", "4")
+    assert cells["ids"][:2] == ("1e3", "-1")  # texts
+    assert r"1.5\ensuremath{\times}10$^{-5}$ at most" in text
+    assert r"\caption{At most 2\ensuremath{\times}10$^{-5}$}" in text
+
+
+def test_a_column_of_a_latex_table_is_named_in_words_with_its_unit():
+    names = {
+        "kl_p99": "99% KL, nats",
+        "load_wait_ms": "load wait, ms",
+        "mib": "size, MiB",
+        "update_moved": "change of update by rounding",
+        "stated, MB": "stated, MB",
+        "new_thing": "new thing",
+        "fp16 a_b": "fp16 a_b",
+    }
+    assert {name: heading_of(name) for name in names} == names
+    table = pd.DataFrame(dict.fromkeys(["H_kv", "others_moved", "same_top"], [0.5]))
+    head = latex_table(table, "Of", "tab:07-a").partition(r"\midrule")[0]
+    assert r"$H_{\mathrm{kv}}$" in head and r"\_" not in head
+
+
+def test_a_latex_table_wider_than_the_line_is_split_and_not_set_in_tiny_type():
+    table = pd.DataFrame({"layer": [0, 0, 1], "position": [0, 1, 0]})
+    for number in range(16):
+        table[f"quantity {number}"] = 1.234e-5
+    text = latex_table(table, "Of `a`.", "tab:07-a")
+    parts = text.split(r"\begin{table}")[1:]
+    assert len(parts) > 1 and r"\tiny" not in text and r"\scriptsize" not in text
+    for number, part in enumerate(parts, 1):
+        assert f"Part {number} of {len(parts)}." in part
+        (head,) = re.findall(r"\\toprule\n(.*)", part)
+        assert head.startswith("layer & position & ")
+        widest = 0.8 * len("1.234×10⁻⁵") * head.count("quantity") * 4.3
+        assert widest < LINE_WIDTH
+    assert re.findall(r"quantity(?: |\\\\)(\d+)", text) == [*map(str, range(16))]
+    assert text.count(r"\label{tab:07-a}") == text.count(r"\label{tab:07-a-2}") == 1
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments").glob("*/tables/*.parquet"))
+)
+def test_no_shipped_table_needs_tiny_type(path):
+    text = latex_table(pd.read_parquet(path), "Of", "tab:07-a")
+    assert r"\tiny" not in text
+    headings = map(heading_of, pd.read_parquet(path).columns)
+    assert not [name for name in headings if re.fullmatch(r"[a-z]\w*_\w+", name)]
+    assert not re.search(r"\d\.?\d*e[+-]\d\d", text)
 
 
 def compile_latex(folder: Path, tables: list[str]) -> str:

@@ -116,7 +116,7 @@ def weight_bytes(package: Path) -> int:
 
 
 @pytest.mark.slow("exports a bundle and cuts its programs")
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1, wide=1)
 # every family once, with the presets in turn
 @pytest.mark.parametrize(
     ("family", "compress"), list(zip(sorted(tiny.DIMS), cycle(PRESETS)))

@@ -37,6 +37,12 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(
 ):
     split = splits[mode]
     assert split.shares().to_numpy().sum() == pytest.approx(1)
+    by_layer = split.layer_shares()
+    assert by_layer["share"].sum() == pytest.approx(1)
+    # weighted by the layers' shares, the parts are those of all layers together
+    for part in split.parts:
+        weighted = (by_layer["share"] * by_layer[part]).sum()
+        assert weighted == pytest.approx(split.shares().loc[part, part])
     decoder = Decoder(int8_bundle, "portable")
     source = golden.make_golden(tiny_llama, IDS)
     updates = error.bundle_updates(decoder, source, mode)  # [L, n, C]
@@ -65,7 +71,7 @@ def test_the_errors_of_all_positions_make_up_the_error_of_their_layer(splits):
     assert np.allclose(layer_errors, split.layers()["total"])
 
 
-@pytest.mark.matrix(2, wide=2)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize(
     "compress", ["fp16", "int8-tensor", "int4-block32", "lut6-g16"]
 )

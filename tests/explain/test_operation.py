@@ -492,7 +492,7 @@ def test_no_operation_is_named_on_a_runtime_that_runs_nothing(
     assert (finding.verdict, finding.ops) == ("uncertain", [])
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("compress", PRESETS)
 @pytest.mark.parametrize("family", sorted(tiny.DIMS))
 def test_a_sound_bundle_names_no_operation(exports, calls_here, family, compress):

@@ -296,7 +296,7 @@ def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
     assert fitting_variant(bundle, source) is None
 
 
-@pytest.mark.matrix(2, wide=2)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family", sorted(tiny.DIMS))
 def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, family):
     source = checkpoint_of(family)

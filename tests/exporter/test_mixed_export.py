@@ -8,7 +8,7 @@ import pytest
 import torch
 from conversions import list_files
 from refusal import refused
-from tiny import DATA
+from tiny import DATA, once
 
 from workbench import Bundle, Golden, export, validate
 from workbench.bundle.presets import find_preset
@@ -50,8 +50,10 @@ def export_mixed(folder, calibration=TEXT, **presets):
 
 
 @pytest.fixture(scope="module")
-def bundle(formats, tmp_path_factory):
-    return export_mixed(tmp_path_factory.mktemp("mixed") / "bundle", formats=formats)
+def bundle(formats, exports):
+    folder = exports.root / "mixed-formats"
+    once(folder, lambda path: export_mixed(path, formats=formats))
+    return Bundle.open(folder)
 
 
 def test_the_manifest_names_every_matrix_s_preset(bundle, formats):
@@ -105,11 +107,26 @@ def test_a_matrix_under_another_preset_is_red(bundle, formats):
     assert interface_gate(Bundle(bundle.root, manifest)).verdict == RED
 
 
+SEARCH = SearchSettings(SELECTION, Limit(kl=0.005))
+
+
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory):
+def chosen_out(exports):
+    """A folder of bundles with one whose formats a search chose."""
+
+    def make(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORKBENCH_OUT", str(folder))
+            export_mixed(None, search=SEARCH)
+
+    return once(exports.root / "mixed-chosen", make)
+
+
+@pytest.fixture(scope="module")
+def chosen(chosen_out):
     """A bundle whose formats a search chose."""
-    settings = SearchSettings(SELECTION, Limit(kl=0.005))
-    return export_mixed(tmp_path_factory.mktemp("chosen") / "bundle", search=settings)
+    (manifest,) = chosen_out.rglob("bundle.json")
+    return Bundle.open(manifest.parent)
 
 
 def test_a_chosen_bundle_keeps_the_search_and_its_texts(chosen, formats):
@@ -167,8 +184,7 @@ def test_an_export_above_the_limit_takes_a_costlier_choice(tmp_path, monkeypatch
         return quality
 
     monkeypatch.setattr(mixed, "_stored_quality", worse)
-    settings = SearchSettings(SELECTION, Limit(kl=0.005))
-    bundle = export_mixed(tmp_path / "b", search=settings)
+    bundle = export_mixed(tmp_path / "b", search=SEARCH)
     allocation = read_allocation(bundle.root / "allocation.json")
     assert len(qualities) == 2
     assert allocation.exported == qualities[1]
@@ -179,41 +195,38 @@ def test_an_export_above_the_limit_takes_a_costlier_choice(tmp_path, monkeypatch
 
 
 def test_an_interrupted_search_goes_on_with_the_formats_that_it_has(
-    tmp_path, monkeypatch
+    chosen, tmp_path, monkeypatch
 ):
+    """And ends in the bundle of a search that was not interrupted."""
+
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    settings = SearchSettings(SELECTION, Limit(kl=0.005))
     with monkeypatch.context() as patched:
         patched.setattr(mixed, "measure_and_choose", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            export_mixed(tmp_path / "b", search=settings)
+            export_mixed(tmp_path / "b", search=SEARCH)
     assert not (tmp_path / "b").exists()
     monkeypatch.setattr(candidates, "compress_matrix", pytest.fail)
-    assert export_mixed(tmp_path / "b", search=settings).manifest.selection
+    assert export_mixed(tmp_path / "b", search=SEARCH).identity == chosen.identity
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_an_export_that_never_keeps_the_limit_is_refused(tmp_path, monkeypatch):
     worst = mixed.Quality(kl=0.5, kl_p99=1.0, perplexity_ratio=2.0, same_top=0.1)
     monkeypatch.setattr(mixed, "_stored_quality", lambda *arguments: worst)
-    settings = SearchSettings(SELECTION, Limit(kl=0.005))
     with refused("--max-kl.*0.5"):
-        export_mixed(tmp_path / "b", search=settings)
+        export_mixed(tmp_path / "b", search=SEARCH)
     assert not (tmp_path / "b").exists()
 
 
 def test_a_chosen_bundle_of_the_folder_of_bundles_is_opened_again(
-    chosen, tmp_path, monkeypatch
+    chosen_out, chosen, monkeypatch
 ):
-    monkeypatch.setenv("WORKBENCH_OUT", str(tmp_path))
-    settings = SearchSettings(SELECTION, Limit(kl=0.005))
-    first = export_mixed(None, search=settings)
-    assert first.identity == chosen.identity
+    monkeypatch.setenv("WORKBENCH_OUT", str(chosen_out))
     monkeypatch.setattr(mixed, "choose_and_compress", pytest.fail)
-    assert export_mixed(None, search=settings).root == first.root
-    left = [path.name for path in first.root.parent.iterdir()]
+    assert export_mixed(None, search=SEARCH).root == chosen.root
+    left = [path.name for path in chosen.root.parent.iterdir()]
     assert not [name for name in left if "calibration" in name]
 
 
@@ -269,9 +282,8 @@ def test_formats_without_mixed_are_refused(formats, tmp_path):
 
 
 def test_formats_beside_a_search_are_refused(formats, tmp_path):
-    settings = SearchSettings(SELECTION, Limit(kl=0.005))
     with refused("formats and a search.*leave one out"):
-        export_mixed(tmp_path / "b", formats=formats, search=settings)
+        export_mixed(tmp_path / "b", formats=formats, search=SEARCH)
 
 
 def test_mixed_without_a_text_is_refused(formats, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from circle import wide
 from conversions import convert_shards, export_small, list_files
 
-from workbench import Decoder
+from workbench import Bundle, Decoder
 from workbench.bundle import PRESETS
 from workbench.check.program import program_gate
 from workbench.check.weights import weights_gate
@@ -40,8 +40,26 @@ OTHERS = [
 ]
 
 
+def assert_bytes_of_conversion(source, folder, **options) -> Bundle:
+    """Exports a checkpoint in a folder, and asserts that fewer programs were converted than there are
+    shards, and that every shard has the bytes of its own conversion. Returns the bundle."""
+    bundle = export_small(source, folder / "b", **options)
+    converted = {shard.template for shard in bundle.manifest.shards}
+    assert len(converted) < len(bundle.manifest.shards)
+    assert list_files(bundle) == convert_shards(bundle, source, folder / "again")
+    return bundle
+
+
 @pytest.mark.slow("every shard is converted by itself, beside its template")
-@pytest.mark.matrix(1, wide=3)
+def test_a_second_layer_s_shard_is_the_bytes_of_its_conversion(exports, tmp_path):
+    """The smallest model with two layers of one shape, in a preset whose weights are several
+    arrays."""
+    source = exports.checkpoint("llama")
+    assert_bytes_of_conversion(source, tmp_path, compress="lut6-g16")
+
+
+@pytest.mark.slow("every shard is converted by itself, beside its template")
+@pytest.mark.matrix(0, wide=4)
 @pytest.mark.parametrize(
     "family, changed, options", [*OTHERS, *MATRIX], ids=tiny.case_id
 )
@@ -49,10 +67,7 @@ def test_every_shard_is_the_bytes_of_its_conversion(
     exports, tmp_path, family, changed, options
 ):
     source = exports.checkpoint(family, **changed)
-    bundle = export_small(source, tmp_path / "b", **options)
-    converted = {shard.template for shard in bundle.manifest.shards}
-    assert len(converted) < len(bundle.manifest.shards)
-    assert list_files(bundle) == convert_shards(bundle, source, tmp_path / "again")
+    bundle = assert_bytes_of_conversion(source, tmp_path, **options)
     if "," in options.get("tokens", ""):
         for shard in bundle.manifest.shards:
             assert ",".join(map(str, shard.functions.values())) == options["tokens"]

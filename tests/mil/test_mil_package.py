@@ -18,7 +18,12 @@ from refusal import refused
 
 import miltorch
 from miltorch import program
-from miltorch.coremltools_import import protobuf_module, quiet
+from miltorch.coremltools_import import (
+    no_progress,
+    protobuf_module,
+    quiet,
+    seldom_validated,
+)
 
 MODEL = "Data/com.apple.CoreML/model.mlmodel"
 WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
@@ -312,3 +317,38 @@ def test_other_forms_of_a_model_are_refused_by_name(tmp_path, name, message):
     else:
         (tmp_path / name).write_bytes(b"")
     assert_is_refused(tmp_path / name, message)
+
+
+# a conversion that fails leaves a temporary folder of coremltools to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_program_that_a_pass_breaks_is_refused_though_it_is_seldom_validated(
+    ct, monkeypatch
+):
+    """Planted: a pass that forgets which operation reads a value."""
+    from coremltools.converters.mil.mil import Builder
+    from coremltools.converters.mil.mil.block import InvalidBlockStateError
+    from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
+
+    class Forgets:
+        def set_options(self, options):
+            pass
+
+        def __call__(self, mil):
+            mil.functions["main"].operations[-1].x._child_ops.clear()
+
+    def convert(pipeline):
+        specs = [Builder.TensorSpec(shape=(2, 3))]
+        target = ct.target.iOS18
+        mil = Builder.program(input_specs=specs, opset_version=target)(
+            lambda x: Builder.relu(x=x)
+        )
+        options = {"skip_model_load": True, "minimum_deployment_target": target}
+        with quiet(), no_progress(), seldom_validated():
+            ct.convert(mil, pass_pipeline=pipeline, **options)
+
+    monkeypatch.setitem(PASS_REGISTRY.passes, "tests::forgets", Forgets)
+    pipeline = ct.PassPipeline.DEFAULT
+    convert(pipeline)
+    pipeline.append_pass("tests::forgets")
+    with pytest.raises(InvalidBlockStateError, match="should be consumed"):
+        convert(pipeline)

@@ -36,13 +36,25 @@ class TextModel(NamedTuple):
     model_type: str
     changes: dict
     """Of the tiny dimensions of this type."""
+    sources: dict[int, int] = {}
+    """Layer that shares K and V → the layer whose K and V it reads."""
 
 
 E2B = TextModel(
-    "gemma4_text", {"num_hidden_layers": 4, "layer_types": tiny.SLIDING[:2] * 2}
+    "gemma4_text",
+    {"num_hidden_layers": 4, "layer_types": tiny.SLIDING[:2] * 2},
+    {2: 0, 3: 1},
 )
-SOURCE_OF_SHARING = {2: 0, 3: 1}
-"""Layer of E2B that shares K and V → the layer whose K and V it reads."""
+# the least that has a layer with rows that nothing reads
+TWO_LAYERS = TextModel(
+    "gemma4_text",
+    {
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["full_attention"] * 2,
+    },
+    {1: 0},
+)
 TWELVE_B = TextModel("gemma4_unified_text", {})
 # the model type of E2B with the dimensions of 12B
 THIRTY_ONE_B = TextModel(
@@ -153,10 +165,12 @@ def publish_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def add_rows_of_sharing_layers(folder: Path, prefix: str) -> None:
+def add_rows_of_sharing_layers(
+    folder: Path, prefix: str, sources: dict[int, int]
+) -> None:
     """Stores random projections of K and V for layers that read those of others."""
     weights = load_file(folder / tiny.WEIGHTS)
-    for sharing, source in SOURCE_OF_SHARING.items():
+    for sharing, source in sources.items():
         for name in ("k_proj", "v_proj", "k_norm"):
             weight = weights[f"{prefix}layers.{source}.self_attn.{name}.weight"]
             name = f"{prefix}layers.{sharing}.self_attn.{name}.weight"
@@ -181,7 +195,8 @@ def store_form(form: Form, text: Path, folder: Path) -> None:
     if form.is_published:
         publish_config(folder)
     if form.has_shared_rows:
-        add_rows_of_sharing_layers(folder, PREFIX if form.has_towers else "model.")
+        prefix = PREFIX if form.has_towers else "model."
+        add_rows_of_sharing_layers(folder, prefix, form.text_model.sources)
     write_eos(folder, form.eos)
 
 
@@ -225,8 +240,9 @@ def test_a_folder_gives_hugging_face_s_tokens_and_is_green(
 @pytest.mark.slow("searches the formats of two bundles")
 def test_a_published_folder_is_fitted_as_its_text_model(exports, tmp_path):
     """Its towers, and the K and V of sharing layers, which nothing reads, change no byte."""
-    text = text_checkpoint(exports, E2B)
-    store_form(FORMS["E2B_as_published"], text, tmp_path / "published")
+    text = text_checkpoint(exports, TWO_LAYERS)
+    published = Form(TWO_LAYERS, has_shared_rows=True, eos=SEVERAL_EOS)
+    store_form(published, text, tmp_path / "published")
     settings = SearchSettings(tiny.random_text(100, 2, count=256), Limit(kl=0.01))
     bundles = []
     for path in (text, tmp_path / "published"):
@@ -235,7 +251,7 @@ def test_a_published_folder_is_fitted_as_its_text_model(exports, tmp_path):
             tmp_path / f"bundle-{path.name}",
             compress="mixed",
             search=settings,
-            calibration=tiny.random_text(100, 1),
+            calibration=tiny.random_text(100, 1, count=256),
             max_seq_len=32,
         )
         bundles.append(bundle.manifest)

@@ -9,7 +9,7 @@ import torch
 from refusal import refused
 
 from miltorch import shim
-from miltorch.coremltools_import import coremltools, quiet
+from miltorch.coremltools_import import coremltools, frozen_gc, quiet
 from workbench.exporter import template
 
 pytestmark = pytest.mark.shim
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.shim
 @pytest.fixture(autouse=True)
 def installed(ct):
     shim.install()
-    yield
+    with frozen_gc():
+        yield
     shim.uninstall()
 
 

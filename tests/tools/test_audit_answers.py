@@ -10,7 +10,9 @@ import pandas as pd
 import pytest
 from tiny import ROOT
 
+from workbench.check import stream
 from workbench.check.cost import describe_cost
+from workbench.explain import error
 
 pytestmark = pytest.mark.wide
 REPORTS = sorted((ROOT / "experiments").glob("*/run.json"))
@@ -66,6 +68,72 @@ def test_a_cost_is_audited_with_three_columns_and_with_two():
             check = audit_answers.check_sentences("31", changed, {"tables/cost": table})
             assert check.count == count
             assert [finding.actual for finding in check.findings] == found
+
+
+def layer_shares() -> pd.DataFrame:
+    """Four layers; precision is the largest part in one of them."""
+    rows = [
+        (0, 0.5, 0.9, 0.1),
+        (1, 0.3, 0.4, 0.6),
+        (2, 0.15, 0.8, 0.2),
+        (3, 0.05, 1, 0),
+    ]
+    return pd.DataFrame(rows, columns=["layer", "share", "quantization", "precision"])
+
+
+def largest_token() -> pd.DataFrame:
+    """A stream of two layers, as its report is written and read."""
+    rows = [(0, 2.0, 9.0, 0.01, 5.0, 5.0, 1e-4, 2e-3, 0.1)]
+    rows += [(1, 180.0, 22500.0, 16.0, 22500.0, 22495.0, 0.4, 2e-3, 0.5)]
+    columns = [stream.MULTIPLE, stream.LARGEST, stream.STEP, stream.VALUE, stream.ADDED]
+    columns += [stream.MOVED, stream.OTHERS_MOVED, stream.ATTENTION]
+    table = pd.DataFrame(rows, columns=["layer", *columns])
+    table.attrs = {"position": 0, "token": "<bos>", "channel": 7, "even": 0.07}
+    return table
+
+
+JUDGED = pd.DataFrame(
+    {"bundle": ["mixed"], "tokens": [732], "windows": [9], "kl_mean": [0.0356]}
+).assign(
+    kl_p99=0.205, perplexity_ratio=1.04, ratio_low=1.02, ratio_high=1.06, same_top=0.857
+)
+THIRD_TEXT = (
+    "On 732 tokens of a third text mixed has a mean KL of 0.0356, 99% below 0.205, 1.040 "
+    "times Hugging Face's perplexity (95% interval 1.020 to 1.060, from 9 windows), and "
+    "the same top token in 85.7%."
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence", "table", "count"),
+    [
+        (
+            "31",
+            error.describe_layers(layer_shares(), "quantization"),
+            {"tables/layer_shares": layer_shares()},
+            9,
+        ),
+        (
+            "05",
+            " ".join(stream.describe_stream(largest_token())),
+            {"tables/largest_token": largest_token()},
+            4,
+        ),
+        ("35", THIRD_TEXT, {"tables/judged": JUDGED}, 8),
+    ],
+)
+def test_every_number_of_a_new_sentence_is_computed_again(
+    number, sentence, table, count
+):
+    """Of sentences that shipped reports may not have yet."""
+    check = audit_answers.check_sentences(number, sentence, table)
+    assert check.findings == [] and check.count == count
+    for claim in audit_answers.CLAIMS[number]:
+        for match in re.finditer(claim.pattern, sentence):
+            for name, text in audit_answers.printed_numbers(match).items():
+                start, end = match.span(name)
+                wrong = sentence[:start] + change_number(text) + sentence[end:]
+                assert audit_answers.check_sentences(number, wrong, table).findings
 
 
 @pytest.mark.parametrize(

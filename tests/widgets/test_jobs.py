@@ -6,7 +6,14 @@ import threading
 import pytest
 
 from workbench import process
-from workbench.widgets.jobs import CANCELLED, NOTHING_FINISHED, Job, JobQueue
+from workbench.widgets import jobs
+from workbench.widgets.jobs import (
+    CANCELLED,
+    CANCELLING,
+    NOTHING_FINISHED,
+    Job,
+    JobQueue,
+)
 
 
 class Listener:
@@ -109,6 +116,38 @@ def test_a_queue_that_is_cancelled_says_whether_this_time_something_was_finished
 
 def test_a_job_that_takes_longer_says_so(listener):
     queue, late = listener.queue, Job("a", 2.0, lambda: None)
-    assert queue._progress(late, 3.0) == "measuring a, longer than expected, 3 s so far"
+    words = "measuring a: it has taken 3 s and was expected to take 2 s"
+    assert queue._progress(late, 3.0) == words
     queue.jobs = [Job("b", 5.0, lambda: None)]
-    assert queue._progress(late, 3.0).endswith("3 s so far, then about 5 s")
+    words += "; 1 more measurement will take about 5 s"
+    assert queue._progress(late, 3.0) == words
+
+
+def test_results_that_wait_for_the_kernel_are_told_once(listener, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jobs, "call_on_kernel_thread", calls.append)
+    listener.run(*(Job(name, 1.0, lambda: None) for name in "abc"))
+    assert len(calls) == 2  # of the results and of the end
+    calls[0]()
+    assert listener.results == 1
+    listener.queue.jobs = [Job("d", 1.0, lambda: None)]
+    listener.queue._work()
+    assert len(calls) == 4
+
+
+def test_a_cancelled_queue_says_at_once_that_it_is_being_cancelled(listener):
+    started, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        started.set()
+        assert end.wait(30)
+
+    listener.queue.add_first(Job("a", 1.0, run))
+    assert started.wait(30)
+    listener.queue.cancel()
+    assert listener.texts[-1] == CANCELLING
+    # the countdown does not write over it
+    assert listener.queue._progress(Job("a", 1.0, run), 0.5) == CANCELLING
+    end.set()
+    listener.queue.thread.join(30)
+    assert listener.texts[-1] == CANCELLED

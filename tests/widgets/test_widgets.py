@@ -23,8 +23,9 @@ from workbench.check import fidelity, gates
 from workbench.experiment import Experiment
 from workbench.explain import operation
 from workbench.sweep import identity
-from workbench.widgets import Explorer, planner, planning, sentences
+from workbench.widgets import Explorer, planner, planning, results, sentences
 from workbench.widgets import explorer as explorers
+from workbench.widgets.controls import STALE
 from workbench.widgets.jobs import Job
 from workbench.widgets.views import Place
 
@@ -46,7 +47,7 @@ def root(tmp_path_factory):
     """The log of what the Explorer measured of a part of the grid."""
     folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
     view = Explorer(PART, Experiment("05_x", {}), root=folder)
-    assert "Not measured at this setting" in view.message.value
+    assert "not measured at this setting" in view.message.value
     assert view.cancel_button.disabled
     assert view.run_button.description == "Run what is missing (about 16 s)"
     said = []
@@ -112,8 +113,9 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     explorer.axes["max_seq_len"].value = 32
     check(explorer)
     assert not explorer.heatmap.canvas._message
-    said = "Not measured at max_seq_len 32; showing 16. "
-    said += "<i>Run what is missing</i> measures it."
+    measures = "<i>Run what is missing</i> measures them."
+    said = f"Times: not measured at this setting. {measures}<br>Errors: "
+    said += f"not measured at max_seq_len = 32; those at max_seq_len = 16 are shown. {measures}"
     assert explorer.message.value == said
     pd.testing.assert_frame_equal(explorer.shown_rows, before)
     assert explorer.speed.canvas.layout.display == "none"
@@ -131,19 +133,116 @@ def test_a_T_whose_errors_were_not_measured_shows_the_next_larger_one_and_says_s
     rename_T(explorer, 2, 4)
     explorer.axes["T"].value = 2
     check(explorer)
-    said = "<br>Errors: Not measured at T = 2; showing 4. "
-    assert said + explorers.VALIDATED_TS in explorer.message.value
+    said = "<br>Errors: not measured at T = 2; those at T = 4 are shown. "
+    assert explorer.message.value.endswith(said + explorers.RUN_MEASURES_THEM)
     title = explorer.heatmap.canvas.figure.get_suptitle()
     assert title == "update against Hugging Face, T = 4"
     assert set(explorer.shown_rows["T"]) == {1, 4}
     assert ", T = 4:" in explorer.heatmap.describe(Place(1, 2))
     explorer.save_button.click()
     check(explorer)
-    assert "saved explorer-16-4-" in explorer.status.value
+    assert "saved explorer-16-4-" in explorer.saved_text.value
     explorer.axes["max_seq_len"].value = 32
-    said = "Not measured at max_seq_len 32; showing 16. "
-    said += f"{explorers.RUN_MEASURES_IT} Not measured at T = 2; showing 4. "
-    assert explorer.message.value == said + explorers.VALIDATED_TS
+    said = (
+        "at max_seq_len = 32 and T = 2; those at max_seq_len = 16 and T = 4 are shown."
+    )
+    assert said in explorer.message.value
+
+
+def test_a_T_that_no_validation_measures_is_marked_and_named(explorer, monkeypatch):
+    """The button does not offer to measure it."""
+    monkeypatch.setattr(results, "validated_ts", lambda _: [1, 4])
+    rename_T(explorer, 2, 4)
+    explorer.refresh = None  # would read the log again
+    explorer._show_results()
+    assert labels(explorer, "T") == ["1", "2 (times only)"]
+    explorer.axes["T"].value = 2
+    check(explorer)
+    assert explorer.message.value.endswith(
+        "<br>Errors: not measured at T = 2; those at T = 4 are shown. "
+        "A validation measures errors at T = 1, 4 alone."
+    )
+
+
+def labels(explorer, name: str) -> list[str]:
+    """The labels of a control's values in the page."""
+    return [*explorer.axes[name]._options_labels]
+
+
+def test_values_that_the_log_lacks_are_marked_until_they_are_measured(explorer):
+    drawn = []
+    explorer.axes["max_seq_len"].observe(drawn.append, "value")
+    assert labels(explorer, "max_seq_len") == ["16", "32 (not measured)"]
+    assert labels(explorer, "T") == ["1", "2"]
+    explorer.axes["max_seq_len"].value = 32
+    for name, rows in explorer.results.tables.items():
+        cells = explorer.results.cells
+        column = results.HASHES[name]
+        of_32 = [c.columns()[column] for c in cells[cells["max_seq_len"] == 32]["cell"]]
+        others = rows.assign(**{column: of_32[0]})
+        explorer.results.tables[name] = pd.concat([rows, others])
+    explorer._mark_stops()
+    assert labels(explorer, "max_seq_len") == ["16", "32"]
+    assert explorer.axes["max_seq_len"].value == 32
+
+
+def test_it_opens_at_the_setting_of_which_the_most_is_measured(root, tmp_path):
+    """And not at the first one of the grid, of which the log has nothing."""
+    grid = GRID | {"export": GRID["export"] | {"max_seq_len": [32, 16]}}
+    view = Explorer(grid, Experiment("05_x", {}), root=root)
+    check(view)
+    assert view.setting()["max_seq_len"] == 16 and view.setting()["T"] == 1
+    assert "tokens per second" in view.message.value
+    # without results it opens at the first one
+    view = Explorer(grid, Experiment("05_x", {}), root=tmp_path / "log")
+    assert view.setting()["max_seq_len"] == 32
+    assert labels(view, "max_seq_len") == ["16", "32"]
+
+
+def test_a_picture_is_dimmed_from_the_change_until_the_next_one_is_sent(explorer):
+    canvas, was_stale = explorer.heatmap.canvas, []
+    canvas.syncing_data_url = False  # as once a page shows it
+    assert STALE not in canvas._dom_classes
+    draw = explorer.draw
+    explorer.draw = lambda: (was_stale.append(STALE in canvas._dom_classes), draw())
+    explorer.tensor.value = "k"
+    check(explorer)
+    # before anything is drawn, and until the page gets the picture
+    assert was_stale == [True] and STALE in canvas._dom_classes
+    canvas.send_binary(b"")
+    assert STALE not in canvas._dom_classes
+    assert f".{STALE} > *" in explorer.children[-1].value
+
+
+def test_saving_says_so_before_it_begins_and_where_the_figure_is(explorer, monkeypatch):
+    said = []
+    explorer.saved_text.observe(lambda change: said.append(change["new"]), "value")
+    save = explorer.save
+    monkeypatch.setattr(
+        explorer, "save", lambda: (said.append(explorer.save_button.disabled), save())
+    )
+    explorer.save_button.click()
+    check(explorer)
+    assert said[:2] == [explorers.SAVING, True] and said[2].startswith(
+        "saved explorer-"
+    )
+    assert not explorer.save_button.disabled
+    explorer.tensor.value = "k"  # another picture, which was not saved
+    assert explorer.saved_text.value == ""
+    explorer.save = lambda: [][1]
+    explorer.save_button.click()
+    assert explorer.saved_text.value == "" and "IndexError" in explorer.message.value
+
+
+def test_the_split_s_parts_have_the_names_of_the_figures():
+    names = [*sentences.PARTS]
+    split = pd.DataFrame(
+        [dict.fromkeys(names, 0.01234) | {"layer": 1, "runtime": None}]
+    )
+    said = sentences.split_table(split, 1)
+    assert "re-authoring" in said and "reauthoring" not in said
+    assert said.count('<td class="number">0.012</td>') == len(names) - 1
+    assert 'border="1"' not in said and "–" in said
 
 
 def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
@@ -151,7 +250,7 @@ def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
         "T == 1"
     )
     explorer.axes["T"].value = 2
-    assert "Not measured at T = 2; showing 1." in explorer.message.value
+    assert "not measured at T = 2; those at T = 1 are shown." in explorer.message.value
     assert explorer.heatmap.canvas.figure.get_suptitle().endswith("T = 1")
 
 
@@ -273,7 +372,7 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
         explorer.metric.value = metric
         explorer.save_button.click()
         check(explorer)
-        assert "saved explorer-16-" in explorer.status.value
+        assert "saved explorer-16-" in explorer.saved_text.value
     folder = explorer.experiment.folder / "figures"
     names = sorted(path.stem for path in folder.glob("*.png"))
     written = json.loads((folder / f"{names[0]}.json").read_text())["about"]
@@ -314,7 +413,7 @@ def test_times_are_shown_where_errors_were_not_measured(explorer, monkeypatch):
     assert set(rows["max_seq_len"]) == {16}
     monkeypatch.setattr(explorer, "_draw_times", lambda *_: "<b>12 tok/s</b>")
     explorer.axes["max_seq_len"].value = 32
-    assert "<b>12 tok/s</b><br>Errors: Not measured" in explorer.message.value
+    assert "<b>12 tok/s</b><br>Errors: not measured" in explorer.message.value
 
 
 def test_what_was_found_at_a_setting_is_shown_at_this_setting_alone(
@@ -393,9 +492,9 @@ def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
     explorer.run_button.click()
     explorer.queue.thread.join()
     check(explorer)
-    first, second = (text for text in said if text)
-    assert first.endswith(", about 14 s to go")
-    assert second.endswith(", about 3 s to go")
+    texts = [text for text in said if text]
+    assert texts[0].endswith(", about 14 s to go")
+    assert any(text.endswith(", about 3 s to go") for text in texts)
     assert buttons == ["Run what is missing"] * 2
     # nothing reached the log
     assert explorer.run_button.description == "Run what is missing (about 6 s)"

@@ -24,6 +24,18 @@ LARGE = 10.0
 # SmolLM2-135M, 6.2 in Gemma 3 270M. In the small checkpoints of `data/` the tokens that
 # are largest receive less than an even share.
 SINK = 3.0
+MULTIPLE = "RMS over the median"
+LARGEST = "largest |value|"
+STEP = "fp16 step"
+VALUE = "channel's value"
+ADDED = "layer adds"
+MOVED = "update moved, relative RMS"
+OTHERS_MOVED = "others moved, at most"
+ATTENTION = "attention, share"
+"""Columns of `largest_token`."""
+LARGEST_TOKEN, OTHER_TOKENS = "token with the largest stream", "other tokens"
+TOKENS = (LARGEST_TOKEN, OTHER_TOKENS)
+"""Values of the column `token` of `panels`."""
 CHANGE = 0.1  # of the largest value: a layer that changes it by more is named
 
 
@@ -110,10 +122,16 @@ def attention_received(checkpoint: Checkpoint, ids: Sequence[int]) -> pd.DataFra
     return pd.concat(parts, ignore_index=True)
 
 
+def largest_position(sizes: pd.DataFrame) -> int:
+    """The position whose stream is the largest multiple of the median token's behind any
+    layer, from the rows of `stream_sizes`."""
+    return int(sizes.loc[sizes["times"].idxmax(), "position"])
+
+
 def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
     """The rows of `stream_sizes` and `attention_received` for a figure of lines: layer,
-    position, the value `shown` and its `quantity`, and whether the `token` is the first
-    one."""
+    position, the value `shown` and its `quantity`, and the `token`: one of `TOKENS`,
+    where that with the largest stream is the one of `largest_token`."""
     quantities = {
         "largest |value|": sizes.assign(shown=sizes["largest"]),
         "attention received": received.assign(shown=received["attention"]),
@@ -124,69 +142,107 @@ def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
         for quantity, rows in quantities.items()
     ]
     data = pd.concat(parts, ignore_index=True)
-    first = data["position"] == 0
-    data["token"] = np.where(first, "first token", "other tokens")
+    is_largest = data["position"] == largest_position(sizes)
+    data["token"] = np.where(is_largest, *TOKENS)
     return data[data["shown"] > 0]  # a log scale has no place for zeros
 
 
 def largest_token(
     sizes: pd.DataFrame, received: pd.DataFrame, tokens: Sequence[str]
 ) -> pd.DataFrame:
-    """One row per layer for the token whose stream is the largest multiple of the
-    median token's: the columns of `stream_sizes`; `others_moved`, the largest
-    `update_moved` of any other token; the `attention` that the token receives, null in
-    layers without attention, and `even`, the share that equal weights would give it."""
-    position = int(sizes.loc[sizes["times"].idxmax(), "position"])
+    """A row of each layer for one token, that of `largest_position`, which may be small
+    behind other layers.
+
+    Returns:
+        layer, and what `describe_columns` says of the other columns. The attention is
+        null in layers without attention. `attrs`, which a Parquet file keeps, has the
+        `position`, the `token` and the `channel` of its largest value, and `even`, the
+        share of attention that equal weights would give it (NaN for the last token).
+    """
+    position = largest_position(sizes)
     is_token = sizes["position"] == position
     others = sizes[~is_token].groupby("layer")["update_moved"].max()
     shares = received[received["position"] == position].set_index("layer")["attention"]
-    table = sizes[is_token].drop(columns="rms").reset_index(drop=True)
-    table.insert(2, "token", tokens[position])
-    table["others_moved"] = table["layer"].map(others)
-    table["attention"] = table["layer"].map(shares)
+    rows = sizes[is_token].reset_index(drop=True)
+    columns = {
+        "layer": rows["layer"],
+        MULTIPLE: rows["times"],
+        LARGEST: rows["largest"],
+        STEP: rows["step"],
+        VALUE: rows["value"],
+        ADDED: rows["added"],
+        MOVED: rows["update_moved"],
+        OTHERS_MOVED: rows["layer"].map(others),
+        ATTENTION: rows["layer"].map(shares),
+    }
+    table = pd.DataFrame(columns)
     later = range(position + 1, len(tokens))
-    table["even"] = np.mean([1 / (i + 1) for i in later]) if later else np.nan
+    table.attrs = {
+        "position": position,
+        "token": tokens[position],
+        "channel": int(rows["channel"].iloc[0]),
+        "even": float(np.mean([1 / (i + 1) for i in later])) if later else np.nan,
+    }
     return table
+
+
+def describe_columns(table: pd.DataFrame) -> str:
+    """What the table of `largest_token` shows, for its caption."""
+    token = table.attrs
+    share = "the share of their attention that later tokens give it"
+    if np.isfinite(token["even"]):
+        share += f" (an even share is {token['even']:.2g})"
+    return (
+        f"One token by layer: {token['position']}, “{token['token']}”, whose stream is, "
+        "behind one of the layers, a larger multiple of the median token's than that of "
+        "any other token. The RMS of its stream over the median token's; its largest "
+        "magnitude, and the step from there to the next number of fp16; its value in "
+        f"channel {token['channel']}, where it is largest behind any layer, and what the "
+        "layer added to it; the relative RMS by which rounding the stream to fp16, and "
+        "nothing else, moves its update, and at most an update of another token; and "
+        f"{share}."
+    )
 
 
 def describe_stream(table: pd.DataFrame) -> list[str]:
     """Sentences about the token of `largest_token`: how large its stream is, which
     layers write its largest value and remove it, how far fp16's steps move its updates,
     and whether it is an attention sink."""
-    peak = table.loc[table["times"].idxmax()]
-    worst = table.loc[table["update_moved"].idxmax()]
-    others_max = table["others_moved"].max()
+    token = table.attrs
+    peak = table.loc[table[MULTIPLE].idxmax()]
+    worst = table.loc[table[MOVED].idxmax()]
+    others_max = table[OTHERS_MOVED].max()
     size = (
-        f"The residual stream of token {peak['position']}, “{peak['token']}”, is up to "
-        f"{peak['times']:.3g} times as large as the median token's (RMS, behind layer "
-        f"{peak['layer']})"
+        f"The residual stream of token {token['position']}, “{token['token']}”, is up to "
+        f"{peak[MULTIPLE]:.3g} times as large as the median token's (RMS, behind layer "
+        f"{peak['layer']:.0f})"
     )
-    if peak["times"] < LARGE:
-        largest_share = np.fmax(worst["update_moved"], others_max)
+    if peak[MULTIPLE] < LARGE:
+        largest_share = np.fmax(worst[MOVED], others_max)
         return [
             f"{size}: no token stands out, and rounding the stream to fp16 moves no "
             f"update by more than {largest_share:.2g} of its size."
         ]
-    largest = table.loc[table["value"].abs().idxmax()]
-    update_by_layer = table.set_index("layer")["added"]
-    parts = update_by_layer / largest["value"]
+    largest = table.loc[table[VALUE].abs().idxmax()]
+    update_by_layer = table.set_index("layer")[ADDED]
+    parts = update_by_layer / largest[VALUE]
     sentences = [
-        f"{size}. Its channel {largest['channel']} reaches {largest['value']:,.0f}: "
+        f"{size}. Its channel {token['channel']} reaches {largest[VALUE]:,.0f}: "
         f"{_layers(update_by_layer[parts > CHANGE], 'write it', 'writes it')}; "
         f"{_layers(update_by_layer[parts < -CHANGE], 'take it away', 'takes it away')}."
     ]
     cause = ""
-    if worst["update_moved"] > others_max:
+    if worst[MOVED] > others_max:
         cause = (
             ": an error of that size at this token is not due to the weights' format"
         )
     sentences.append(
-        f"Beside such a value fp16's numbers are {largest['step']:g} apart. Rounding the "
+        f"Beside such a value fp16's numbers are {largest[STEP]:g} apart. Rounding the "
         f"stream, and no weight, moves an update of this token by up to "
-        f"{worst['update_moved']:.2g} of its size (layer {worst['layer']}), and an "
+        f"{worst[MOVED]:.2g} of its size (layer {worst['layer']:.0f}), and an "
         f"update of any other token by at most {others_max:.2g}{cause}."
     )
-    share, even = table["attention"].mean(), peak["even"]
+    share, even = table[ATTENTION].mean(), token["even"]
     if np.isfinite(share):
         name = "an attention sink" if share >= SINK * even else "no attention sink"
         sentences.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from workbench import escape
+from workbench.experiment.headings import SYMBOL, heading_of
 from workbench.experiment.tables import text_columns, without_run_ids, words_of
 
 LINE_WIDTH = 340  # points: of the class article in 10 pt, the narrowest common one
@@ -36,9 +37,14 @@ class TypeSize:
 TYPE_SIZES = (
     TypeSize(r"\small", 4.7),
     TypeSize(r"\footnotesize", 4.3),
-    TypeSize(r"\scriptsize", 3.9),
-    TypeSize(r"\tiny", 3.4),
+    TypeSize(r"\scriptsize", 3.9),  # no smaller one is read in print
 )
+# A table that does not fit in any of them is split into parts of this type or a larger one.
+PART_SIZES = TYPE_SIZES[:2]
+MOST_KEYS = 3  # columns that each part of a table repeats
+POWER = re.compile(r"(?<![\w.])(-?)(\d+(?:\.\d+)?)e([+-])0*(\d+)(?![\w.]*\w)")
+NUMBER = re.compile(r"−?(?:[\d.]+(?:×10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)?|∞)")  # as `_printed` writes it
+SUPERSCRIPT = str.maketrans({digit: c for c, digit in escape.SUPERSCRIPTS.items()})
 
 
 @dataclass(frozen=True)
@@ -68,23 +74,40 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
 
     Where the table is wider than the page, columns of text become paragraphs, which share
     the width by the length of their texts, and headings that are longer than their numbers
-    have several lines. Columns of run ids and of lists are left out: no paper prints them.
+    have several lines. A table that is wider still becomes several tables, which repeat
+    the columns that name a row. Columns of run ids and of lists are left out: no paper
+    prints them.
 
     Args:
         caption: backticks mark code.
-        label: for LaTeX's `\\ref`.
+        label: for LaTeX's `\\ref`. The second part of a split table has the label with
+            ``-2`` behind it, and so on.
     """
     table = without_run_ids(table)
     table = table[[name for name in table.columns if not _has_lists(table[name])]]
     texts = set(text_columns(table))
-    columns = {name: _measure(table[name], name in texts) for name in table.columns}
-    fit = _fit_line([*columns.values()])
+    columns = [_measure(table[name], name in texts) for name in table.columns]
+    parts = _split(columns)
+    written = []
+    for number, part in enumerate(parts, 1):
+        is_first = number == 1
+        of_part = f" (Part {number} of {len(parts)}.)" if len(parts) > 1 else ""
+        part_label = label if is_first else f"{label}-{number}"
+        written.append(_write_part(part, caption + of_part, part_label))
+    return "\n".join(written)
+
+
+def _write_part(columns: Sequence[Column], caption: str, label: str) -> str:
+    """One table environment with these columns."""
+    fit = _fit_line(columns)
     text_widths = iter(fit.text_widths)
     cells, headings, formats = {}, [], []
-    for name, column in columns.items():
+    for column in columns:
         width = next(text_widths) if column.is_text else column.width
         is_paragraph = width < column.width
-        cells[name] = [_latex_cell(value, is_paragraph) for value in column.values]
+        cells[column.values.name] = [
+            _latex_cell(value, is_paragraph) for value in column.values
+        ]
         headings.append(_latex_heading(column.heading, is_paragraph))
         if is_paragraph:
             points = width * fit.size.character
@@ -97,11 +120,36 @@ def latex_table(table: pd.DataFrame, caption: str, label: str) -> str:
         index=False,
         escape=False,
         column_format="".join(formats),
-        caption=escape.latex_sentence(caption),
+        caption=escape.latex_sentence(_with_powers(caption)),
         label=label,
     )
     setup = f"{fit.size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
     return text.replace("\\begin{tabular}", f"{setup}\\begin{{tabular}}", 1)
+
+
+def _split(columns: Sequence[Column]) -> list[list[Column]]:
+    """The parts of a table, each with the columns that name a row in front. A table that
+    fits the line in one of `TYPE_SIZES` is one part."""
+    if _find_fit(columns, TYPE_SIZES):
+        return [[*columns]]
+    count = _count_keys(columns)
+    keys, parts = [*columns[:count]], [[]]
+    for column in columns[count:]:
+        if parts[-1] and not _find_fit([*keys, *parts[-1], column], PART_SIZES):
+            parts.append([])
+        parts[-1].append(column)
+    return [[*keys, *part] for part in parts]
+
+
+def _count_keys(columns: Sequence[Column]) -> int:
+    """The number of first columns that tell all rows apart, at most `MOST_KEYS`; 1 where
+    so many do not."""
+    rows = pd.DataFrame()
+    for count, column in enumerate(columns[:MOST_KEYS], 1):
+        rows[count] = [words_of(value) for value in column.values]
+        if not rows.duplicated().any():
+            return count
+    return 1
 
 
 def _has_lists(values: pd.Series) -> bool:
@@ -110,29 +158,44 @@ def _has_lists(values: pd.Series) -> bool:
 
 
 def _measure(values: pd.Series, is_text: bool) -> Column:
-    longest = max((len(words_of(value)) for value in values), default=0)
-    heading = [str(values.name)]
+    longest = max((len(_printed(value)) for value in values), default=0)
+    heading = [heading_of(str(values.name))]
     if not is_text:
         heading = _lines_of(heading[0], max(longest, SHORT_HEADING))
     return Column(values, is_text, heading, max(longest, *map(len, heading)))
 
 
-def _fit_line(columns: Sequence[Column]) -> TableFit:
-    """The largest type in which a table fits the line, if need be with texts broken into
-    lines that are still readable. In the smallest type, lines may be narrower, and the
-    table may still be wider than the line."""
+def _find_fit(columns: Sequence[Column], sizes: Sequence[TypeSize]) -> TableFit | None:
+    """The largest of some types in which a table fits the line, if need be with texts
+    broken into lines that are still readable; None where it fits in no type."""
     full_widths = [column.width for column in columns if column.is_text]
-    number_width = sum(column.width for column in columns if not column.is_text)
-    points = LINE_WIDTH - SEPARATION * len(columns)
-    for size in TYPE_SIZES:
-        room = points / size.character - number_width  # characters for all texts
+    for size in sizes:
+        room = _room_for_texts(columns, size)
         least_widths = [*map(_readable_width, full_widths)]
         if sum(least_widths) <= room:
-            break
-    else:
-        limit = _longest_fitting(full_widths, room)
-        least_widths = [min(width, limit) for width in full_widths]
+            return TableFit(size, _shared_widths(full_widths, least_widths, room))
+    return None
+
+
+def _fit_line(columns: Sequence[Column]) -> TableFit:
+    """The largest type in which a table fits the line. Where it fits in no type, the
+    smallest one: lines may then be narrower than is readable, and the table may still be
+    wider than the line."""
+    if fit := _find_fit(columns, TYPE_SIZES):
+        return fit
+    size = TYPE_SIZES[-1]
+    room = _room_for_texts(columns, size)
+    full_widths = [column.width for column in columns if column.is_text]
+    limit = _longest_fitting(full_widths, room)
+    least_widths = [min(width, limit) for width in full_widths]
     return TableFit(size, _shared_widths(full_widths, least_widths, room))
+
+
+def _room_for_texts(columns: Sequence[Column], size: TypeSize) -> float:
+    """The characters of a line that columns of numbers leave to all columns of text."""
+    points = LINE_WIDTH - SEPARATION * len(columns)
+    number_width = sum(column.width for column in columns if not column.is_text)
+    return points / size.character - number_width
 
 
 def _readable_width(width: int) -> int:
@@ -188,15 +251,54 @@ def _lines_of(heading: str, width: int) -> list[str]:
 
 
 def _latex_heading(lines: list[str], is_paragraph: bool) -> str:
+    """The lines of a heading, one above the other; a symbol has its index lowered."""
+    if SYMBOL.fullmatch("".join(lines)):
+        letter, index = "".join(lines).split("_")
+        return rf"${letter}_{{\mathrm{{{index}}}}}$"
     if len(lines) == 1:
         return _latex_cell(lines[0], is_paragraph)
     stacked = r"\\".join(map(_latex_cell, lines))
     return rf"\shortstack[r]{{{stacked}}}"
 
 
+def _printed(value: object) -> str:
+    """A cell as it is printed: a number with a true minus sign, and with a power of ten
+    in the place of Python's exponent, as 4.6×10⁻⁶; a text with such powers."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    text = _with_powers(words_of(value))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return text.replace("-", "−").replace("inf", "∞") if is_number else text
+
+
+def _with_powers(text: str) -> str:
+    """A text whose numbers have powers of ten in the place of exponents of Python:
+    4.6e-06 → 4.6×10⁻⁶."""
+
+    def power(number: re.Match) -> str:
+        sign, mantissa, exponent_sign, exponent = number.groups()
+        raised = f"{exponent_sign.strip('+')}{exponent}".translate(SUPERSCRIPT)
+        return f"{'−' if sign else ''}{mantissa}×10{raised}"
+
+    return POWER.sub(power, text)
+
+
+def _latex_number(printed: str) -> str:
+    """A printed number in LaTeX's mathematics: −4.6×10⁻⁶ → ``$-4.6\\times10^{-6}$``."""
+    written = printed.replace("−", "-").replace("×", r"\times").replace("∞", r"\infty")
+
+    def exponent(raised: re.Match) -> str:
+        return f"^{{{''.join(map(escape.SUPERSCRIPTS.get, raised[0]))}}}"
+
+    written = escape.RAISED.sub(exponent, written)
+    return written if re.fullmatch(r"[\d.]*", written) else f"${written}$"
+
+
 def _latex_cell(value: object, is_paragraph: bool = False) -> str:
     """A cell; in a paragraph, lines end at spaces and within long words."""
-    text = unicodedata.normalize("NFC", words_of(value))
+    text = unicodedata.normalize("NFC", _printed(value))
+    if NUMBER.fullmatch(text) and not isinstance(value, str):
+        return _latex_number(text)
     if is_paragraph:
         words = []
         for word in text.split():

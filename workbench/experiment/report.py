@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from workbench import escape, plots
 from workbench.check import gates
+from workbench.errors import InputError
 from workbench.experiment import artifacts, folders, page, sources
 from workbench.experiment.artifacts import FIGURES, Artifact, artifact_path
 from workbench.experiment.notebooks import cells_of, title_of
@@ -37,12 +39,35 @@ BUNDLE_GATES = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
 question."""
 
 
+def draw_figure(path: str | Path, **options) -> Figure:
+    """A figure of a run, drawn from its saved data with its saved options.
+
+    Args:
+        path: of any of the figure's files, such as `RUN/figures/NAME.svg`.
+        options: keywords of the plot in place of the saved ones, such as `width` in
+            inches or `title`.
+
+    Raises:
+        InputError: no figure of a run has such a file.
+    """
+    path = Path(path)
+    description = path.with_suffix(".json")
+    if path.parent.name != FIGURES or not description.is_file():
+        step = (
+            "give a file in the folder figures of a run, such as RUN/figures/NAME.svg"
+        )
+        needed = f"{description.name} beside it, in a folder {FIGURES}"
+        raise InputError(f"figure {path}", "no figure of a run", needed, step)
+    artifact = artifacts.read_artifact(path.parent.parent, FIGURES, description.stem)
+    data = pd.read_parquet(path.with_suffix(".parquet"))
+    return getattr(plots, artifact.plot)(data, **artifact.options | options)
+
+
 def redraw_figure(folder: Path, name: str) -> Path:
     """Draws a figure of the run in `folder` from its saved data as SVG, PDF and PNG;
     returns the path of the SVG."""
     artifact = artifacts.read_artifact(folder, FIGURES, name)
-    data = pd.read_parquet(artifact_path(folder, FIGURES, name, ".parquet"))
-    figure = getattr(plots, artifact.plot)(data, **artifact.options)
+    figure = draw_figure(artifact_path(folder, FIGURES, name, ".json"))
     svg, *_ = plots.save(figure, folder / FIGURES / name, about=artifact.about)
     return svg
 

@@ -13,6 +13,7 @@ from miltorch.coremltools_import import (
     no_progress,
     protobuf_module,
     quiet,
+    seldom_validated,
 )
 from miltorch.graph import Graph
 from miltorch.program import Op, Ref, read_spec
@@ -98,7 +99,7 @@ def cut(
         "minimum_deployment_target": builder.version,
         "pass_pipeline": ct.PassPipeline.EMPTY,
     }
-    with quiet(), no_progress(), frozen_gc():
+    with quiet(), no_progress(), seldom_validated(), frozen_gc():
         model = ct.convert(program, **options)
     model.save(str(target))
     return target

@@ -37,6 +37,8 @@ from workbench.runtime import resolve
 
 PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
 MODES = ("isolated", "chained")
+NAMED_LAYERS = 3
+"""Layers with the largest errors that `describe_layers` names."""
 
 
 @dataclass
@@ -82,6 +84,43 @@ class Split:
         flat = np.stack([part.ravel() for part in self.parts.values()])
         squared = (self.total**2).sum() or 1.0
         return pd.DataFrame(flat @ flat.T / squared, names, names)
+
+    def layer_shares(self) -> pd.DataFrame:
+        """Per layer, its share of the squared error of all layers (`share`), and the
+        square of each measured part over the layer's own squared error. Squares of parts
+        add up to 1 with the products of two parts, which are not here. A layer without
+        an error has zeros."""
+        error = (self.total**2).sum((1, 2))  # [L]
+        table = pd.DataFrame({"layer": range(len(error))})
+        table["share"] = error / (error.sum() or 1.0)
+        for name, part in self.parts.items():
+            square = (part**2).sum((1, 2))
+            table[name] = np.divide(
+                square, error, out=np.zeros_like(error), where=error > 0
+            )
+        return table
+
+
+def describe_layers(table: pd.DataFrame, part: str) -> str:
+    """Which layers carry most of the squared error, and in how many of them a part is the
+    largest, in one sentence.
+
+    Args:
+        table: of `Split.layer_shares`.
+        part: the largest part of all layers together.
+    """
+    count = len(table)
+    carrying = table.nlargest(NAMED_LAYERS, "share")
+    named = [f"{row.layer} ({row.share:.1%})" for row in carrying.itertuples()]
+    squares = table.drop(columns=["layer", "share"])
+    is_largest = squares[part].gt(0) & squares[part].eq(squares.max(axis=1))
+    return (
+        f"{len(carrying)} of {count} layers carry {carrying['share'].sum():.1%} of that "
+        f"error, {', '.join(named)}; even shares would be "
+        f"{len(carrying) / count:.1%}. By layer, {part} is the largest part in "
+        f"{is_largest.sum()} of {count}; its unweighted mean share over layers is "
+        f"{squares[part].mean():.1%}."
+    )
 
 
 def split_error(

@@ -22,7 +22,7 @@ import torch
 from numba import njit
 
 from workbench.bundle.presets import Preset
-from workbench.exporter.tables import group_tables, nearest_entry
+from workbench.exporter.tables import entry_midpoints, group_tables, nearest_entry
 from workbench.exporter.threads import call_in_parts
 from workbench.exporter.weights import Arrays, quantize
 
@@ -48,7 +48,7 @@ class BlockRounding(Protocol):
 
         Args:
             block: the values [R, B] float32. The error of each column is moved onto later
-                columns, in place.
+                columns.
             scaled_errors: [R, B] float32, filled with the error of each column divided by
                 its entry of the factor's diagonal.
             factor: the block's part [B, B] of `InputStatistics.factor`.
@@ -272,8 +272,7 @@ def _refine_tables(
         indices: [R, C] uint8 into the table of each row's group.
     """
     group = len(values) // len(tables)
-    _fit_entries(values, tables, indices, hessian)
-    gradient = ((_entries(tables, indices) - values) @ hessian).numpy()
+    gradient = _fit_entries(values, tables, indices, hessian).numpy()
 
     def exchange_groups(groups: slice) -> None:
         rows = slice(group * groups.start, group * groups.stop)
@@ -290,17 +289,9 @@ def _refine_tables(
     _fit_entries(values, tables, indices, hessian)
 
 
-def _entries(tables: np.ndarray, indices: np.ndarray) -> torch.Tensor:
-    """The values [R, C] at indices into tables [G, K]."""
-    grouped = indices.reshape(len(tables), -1).astype(np.intp)
-    return torch.from_numpy(
-        np.take_along_axis(tables, grouped, 1).reshape(indices.shape)
-    )
-
-
 def _fit_entries(
     values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
-) -> None:
+) -> torch.Tensor:
     """Replaces the entries of each group by those that are best for its indices, where this
     lowers the group's error. Tables stay sorted, and indices follow.
 
@@ -311,17 +302,23 @@ def _fit_entries(
 
     Args:
         values, tables, indices, hessian: see `_refine_tables`.
+
+    Returns:
+        Δ H [R, C] float32 of the entries that the tables have now.
     """
-    places = torch.from_numpy(indices.reshape(len(tables), -1).astype(np.int64))
+    group = len(values) // len(tables)
 
     def select(entries: torch.Tensor) -> torch.Tensor:
         """S: the values [R, C] of entries [G, K]."""
-        return entries.gather(1, places).reshape(values.shape)
+        selected = np.empty(indices.shape, np.float32)
+        _for_groups(_select_entries, group, entries.numpy(), indices, selected)
+        return torch.from_numpy(selected)
 
     def sum_by_entry(products: torch.Tensor) -> torch.Tensor:
         """Sᵀ: the sums [G, K] of products [R, C] over the weights of each entry."""
-        sums = torch.zeros(tables.shape)
-        return sums.scatter_add_(1, places, products.reshape(len(tables), -1))
+        sums = np.zeros(tables.shape, np.float32)
+        _for_groups(_add_by_entry, group, sums, indices, products.numpy())
+        return torch.from_numpy(sums)
 
     def group_errors(change: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
         """Δ H Δᵀ [G] float64, of Δ and Δ H, both [R, C]."""
@@ -340,14 +337,30 @@ def _fit_entries(
     )
     entries = entries.half().float() + 0  # 0, never -0
     change = select(entries) - values
-    is_better = group_errors(change, change @ hessian) < old_errors
+    new_products = change @ hessian
+    is_better = group_errors(change, new_products) < old_errors
     entries, order = torch.where(is_better[:, None], entries, old).sort(
         dim=1, stable=True
     )
     tables[:] = entries.numpy()
-    new_places = torch.argsort(order, 1)  # of the old entries, in the sorted table
-    new_indices = new_places.gather(1, places).reshape(indices.shape)
-    indices[:] = new_indices.to(torch.uint8).numpy()
+    new_indices = torch.argsort(order, 1).to(torch.uint8)  # of the old entries
+    _for_groups(_select_entries, group, new_indices.numpy(), indices, indices)
+    return torch.where(
+        is_better.repeat_interleave(group)[:, None], new_products, products
+    )
+
+
+def _for_groups(
+    kernel: Callable, group: int, tables: np.ndarray, *matrices: np.ndarray
+) -> None:
+    """Calls a kernel with parts of `tables` [G, K], the rows of `matrices` [R, C] that they
+    serve, and the number of rows that share a table, `group`."""
+
+    def call(groups: slice) -> None:
+        rows = slice(group * groups.start, group * groups.stop)
+        kernel(tables[groups], *(matrix[rows] for matrix in matrices), group)
+
+    call_in_parts(call, len(tables))
 
 
 def _conjugate_gradients(
@@ -386,10 +399,33 @@ def _conjugate_gradients(
 
 
 # Loops are written out in these kernels: an expression over a part of a row would take
-# memory for its result in every column.
+# memory for its result in every column. A division by zero gives inf or nan in them: the
+# check that Python's errors need would be in every step.
 
 
 @njit(cache=True, nogil=True)
+def _select_entries(tables, indices, selected, group):
+    """Fills `selected` [R, C] with the entries of `tables` [R / group, K] at `indices`
+    [R, C]."""
+    rows, width = indices.shape
+    for r in range(rows):
+        table = tables[r // group]
+        for i in range(width):
+            selected[r, i] = table[indices[r, i]]
+
+
+@njit(cache=True, nogil=True)
+def _add_by_entry(sums, indices, products, group):
+    """Adds `products` [R, C] to the `sums` [R / group, K] of the entries that `indices`
+    [R, C] select."""
+    rows, width = indices.shape
+    for r in range(rows):
+        sums_of_group = sums[r // group]
+        for i in range(width):
+            sums_of_group[indices[r, i]] += products[r, i]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
     """Exchanges the index of one weight after the other for that of the entry with the
     least error, given all other weights of its row: coordinate descent on Δ H Δᵀ.
@@ -403,14 +439,21 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
         sweeps: over the weights of a row.
     """
     rows, width = gradient.shape
+    last = tables.shape[1] - 1
+    diagonal = np.diag(hessian).copy()  # side by side in memory
     for r in range(rows):
         table = tables[r // group]
-        midpoints = (table[1:] + table[:-1]) / 2
+        midpoints = entry_midpoints(table)
         row_gradient = gradient[r]
         for _ in range(sweeps):
             for i in range(width):
-                entry = table[indices[r, i]]
-                best_value = entry - row_gradient[i] / hessian[i, i]
+                index = indices[r, i]
+                entry = table[index]
+                best_value = entry - row_gradient[i] / diagonal[i]
+                # most weights keep their entry, which two comparisons show
+                is_above = index == 0 or midpoints[index - 1] < best_value
+                if is_above and (index == last or best_value <= midpoints[index]):
+                    continue
                 index = nearest_entry(midpoints, best_value)
                 change = table[index] - entry
                 if change != 0:
@@ -419,7 +462,7 @@ def _exchange_indices(gradient, indices, tables, hessian, group, sweeps):
                         row_gradient[j] += change * hessian[i, j]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _round_to_tables(block, scaled_errors, factor, tables, group, indices):
     """Rounds a block of columns to entries of `tables` [R / group, K], and moves the error
     of each column onto those that follow in the block. Fills `indices` [R, B] with the
@@ -427,18 +470,18 @@ def _round_to_tables(block, scaled_errors, factor, tables, group, indices):
     rows, width = block.shape
     for r in range(rows):
         table = tables[r // group]
-        midpoints = (table[1:] + table[:-1]) / 2
+        midpoints = entry_midpoints(table)
         row = block[r]
         for i in range(width):
             index = nearest_entry(midpoints, row[i])
             indices[r, i] = index
             scaled_error = (row[i] - table[index]) / factor[i, i]
             scaled_errors[r, i] = scaled_error
-            for j in range(i + 1, width):
+            for j in range(width):  # see `_round_to_integers`
                 row[j] -= scaled_error * factor[i, j]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _round_to_integers(block, scaled_errors, factor, scales, limit, integers):
     """Rounds a block of columns to multiples of `scales` [R, B], at most ±`limit` of them;
     fills `integers` [R, B] with the numbers of multiples. See `_round_to_tables`."""
@@ -453,5 +496,8 @@ def _round_to_integers(block, scaled_errors, factor, scales, limit, integers):
             integers[r, i] = np.int8(number)
             scaled_error = (row[i] - number * scale) / factor[i, i]
             scaled_errors[r, i] = scaled_error
-            for j in range(i + 1, width):
+            # Also the columns before, which nothing reads again: the whole block takes
+            # half the time of the columns that follow, whose number is no multiple of
+            # those that one instruction computes.
+            for j in range(width):
                 row[j] -= scaled_error * factor[i, j]

@@ -154,7 +154,7 @@ def _cell_edges(x, max_cells):
     return edges[: cells + 1]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _best_bounds(x, w, sum_w, sum_wx, edges, count):
     """The indices into `edges` [count + 1] of the bounds between the best `count` runs
     of cells: those whose squared errors Σ w (x − mean)² add up to the least.
@@ -192,31 +192,34 @@ def _best_bounds(x, w, sum_w, sum_wx, edges, count):
     stack = np.empty((128, 4), np.int64)
     for k in range(2, count + 1):
         errors[:] = np.inf
+        last_needed = cells - (count - k)  # every later run has a cell
         depth = 1
         stack[0] = k, cells, k - 1, cells - 1
         while depth:
             depth -= 1
             low, high, first_bound, final_bound = stack[depth]
-            if low > high:
-                continue
             middle = (low + high) // 2
             best, best_bound = np.inf, first_bound
+            middle_w, middle_wx = cell_w[middle], cell_wx[middle]
+            middle_wxx = cell_wxx[middle]
             for i in range(first_bound, min(final_bound, middle - 1) + 1):
-                run_w = cell_w[middle] - cell_w[i]
-                run_wx = cell_wx[middle] - cell_wx[i]
+                run_w = middle_w - cell_w[i]
+                run_wx = middle_wx - cell_wx[i]
                 error = (
-                    fewer_runs[i]
-                    + cell_wxx[middle]
-                    - cell_wxx[i]
-                    - run_wx * run_wx / run_w
+                    fewer_runs[i] + middle_wxx - cell_wxx[i] - run_wx * run_wx / run_w
                 )
-                if error < best:
-                    best, best_bound = error, i
+                # two selections and no branch, which the processor would often guess wrong
+                is_better = error < best
+                best = error if is_better else best
+                best_bound = i if is_better else best_bound
             errors[middle] = best
             last_bound[k, middle] = best_bound
-            stack[depth] = low, middle - 1, first_bound, best_bound
-            stack[depth + 1] = middle + 1, high, best_bound, final_bound
-            depth += 2
+            if low < middle:
+                stack[depth] = low, middle - 1, first_bound, best_bound
+                depth += 1
+            if middle < min(high, last_needed):
+                stack[depth] = middle + 1, high, best_bound, final_bound
+                depth += 1
         fewer_runs[:] = errors
     bounds = np.zeros(count + 1, np.int64)
     bounds[count] = cells
@@ -226,14 +229,21 @@ def _best_bounds(x, w, sum_w, sum_wx, edges, count):
 
 
 @njit(cache=True, nogil=True)
+def entry_midpoints(table):
+    """The midpoints [K - 1] float32 between neighbouring entries of a table [K] float32
+    with values of fp16, whose halves are exact."""
+    return (table[1:] + table[:-1]) * np.float32(0.5)
+
+
+@njit(cache=True, nogil=True)
 def nearest_entry(midpoints, value):
     """The index of the entry nearest to a value, the lower one of two equally near, from
     the midpoints between neighbouring entries: the number of midpoints below the value. For
     the few dozen of a table this is faster than a binary search, since the processor
     compares many at a time."""
-    count = 0
+    count = np.int32(0)  # as wide as a midpoint, for as many at a time
     for midpoint in midpoints:
-        count += midpoint < value
+        count = np.int32(count + (midpoint < value))
     return count
 
 
@@ -246,8 +256,7 @@ def nearest_entries(values, tables):
     group = rows // len(tables)
     indices = np.empty((rows, inputs), np.uint8)
     for r in range(rows):
-        table = tables[r // group]
-        midpoints = (table[1:] + table[:-1]) / 2
+        midpoints = entry_midpoints(tables[r // group])
         for i in range(inputs):
             indices[r, i] = nearest_entry(midpoints, values[r, i])
     return indices

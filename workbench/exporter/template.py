@@ -35,6 +35,7 @@ from miltorch.coremltools_import import (
     no_progress,
     protobuf_module,
     quiet,
+    seldom_validated,
 )
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.names import POS
@@ -295,7 +296,7 @@ def convert_module(
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING_PASSES)
     _append_compression(pipeline, weights)
-    with quiet(), no_progress(), torch.no_grad():
+    with quiet(), no_progress(), seldom_validated(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
         traced = torch.jit.trace(module, examples, check_trace=False)
@@ -400,7 +401,7 @@ def join_functions(programs: dict[str, Path]) -> Path:
         descriptor.add_function(str(program), "main", name)
     descriptor.default_function_name = next(iter(programs))
     package = first.with_name("joined.mlpackage")
-    with quiet(), no_progress():
+    with quiet(), no_progress(), seldom_validated():
         Builder.name_count.clear()
         utils.save_multifunction(descriptor, str(package))
     return package

@@ -1,5 +1,6 @@
 """KL against what the choice of formats costs."""
 
+from collections.abc import Sequence
 from itertools import cycle
 
 import pandas as pd
@@ -12,6 +13,7 @@ from workbench.plots.styled import (
     MARKERS,
     PALETTE,
     add_legend,
+    looks_by_name,
     panels_in,
     returns_figure,
 )
@@ -36,27 +38,32 @@ def frontier(
     *,
     x: str,
     xlabel: str,
+    vocabulary: Sequence[str] = (),
     max_kl: float | None = None,
 ) -> None:
     """KL in nats over bytes or milliseconds, the mean in one panel and the 99% quantile
-    over the tokens in another. A line connects the choices of several formats, whose
-    measured ones are dots; each format alone has a mark, the chosen one a star.
+    over the tokens in another. The choices of several formats have a line, of the mean
+    as predicted and of the quantile through the measured choices, and a dot where they
+    were measured. Each format alone has a mark, the chosen one a star.
 
     Args:
         choices: kind (`CHOSEN`, `MIXED` or `SINGLE`), name, kl and kl_p99 (null where a
             choice was not measured), predicted_kl, and the column `x`.
+        vocabulary: all names that single formats may have, as in `lines`.
         max_kl: the limit on the mean, drawn as a dashed line.
     """
     axes = panels_in(figure, len(STATISTICS), 2.2)
     single_formats = choices[choices["kind"] == SINGLE]
     drawable = single_formats[single_formats["kl"] > 0]
     chosen = choices[choices["kind"] == CHOSEN]
+    names = [name for name, _ in group_by(single_formats, "name")]
+    all_looks = zip(cycle(SINGLE_COLOURS), cycle(MARKERS[1:]))
+    look_of = looks_by_name(names, vocabulary, all_looks)
     keys = {}
     for ax, (column, title) in zip(axes, STATISTICS.items()):
         _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
-        formats = group_by(drawable, "name")
-        looks = zip(cycle(SINGLE_COLOURS), cycle(MARKERS[1:]))
-        for (name, rows), (colour, marker) in zip(formats, looks):
+        for name, rows in group_by(drawable, "name"):
+            colour, marker = look_of[name]
             mark = {"color": colour, "marker": marker, "linestyle": ""}
             ax.plot(rows[x], rows[column], **mark)
             keys[name] = Line2D([], [], **mark, label=name)
@@ -80,7 +87,11 @@ def frontier(
         margin = 0.05 * (visible[x].max() - visible[x].min() or 1.0)
         axes[0].set_xlim(visible[x].min() - margin, visible[x].max() + margin)
     line = Line2D([], [], **LINE, marker="o", markersize=3, label="mixed formats")
-    notes = ["dots: measured; the line of the mean is predicted between them"]
+    notes = [
+        "dots: measured; lines: the mean as predicted, and the 99% quantile from dot to "
+        "dot. Formats were chosen for the mean, so that a single format may have a lower "
+        "quantile."
+    ]
     for name in single_formats.loc[single_formats["kl"] == 0, "name"]:
         # the search measures storage alone: the rounding of fp16 arithmetic is not in it
         notes.append(
@@ -91,11 +102,19 @@ def frontier(
 
 
 def _draw_mixed(ax: Axes, mixed: pd.DataFrame, x: str, column: str) -> None:
-    """The line of mixed choices: the mean as predicted where nothing was measured."""
+    """The line of mixed choices, and dots at the measured ones.
+
+    The mean's line has predictions alone, since a measured mean among them would look
+    like a jump of the mean. A choice of a single format has its measured mean: the
+    predictions of the others are scaled to it.
+    """
     mixed = mixed.sort_values(x)
     values = mixed[column]
     if column == "kl":
-        values = values.fillna(mixed["predicted_kl"])
+        is_scale = mixed["name"].ne(MIXED) & values.notna()
+        values = values.where(
+            is_scale | mixed["predicted_kl"].isna(), mixed["predicted_kl"]
+        )
     positive = values > 0
     ax.plot(mixed.loc[positive, x], values[positive], **LINE)
     measured = mixed[mixed[column] > 0]

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
+from matplotlib.patches import Patch
 
 from workbench.plots.cells import contrasting, draw_cells, label_cells
 from workbench.plots.styled import (
@@ -27,19 +28,32 @@ def grid(
     *,
     texts: Sequence[Sequence[str]] | None = None,
     label: str = "",
+    categories: Sequence[str] = (),
+    blank: bool = False,
 ) -> None:
     """A table as coloured cells. Nulls are dotted. The names of index and columns label
     the axes.
 
     Args:
-        texts: of the cells; default: their numbers.
+        texts: of the cells; default: their numbers, and none where there are
+            categories.
         label: what the colours show.
+        categories: all names that cells may have, in place of numbers. Each has one
+            colour, in order from dark to light, and the legend has those that occur.
+        blank: whether nulls are white, where they are no gaps in a measurement.
     """
-    values = table.to_numpy(dtype=float)
-    norm = Normalize(*np.nanquantile(values, (0, 1)))
+    if categories:
+        places = {name: place for place, name in enumerate(categories)}
+        values_table = table.map(places.get).astype(float)
+        norm = Normalize(0, max(1, len(categories) - 1))
+        texts = texts or np.full(table.shape, "")
+    else:
+        values_table = table.astype(float)
+        norm = Normalize(*np.nanquantile(values_table, (0, 1)))
+    values = values_table.to_numpy()
     set_height(figure, 1.1 + 0.25 * len(table))
     ax = figure.subplots()
-    mesh = draw_cells(ax, table, norm)
+    mesh = draw_cells(ax, values_table, norm)
     mesh.set(edgecolor="white", linewidth=1)
     if texts is None:
         texts = table.map("{:.3g}".format).replace("nan", "").to_numpy()
@@ -52,7 +66,16 @@ def grid(
     label_cells(ax.xaxis, columns, max_columns)
     label_cells(ax.yaxis, labels_of(table.index), MAX_ROW_LABELS)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
-    if label:
+    keys = [
+        Patch(facecolor=mesh.to_rgba(place), label=name)
+        for place, name in enumerate(categories)
+        if (values == place).any()
+    ]
+    if label and not categories:
         figure.colorbar(mesh, ax=ax, label=label)
-    if np.isnan(values).any():
-        add_legend(figure, [unmeasured_key()])
+    if blank:
+        ax.patch.set(facecolor="white", hatch=None)
+    elif np.isnan(values).any():
+        keys.append(unmeasured_key())
+    if keys:
+        add_legend(figure, keys, [label] if label and categories else [])

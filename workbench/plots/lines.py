@@ -1,7 +1,7 @@
 """Medians over a number, as lines."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator
 from pandas.api.typing import SeriesGroupBy
 
-from workbench.plots.styled import DASHED, add_legend, looks, panels_in, returns_figure
+from workbench.plots.styled import (
+    DASHED,
+    add_legend,
+    looks_by_name,
+    panels_in,
+    returns_figure,
+)
 from workbench.plots.text import (
     describe_unplaced,
     format_count,
@@ -58,6 +64,7 @@ def lines(
     bars: str = "",
     marks: Mapping[str, float] = {},
     hollow: str | None = None,
+    vocabulary: Sequence[str] = (),
     xlog: float | None = None,
     ylog: bool = False,
     xlabel: str | None = None,
@@ -75,6 +82,9 @@ def lines(
         marks: names and values of dashed horizontal lines.
         hollow: a column, such as ``disturbed``. A point whose rows all have a value in
             it is drawn hollow, and the legend gives hollow points the column's name.
+        vocabulary: all names that `hue` may have in figures of this kind, in the order
+            of the legend. Each keeps its colour and marker, whichever of them are drawn;
+            other names follow.
         xlog: base of a logarithmic x axis; None: linear, with whole numbers.
         ylabel: default: `y`. "" where each panel shows a quantity of its own: then the
             panels have no common scale.
@@ -82,7 +92,8 @@ def lines(
     panels = group_by(data, col)
     shares_y = ylabel != ""
     axes = panels_in(figure, len(panels), 1.7, shares_y)
-    line_styles = _line_styles(name for name, _ in group_by(data, hue))
+    names = [name for name, _ in group_by(data, hue)]
+    line_styles = _line_styles(looks_by_name(names, vocabulary))
     columns = [name for name in (x, hue, col) if name]
     is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
     keys = {}
@@ -108,7 +119,7 @@ def lines(
         ax.set_title(title)
         if shares_y:
             ax.label_outer()
-    # in the order of the groups; a panel may lack the first ones
+    # in the order of the vocabulary and the groups; a panel may lack the first ones
     legend = [keys[name] for name in line_styles if name in keys]
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
     if has_hollow:
@@ -154,11 +165,11 @@ def _line(
     return Line(medians, low, high, is_hollow, has_several, outside_x, outside_y)
 
 
-def _line_styles(names: Iterable[Hashable]) -> dict[Hashable, dict]:
+def _line_styles(looks: Mapping[Hashable, tuple[str, str]]) -> dict[Hashable, dict]:
     """The colour, the marker and the label of each line."""
     return {
         name: {"color": colour, "marker": marker, "label": name}
-        for name, (colour, marker) in zip(names, looks())
+        for name, (colour, marker) in looks.items()
     }
 
 

@@ -3,7 +3,7 @@ this look whatever the user's settings are."""
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import cycle
@@ -122,6 +122,22 @@ def looks(marks: str = MARKERS) -> Iterator[tuple[str, str]]:
     have no common divisor, so that 63 groups look different, and neighbours differ in
     both."""
     return zip(cycle(PALETTE), cycle(marks))
+
+
+def looks_by_name(
+    names: Iterable[Hashable],
+    vocabulary: Sequence[str] = (),
+    all_looks: Iterator[tuple[str, str]] | None = None,
+) -> dict[Hashable, tuple[str, str]]:
+    """The colour and the mark of each name, the names of the vocabulary first.
+
+    Args:
+        vocabulary: all names that figures of a kind may have. Each has the look of its
+            place here, whichever of them a figure draws.
+        all_looks: default: `looks()`.
+    """
+    all_names = dict.fromkeys([*vocabulary, *names])
+    return dict(zip(all_names, all_looks or looks()))
 
 
 def set_title(figure: FigureBase, *paragraphs: str) -> None:

@@ -1,5 +1,6 @@
 """Speed against fidelity."""
 
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -12,6 +13,7 @@ from workbench.plots.styled import (
     MARKERS,
     add_legend,
     looks,
+    looks_by_name,
     returns_figure,
     set_height,
 )
@@ -35,6 +37,7 @@ def tradeoff(
     figure: FigureBase,
     *,
     hue: str | None = None,
+    vocabulary: Sequence[str] = (),
     max_kl: float | None = None,
 ) -> None:
     """Tokens per second over mean KL. The best configurations that pass both verdicts
@@ -44,6 +47,7 @@ def tradeoff(
         configurations: name, kl_mean (nats), tokens_per_s, verdict, quality (absent
             from older data: judged by `max_kl`), and the column `hue`, which gives the
             colours.
+        vocabulary: all names that `hue` may have, as in `lines`.
         max_kl: the user's limit on the mean KL, drawn as a dashed line.
     """
     if "quality" not in configurations:
@@ -57,8 +61,9 @@ def tradeoff(
     ax = figure.subplots()
     groups = group_by(measured, hue)
     areas = np.linspace(LARGEST_MARK, SMALLEST_MARK, len(groups) + 1)[1:]
-    for (name, group), look, area in zip(groups, looks(MARKS), areas):
-        _draw_points(ax, group, look, area, f"{name}, " if hue else "")
+    look_of = looks_by_name((name for name, _ in groups), vocabulary, looks(MARKS))
+    for (name, group), area in zip(groups, areas):
+        _draw_points(ax, group, look_of[name], area, f"{name}, " if hue else "")
     best = _pareto_front(measured)
     _annotate_numbers(ax, figure, best)
     if max_kl:

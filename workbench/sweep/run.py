@@ -20,7 +20,7 @@ import psutil
 
 from workbench import exporter, log, process
 from workbench.ane.work import call_work
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Options
 from workbench.check.gates import jsonable
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -459,6 +459,13 @@ def _open_bundle(source: Source, path: Path) -> Bundle:
         step = "copy the same to every worker"
         raise InputError(subject, contents_hash, needed, step)
     return bundle
+
+
+def validated_ts(options: Options) -> list[int]:
+    """The T at which the validation of a cell with these options measures errors."""
+    from workbench.check.states import default_ts
+
+    return default_ts(options)
 
 
 def _validate(cell: Cell, grid: Grid, decoder: Decoder, path: Path) -> "Validation":

@@ -1,6 +1,7 @@
 """Controls, buttons and canvases as the widgets of this project look."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ipywidgets as ui
 import matplotlib
@@ -9,6 +10,27 @@ from IPython import get_ipython
 from workbench import plots
 
 WIDTH = 9.5  # inches: width of a canvas
+STALE = "workbench-stale"
+"""The CSS class of a canvas whose picture in the page is not the setting's."""
+STYLE = f"""<style>
+.{STALE} {{ position: relative; }}
+.{STALE} > * {{ opacity: 0.25; }}
+.{STALE}::after {{
+    content: "drawing …"; position: absolute; top: 0.5em; right: 1em; font-weight: bold;
+}}
+.workbench-explorer .widget-hslider {{ width: 28em; }}
+.workbench-explorer .widget-readout {{
+    min-width: 10em; max-width: none; text-align: left; white-space: nowrap;
+}}
+.workbench-explorer table {{ border-collapse: collapse; margin: 0.3em 0; }}
+.workbench-explorer :is(th, td) {{
+    border: 0; padding: 0.15em 0.9em 0.15em 0; text-align: left; line-height: 1.5;
+}}
+.workbench-explorer .number {{ font-variant-numeric: tabular-nums; text-align: right; }}
+.workbench-explorer thead {{ border-bottom: 1px solid currentColor; }}
+</style>"""
+"""CSS of the Explorer: of its tables, of a slider whose stops have marks (see
+`mark_stops`), and of pictures that are being drawn."""
 
 
 def make_control(label: str, values: list, initial: int | None = None) -> ui.Widget:
@@ -23,6 +45,26 @@ def make_control(label: str, values: list, initial: int | None = None) -> ui.Wid
         value = values[0] if initial is None else initial
         return ui.SelectionSlider(options=sorted(values), value=value, **appearance)
     return ui.Dropdown(options=values, **appearance)
+
+
+def mark_stops(control: ui.Widget, marks: Mapping[Any, str]) -> None:
+    """Writes a mark behind values of a control, as in ``2 (not measured)``, and removes
+    the marks of all others. The value stays.
+
+    Args:
+        marks: value → its mark.
+    """
+    # options are values, or pairs of a label and a value
+    values = [o[1] if isinstance(o, tuple) else o for o in control.options]
+    options = [
+        (f"{value} ({marks[value]})" if value in marks else str(value), value)
+        for value in values
+    ]
+    if [*control.options] != options:
+        value = control.value
+        with control.hold_sync():
+            control.options = options  # selects the first one
+            control.value = value
 
 
 def make_button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:
@@ -41,7 +83,13 @@ def make_canvas() -> ui.DOMWidget:
 
     matplotlib.use(backend)
     figure = plots.StyledFigure(figsize=(WIDTH, 3), layout="constrained")
-    canvas = Canvas(figure)
+
+    class Picture(Canvas):
+        def send_binary(self, data: bytes) -> None:
+            super().send_binary(data)
+            self.remove_class(STALE)  # the page has what it shows now
+
+    canvas = Picture(figure)
     FigureManager(canvas, 0)
     canvas.header_visible = canvas.toolbar_visible = canvas.resizable = False
     return canvas

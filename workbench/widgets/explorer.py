@@ -22,7 +22,7 @@ from workbench.sweep.error_split import find_operation, measure_split, stored_sp
 from workbench.sweep.grid import Cell
 from workbench.sweep.run import run_cell
 from workbench.widgets import sentences
-from workbench.widgets.controls import make_button, make_control
+from workbench.widgets.controls import STYLE, make_button, make_control, mark_stops
 from workbench.widgets.jobs import Job, JobQueue, about_seconds
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
@@ -33,9 +33,8 @@ GRID_CELL_S = 8.0  # seconds that a cell of the grid takes, until one was measur
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
 RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
-RUN_MEASURES_IT = f"<i>{RUN}</i> measures it."
-# the button does not measure such a T: it validates at the default of `check.validate`
-VALIDATED_TS = "A validation measures T = 1 and the largest T of the bundle."
+RUN_MEASURES_THEM = f"<i>{RUN}</i> measures them."
+SAVING = "saving the figure …"
 HINT = "Click on a cell to see its values and its layer's error split."
 _open: list["Explorer"] = []
 """Explorers whose pictures take memory, which `close` frees."""
@@ -75,8 +74,9 @@ class Explorer(ui.VBox):
     then perhaps a job. `draw` ends with `describe`.
 
     Args:
-        grid: a sweep (see `workbench.sweep.make_grid`). Each control begins at the
-            first value of its axis.
+        grid: a sweep (see `workbench.sweep.make_grid`). The controls begin at the first
+            of its settings that has the most results in the log (see
+            `GridResults.most_measured`).
         experiment: takes the figures that *Save figure* saves.
         root: the log's folder.
     """
@@ -97,6 +97,7 @@ class Explorer(ui.VBox):
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.runs = pd.DataFrame()  # of the log's table `runs`, those with errors
         self.grid_cell_s = GRID_CELL_S
+        self.is_selecting = False  # while code, not the user, changes the controls
         self.missing_cells = 0  # number of the grid's cells that the log lacks
         self.cell_jobs: list[Job] = []  # of the last *Run*; some may be done
         self.chosen_place: Place | None = None
@@ -114,11 +115,12 @@ class Explorer(ui.VBox):
         rows = [self._row(self.controls), self._row(self.buttons)]
         texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
-        super().__init__([*rows, *pictures], layout={"overflow": "visible"})
+        children = [*rows, *pictures, ui.HTML(STYLE)]
+        super().__init__(children, layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
         self.is_open = True
         _open.append(self)
-        self.guarded(self.refresh)
+        self.guarded(self._begin)
 
     def _make_widgets(self) -> None:
         self.axes = {
@@ -129,15 +131,14 @@ class Explorer(ui.VBox):
         self.metric = make_control("metric", METRICS)
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
-            widget.observe(lambda _: self.guarded(self.draw_anew), "value")
+            widget.observe(self._follow, "value")
         self.run_button = make_button("", "play", self._run_missing)
         self.cancel_button = make_button("Cancel", "stop", self.queue.cancel)
         self.cancel_button.disabled = True
         self.search_button = make_button("Which operation?", "search", self.search)
-        self.save_button = make_button(
-            "Save figure", "download", lambda: self.guarded(self.save)
-        )
+        self.save_button = make_button("Save figure", "download", self._save_visibly)
         self.status = ui.HTML()  # what is measured
+        self.saved_text = ui.HTML()  # where the shown figure was saved
         self.message = ui.HTML()  # the times, what was not measured, or an error
         self.ranks_text = ui.HTML()
         self.place_text = ui.HTML()  # about the chosen cell
@@ -148,6 +149,7 @@ class Explorer(ui.VBox):
             self.cancel_button,
             self.search_button,
             self.save_button,
+            self.saved_text,
             self.status,
         ]
 
@@ -207,9 +209,25 @@ class Explorer(ui.VBox):
         """The values of the controls that decide what is measured."""
         return {name: widget.value for name, widget in self.axes.items()}
 
+    def _begin(self) -> None:
+        """Reads the log, moves the controls to the setting at which the most was
+        measured, and draws."""
+        self.results.refresh()
+        self.is_selecting = True
+        for name, value in self.results.most_measured().items():
+            self.axes[name].value = value
+        self.is_selecting = False
+        self._show_results()
+
     def refresh(self) -> None:
         """Reads the log and draws."""
         self.results.refresh()
+        self._show_results()
+
+    def _show_results(self) -> None:
+        """Draws what was read from the log, and marks the values of the controls of
+        which it has nothing."""
+        self._mark_stops()
         run_ids = self.results.tables["fidelity"]["run_id"].unique()
         self.runs = log.load("runs", self.root, {"run_id": run_ids})
         self.missing_cells = len(self.results.missing(self.setting()))
@@ -219,6 +237,12 @@ class Explorer(ui.VBox):
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
+
+    def _mark_stops(self) -> None:
+        self.is_selecting = True
+        for name, marks in self.results.marks().items():
+            mark_stops(self.axes[name], marks)
+        self.is_selecting = False
 
     def _enable(self) -> None:
         """Enables *Cancel* while something is measured, and *Run* while nothing is and
@@ -234,10 +258,19 @@ class Explorer(ui.VBox):
             words += f" ({about_seconds(self.missing_cells * self.grid_cell_s)})"
         self.run_button.description = words
 
+    def _follow(self, _: dict) -> None:
+        """Draws what the user has selected."""
+        if not self.is_selecting:
+            self.guarded(self.draw_anew)
+
     def draw_anew(self) -> None:
-        """Draws at another setting. The page loses what it says about the cell under
-        the pointer."""
+        """Draws at another setting. The page shows at once that the pictures are those
+        of the last setting, and loses what it says about the cell under the pointer and
+        about the saved figure."""
+        for picture in (self.heatmap, self.speed):
+            picture.mark_stale()
         self.heatmap.forget_pointer()
+        self.saved_text.value = ""
         self.draw()
 
     def draw(self) -> None:
@@ -252,8 +285,9 @@ class Explorer(ui.VBox):
         else:
             self._draw_heatmap(self.drawing, tensor)
             ranks = sentences.describe_ranks(self.drawing.rows)
+        validated_ts = self.results.validated_ts(setting)
         place = options.max_seq_len, setting["T"]
-        self.message.value = _message(times, *place, self.drawing)
+        self.message.value = _message(times, *place, self.drawing, validated_ts)
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
@@ -420,14 +454,24 @@ class Explorer(ui.VBox):
             raise InputError("sweep", reason, "a cell that runs", step)
         self.grid_cell_s = time.monotonic() - start
 
+    def _save_visibly(self) -> None:
+        """Saves, and says in the page that it does before it begins."""
+        self.saved_text.value = SAVING
+        self.save_button.disabled = True
+        is_saved = self.guarded(self.save)
+        if self.is_open:
+            self.save_button.disabled = self.drawing is None
+            if not is_saved:
+                self.saved_text.value = ""
+
     def save(self) -> None:
         """Saves the shown heatmap among the experiment's figures. Its name holds the
         setting, the tensor and the metric."""
         values, settings = ["explorer"], [self.name]
         for widget in self.controls:
             name, value = widget.description, str(widget.value)
-            # the label of a slider is empty until the page has sent one
-            label = widget.label or value
+            # the labels of the axes have marks
+            label = widget.label if widget is self.metric else value
             if name == "max_seq_len":
                 value = label = str(self.drawing.options.max_seq_len)
             if name == "T":
@@ -446,7 +490,8 @@ class Explorer(ui.VBox):
             **options,
         )
         folder = self.experiment.folder / "figures"
-        self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
+        text = f"saved {name} (svg, pdf, png, parquet) in {folder}"
+        self.saved_text.value = escape.html(text)
 
 
 def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
@@ -473,31 +518,34 @@ def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
     return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}))
 
 
-def _message(times: str, S: int, T: int, drawing: Drawing | None) -> str:
+def _message(
+    times: str, S: int, T: int, drawing: Drawing | None, validated_ts: list[int]
+) -> str:
     """The times of a setting, and what was not measured there, as HTML.
 
     Args:
         times: "" where there are none.
         S, T: the setting's max_seq_len and T.
         drawing: the drawn errors; None where there are none.
+        validated_ts: the T at which a validation measures errors.
     """
     if drawing is None:
-        missing = f"Not measured at this setting. {RUN_MEASURES_IT}"
+        missing = f"Errors: not measured at this setting. {RUN_MEASURES_THEM}"
         return f"{times}<br>{missing}" if times else missing
-    missing = []
-    shown_S = drawing.options.max_seq_len
-    if shown_S != S:
-        missing.append(f"Not measured at max_seq_len {S}; showing {shown_S}.")
-        missing.append(RUN_MEASURES_IT)
-    elif not times:
-        times = "No times yet."
-    if drawing.T != T:
-        missing.append(f"Not measured at T = {T}; showing {drawing.T}.")
-        missing.append(VALIDATED_TS)
-    if not missing:
-        return times
-    words = " ".join(missing)
-    return f"{times}<br>Errors: {words}" if times else words
+    pairs = [("max_seq_len", S, drawing.options.max_seq_len), ("T", T, drawing.T)]
+    replaced = [pair for pair in pairs if pair[1] != pair[2]]
+    errors = ""
+    if replaced:
+        wanted = " and ".join(f"{name} = {value}" for name, value, _ in replaced)
+        shown = " and ".join(f"{name} = {value}" for name, _, value in replaced)
+        errors = f"Errors: not measured at {wanted}; those at {shown} are shown."
+        if T not in validated_ts:
+            counts = ", ".join(map(str, validated_ts))
+            errors += f" A validation measures errors at T = {counts} alone."
+        if T in validated_ts or len(replaced) == 2:
+            errors += f" {RUN_MEASURES_THEM}"
+    times = times or f"Times: not measured at this setting. {RUN_MEASURES_THEM}"
+    return "<br>".join(filter(None, [times, errors]))
 
 
 def _close_replaced(explorer: Explorer) -> None:

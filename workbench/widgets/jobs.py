@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from workbench import process
 from workbench.widgets.controls import call_on_kernel_thread
 
+CANCELLING = "cancelling …"
 CANCELLED = "cancelled; what was finished is kept"
 NOTHING_FINISHED = "cancelled; nothing was finished"
 
@@ -36,7 +37,8 @@ class JobQueue:
         say: is given a text on the running job and the time left, every second and from
             threads of the queue; in the end "", or that the queue was cancelled.
         on_change: is called when work begins or ends; see `is_busy`.
-        on_result: is called after each job that ended well.
+        on_result: is called after jobs that ended well, once for several that end before
+            the kernel's thread is free.
         on_error: is given the error of a job that failed.
     """
 
@@ -53,6 +55,7 @@ class JobQueue:
         self.jobs: list[Job] = []
         self.is_busy = False
         self._has_finished_job = False  # since work began
+        self._result_waits = False  # for `on_result`, which the kernel has yet to call
         self.thread: threading.Thread | None = None
         self.cancelled = threading.Event()
         """Is set once the queue is cancelled; jobs watch it."""
@@ -75,6 +78,8 @@ class JobQueue:
         """Ends the running job, whose child process is killed, and drops the others."""
         self.jobs.clear()
         self.cancelled.set()
+        if self.is_busy:
+            self.say(CANCELLING)
 
     def _work(self) -> None:
         while job := self._take_next():
@@ -86,7 +91,7 @@ class JobQueue:
             try:
                 job.run()
                 self._has_finished_job = True
-                call_on_kernel_thread(self.on_result)
+                self._announce_result()
             except process.Cancelled:
                 self.jobs.clear()
             except Exception as problem:
@@ -96,6 +101,18 @@ class JobQueue:
                 ended.set()
                 clock.join()
         call_on_kernel_thread(self._end)
+
+    def _announce_result(self) -> None:
+        """Has the kernel's thread call `on_result`, once for all jobs that end before it
+        does: where jobs are faster than it, calls in a row would delay a click on
+        *Cancel*."""
+        if not self._result_waits:
+            self._result_waits = True
+            call_on_kernel_thread(self._tell_result)
+
+    def _tell_result(self) -> None:
+        self._result_waits = False  # before the log is read
+        self.on_result()
 
     def _take_next(self) -> Job | None:
         try:
@@ -121,12 +138,19 @@ class JobQueue:
             self.say(self._progress(job, time.monotonic() - start))
 
     def _progress(self, job: Job, elapsed_s: float) -> str:
+        if self.cancelled.is_set():
+            return CANCELLING
         later_s = sum(later.seconds for later in self.jobs)
+        words = f"measuring {job.label}"
         if elapsed_s < job.seconds:
             time_left = about_seconds(job.seconds - elapsed_s + later_s)
-            return f"measuring {job.label}, {time_left} to go"
-        words = f"measuring {job.label}, longer than expected, {elapsed_s:.0f} s so far"
-        return f"{words}, then {about_seconds(later_s)}" if self.jobs else words
+            return f"{words}, {time_left} to go"
+        words += f": it has taken {elapsed_s:.0f} s and was expected to take "
+        words += f"{job.seconds:.0f} s"
+        if count := len(self.jobs):
+            noun = "measurement" if count == 1 else "measurements"
+            words += f"; {count} more {noun} will take {about_seconds(later_s)}"
+        return words
 
 
 def about_seconds(seconds: float) -> str:

@@ -6,13 +6,22 @@ import numpy as np
 import pandas as pd
 
 from workbench import escape, plots
+from workbench.experiment.tables import html_table
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
 EXCESS_LABEL = f"error ÷ {plots.BUDGET_FORMULA}"
 """Ranks the cells and layers of one bundle. It does not rank settings: it contains the
 rounding of a setting's own weights."""
-PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "total"]
+PARTS = {
+    "storage": "storage",
+    "quantization": "quantization",
+    "reauthoring": "re-authoring",
+    "precision": "precision",
+    "runtime": "runtime",
+    "total": "total",
+}
+"""The columns of an error split → their names in a table."""
 
 
 def error_over_budget(rows: pd.DataFrame | pd.Series) -> pd.Series | float:
@@ -79,19 +88,24 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
     ]
     if runs.empty or not varied:
         return ""
-    table = runs[[*varied, "mean KL", "99% KL"]].astype(object)
-    table = table.map(lambda x: f"{x:.3g}" if isinstance(x, float) else x)
-    html = table.to_html(index=False, na_rep="–")
-    return f"KL from Hugging Face's model in nats, by setting:{html}"
+    table = _rounded(runs[[*varied, "mean KL", "99% KL"]], 3)
+    return f"KL from Hugging Face's model in nats, by setting:{html_table(table)}"
 
 
 def split_table(parts: pd.DataFrame, layer: int | None) -> str:
     """The error split of a layer, as HTML; an empty table for the logits."""
     row = parts[parts["layer"] == layer] if layer is not None else parts[:0]
-    table = row[PARTS].astype(float)
-    html = table.to_html(index=False, float_format="{:.2g}".format, na_rep="–")
+    table = _rounded(row[[*PARTS]].astype(float).rename(columns=PARTS), 2)
     title = "logits" if layer is None else layer_name(layer).capitalize()
-    return f"{title}, all positions together: relative RMS that each step adds:{html}"
+    words = f"{title}, all positions together: relative RMS that each step adds:"
+    return words + html_table(table)
+
+
+def _rounded(table: pd.DataFrame, digits: int) -> pd.DataFrame:
+    """A table whose fractions have this number of significant digits."""
+    fractions = table.select_dtypes("float").columns
+    rounded = table[fractions].map(lambda x: float(f"{x:.{digits}g}"))
+    return table.assign(**{name: rounded[name] for name in fractions})
 
 
 def describe_times(rows: pd.DataFrame, summary: pd.DataFrame) -> str:

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from workbench import plots, sweep
 from workbench.log.schema import LOGITS
 from workbench.widgets import sentences
-from workbench.widgets.controls import make_canvas
+from workbench.widgets.controls import STALE, make_canvas
 
 CHOSEN = {"fill": False, "edgecolor": plots.BEYOND_COLOUR, "linewidth": 2}
 
@@ -27,11 +27,22 @@ class Place(NamedTuple):
         return LOGITS if self.layer is None else self.layer
 
 
-class Heatmap:
-    """Rows of `fidelity` on a canvas, by layer and token."""
+class Picture:
+    """A figure on a canvas."""
 
     def __init__(self):
         self.canvas = make_canvas()
+
+    def mark_stale(self) -> None:
+        """Dims the picture in the page until the next one arrives there."""
+        self.canvas.add_class(STALE)
+
+
+class Heatmap(Picture):
+    """Rows of `fidelity` on a canvas, by layer and token."""
+
+    def __init__(self):
+        super().__init__()
         self.rows = pd.DataFrame()
         self.options = {}
         """Keywords of `plots.heatmap`."""
@@ -104,12 +115,9 @@ def process_times(rates: pd.DataFrame, layers: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([speed, layer]).sort_values("T")
 
 
-class Speed:
+class Speed(Picture):
     """Tokens per second and ms per layer over max_seq_len and T on a canvas, one value
     for each process."""
-
-    def __init__(self):
-        self.canvas = make_canvas()
 
     def draw(self, times: pd.DataFrame, S: int) -> None:
         """Draws times at any max_seq_len and T (see `process_times`), hollow where other
@@ -126,3 +134,4 @@ class Speed:
     def hide(self) -> None:
         """Hides the canvas, for a setting without times."""
         self.canvas.layout.display = "none"
+        self.canvas.remove_class(STALE)  # no next picture arrives
