@@ -28,49 +28,6 @@ The modules, in the order in which a run passes them:
     overview     the page of all shipped runs
     validation   the page of a bundle's validation
 
-<<<<<<< HEAD
-from workbench.errors import CellError
-from workbench.experiment.folders import (
-    check_writable,
-    last_run,
-    read_run,
-    run_folder,
-    writable_run,
-)
-from workbench.experiment.notebooks import find_notebook
-from workbench.experiment.parameters import notebook_parameters, parse_value
-from workbench.experiment.publishing import publish_run
-from workbench.experiment.recording import Experiment
-from workbench.experiment.report import (
-    draw_figure,
-    redraw_run,
-    write_html,
-    write_report,
-)
-from workbench.experiment.running import run_notebook
-from workbench.experiment.tables import gate_table, show
-
-__all__ = [
-    "CellError",
-    "Experiment",
-    "check_writable",
-    "draw_figure",
-    "find_notebook",
-    "gate_table",
-    "last_run",
-    "notebook_parameters",
-    "parse_value",
-    "publish_run",
-    "read_run",
-    "redraw_run",
-    "run_folder",
-    "run_notebook",
-    "show",
-    "writable_run",
-    "write_html",
-    "write_report",
-]
-=======
 The names below are imported when they are first used, so that a command refuses the number
 of a notebook before torch is loaded."""
 
@@ -89,7 +46,7 @@ _MODULES = {
     "experiment.parameters": ("notebook_parameters", "parse_value"),
     "experiment.publishing": ("publish_run",),
     "experiment.recording": ("Experiment",),
-    "experiment.report": ("redraw_run", "write_html", "write_report"),
+    "experiment.report": ("draw_figure", "redraw_run", "write_html", "write_report"),
     "experiment.running": ("run_notebook",),
     "experiment.tables": ("gate_table", "show"),
 }
@@ -101,4 +58,3 @@ def __getattr__(name: str):
         if name in names:
             return getattr(import_module(f"workbench.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
->>>>>>> m2
