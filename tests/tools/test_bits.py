@@ -172,3 +172,7 @@ def test_the_page_says_what_the_rows_show():
     assert bits_of[mixed] < bits_of[other] and min(kl_ratios(other, mixed)) > 3
     kls = [score.mean_kl for score in scores[mixed]]
     assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.050 to 0.053"
+    gemma = json.loads((bits.ROWS / "gemma3-270m" / f"{mixed}.json").read_text())
+    kls = [bits.Score(**text).mean_kl for text in gemma["texts"].values()]
+    assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.050 to 0.060"
+    assert f"{gemma['bits']:.2f}" == "4.60" and max(kls) / 0.05 - 1 < 0.201
