@@ -31,8 +31,8 @@ def link(target):
     ("place", "message"),
     [
         (manifest, "a finished bundle"),
-        (lambda target: target.mkdir(), "something else"),
-        (link, "something else"),
+        (lambda target: target.mkdir(), "a folder that is no bundle"),
+        (link, "a link"),
     ],
 )
 def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, place, message):

@@ -234,7 +234,7 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
 def test_compute_units_that_are_none_are_refused(name, where, bundle, source):
     arguments = command_line(name, bundle, source, where)
     ended = cli(*arguments, "--compute-units", "ANE")
-    assert ended.exit_code == 2 and "compute units: found 'ANE'" in ended.output
+    assert ended.exit_code == 2 and "--compute-units: found 'ANE'" in ended.output
 
 
 def test_messages_of_the_compiler_stay_out_of_the_output(source, tmp_path, capfd):
