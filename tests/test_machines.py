@@ -154,7 +154,10 @@ def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path
     explorer = Explorer(grid, None, root=tmp_path)
     explorer.axes["T"].value = 2
     assert f"; invalid: {reason}<br>" in explorer.message.value
-    assert "Errors: not measured at T = 2; those at T = 1 are shown." in explorer.message.value
+    assert (
+        "Errors: not measured at T = 2; those at T = 1 are shown."
+        in explorer.message.value
+    )
     here(SLOW)
     assert sweep.missing(sweep.cells(plan), tmp_path) == []
     *_, cell = sweep.cells(plan)
