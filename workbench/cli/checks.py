@@ -76,7 +76,6 @@ def validate(
     exported = workbench.Bundle.open(bundle)
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
     execution.check(exported)
-    stage("validate: opening the bundle")
     source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.ane.memory import peak_rss
     from workbench.check.tasks import answers_gate, load_tasks
@@ -333,7 +332,6 @@ def validate_units(
     exported = workbench.Bundle.open(bundle)
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
     check_runs_here(runtime, exported)
-    stage("validate: opening the bundle")
     source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units

@@ -161,7 +161,6 @@ def evaluate(
     prompt.check(required=True)
     check_sizes(exported.manifest.options.max_seq_len, window, stride)
     execution.check(exported)
-    stage("evaluate: opening the bundle")
     source = load_exported_checkpoint(checkpoint, exported, "evaluate")
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out

@@ -347,14 +347,17 @@ def load_checkpoint(path: Path | None, command: str | None = None):
 
 def load_exported_checkpoint(path: Path | None, bundle, command: str):
     """The `Checkpoint` at a path, from which a `Bundle` was exported; None without a path.
-    The two are compared here, before anything is computed with them.
+    The two are compared here, before anything is computed with them. Shows the first
+    stage of the command, once the path is right.
 
     Raises:
         InputError: a wrong path, or another checkpoint than the bundle's.
     """
+    if path is None:
+        stage(f"{command}: opening the bundle")
+        return None
     source = load_checkpoint(path, command)
-    if source is not None:
-        from workbench.check.golden import check_exported_from
+    from workbench.check.golden import check_exported_from
 
-        check_exported_from(source, bundle)
+    check_exported_from(source, bundle)
     return source
