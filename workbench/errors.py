@@ -1,9 +1,12 @@
 """The errors of the workbench: `InputError` and its helpers, which `miltorch.errors` defines,
 and `CellError`; and functions that read the errors of libraries and of the system: whether a
-disk is full, and their message in one line."""
+disk is full, and their message in one line; and `did_you_mean`, the next step for a wrong
+name."""
 
+import difflib
 import errno
 import re
+from collections.abc import Iterable
 
 from miltorch.errors import InputError, check_choice, visible
 
@@ -11,6 +14,7 @@ __all__ = [
     "CellError",
     "InputError",
     "check_choice",
+    "did_you_mean",
     "is_full_disk",
     "last_message",
     "one_line",
@@ -32,6 +36,13 @@ ESCAPED_CHARACTER = re.compile(r"\\U(?!d[89a-f])([0-9a-f]{4})")
 class CellError(RuntimeError):
     """A notebook did not run to its end: a cell raised an error other than InputError, or
     the kernel failed."""
+
+
+def did_you_mean(name: str, names: Iterable[str], step: str) -> str:
+    """The next step for a name that is none of `names`: the most similar one, if one is
+    similar, otherwise `step`."""
+    similar = difflib.get_close_matches(name, [*names], n=1)
+    return f"did you mean {similar[0]}? If not, {step}" if similar else step
 
 
 def is_full_disk(problem: BaseException | None) -> bool:

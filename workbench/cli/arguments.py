@@ -1,7 +1,6 @@
 """The errors of cyclopts, which parses the command line, as an `InputError`: subject, what
 was found, what is needed, next step."""
 
-import difflib
 import re
 
 from cyclopts import (
@@ -15,11 +14,10 @@ from cyclopts import (
     ValidationError,
 )
 
-from workbench.errors import InputError
+from workbench.errors import InputError, did_you_mean
 
 KINDS = {"int": "a whole number", "float": "a number"}
 """Python's type of an option → the value that it needs, in words."""
-
 
 LIMITS = {">=": "from", ">": "above", "<=": "up to", "<": "below"}
 """A comparison as cyclopts writes it → in words."""
@@ -39,14 +37,14 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
     match problem:
         case UnknownOptionError():
             options = _options(problem)
-            found = problem.token.keyword or problem.token.value
-            step = did_you_mean(found, options, look)
-            return InputError(command, f"the option {found}", "its own options", step)
+            option = problem.token.keyword or problem.token.value
+            step = did_you_mean(option, options, look)
+            return InputError(command, f"the option {option}", "its own options", step)
         case UnknownCommandError():
-            found = str((problem.unused_tokens or [""])[0])
-            step = did_you_mean(found, commands, look)
+            word = str((problem.unused_tokens or [""])[0])
+            step = did_you_mean(word, commands, look)
             needed = f"one of {', '.join(commands)}"
-            return InputError(command, f"the command {found!r}", needed, step)
+            return InputError(command, f"the command {word!r}", needed, step)
         case MissingArgumentError():
             name = _name(problem)
             is_option = name.startswith("-")
@@ -63,9 +61,9 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
             )
         case CoercionError():
             kind = getattr(problem.target_type, "__name__", str(problem.target_type))
-            found = problem.token.value if problem.token else "another value"
+            actual = problem.token.value if problem.token else "another value"
             needed = KINDS.get(kind, f"a value of type {kind}")
-            return InputError(_name(problem), found, needed, look)
+            return InputError(_name(problem), actual, needed, look)
         case ValidationError() if problem.argument is not None:
             reason = problem.exception_message.rstrip(".")
             needed = f"another value ({reason})"
@@ -73,16 +71,9 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
                 needed = f"a number {LIMITS[limit[1]]} {limit[2]}"
             # the error has the value in its text alone
             value = re.match('Invalid value "(.*?)" for', str(problem), re.DOTALL)
-            found = value[1] if value else "a value out of range"
-            return InputError(_name(problem), found, needed, look)
+            actual = value[1] if value else "a value out of range"
+            return InputError(_name(problem), actual, needed, look)
     return InputError(command, str(problem).rstrip("."), "other arguments", look)
-
-
-def did_you_mean(found: str, names, step: str) -> str:
-    """The next step for a name that is none of `names`: the most similar one, if one is
-    similar, otherwise `step`."""
-    similar = difflib.get_close_matches(found, [*names], n=1)
-    return f"did you mean {similar[0]}? If not, {step}" if similar else step
 
 
 def _name(problem: CycloptsError) -> str:

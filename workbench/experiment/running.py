@@ -1,13 +1,12 @@
 """Notebooks executed headless, each in a kernel of its own."""
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from workbench import kernel, log
 from workbench.check import gates
-from workbench.errors import InputError
+from workbench.errors import InputError, did_you_mean
 from workbench.experiment import artifacts, folders, report
 from workbench.experiment.notebooks import find_notebook
 from workbench.experiment.parameters import check_lengths, notebook_parameters
@@ -92,10 +91,7 @@ def check_parameters(number: str, parameters: Mapping) -> None:
     needed = f"some of {', '.join(sorted(accepted.values))}"
     if unknown := parameters.keys() - accepted.values.keys() - accepted.fixed.keys():
         actual = ", ".join(sorted(unknown))
-        step = "correct the name"
-        names = [*accepted.values]
-        if similar := difflib.get_close_matches(min(unknown), names, n=1):
-            step = f"did you mean {similar[0]}? If not, {step}"
+        step = did_you_mean(min(unknown), accepted.values, "correct the name")
         raise InputError(subject, actual, needed, step)
     if fixed := parameters.keys() & accepted.fixed.keys():
         words = (f"{name} = {accepted.fixed[name]}" for name in sorted(fixed))

@@ -5,12 +5,11 @@ code. A condition is therefore parsed here first, and only comparisons of column
 values reach pandas."""
 
 import ast
-import difflib
 from collections.abc import Collection
 
 import pandas as pd
 
-from workbench.errors import InputError
+from workbench.errors import InputError, did_you_mean
 
 MAX_LENGTH = 2000
 """Characters of a condition; the parser's memory grows with its depth."""
@@ -79,11 +78,12 @@ def _words(node: ast.AST) -> str:
 def _unknown_column(condition: str, name: str, columns: Collection[str]) -> InputError:
     """The refusal of a name that is no column, with the most similar column."""
     reason = f"{name} is no column"
-    if similar := difflib.get_close_matches(name, [*columns], n=1):
-        step = f"did you mean {similar[0]}? If not, workbench log --json has them all"
-        actual = f"{condition!r} ({reason})"
-        return InputError("log filter", actual, "the name of a column", step)
-    return _refusal(condition, reason, columns)
+    look = "workbench log --json has them all"
+    step = did_you_mean(name, columns, look)
+    if step == look:  # none is similar
+        return _refusal(condition, reason, columns)
+    actual = f"{condition!r} ({reason})"
+    return InputError("log filter", actual, "the name of a column", step)
 
 
 def _refusal(condition: str, reason: str, columns: Collection[str]) -> InputError:

@@ -1,6 +1,5 @@
 """The grid of a sweep: its schema, its reader, and the cells of its cross product."""
 
-import difflib
 import itertools
 import math
 import reprlib
@@ -28,7 +27,7 @@ from workbench.bundle.manifest import first_fault
 from workbench.bundle.presets import check_calibrated
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
-from workbench.errors import InputError
+from workbench.errors import InputError, did_you_mean
 from workbench.files import checkout, output_root, read_bytes
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import check_runtime, resolve
@@ -258,13 +257,11 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     except ValidationError as problem:
         place, fault = first_fault(problem, "the grid")
         needed = fault["msg"]
-        step = NEXT_STEP
         if "[key]" in place:  # pydantic's words for a wrong name of an export option
             part, name = place.split(".")[:2]
             actual = f"{part}: {name}"
             needed = "names of export options"
-            if similar := difflib.get_close_matches(name, [*Options.model_fields], n=1):
-                step = f"did you mean {similar[0]}? If not, {step}"
+            step = did_you_mean(name, Options.model_fields, NEXT_STEP)
             raise InputError(subject, actual, needed, step) from None
         if fault["type"] == "extra_forbidden":
             # the depth of the key says whose it is: "x", "run.x", "run.hints.0.x"
