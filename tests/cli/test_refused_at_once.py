@@ -26,8 +26,17 @@ COMMANDS = {
     "evaluate {bundle} --prompt-ids 1,2 --window 5000": "at most max_seq_len = 32",
     "evaluate {bundle} --prompt-ids 1,2 --window 8 --stride 8": "1 … 7",
     "export {tiny} out --max-seq-len 100000": "max_position_embeddings",
+    "export {tiny} out --compress lut6-g1x": "lut6-g1x",
+    "export {tiny} out --compress lut4": "export with --compress lut4-g8",
+    "export {tiny} out --tokens 0": "1-4, 4 or 1,64",
+    "export {tiny} out --moe sparse": "'dense' or 'routed'",
     "plan {tiny} --max-seq-len 100000": "max_position_embeddings",
+    "plan {tiny} --compress lut6-g1x": "lut6-g1x",
+    "plan {tiny} --memory lots": "lots",
     "plan {bundle} --chip M9": "M9",
+    "sweep nowhere.yaml": "found no such file",
+    "sweep {tiny}": "found a Hugging Face checkpoint",
+    "sweep {grid}": "lut6-g1x",
     "run 99": "experiment 99: found no such notebook",
     "report 77": "experiment 77: found no such notebook",
     "generate {bundle} --prompt-ids 1 --runtime coreml": "macOS 15",
@@ -42,8 +51,12 @@ COMMANDS = {
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Core ML")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_option_is_refused_before_torch_is_imported(command, llama_bundle, tmp_path):
-    places = {"bundle": llama_bundle.root, "tiny": TINY}
+def test_an_option_is_refused_before_torch_is_imported(
+    command, llama_bundle, tmp_path, tmp_path_factory
+):
+    grid = tmp_path_factory.mktemp("grids") / "grid.yaml"
+    grid.write_text(f"checkpoint: {TINY}\nexport: {{compress: [fp16, lut6-g1x]}}\n")
+    places = {"bundle": llama_bundle.root, "tiny": TINY, "grid": grid}
     arguments = [word.format_map(places) for word in shlex.split(command)]
     program = [sys.executable, "-c", CHILD.format(arguments=arguments)]
     process = subprocess.run(
