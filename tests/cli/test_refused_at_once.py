@@ -22,6 +22,7 @@ sys.argv = ["workbench", *{arguments!r}]
 from workbench.cli import main
 main()
 """
+MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt"
 COMMANDS = {
     "evaluate {bundle} --prompt-ids 1,2 --window 5000": "at most max_seq_len = 32",
     "evaluate {bundle} --prompt-ids 1,2 --window 8 --stride 8": "1 … 7",
@@ -30,6 +31,24 @@ COMMANDS = {
     "export {tiny} out --compress lut4": "export with --compress lut4-g8",
     "export {tiny} out --tokens 0": "1-4, 4 or 1,64",
     "export {tiny} out --moe sparse": "'dense' or 'routed'",
+    "export {tiny} /proc/x/b": "found /proc",
+    MIXED + " --bytes lots": "a size above zero",
+    MIXED + " --ms-on M99": "M99",
+    "explain op {bundle} --layer 99": "--layer: found 99; needs a number from 0 to",
+    "explain op {bundle} --position -1": "--position: found -1; needs a number from 0",
+    "export {tiny} out --tokens 4,1": "found tokens = 4,1; needs numbers that ascend",
+    "export {bundle} out": "Next: give the checkpoint that it was exported from",
+    "generate {bundle} --prompt-ids 1 --max-new -1": "--max-new: found -1",
+    "generate {bundle} --prompt-ids 1 --temperature 1 --top-p 2": "--top-p: found 2",
+    "validate {bundle} --tasks nowhere": "--tasks: found no nowhere; needs a file",
+    "golden {tiny} --out {data}": "found a folder",
+    "golden {tiny} --out g --prompt-ids 1,,2": "a whole number",
+    "adopt nowhere --checkpoint {tiny} --out a": "package nowhere: found nothing",
+    "adopt {tiny} --checkpoint {tiny} --out a": "found a Hugging Face checkpoint",
+    "adopt --checkpoint {tiny} --out a": "packages: found none",
+    "adopt {bundle} --checkpoint {tiny} --out {bundle}": "found a finished bundle",
+    "generate {bundle} --prompt-ids 1,b": "--prompt-ids: found 'b'",
+    "validate {bundle} --checkpoint {tiny} --precision fp16": "declared, exact, narrow",
     "plan {tiny} --max-seq-len 100000": "max_position_embeddings",
     "plan {tiny} --compress lut6-g1x": "lut6-g1x",
     "plan {tiny} --memory lots": "lots",
@@ -56,7 +75,7 @@ def test_an_option_is_refused_before_torch_is_imported(
 ):
     grid = tmp_path_factory.mktemp("grids") / "grid.yaml"
     grid.write_text(f"checkpoint: {TINY}\nexport: {{compress: [fp16, lut6-g1x]}}\n")
-    places = {"bundle": llama_bundle.root, "tiny": TINY, "grid": grid}
+    places = {"bundle": llama_bundle.root, "tiny": TINY, "grid": grid, "data": DATA}
     arguments = [word.format_map(places) for word in shlex.split(command)]
     program = [sys.executable, "-c", CHILD.format(arguments=arguments)]
     process = subprocess.run(

@@ -20,8 +20,14 @@ def make_options(**fields) -> Options:
         options = Options(**fields)
     except ValidationError as problem:
         name, error = first_fault(problem, "export options")
-        actual, step = repr(error.get("input")), "see: workbench export --help"
-        raise InputError(name, actual, error["msg"], step) from None
+        actual, needed = repr(error.get("input")), error["msg"]
+        if isinstance(error.get("input"), dict):
+            # a combination: its message names the option that excludes another value
+            before, is_combination, behind = needed.partition(" needs ")
+            if is_combination:
+                actual, needed = before, behind
+        step = "see: workbench export --help"
+        raise InputError(name, actual, needed, step) from None
     if options.compress in REPLACED:
         needed = (
             "tables for groups of rows: one table for a whole tensor costs too much"

@@ -132,6 +132,7 @@ def golden(
         prompts: Prompts of your own (JSON lines).
     """
     prompt.check()
+    paths.check_output("--out", out)
     if not transcript:
         reject_unused("--transcript", prompts=prompts)
     bundle = workbench.Bundle.open(for_) if for_ else None
@@ -200,6 +201,8 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
         checkpoint: The checkpoint that was exported.
         out: Folder of the new bundle; the packages are linked into it.
     """
+    paths.check_packages(packages)
+    paths.check_new_bundle(out)
     source = load_checkpoint(checkpoint, "adopt")
     from workbench.adopt import adopt_packages
 
