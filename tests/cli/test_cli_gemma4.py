@@ -13,6 +13,8 @@ from workbench import Bundle, Checkpoint, Golden
 from workbench.explain.weights import measure_costs
 from workbench.widgets import Explorer
 
+pytestmark = pytest.mark.usefixtures("shared_conversions")
+
 # A sliding and a full layer, and one of each kind that shares its rows: with two layers a shard these
 # are in another shard than those.
 LAYERS = {
@@ -102,11 +104,12 @@ def export_fitted(
 @pytest.mark.parametrize(
     ("form", "preset"),
     [
-        # each form and each preset once; other tests have the bundles of E2B, too
+        # tables of both widths, a search, and both architectures; other tests have the bundles of
+        # E2B, too
         ("E2B", "lut4-g8"),
         ("E2B", "mixed"),
-        ("E4B", "int8-channel"),
         ("dense", "lut6-g16"),
+        wide("E4B", "int8-channel"),
         wide("E2B", "int8-channel"),
         wide("E2B", "lut6-g16"),
         wide("E4B", "lut6-g16"),
