@@ -51,23 +51,37 @@ def no_progress():
     return patch.object(tqdm.tqdm, "__init__", silent)
 
 
+@contextmanager
 def seldom_validated():
-    """Context manager in which coremltools validates a program behind the frontend, after
-    eliminations of dead code and before it is stored, where it checks scopes as well. It
+    """Context manager in which coremltools validates a program behind the frontend, after each
+    of its pipelines of passes, and before it is stored, where it checks scopes as well. It
     validates after all of its passes otherwise, which is half of a conversion's time and
     changes nothing in the program."""
     from unittest.mock import patch
 
     coremltools()
     from coremltools.converters.mil.mil import Program
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
-    validate = Program.validate
+    validate, apply_passes = Program.validate, PassPipelineManager.apply_pipeline
 
     def validate_with_scopes(program, check_essential_scope=False):
         if check_essential_scope:
             validate(program, check_essential_scope)
 
-    return patch.object(Program, "validate", validate_with_scopes)
+    def validate_after_all(program, pipeline):
+        with patch.object(Program, "validate", lambda *_, **__: None):
+            apply_passes(program, pipeline)
+        # does nothing in a pipeline that a pass of another one applies
+        program.validate(check_essential_scope=True)
+
+    with (
+        patch.object(Program, "validate", validate_with_scopes),
+        patch.object(
+            PassPipelineManager, "apply_pipeline", staticmethod(validate_after_all)
+        ),
+    ):
+        yield
 
 
 @contextmanager
