@@ -152,7 +152,7 @@ def test_layers_that_share_rows_are_explained_in_every_tiling(
 
 
 @pytest.mark.slow("exports a bundle and explains it")
-@pytest.mark.parametrize("preset", ["lut4-g8", "mixed"])
+@pytest.mark.parametrize("preset", [wide("lut4-g8"), "mixed"])
 def test_commands_take_a_fitted_bundle(exports, id_files, tmp_path, preset):
     source, bundle = export_fitted(
         exports, id_files, "E2B", preset, "--layers-per-shard", 2
