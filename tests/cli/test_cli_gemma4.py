@@ -69,10 +69,7 @@ def test_a_plan_counts_both_tables_and_every_copy(exports, checkpoint):
 def id_files(tmp_path_factory):
     """Options for each fitted preset: token ids to calibrate with, and to select with."""
     folder = tmp_path_factory.mktemp("ids")
-    files = {
-        "calibrate": tiny.prompt(100, 2048, 1),
-        "select": tiny.prompt(100, 1024, 2),
-    }
+    files = {"calibrate": tiny.prompt(100, 1024, 1), "select": tiny.prompt(100, 512, 2)}
     for name, ids in files.items():
         np.save(folder / f"{name}.npy", np.int32(ids))
     calibrate, select = (folder / f"{name}.npy" for name in files)
