@@ -1,7 +1,7 @@
 """Imports coremltools when it is needed, because that takes over a second (`coremltools`), or
 its protobuf definitions alone, which take 20 ms (`protobuf_module`). Context managers keep
 the work of coremltools quiet and fast: `quiet`, `no_progress`, `seldom_validated`,
-`without_gc`, `frozen_gc`.
+`lean_passes`, `without_gc`, `frozen_gc`.
 
 Imports nothing of miltorch; every other module imports coremltools through this one.
 """
@@ -17,6 +17,7 @@ import warnings
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 # a package of this process alone: coremltools' folder `proto`
 _PROTO = "miltorch._proto"
@@ -50,23 +51,102 @@ def no_progress():
     return patch.object(tqdm.tqdm, "__init__", silent)
 
 
+@contextmanager
 def seldom_validated():
-    """Context manager in which coremltools validates a program behind the frontend, after
-    eliminations of dead code and before it is stored, where it checks scopes as well. It
+    """Context manager in which coremltools validates a program behind the frontend, after each
+    of its pipelines of passes, and before it is stored, where it checks scopes as well. It
     validates after all of its passes otherwise, which is half of a conversion's time and
     changes nothing in the program."""
     from unittest.mock import patch
 
     coremltools()
     from coremltools.converters.mil.mil import Program
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
-    validate = Program.validate
+    validate, apply_passes = Program.validate, PassPipelineManager.apply_pipeline
 
     def validate_with_scopes(program, check_essential_scope=False):
         if check_essential_scope:
             validate(program, check_essential_scope)
 
-    return patch.object(Program, "validate", validate_with_scopes)
+    def validate_after_all(program, pipeline):
+        with patch.object(Program, "validate", lambda *_, **__: None):
+            apply_passes(program, pipeline)
+        # does nothing in a pipeline that a pass of another one applies
+        program.validate(check_essential_scope=True)
+
+    with (
+        patch.object(Program, "validate", validate_with_scopes),
+        patch.object(
+            PassPipelineManager, "apply_pipeline", staticmethod(validate_after_all)
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def lean_passes():
+    """Context manager in which the passes of coremltools leave out work that changes nothing in
+    a program: over a third of a conversion's time.
+
+    - They write the whole program as text for debug messages, which are shown nowhere.
+    - After every pass they search upstream of every value for compressed weights, also where
+      a program has none, as all have before the pass that compresses them.
+    - They compute the description of a type anew whenever they ask what it is.
+    - They have sympy solve `volume = number × size` for the size that a reshape infers."""
+    from unittest.mock import patch
+
+    coremltools()
+    import sympy
+    from coremltools.converters.mil.mil import Block, Function, Program
+    from coremltools.converters.mil.mil.ops.defs.iOS15 import tensor_transformation
+    from coremltools.converters.mil.mil.types import type_mapping
+
+    search_upstream = Block._propagate_nonreplaceable_vars
+    describe_type = type_mapping.get_type_info
+    descriptions = {}
+
+    def search_where_compressed(block):
+        # values of an inner block can come from the one around it
+        if block.outer_op is not None or any(
+            op.blocks or op.op_type.startswith("constexpr_") for op in block.operations
+        ):
+            search_upstream(block)
+            return
+        for op in block.operations:
+            for value in op.outputs or ():
+                # a pass may have removed the compressed weight
+                if value.nonreplaceable_vars_upstream:
+                    value.nonreplaceable_vars_upstream = set()
+
+    def describe_once(kind):
+        # a class describes itself; values of other kinds are rare, and need not be hashable
+        if not isinstance(kind, type):
+            return describe_type(kind)
+        if kind not in descriptions:
+            descriptions[kind] = describe_type(kind)
+        return descriptions[kind]
+
+    def solve_by_division(equations, unknowns, dict):
+        """`sympy.solve`, without its preparations where one unknown has a number as its factor
+        and occurs nowhere else."""
+        (equation,), (unknown,) = equations, unknowns
+        factor = equation.coeff(unknown)
+        rest = equation - factor * unknown
+        if not factor.is_Integer or factor == 0 or unknown in rest.free_symbols:
+            return sympy.solve(equations, unknowns, dict=dict)
+        return [{unknown: -rest / factor}]
+
+    with (
+        patch.object(Program, "__str__", lambda program: "a program"),
+        patch.object(Function, "__str__", lambda function: "a function"),
+        patch.object(Block, "_propagate_nonreplaceable_vars", search_where_compressed),
+        patch.object(type_mapping, "get_type_info", describe_once),
+        patch.object(
+            tensor_transformation, "sm", SimpleNamespace(solve=solve_by_division)
+        ),
+    ):
+        yield
 
 
 @contextmanager

@@ -280,6 +280,33 @@ def exports(shared_folder):
     return Exports(shared_folder / "exports")
 
 
+@pytest.fixture(scope="session")
+def converted_programs() -> dict:
+    """What `shared_conversions` has converted in this process."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def shared_conversions(converted_programs):
+    """Converts each program once for all tests of a process that use this fixture. It is for tests
+    of weights and of texts, which change no module of a shard: the key has what an export knows of
+    a program, not the code that makes it."""
+    from workbench.exporter import writing
+
+    convert = writing.convert_shard
+
+    def convert_once(spec, plan, options, weights):
+        program = writing._program_key(writing.PlannedShard(spec, weights), plan)
+        key = program, spec.name, repr(plan), repr(options)
+        if key not in converted_programs:
+            converted_programs[key] = convert(spec, plan, options, weights)
+        return converted_programs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "convert_shard", convert_once)
+        yield
+
+
 @pytest.fixture
 def checkpoint_copy(exports, tmp_path) -> Path:
     """The folder of a tiny llama that a test may change."""

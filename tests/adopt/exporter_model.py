@@ -15,6 +15,7 @@ from miltorch import shim
 from miltorch.coremltools_import import (
     coremltools,
     frozen_gc,
+    lean_passes,
     no_progress,
     quiet,
     seldom_validated,
@@ -133,6 +134,7 @@ def saved(
         quiet(),
         no_progress(),
         seldom_validated(),
+        lean_passes(),
         frozen_gc(),
         torch.no_grad(),
         shim.mended_converter(),

@@ -25,7 +25,7 @@ def by_name(work) -> dict:
 
 
 @pytest.mark.slow("each case exports a bundle")
-@pytest.mark.matrix(5, wide=13)
+@pytest.mark.matrix(3, wide=15)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_programs_hold_what_the_configuration_says(exports, family, preset):

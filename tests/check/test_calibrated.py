@@ -28,6 +28,8 @@ from workbench.exporter import inputs as exporter_inputs
 from workbench.exporter.compress import InputStatistics, compress_matrix
 from workbench.models.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared_conversions")
+
 PRESETS = cases.FITTED
 # one preset of integers and one of tables; `make test-all` has the others, too
 ONE_OF_A_KIND = "int8-channel", "lut4-g8"
@@ -64,7 +66,9 @@ def test_sound_bundles_are_green(fitted, tiny_llama, preset):
 
 
 @pytest.mark.slow("exports a bundle and judges its weights")
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "zaya", *map(wide, ["qwen2", "lfm2"])]
+)
 def test_sound_bundles_of_other_families_are_green(exports, tmp_path, family):
     """Of one layer of each kind, or of two where all are of one kind."""
     checkpoint = exports.checkpoint(family, **OTHER_FAMILIES[family])

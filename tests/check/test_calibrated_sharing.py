@@ -23,7 +23,10 @@ from workbench.exporter.inputs import input_statistics
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer
 
-pytestmark = pytest.mark.slow("exports a bundle and runs Hugging Face's model")
+pytestmark = [
+    pytest.mark.slow("exports a bundle and runs Hugging Face's model"),
+    pytest.mark.usefixtures("shared_conversions"),
+]
 # A layer of each kind shares the rows of the last one of its kind before, which is not the first
 # sliding layer.
 SLIDING, FULL = "sliding_attention", "full_attention"

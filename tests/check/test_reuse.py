@@ -85,7 +85,7 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
 
 
 @pytest.mark.slow("exports two bundles and hands caches on")
-@pytest.mark.matrix(2, wide=8)
+@pytest.mark.matrix(1, wide=9)
 @pytest.mark.parametrize("name", FAULTS_BY_SLUG)
 def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):
     fault = FAULTS_BY_SLUG[name]

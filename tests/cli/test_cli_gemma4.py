@@ -13,6 +13,8 @@ from workbench import Bundle, Checkpoint, Golden
 from workbench.explain.weights import measure_costs
 from workbench.widgets import Explorer
 
+pytestmark = pytest.mark.usefixtures("shared_conversions")
+
 # A sliding and a full layer, and one of each kind that shares its rows: with two layers a shard these
 # are in another shard than those.
 LAYERS = {
@@ -67,10 +69,7 @@ def test_a_plan_counts_both_tables_and_every_copy(exports, checkpoint):
 def id_files(tmp_path_factory):
     """Options for each fitted preset: token ids to calibrate with, and to select with."""
     folder = tmp_path_factory.mktemp("ids")
-    files = {
-        "calibrate": tiny.prompt(100, 2048, 1),
-        "select": tiny.prompt(100, 1024, 2),
-    }
+    files = {"calibrate": tiny.prompt(100, 1024, 1), "select": tiny.prompt(100, 512, 2)}
     for name, ids in files.items():
         np.save(folder / f"{name}.npy", np.int32(ids))
     calibrate, select = (folder / f"{name}.npy" for name in files)
@@ -102,11 +101,12 @@ def export_fitted(
 @pytest.mark.parametrize(
     ("form", "preset"),
     [
-        # each form and each preset once; other tests have the bundles of E2B, too
+        # tables of both widths, a search, and both architectures; other tests have the bundles of
+        # E2B, too
         ("E2B", "lut4-g8"),
         ("E2B", "mixed"),
-        ("E4B", "int8-channel"),
         ("dense", "lut6-g16"),
+        wide("E4B", "int8-channel"),
         wide("E2B", "int8-channel"),
         wide("E2B", "lut6-g16"),
         wide("E4B", "lut6-g16"),
@@ -149,7 +149,7 @@ def test_layers_that_share_rows_are_explained_in_every_tiling(
 
 
 @pytest.mark.slow("exports a bundle and explains it")
-@pytest.mark.parametrize("preset", ["lut4-g8", "mixed"])
+@pytest.mark.parametrize("preset", [wide("lut4-g8"), "mixed"])
 def test_commands_take_a_fitted_bundle(exports, id_files, tmp_path, preset):
     source, bundle = export_fitted(
         exports, id_files, "E2B", preset, "--layers-per-shard", 2

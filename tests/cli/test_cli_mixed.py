@@ -18,6 +18,8 @@ from workbench.explain.weights import measure_costs
 from workbench.sweep.grid import Grid, cells
 from workbench.widgets import Explorer
 
+pytestmark = pytest.mark.usefixtures("shared_conversions")
+
 TINY = DATA / "tiny-llama"
 LIMIT = 0.001
 

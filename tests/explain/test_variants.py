@@ -108,7 +108,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.matrix(2, wide=2)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     family, changes = CONFIGURATIONS[name]
@@ -230,7 +230,7 @@ MODULES = {
 }
 
 
-@pytest.mark.matrix(2, wide=2)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize(
     ("name", "compress"), list(zip(MODULES, itertools.cycle(["fp16", "int8-tensor"])))
 )

@@ -1,7 +1,7 @@
 """Small bundles, and the files that coremltools' own conversion makes of each of their shards."""
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -53,8 +53,9 @@ def use_exporter_tables(stack: ExitStack) -> None:
 def convert_shards(
     bundle: Bundle, checkpoint: Path, folder: Path
 ) -> dict[str, list[FileEntry]]:
-    """Converts each shard of a bundle by coremltools' own code, from the checkpoint with the
-    bundle's options and the exporter's lookup tables. Returns name of a shard → its files."""
+    """Converts each shard of a bundle by coremltools' own code, with all work of its passes, from
+    the checkpoint with the bundle's options and the exporter's lookup tables. Returns name of a
+    shard → its files."""
     coremltools()
     source, options = Checkpoint(checkpoint), bundle.manifest.options
     plan = read_plan(source, options)
@@ -69,6 +70,7 @@ def convert_shards(
         module.requires_grad_(False).eval()
         with ExitStack() as stack:
             use_exporter_tables(stack)
+            stack.enter_context(patch.object(template, "lean_passes", nullcontext))
             for name, T in (options.tiling.functions or {"main": None}).items():
                 model = template.convert_module(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"

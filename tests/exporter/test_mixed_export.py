@@ -24,6 +24,8 @@ from workbench.exporter.mixed import SearchSettings, read_allocation
 from workbench.exporter.replaceable import ReplaceableModel, linear_modules, load_model
 from workbench.models.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared_conversions")
+
 PRESETS = ("lut4-g8", "int8-channel", "lut6-g16", "fp16")
 SOURCE = DATA / "tiny-llama"
 IDS = encode_text(SOURCE, task_text())

@@ -46,7 +46,7 @@ LIMIT = 1e-2
 
 
 @pytest.mark.slow("exports a bundle of any family and preset")
-@pytest.mark.matrix(3, wide=9)
+@pytest.mark.matrix(2, wide=10)
 @pytest.mark.parametrize("reads", ["used", "all"])
 @pytest.mark.parametrize("family, options", BUNDLES, ids=tiny.case_id)
 def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, reads):

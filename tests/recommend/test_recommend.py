@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import pytest
+from circle import wide
 from in_process import cli, invoke
 
 from workbench import Bundle, export, recommend
@@ -19,6 +20,8 @@ from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
 from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
+
+pytestmark = pytest.mark.usefixtures("shared_conversions")
 
 
 def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
@@ -49,15 +52,15 @@ def preset_weights(source, preset: str, **options):
     ("family", "preset"),
     [
         ("llama", "int8-channel"),
-        ("llama", "int8-tensor"),
-        ("llama", "int4-block32"),
+        wide("llama", "int8-tensor"),
+        wide("llama", "int4-block32"),
         ("llama", "fp16"),
         pytest.param(
             "gemma3_text", "lut6-g16", marks=pytest.mark.slow("compiles k-means")
         ),
         ("gemma3_text", "fp16"),
         ("zaya", "int8-channel"),
-        ("lfm2", "int8-channel"),
+        wide("lfm2", "int8-channel"),
     ],
 )
 def test_weights_of_a_preset_are_those_that_an_export_stores(exports, family, preset):

@@ -64,6 +64,7 @@ def test_a_child_imports_nothing_from_the_working_folder(tmp_path, monkeypatch):
     assert str(tmp_path) not in process.call(called.get_search_path).value
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_imports_what_its_caller_does(tmp_path, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text("def double(x): return 2 * x")
     monkeypatch.syspath_prepend(tmp_path)

@@ -360,6 +360,7 @@ def cancelled(stop):
     raise process.Cancelled
 
 
+@pytest.mark.usefixtures("forked")
 def test_cancel_kills_the_process_and_says_that_nothing_was_finished(
     explorer, monkeypatch
 ):

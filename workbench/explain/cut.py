@@ -10,6 +10,7 @@ from miltorch.constants import Constants
 from miltorch.coremltools_import import (
     coremltools,
     frozen_gc,
+    lean_passes,
     no_progress,
     protobuf_module,
     quiet,
@@ -99,7 +100,7 @@ def cut(
         "minimum_deployment_target": builder.version,
         "pass_pipeline": ct.PassPipeline.EMPTY,
     }
-    with quiet(), no_progress(), seldom_validated(), frozen_gc():
+    with quiet(), no_progress(), seldom_validated(), lean_passes(), frozen_gc():
         model = ct.convert(program, **options)
     model.save(str(target))
     return target

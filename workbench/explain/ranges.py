@@ -4,6 +4,7 @@ A hook sees every result. The arithmetic of a device depends on its compute unit
 program runs in three precisions: `exact` gives the true magnitudes, `declared` rounds
 each result once, and `narrow` also rounds partial sums."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -67,6 +68,21 @@ class PackageNames:
     modules: Mapping[str, str]
 
 
+def measure_values(x: torch.Tensor) -> tuple[float, int, int]:
+    """The largest finite magnitude of a tensor, 0 where there is none, and the counts of inf
+    and NaN."""
+    if not x.numel():
+        return 0.0, 0, 0
+    # both are NaN where any element is
+    low, high = x.aminmax()
+    largest = max(-float(low), float(high))
+    if math.isfinite(largest):
+        return largest, 0, 0
+    finite = x[x.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return largest, int(torch.isinf(x).sum()), int(torch.isnan(x).sum())
+
+
 class Ranges:
     """The ranges of all floating-point results in one precision, and where the first inf
     and the first NaN arise.
@@ -122,10 +138,8 @@ class Ranges:
                 place = OperationPlace(names.shard, op.name, op.kind, module)
                 self.rows[key] = ResultRange(place, name)
             row = self.rows[key]
-            finite = x[x.isfinite()].abs()
-            if finite.numel():
-                row.max_abs = max(row.max_abs, float(finite.max()))
-            infinite, undefined = int(torch.isinf(x).sum()), int(torch.isnan(x).sum())
+            largest, infinite, undefined = measure_values(x)
+            row.max_abs = max(row.max_abs, largest)
             row.inf += infinite
             row.nan += undefined
             self._update_taint("inf", infinite > 0, key, operands, row.place)

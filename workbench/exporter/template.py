@@ -32,6 +32,7 @@ from torch import nn
 from miltorch.coremltools_import import (
     coremltools,
     frozen_gc,
+    lean_passes,
     no_progress,
     protobuf_module,
     quiet,
@@ -296,7 +297,7 @@ def convert_module(
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING_PASSES)
     _append_compression(pipeline, weights)
-    with quiet(), no_progress(), seldom_validated(), torch.no_grad():
+    with quiet(), no_progress(), seldom_validated(), lean_passes(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
         traced = torch.jit.trace(module, examples, check_trace=False)
@@ -401,7 +402,7 @@ def join_functions(programs: dict[str, Path]) -> Path:
         descriptor.add_function(str(program), "main", name)
     descriptor.default_function_name = next(iter(programs))
     package = first.with_name("joined.mlpackage")
-    with quiet(), no_progress(), seldom_validated():
+    with quiet(), no_progress(), seldom_validated(), lean_passes():
         Builder.name_count.clear()
         utils.save_multifunction(descriptor, str(package))
     return package
