@@ -4,7 +4,7 @@ README.md.
 - `.mlpackage` → `Program`: `program.py` parses the protobuf, `blob.py` the file of weights.
 - `Program` → `Executable`: `checks.py` checks the program, `constants.py` evaluates its
   constants, `steps.py` binds every operation to its rule in `ops`, and `execute.py` runs
-  the steps. `joined.py` runs them for several calls at once.
+  the steps. `precision.py` names its arithmetics. `joined.py` runs them for several calls at once.
 - `Program` → fused `Program`: `fusion.py` replaces groups of operations, which it
   recognises by `patterns.py` with the help of `graph.py`, by the operations in
   `ops/fused.py`. `stored.py` has the weights of fused products, `kernels.py` the products.
@@ -17,7 +17,7 @@ no torch."""
 from importlib import import_module
 
 _NAMES = {
-    "PRECISIONS": "execute",
+    "PRECISIONS": "precision",
     "Executable": "execute",
     "InputError": "errors",
     "Program": "program",

@@ -25,10 +25,10 @@ from miltorch.constants import Constants, torch_dtype, widened
 from miltorch.errors import InputError, check_choice
 from miltorch.ops import FUSED, MAX_ELEMENTS
 from miltorch.ops.state import StateCell
+from miltorch.precision import check_precision
 from miltorch.program import Op, Program, operation_error
 from miltorch.steps import Binder, Body, Step, run_time_dtype
 
-PRECISIONS = ("declared", "exact", "narrow")
 Hook = Callable[[Op, list], list | None]
 
 
@@ -179,8 +179,3 @@ def make_state(program: Program, precision: str = "declared") -> dict[str, State
         dtype = torch.float32 if precision == "exact" else torch_dtype(declared.dtype)
         cells[name] = StateCell(torch.zeros(declared.shape, dtype=dtype))
     return cells
-
-
-def check_precision(precision: str) -> None:
-    """Raises an InputError unless `precision` is one of `PRECISIONS`."""
-    check_choice("precision", precision, PRECISIONS, "choose one of these")

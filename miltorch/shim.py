@@ -34,7 +34,7 @@ import torch
 import miltorch
 from miltorch.coremltools_import import coremltools
 from miltorch.errors import InputError
-from miltorch.execute import check_precision
+from miltorch.precision import check_precision
 from miltorch.program import files
 
 # the version that coremltools reads: the system whose features (iOS 18) miltorch has

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from workbench import progress
 from workbench.cli.app import run
-from workbench.progress import bar, end_stage, plain_stage_lines, stage
+from workbench.progress import bar, end_stage, plain_stage_lines, stage, tick
 
 
 @pytest.mark.parametrize("in_kernel", [True, False])
@@ -111,3 +112,21 @@ def test_a_command_names_its_stages_on_stderr_beside_the_json(llama_bundle):
     assert json.loads(ended.stdout)["gates"], ended.stderr
     assert ended.stderr.splitlines()[0] == "validate: opening the bundle"
     assert "\r" not in ended.stderr and "\x1b" not in ended.stderr
+
+
+def test_a_count_is_a_plain_line_now_and_then_where_no_bar_is_shown(
+    capsys, monkeypatch
+):
+    now = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(progress, "time", now)
+    tick("in a script")
+    with plain_stage_lines():
+        stage("evaluate: scoring windows")
+        tick("at once")
+        now.monotonic = lambda: 100.0 + progress.TICK_S
+        tick("1 of 9")
+        tick("2 of 9")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        now.monotonic = lambda: 900.0
+        tick("beside a bar")
+    assert capsys.readouterr().err == "evaluate: scoring windows\n1 of 9\n"

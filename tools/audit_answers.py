@@ -367,10 +367,11 @@ def routed_bytes(tables: Tables, match: re.Match) -> dict[str, float]:
 # --- notebook 31: the parts of the error
 
 
+# reports of before that sentence named the layers have the first form
 @claim(
     "31",
     label="largest part",
-    pattern=r"the largest part of the squared error is \w+: "
+    pattern=r"(?:the largest part of the squared error is|whose largest part is) \w+: "
     rf"{number('largest')}; products of two parts make up {number('cross_terms')}",
 )
 def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -386,25 +387,39 @@ def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="layers that carry the error",
-    pattern=rf"{number('named')} of {number('layers')} layers carry {number('carried')} of that "
-    r"error, (?P<which_layers>\d+ \([^;]*\)); even shares would be "
-    rf"{number('even')}\. By layer, (?P<which_part>\w+) is the largest part in "
-    rf"{number('largest_in')} of \d+; its unweighted mean share over layers is {number('mean')}",
+    pattern=rf"{number('named')} of {number('layers')} layers carry {number('carried')} of "
+    r"(?:that error|the squared error)",
 )
 def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
-    """How many layers are named, how many there are, the share of the squared error that
-    the largest carry, their share of the layers, in how many layers the part is the largest,
-    and its mean share."""
+    """How many layers are named, how many there are, and the share of the squared error
+    that the largest carry."""
+    shares = tables["tables/layer_shares"]["share"]
+    named = min(3, len(shares))
+    return {
+        "named": named,
+        "layers": len(shares),
+        "carried": np.sort(shares)[-named:].sum(),
+    }
+
+
+@claim(
+    "31",
+    label="layers by their largest part",
+    pattern=r"(?P<which_layers>\d+ \([^;]*\)); even shares would be "
+    rf"{number('even')}\. By layer, (?P<which_part>\w+) is the largest part in "
+    rf"{number('largest_in')} of {number('layers')}; its unweighted mean share over layers "
+    rf"is {number('mean')}",
+)
+def parts_of_layers(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The share of the layers that is named, in how many layers the part is the largest,
+    the number of layers, and the part's mean share."""
     table = tables["tables/layer_shares"].set_index("layer")
-    named = match["which_layers"].count("(")
     parts = table.drop(columns="share")
     part = match["which_part"]
     return {
-        "named": min(3, len(table)),
-        "layers": len(table),
-        "carried": np.sort(table["share"])[-named:].sum(),
-        "even": named / len(table),
+        "even": match["which_layers"].count("(") / len(table),
         "largest_in": parts.idxmax(axis=1).eq(part).sum(),
+        "layers": len(table),
         "mean": parts[part].mean(),
     }
 

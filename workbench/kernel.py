@@ -33,6 +33,8 @@ START_S = 60  # a kernel that does not answer within this time has failed
 MAX_SOCKET_PATH_BYTES = 103
 SOCKET_NAME = "/kernel-ipc-5"  # jupyter_client's longest name in the folder of sockets
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+# without an estimate of the remaining time: cells differ too much in length
+CELL_BAR = "{l_bar}{bar}| {n_fmt} of {total_fmt} cells, {elapsed}{postfix}"
 # runs in a kernel, and leaves no name there
 END_WITH_PARENT = '__import__("workbench.kernel").kernel.end_with_parent()'
 
@@ -155,6 +157,8 @@ def _stage_engine(file: Path) -> str:
         @classmethod
         def execute_managed_notebook(cls, nb_man, kernel_name, **options):
             bar = getattr(nb_man, "pbar", None)
+            if bar:
+                bar.bar_format = CELL_BAR
             with shown_stages(bar, file) if bar else nullcontext():
                 return super().execute_managed_notebook(nb_man, kernel_name, **options)
 

@@ -8,6 +8,7 @@ import difflib
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from workbench.checkpoint_checks import CONFIG, DOWNLOAD_HINT, check_weights_format
@@ -75,6 +76,8 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
         "nothing there": True,
     }
     actual = next(kind for kind, applies in kinds.items() if applies)
+    if actual == "a bundle":
+        step = "give the checkpoint that it was exported from"
     for folder in path.parents:
         if (folder / file).is_file():
             step = f"give the folder {folder}"
@@ -176,7 +179,39 @@ def check_new_bundle(path: str | Path) -> Path:
         elif path.is_symlink():
             actual = "a link"
         raise InputError(f"bundle {path}", actual, "a new folder", step)
+    # the folder in which the missing ones will be made
+    existing = next(p for p in path.absolute().parents if p.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as problem:
+        actual = f"{existing}: {problem.strerror}"
+        needed, step = "a folder that can be written", "choose another path"
+        raise InputError(f"bundle {path}", actual, needed, step) from None
     return path
+
+
+def check_packages(packages: Sequence[Path]) -> None:
+    """Refuses paths that are neither a package of Core ML nor a folder with packages.
+
+    Raises:
+        InputError: names the first such path, or says that there is none.
+    """
+    needed = "a Core ML package (.mlpackage), or a folder with some"
+    if not packages:
+        step = "name the packages before the options"
+        raise InputError("packages", "none", needed, step)
+    for path in packages:
+        path = _check_resolvable("package", path)
+        if is_package(path) or any(path.glob("[!.]*.mlpackage")):
+            continue
+        kinds = {
+            "a Hugging Face checkpoint": (path / CONFIG).is_file(),
+            "a file": path.is_file(),
+            "no package in it": path.is_dir(),
+            "nothing there": True,
+        }
+        actual = next(kind for kind, applies in kinds.items() if applies)
+        raise InputError(f"package {path}", actual, needed, "check the path")
 
 
 def check_file(subject: str, path: str | Path, needed: str, step: str) -> Path:
@@ -205,6 +240,13 @@ def read_text(path: str | Path, subject: str = "text") -> str:
         raise InputError(f"{subject} {path}", actual, needed, step) from None
 
 
+def check_output(option: str, path: Path) -> None:
+    """Refuses a file to be written where a folder is, and makes nothing yet."""
+    if path.is_dir():
+        needed = "a file in a folder that can be written"
+        raise InputError(f"{option} {path}", "a folder", needed, "name another file")
+
+
 def prepare_output(option: str, path: Path) -> None:
     """Makes the folder of a file to be written, and checks that a file can be written
     there before hours of work are spent on its contents.
@@ -212,15 +254,13 @@ def prepare_output(option: str, path: Path) -> None:
     Raises:
         InputError: `path` is a folder, or its folder cannot be written.
     """
+    check_output(option, path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
-        problem = "a folder" if path.is_dir() else None
-    except OSError as error:
-        problem = error.strerror
-    if problem:
-        needed = "a file in a folder that can be written"
-        raise InputError(f"{option} {path}", problem, needed, "name another file")
+    except OSError as problem:
+        needed, step = "a file in a folder that can be written", "name another file"
+        raise InputError(f"{option} {path}", problem.strerror, needed, step) from None
 
 
 def is_package(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -11,6 +12,10 @@ from pathlib import Path
 STAGE_FILE_VARIABLE = "WORKBENCH_STAGE_FILE"
 """The environment variable with the path of a file that has the name of the running stage.
 A kernel has it, whose notebook another process shows (see `kernel.execute`)."""
+TICK_S = 5.0
+"""Seconds from a plain line to the next one of `tick`."""
+# when the last plain line was printed, on the clock of `time.monotonic`
+_last_line_s = 0.0
 # tqdm's line for the running stage, while one is shown
 _stage_line = None
 # whether a stage is a plain line where stderr is no terminal
@@ -50,7 +55,7 @@ def stage(name: str) -> None:
     removed when the next stage or bar begins, or when a command prints its result;
     elsewhere it stays (see `plain_stage_lines`). The name is also written to the file of
     `STAGE_FILE_VARIABLE`, where there is one."""
-    global _stage_line
+    global _stage_line, _last_line_s
     from tqdm import tqdm
 
     _give_each_process_its_lock()
@@ -62,9 +67,21 @@ def stage(name: str) -> None:
         return
     if not sys.stderr.isatty():
         if _prints_plain_lines:
+            _last_line_s = time.monotonic()
             print(name, file=sys.stderr, flush=True)
         return
     _stage_line = tqdm(desc=name, bar_format="{desc} …", leave=False, disable=None)
+
+
+def tick(name: str) -> None:
+    """Says how far counted work is, where its bar is not shown because stderr is no
+    terminal: a plain line, at most one in `TICK_S` seconds (see `plain_stage_lines`)."""
+    global _last_line_s
+    if not _prints_plain_lines or sys.stderr is None or sys.stderr.isatty():
+        return
+    if time.monotonic() - _last_line_s >= TICK_S:
+        _last_line_s = time.monotonic()
+        print(name, file=sys.stderr, flush=True)
 
 
 def end_stage() -> None:

@@ -1,9 +1,14 @@
 """`workbench plan`: every predicted time has an interval, faster exports are named, and
 speculation has a gain where the formula knows one."""
 
+import re
+
 import pytest
 from in_process import cli, invoke
 from tiny import DATA
+
+from workbench.ane import placement, rules
+from workbench.ane.rules import EFFECTS
 
 TINY = DATA / "tiny-llama"
 DRAFTS = "--draft-acceptance", "0.7", "--verify"
@@ -98,3 +103,23 @@ def test_the_text_begins_with_what_to_do_and_abbreviates_nothing(llama_bundle):
     )
     assert "D3  stays (medium confidence): a RangeDim" in text
     assert "Sources of the disputes: CT: " in text
+
+
+def test_the_columns_and_the_effects_of_a_placement_have_legends(llama_bundle):
+    lines = cli("plan", llama_bundle.root).output.splitlines()
+    heading = next(
+        n for n, line in enumerate(lines) if line.startswith(" ops  eligible")
+    )
+    legend = next(n for n, line in enumerate(lines) if line == placement.LEGEND)
+    assert heading < legend
+    (effects,) = [line for line in lines if line.startswith("rules, by id in ")]
+    rule_lines = [re.match(r"[A-Z]+\d+ +(\w+) \(", line) for line in lines]
+    printed = {match[1] for match in rule_lines if match}
+    explained = {
+        name for name, words in EFFECTS.items() if f"{name}: {words}" in effects
+    }
+    assert printed and printed == explained
+
+
+def test_every_rule_has_an_effect_that_the_legend_explains():
+    assert {rule.effect for rule in rules.rules()} == {*EFFECTS}

@@ -113,7 +113,7 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("generate {bundle} --prompt-ids 1 --logits /proc/l.npy", "--logits"),
         ("generate {bundle} --prompt-ids ²", "a whole number"),
         ("generate {bundle} --prompt-ids 1 --tokens -1", "--tokens"),
-        ("generate {bundle} --prompt-ids 1 --max-new -3", "new tokens"),
+        ("generate {bundle} --prompt-ids 1 --max-new -3", "--max-new"),
         ("generate {bundle} --chat --prompt-ids 1,2", "--prompt"),
         ("evaluate {bundle} --T 1", "workbench evaluate: found the option --T; needs"),
         ("export {tiny} out --compres fp16", "did you mean --compress?"),

@@ -207,7 +207,8 @@ def test_a_sweep_is_1_for_red_cells_3_for_failed_ones_and_4_for_cost(
     rows = pd.DataFrame({"verdict": [verdict], "quality": [quality]})
     monkeypatch.setattr("workbench.sweep.summary.summary", lambda *_: rows)
     monkeypatch.setattr("workbench.sweep.table.table_lines", lambda rows: [])
-    assert cli("sweep", "grid.yaml").exit_code == code
+    (tmp_path / "grid.yaml").touch()
+    assert cli("sweep", tmp_path / "grid.yaml").exit_code == code
 
 
 def test_a_user_without_a_name_and_a_home_has_no_identifiers(monkeypatch):

@@ -22,12 +22,40 @@ sys.argv = ["workbench", *{arguments!r}]
 from workbench.cli import main
 main()
 """
+MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt"
 COMMANDS = {
     "evaluate {bundle} --prompt-ids 1,2 --window 5000": "at most max_seq_len = 32",
     "evaluate {bundle} --prompt-ids 1,2 --window 8 --stride 8": "1 … 7",
     "export {tiny} out --max-seq-len 100000": "max_position_embeddings",
+    "export {tiny} out --compress lut6-g1x": "lut6-g1x",
+    "export {tiny} out --compress lut4": "export with --compress lut4-g8",
+    "export {tiny} out --tokens 0": "1-4, 4 or 1,64",
+    "export {tiny} out --moe sparse": "'dense' or 'routed'",
+    "export {tiny} /proc/x/b": "found /proc",
+    MIXED + " --bytes lots": "a size above zero",
+    MIXED + " --ms-on M99": "M99",
+    "explain op {bundle} --layer 99": "--layer: found 99; needs a number from 0 to",
+    "explain op {bundle} --position -1": "--position: found -1; needs a number from 0",
+    "export {tiny} out --tokens 4,1": "found tokens = 4,1; needs numbers that ascend",
+    "export {bundle} out": "Next: give the checkpoint that it was exported from",
+    "generate {bundle} --prompt-ids 1 --max-new -1": "--max-new: found -1",
+    "generate {bundle} --prompt-ids 1 --temperature 1 --top-p 2": "--top-p: found 2",
+    "validate {bundle} --tasks nowhere": "--tasks: found no nowhere; needs a file",
+    "golden {tiny} --out {data}": "found a folder",
+    "golden {tiny} --out g --prompt-ids 1,,2": "a whole number",
+    "adopt nowhere --checkpoint {tiny} --out a": "package nowhere: found nothing",
+    "adopt {tiny} --checkpoint {tiny} --out a": "found a Hugging Face checkpoint",
+    "adopt --checkpoint {tiny} --out a": "packages: found none",
+    "adopt {bundle} --checkpoint {tiny} --out {bundle}": "found a finished bundle",
+    "generate {bundle} --prompt-ids 1,b": "--prompt-ids: found 'b'",
+    "validate {bundle} --checkpoint {tiny} --precision fp16": "declared, exact, narrow",
     "plan {tiny} --max-seq-len 100000": "max_position_embeddings",
+    "plan {tiny} --compress lut6-g1x": "lut6-g1x",
+    "plan {tiny} --memory lots": "lots",
     "plan {bundle} --chip M9": "M9",
+    "sweep nowhere.yaml": "found no such file",
+    "sweep {tiny}": "found a Hugging Face checkpoint",
+    "sweep {grid}": "lut6-g1x",
     "run 99": "experiment 99: found no such notebook",
     "report 77": "experiment 77: found no such notebook",
     "generate {bundle} --prompt-ids 1 --runtime coreml": "macOS 15",
@@ -42,8 +70,12 @@ COMMANDS = {
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Core ML")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_option_is_refused_before_torch_is_imported(command, llama_bundle, tmp_path):
-    places = {"bundle": llama_bundle.root, "tiny": TINY}
+def test_an_option_is_refused_before_torch_is_imported(
+    command, llama_bundle, tmp_path, tmp_path_factory
+):
+    grid = tmp_path_factory.mktemp("grids") / "grid.yaml"
+    grid.write_text(f"checkpoint: {TINY}\nexport: {{compress: [fp16, lut6-g1x]}}\n")
+    places = {"bundle": llama_bundle.root, "tiny": TINY, "grid": grid, "data": DATA}
     arguments = [word.format_map(places) for word in shlex.split(command)]
     program = [sys.executable, "-c", CHILD.format(arguments=arguments)]
     process = subprocess.run(

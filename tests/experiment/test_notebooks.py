@@ -17,7 +17,7 @@ from workbench import InputError, log, plots, recommend
 from workbench.bundle.presets import PRESETS
 from workbench.check import compare, gates, states, stream
 from workbench.check.cost import describe_cost
-from workbench.experiment import gate_table, run_notebook
+from workbench.experiment import gate_table, overview, run_notebook
 from workbench.explain import error
 from workbench.sweep import conclude
 
@@ -405,7 +405,7 @@ def test_the_answer_of_30_concludes_from_undisturbed_rounds_alone():
 
 def test_the_answer_of_31_turns_with_its_tables():
     names = shipped("31") | {"kl": KL.copy(), "ranked": RANKED}
-    largest = "part of the squared error is"
+    largest = "of the squared error, whose largest part is"
     says("31", names, f"{largest} quantization", "within its limit")
     says("31", names, "rounding alone causes is 3: 1.25 times (k, T = 4)")
     layers = len(names["remedies"])
@@ -426,15 +426,18 @@ def test_the_answer_of_31_names_the_layers_that_carry_the_error():
     says(
         "31",
         names,
-        "3 of 30 layers carry 96.1% of that error, 28 (38.1%), 11 (34.7%), 29 (23.3%); "
-        "even shares would be 10.0%. By layer, quantization is the largest part in 25 of "
-        "30; its unweighted mean share over layers is 82.5%.",
+        "The layers that carry most are 28 (38.1%), 11 (34.7%), 29 (23.3%); even shares "
+        "would be 10.0%. By layer, quantization is the largest part in 25 of 30; its "
+        "unweighted mean share over layers is 82.5%.",
     )
+    # the line of the page of all experiments has the part and what limits it
+    shown = overview.short_answer(answer("31", names))
+    assert "3 of 30 layers carry 96.1% of the squared error, whose largest" in shown
     even = names | {"layer_shares": layer_shares_of_31(6)}
-    says("31", even, "3 of 6 layers carry 50.0% of that error")
+    says("31", even, "3 of 6 layers carry 50.0% of the squared error")
     says("31", even, "even shares would be 50.0%", "largest part in 6 of 6")
     two = names | {"layer_shares": layer_shares_of_31(2)}
-    says("31", two, "2 of 2 layers carry 100.0% of that error")
+    says("31", two, "2 of 2 layers carry 100.0% of the squared error")
     # a bundle that equals Hugging Face's model
     none = layer_shares_of_31(6).assign(share=0.0, quantization=0.0, precision=0.0)
     says("31", names | {"layer_shares": none}, "largest part in 0 of 6")

@@ -13,14 +13,18 @@ import numpy as np
 import pandas as pd
 import pytest
 from circle import wide
-from matplotlib.collections import QuadMesh
+from matplotlib.collections import PathCollection, QuadMesh
+from matplotlib.colors import to_hex
 from matplotlib.path import Path
 from tiny import ROOT
 
 from workbench import plots
+from workbench.bundle.presets import MIXED, PRESETS
 from workbench.check import compare
 from workbench.check.fidelity import BUDGET_FACTOR
 from workbench.plots import cells
+from workbench.plots.styled import PRESET_LOOKS, looks_by_name
+from workbench.plots.tradeoff import RED_MARK
 
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
@@ -280,6 +284,47 @@ def test_a_name_has_one_look_whichever_names_a_figure_shows(plot):
     assert {"lut6-g16", "lut4-g8"} <= styles.keys()
     assert all(len(looks) == 1 for looks in styles.values())
     assert len(set.union(*styles.values())) == len(styles)
+
+
+def test_every_preset_has_a_colour_and_a_mark_of_its_own():
+    assert {*PRESETS, MIXED.name} == PRESET_LOOKS.keys()
+    colours, marks = zip(*PRESET_LOOKS.values())
+    # marks alone tell them apart in grey; no preset has the mark of a RED export
+    assert len({*colours}) == len({*marks}) == len(PRESET_LOOKS)
+    assert RED_MARK not in marks
+
+
+@pytest.mark.parametrize("vocabulary", [(), FORMATS, [*PRESETS]])
+def test_a_preset_has_one_look_in_figures_of_every_kind(vocabulary):
+    choices = formats_and_choices()
+    choices = choices.assign(kl_mean=0.1, tokens_per_s=choices["mib"], verdict="RED")
+    alone = choices[choices["kind"] == "one format"]
+    options = {"hue": "name", "vocabulary": vocabulary}
+    figures = [
+        plots.lines(alone, x="mib", y="kl", ylog=True, **options),
+        plots.frontier(choices, x="mib", xlabel="MiB", vocabulary=vocabulary),
+    ]
+    names = {*FORMATS} - {"fp16"}  # its KL of 0 has no place on these axes
+    for figure in figures:
+        (legend,) = figure.legends
+        texts = [text.get_text() for text in legend.get_texts()]
+        looks = dict(zip(texts, map(look_of, legend.legend_handles)))
+        assert {name: looks[name] for name in names} == {
+            name: PRESET_LOOKS[name] for name in names
+        }
+    colours = {
+        colour
+        for points in drawn(plots.tradeoff(alone, **options), PathCollection)
+        for colour in map(to_hex, points.get_facecolor())
+    }
+    assert colours <= {colour.lower() for colour, _ in PRESET_LOOKS.values()}
+
+
+def test_another_name_never_has_the_look_of_a_preset():
+    names = ["lut4-g16", *PRESET_LOOKS, *map(str, range(20))]
+    looks = looks_by_name(names)
+    assert {name: looks[name] for name in PRESET_LOOKS} == PRESET_LOOKS
+    assert len({*looks.values()}) == len(names)
 
 
 def look_of(key) -> tuple:

@@ -18,6 +18,7 @@ from workbench.experiment.headings import heading_of
 from workbench.experiment.latex import LINE_WIDTH, latex_table
 from workbench.experiment.tables import (
     gate_table,
+    html_table,
     markdown_table,
     show,
     show_with_caption,
@@ -139,6 +140,14 @@ def test_a_number_of_a_latex_table_has_a_true_minus_sign_and_a_power_of_ten():
     assert cells["ids"][:2] == ("1e3", "-1")  # texts
     assert r"1.5\ensuremath{\times}10$^{-5}$ at most" in text
     assert r"\caption{At most 2\ensuremath{\times}10$^{-5}$}" in text
+
+
+def test_numbers_of_html_have_powers_of_ten_and_texts_stay_as_they_are():
+    values = {"value": [7.95e-07, -2.5, None], "text": ["--max-kl 1e-3", "-1", "x"]}
+    table = pd.DataFrame(values)
+    for text in (html_table(table), show(table).to_html()):
+        assert "7.95×10⁻⁷<" in text and "−2.5<" in text and "–<" in text
+        assert "--max-kl 1e-3<" in text and ">-1<" in text and "e-07" not in text
 
 
 def test_a_column_of_a_latex_table_is_named_in_words_with_its_unit():

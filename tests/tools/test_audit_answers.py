@@ -81,6 +81,12 @@ def layer_shares() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "share", "quantization", "precision"])
 
 
+def shares() -> pd.DataFrame:
+    """Two parts, whose cross terms make up 2%."""
+    names = ["quantization", "precision"]
+    return pd.DataFrame([[0.72, 0.01], [0.01, 0.26]], names, names)
+
+
 def largest_token() -> pd.DataFrame:
     """A stream of two layers, as its report is written and read."""
     rows = [(0, 2.0, 9.0, 0.01, 5.0, 5.0, 1e-4, 2e-3, 0.1)]
@@ -111,7 +117,14 @@ THIRD_TEXT = (
             "31",
             error.describe_layers(layer_shares(), "quantization"),
             {"tables/layer_shares": layer_shares()},
-            9,
+            7,
+        ),
+        (
+            "31",
+            error.describe_largest(shares(), layer_shares()),
+            {"tables/layer_shares": layer_shares()}
+            | {"tables/shares": shares().rename_axis("part").reset_index()},
+            5,
         ),
         (
             "05",

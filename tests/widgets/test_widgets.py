@@ -245,6 +245,17 @@ def test_the_split_s_parts_have_the_names_of_the_figures():
     assert 'border="1"' not in said and "–" in said
 
 
+def test_small_numbers_of_the_explorer_have_powers_of_ten():
+    runs = pd.DataFrame(
+        {"compress": ["fp16", "int8-channel"], "kl_mean": [7.951e-07, 2]}
+    )
+    said = sentences.costs_table(runs.assign(config=None), ["compress"])
+    assert "7.95×10⁻⁷" in said and "e-07" not in said
+    row = pd.Series({"T": 1, "cosine": 1 - 2**-20, "budget": 1e-3, "error": 2.5e-05})
+    words = sentences.describe_cell(row, Place(0, 3), None)
+    assert "1 − cosine 9.5×10⁻⁷, relative error 2.5×10⁻⁵" in words
+
+
 def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
     explorer.results.tables["fidelity"] = explorer.results.tables["fidelity"].query(
         "T == 1"

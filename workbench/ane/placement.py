@@ -17,7 +17,7 @@ import pandas as pd
 
 import miltorch
 from miltorch.program import read_spec
-from workbench.ane.rules import RULE_SOURCES, Finding, LintGraph, lint
+from workbench.ane.rules import EFFECTS, RULE_SOURCES, Finding, LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
 from workbench.runtime.coreml import PlacedOperation, compiled_path, compute_plan
@@ -192,13 +192,20 @@ def placement_columns(placements: list[Placement], compute_units: str) -> dict:
     return row
 
 
+LEGEND = (
+    "operations of a shard (ops): eligible for the Neural Engine; expected on it (ane), "
+    "the CPU and the GPU; convolutions: (on the Neural Engine, all); size: shards with "
+    "these counts"
+)
+"""The columns of the table of placements, in one line."""
 CONFIDENCE = {"H": "high", "M": "medium", "L": "low"}
 """The confidence of a rule in the table → in words."""
 
 
 def describe(placements: list[Placement]) -> list[str]:
-    """Placements as text: a table with one line for all shards of the same counts, then
-    one line per rule: id, effect, confidence, statement, advice, sources, disputes; and a
+    """Placements as text: a table with one line for all shards of the same counts, and
+    a legend of its columns. Then, where rules are broken, a legend of their effects, one
+    line per rule: id, effect, confidence, statement, advice, sources, disputes; and a
     line that spells out the sources of the disputes."""
     counts = ["ops", "eligible", "ane", "cpu", "gpu", "convolutions"]
     shards = pd.DataFrame(placements).groupby(counts, sort=False)["shard"]
@@ -206,12 +213,19 @@ def describe(placements: list[Placement]) -> list[str]:
     lines = [
         f"{placements[0].source} placement",
         *table.to_string(index=False).splitlines(),
+        LEGEND,
     ]
     rules = {
         finding.rule.id: finding.rule
         for placement in placements
         for finding in placement.findings
     }
+    if rules:
+        present = {rule.effect for rule in rules.values()}
+        words = [f"{name}: {EFFECTS[name]}" for name in EFFECTS if name in present]
+        lines.append(
+            f"rules, by id in data/sources/ane_rules.csv, and effects: {'; '.join(words)}"
+        )
     for rule in rules.values():
         confidence = CONFIDENCE.get(rule.confidence, rule.confidence)
         line = f"{rule.id:4}{rule.effect} ({confidence} confidence): {rule.says}."

@@ -4,13 +4,7 @@ a program's graph.
 Most rules are measurements that others published of an undocumented unit, so each has a
 source, a confidence (H documented or measured several times, M one good measurement, L
 an anecdote) and advice. `disputed` names a contradicting source; a disputed rule is
-reported and changes no placement. Effects:
-
-    cpu    the operation cannot run on the Neural Engine
-    stays  it could run there and is expected not to
-    fails  the program is reported not to compile or not to run there
-    wrong  it runs and may give wrong or non-finite values
-    slow   it runs slower than an equivalent program
+reported and changes no placement. `EFFECTS` has the effects.
 
 The column `of` names the subjects of a rule, the parts of a program that it is tested on.
 Subjects that are values (a `Type` each) are `inputs`, `states`, `interface` (inputs and
@@ -35,6 +29,14 @@ from miltorch.program import Op, Ref
 from workbench.ane.chips import published
 from workbench.ane.work import is_blocked, is_int4, palette_entries
 
+EFFECTS = {
+    "cpu": "cannot run on the Neural Engine",
+    "stays": "could run there and is expected not to",
+    "fails": "the program is reported not to compile or not to run there",
+    "wrong": "runs and may give wrong or non-finite values",
+    "slow": "runs slower than an equivalent program",
+}
+"""The effect of a rule on what breaks it, in words; in the order of the legend."""
 RULE_SOURCES = {
     "NER": "Apple's published models, Neural Engine rules",
     "AP": "Apple, Deploying Transformers on the Neural Engine",

@@ -12,6 +12,7 @@ A file imports only files above it in this list:
 - `foreign.py`: the part of the manifest that describes another exporter's packages;
 - `manifest.py`: the pydantic models of `bundle.json`, from the export options down to
   single files. An export fills them in, everything later reads them;
+- `options.py`: the export options from keywords, or one refusal of them;
 - `bundle.py`: writes a bundle's folder as a whole, opens one, compares its files with the
   manifest, and looks embeddings up."""
 

@@ -121,10 +121,10 @@ class Options(ManifestModel):
     @model_validator(mode="after")
     def _check_combination(self):
         if sorted(set(self.fixed_sizes)) != list(self.fixed_sizes):
-            raise ValueError(f"tokens = {self.tokens} must ascend")
+            raise ValueError(f"tokens = {self.tokens} needs numbers that ascend")
         if self.t_max > self.max_seq_len:
             raise ValueError(
-                f"tokens = {self.tokens} must not exceed max_seq_len = {self.max_seq_len}"
+                f"tokens = {self.tokens} needs max_seq_len = {self.t_max} or more"
             )
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError(

@@ -31,7 +31,7 @@ from workbench.decode.shards import ShardCall
 from workbench.errors import InputError
 from workbench.files import check_regular, write_whole
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar, stage
+from workbench.progress import bar, stage, tick
 
 EVALUATION_FORMAT = 4  # of the stored scores: raised when their figures may change
 # the columns of scores [n, 4] of n tokens, as the stored files have them: nats by the
@@ -115,7 +115,11 @@ def evaluate(
     try:
         stage("evaluate: scoring windows")
         with bar(total=len(spans), initial=resumed, unit="window") as progress:
-            report = progress.set_postfix_str
+
+            def report(text: str) -> None:
+                progress.set_postfix_str(text)
+                tick(f"evaluate: {stored} of {len(spans)} windows scored; {text}")
+
             for group in _groups(spans[resumed:]):
                 parts = _score_group(decoder, reference, ids, group, report)
                 for window_scores in parts:

@@ -72,6 +72,9 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
             # the error has the value in its text alone
             value = re.match('Invalid value "(.*?)" for', str(problem), re.DOTALL)
             actual = value[1] if value else "a value out of range"
+            if reason.endswith("does not exist"):
+                step = "check the path"
+                return InputError(_name(problem), f"no {actual}", "a file", step)
             return InputError(_name(problem), actual, needed, look)
     return InputError(command, str(problem).rstrip("."), "other arguments", look)
 

@@ -53,6 +53,10 @@ def export(
     checkpoint_checks.check_positions(folder, options.max_seq_len)
     calibration_text.check(options.compress)
     format_target.check(options.compress)
+    # before the imports that take seconds
+    from workbench.bundle.options import make_options
+
+    chosen_options = make_options(**asdict(options))
     stage("export: reading the checkpoint")
     from workbench.ane.memory import peak_rss
 
@@ -61,10 +65,7 @@ def export(
     if calibration_text.calibrate or calibration_text.calibrate_ids:
         calibration = calibration_text.read(load_checkpoint(checkpoint))
     if options.compress == MIXED:
-        from workbench.exporter import make_options
-
         source = load_checkpoint(checkpoint)
-        chosen_options = make_options(**asdict(options))
         search = format_target.search_settings(source, chosen_options, calibration)
     exported = workbench.export(
         checkpoint, bundle, calibration=calibration, search=search, **asdict(options)
@@ -131,6 +132,7 @@ def golden(
         prompts: Prompts of your own (JSON lines).
     """
     prompt.check()
+    paths.check_output("--out", out)
     if not transcript:
         reject_unused("--transcript", prompts=prompts)
     bundle = workbench.Bundle.open(for_) if for_ else None
@@ -178,8 +180,9 @@ def golden(
 def _greedy_texts(source, openings: list[str]):
     """Hugging Face's texts after prompts. The plan of an export says how a bundle
     stores the stream, whose rounding is measured, and whether layers are recurrent."""
+    from workbench.bundle.options import make_options
     from workbench.check.transcript import greedy_texts
-    from workbench.exporter import make_options, read_plan
+    from workbench.exporter import read_plan
 
     # no option decides either; every checkpoint has so many positions
     plan = read_plan(source, make_options(max_seq_len=8))
@@ -198,6 +201,8 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
         checkpoint: The checkpoint that was exported.
         out: Folder of the new bundle; the packages are linked into it.
     """
+    paths.check_packages(packages)
+    paths.check_new_bundle(out)
     source = load_checkpoint(checkpoint, "adopt")
     from workbench.adopt import adopt_packages
 

@@ -356,6 +356,7 @@ def sweep(
         log: Folder of the log.
     """
     portion = _parse_part(part)
+    _check_grid(grid_or_bundle)
     stage("sweep: reading the grid")
     grids = _make_grids(grid_or_bundle, T, depth, rounds, runtime, log)
     from workbench.sweep.summary import summary
@@ -373,6 +374,20 @@ def sweep(
         code = ending.UNFINISHED
     lines = [*table_lines(rows), "", *format_result(totals)]
     print_and_exit(totals, json, lines, code)
+
+
+def _check_grid(grid_or_bundle: str) -> None:
+    """Refuses what is neither a bundle nor a readable grid, and a grid with a wrong
+    preset, before the imports that take seconds."""
+    if grid_or_bundle == "first-light":
+        return
+    path = Path(grid_or_bundle)
+    if path.is_dir():
+        paths.check_bundle(path)
+        return
+    from workbench.sweep.grid_file import check_presets, read_grid_file
+
+    check_presets(read_grid_file(path))
 
 
 def _make_grids(

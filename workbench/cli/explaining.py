@@ -148,8 +148,14 @@ def explain_op(
     prompt.check()
     exported = workbench.Bundle.open(bundle)
     device.check(exported)
+    _check_index("--layer", layer, exported.manifest.dims.L)
+    _check_index("--position", position, exported.manifest.options.max_seq_len)
+    if reduce is not None and reduce.is_file():
+        step = "name another folder"
+        raise InputError(f"--reduce {reduce}", "a file", "a folder", step)
     stage("explain: opening the bundle")
     ids = prompt.fitting_token_ids(exported)
+    _check_index("--position", position, len(ids))
     from workbench.explain import operation
 
     stage("explain: comparing the runtime's operations")
@@ -172,6 +178,13 @@ def explain_op(
     verdict = gates.GREEN if finding.verdict == "none" else gates.RED
     reduced = result.pop("reduced")
     print_and_exit({"verdict": verdict, "reduced": reduced, "operation": result}, json)
+
+
+def _check_index(option: str, index: int | None, count: int) -> None:
+    """Refuses an index of an option that is none of `count` layers or tokens."""
+    if index is not None and not 0 <= index < count:
+        step = "give one of them, or leave the option out"
+        raise InputError(option, str(index), f"a number from 0 to {count - 1}", step)
 
 
 @dataclass(frozen=True)

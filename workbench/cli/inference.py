@@ -3,8 +3,14 @@ measures how well a text is predicted."""
 
 import warnings
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, NonNegativeInt
+from cyclopts.validators import Number
 
 import workbench
+from workbench import paths
 from workbench.check.windows import check_sizes
 from workbench.cli.options import (
     Execution,
@@ -28,11 +34,11 @@ def generate(
     prompt: Prompt = Prompt(),
     execution: Execution = Execution(),
     chat: bool = False,
-    max_new: int = 32,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    max_new: NonNegativeInt = 32,
+    temperature: NonNegativeFloat = 0.0,
+    top_k: NonNegativeInt = 0,
+    top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0,
+    seed: NonNegativeInt = 0,
     logits: Path | None = None,
     json: Json = False,
 ) -> None:
@@ -52,6 +58,8 @@ def generate(
     """
     exported = workbench.Bundle.open(bundle)
     prompt.check(required=True)
+    if logits is not None:
+        paths.check_output("--logits", logits)
     if prompt.prompt is None:
         reject_unused("--prompt, a message to answer", chat=chat)
     if not temperature:

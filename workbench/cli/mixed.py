@@ -52,8 +52,8 @@ class FormatTarget:
         """Checks the options before anything heavy is imported.
 
         Raises:
-            InputError: another preset, no target or two of them, two texts or none, a
-                file that is not there.
+            InputError: another preset, no target or two of them, a size or a chip that
+                is none, two texts or none, a file that is not there.
         """
         if compress != MIXED:
             reject_unused(
@@ -75,6 +75,14 @@ class FormatTarget:
                 "one target: --max-kl, --bytes, or --ms-on (with or without --max-kl)",
                 "give for example --max-kl 0.05",
             )
+        if self.size is not None:
+            from workbench.ane.memory import parse_bytes
+
+            parse_bytes(self.size, "--bytes")
+        if self.ms_on is not None:
+            from workbench.ane.chips import check_chip
+
+            check_chip(self.ms_on)
         if self.select and self.select_ids:
             needed = "--select or --select-ids"
             raise InputError("selection", "two texts", needed, "leave one of them out")

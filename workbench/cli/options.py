@@ -1,5 +1,6 @@
 """Groups of options that commands share, their checks, and the reading of a checkpoint."""
 
+import re
 from dataclasses import dataclass, fields
 from json import loads
 from pathlib import Path
@@ -44,8 +45,8 @@ class Prompt:
         """Checks the options before anything heavy is imported.
 
         Raises:
-            InputError: several prompts, none where one is `required`, an empty one, or
-                a file that cannot be read.
+            InputError: several prompts, none where one is `required`, an empty one, ids
+                that are no numbers, or a file that cannot be read.
         """
         if len(self.sources) > 1 or required and not self.sources:
             one_of = "one of --prompt, --prompt-ids, --text"
@@ -55,6 +56,11 @@ class Prompt:
         if text == "" or self.prompt_ids == "":
             subject = "prompt" if self.prompt_ids is None else "prompt ids"
             raise InputError(subject, "no text", "at least one token", "write a prompt")
+        for part in (self.prompt_ids or "0").split(","):
+            # whether a number is in the vocabulary shows once the model is open
+            if not re.fullmatch(r"\s*-?[0-9]+\s*", part):
+                needed = "a whole number at each place, such as 2,42,100"
+                raise InputError("--prompt-ids", repr(part), needed, "correct it")
 
     def token_ids(self, source) -> list[int]:
         """Token ids for a `Bundle` or a `Checkpoint`, all of them in its vocabulary.
@@ -123,6 +129,13 @@ def check_units(_, name: str) -> None:
     check_compute_units(name)
 
 
+def check_arithmetic(_, name: str) -> None:
+    """Refuses an arithmetic that the portable runtime lacks."""
+    from miltorch.precision import check_precision
+
+    check_precision(name)
+
+
 @Parameter("*")
 @dataclass(frozen=True)
 class Device:
@@ -157,7 +170,7 @@ class Execution(Device):
         precision: Portable arithmetic: declared, exact or narrow.
     """
 
-    precision: str = "declared"
+    precision: Annotated[str, Parameter(validator=check_arithmetic)] = "declared"
 
     def decoder(self, bundle, **options):
         """A decoder of a bundle; `options` are further keywords of `Decoder`."""

@@ -90,6 +90,10 @@ def plan(
                 "a bundle that `export --compress mixed` has made",
                 "plan that bundle, or another --compress",
             )
+        # before the imports that take seconds
+        from workbench.bundle.options import make_options
+
+        chosen = make_options(**asdict(options))
     _check_drafts(drafts)
     stage("plan: memory, speed and placement")
     import psutil
@@ -99,7 +103,6 @@ def plan(
     # before the imports that take seconds
     placed_on = chip or PLACED_ON
     generation = chips.generation(placed_on)
-    from workbench import exporter
     from workbench.ane import memory as ane_memory
 
     memory_bytes = psutil.virtual_memory().total
@@ -108,8 +111,9 @@ def plan(
     if bundle:
         source, chosen = bundle, bundle.manifest.options
     else:
+        from workbench import exporter
+
         source = load_checkpoint(path)
-        chosen = exporter.make_options(**asdict(options))
         exporter.read_plan(source, chosen)  # refuses what the export refuses
     sizes = ane_memory.process_bytes(source, chosen) | {"machine": memory_bytes}
     result = ane_memory.fits(sizes["total"], memory_bytes) | {"bytes": sizes}

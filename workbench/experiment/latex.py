@@ -9,7 +9,13 @@ import pandas as pd
 
 from workbench import escape
 from workbench.experiment.headings import SYMBOL, heading_of
-from workbench.experiment.tables import text_columns, without_run_ids, words_of
+from workbench.experiment.tables import (
+    printed,
+    text_columns,
+    with_powers,
+    without_run_ids,
+    words_of,
+)
 
 LINE_WIDTH = 340  # points: of the class article in 10 pt, the narrowest common one
 SEPARATION = 7  # points between two columns
@@ -42,9 +48,7 @@ TYPE_SIZES = (
 # A table that does not fit in any of them is split into parts of this type or a larger one.
 PART_SIZES = TYPE_SIZES[:2]
 MOST_KEYS = 3  # columns that each part of a table repeats
-POWER = re.compile(r"(?<![\w.])(-?)(\d+(?:\.\d+)?)e([+-])0*(\d+)(?![\w.]*\w)")
-NUMBER = re.compile(r"−?(?:[\d.]+(?:×10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)?|∞)")  # as `_printed` writes it
-SUPERSCRIPT = str.maketrans({digit: c for c, digit in escape.SUPERSCRIPTS.items()})
+NUMBER = re.compile(r"−?(?:[\d.]+(?:×10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)?|∞)")  # as `printed` writes it
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def _write_part(columns: Sequence[Column], caption: str, label: str) -> str:
         index=False,
         escape=False,
         column_format="".join(formats),
-        caption=escape.latex_sentence(_with_powers(caption)),
+        caption=escape.latex_sentence(with_powers(caption)),
         label=label,
     )
     setup = f"{fit.size.command}\n\\setlength{{\\tabcolsep}}{{{SEPARATION / 2:g}pt}}\n"
@@ -158,7 +162,7 @@ def _has_lists(values: pd.Series) -> bool:
 
 
 def _measure(values: pd.Series, is_text: bool) -> Column:
-    longest = max((len(_printed(value)) for value in values), default=0)
+    longest = max((len(printed(value)) for value in values), default=0)
     heading = [heading_of(str(values.name))]
     if not is_text:
         heading = _lines_of(heading[0], max(longest, SHORT_HEADING))
@@ -261,28 +265,6 @@ def _latex_heading(lines: list[str], is_paragraph: bool) -> str:
     return rf"\shortstack[r]{{{stacked}}}"
 
 
-def _printed(value: object) -> str:
-    """A cell as it is printed: a number with a true minus sign, and with a power of ten
-    in the place of Python's exponent, as 4.6×10⁻⁶; a text with such powers."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    text = _with_powers(words_of(value))
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return text.replace("-", "−").replace("inf", "∞") if is_number else text
-
-
-def _with_powers(text: str) -> str:
-    """A text whose numbers have powers of ten in the place of exponents of Python:
-    4.6e-06 → 4.6×10⁻⁶."""
-
-    def power(number: re.Match) -> str:
-        sign, mantissa, exponent_sign, exponent = number.groups()
-        raised = f"{exponent_sign.strip('+')}{exponent}".translate(SUPERSCRIPT)
-        return f"{'−' if sign else ''}{mantissa}×10{raised}"
-
-    return POWER.sub(power, text)
-
-
 def _latex_number(printed: str) -> str:
     """A printed number in LaTeX's mathematics: −4.6×10⁻⁶ → ``$-4.6\\times10^{-6}$``."""
     written = printed.replace("−", "-").replace("×", r"\times").replace("∞", r"\infty")
@@ -296,7 +278,7 @@ def _latex_number(printed: str) -> str:
 
 def _latex_cell(value: object, is_paragraph: bool = False) -> str:
     """A cell; in a paragraph, lines end at spaces and within long words."""
-    text = unicodedata.normalize("NFC", _printed(value))
+    text = unicodedata.normalize("NFC", printed(value))
     if NUMBER.fullmatch(text) and not isinstance(value, str):
         return _latex_number(text)
     if is_paragraph:

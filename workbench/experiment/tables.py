@@ -1,7 +1,9 @@
 """Writes tables for a notebook or a page (HTML) and for a report (Markdown); `latex` writes
-them for a paper. A value has the same words in each, and callers pass texts unescaped."""
+them for a paper. A value has the same digits in each, with powers of ten in HTML and LaTeX
+and Python's exponents in Markdown; callers pass texts unescaped."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -29,6 +31,8 @@ VERDICT_CLASSES = {
 NULL = "–"
 RUN_ID_COLUMNS = ("run_id", "run_ids")
 """Columns that name rows of the log, which no reader of a table needs."""
+POWER = re.compile(r"(?<![\w.])(-?)(\d+(?:\.\d+)?)e([+-])0*(\d+)(?![\w.]*\w)")
+SUPERSCRIPT = str.maketrans({digit: c for c, digit in escape.SUPERSCRIPTS.items()})
 SHORT_TEXT = 24  # characters of a column of a page whose cells are not broken
 
 
@@ -41,6 +45,34 @@ def words_of(value: object) -> str:
     if hasattr(value, "tolist"):
         return words_of(value.tolist())
     return str(value)
+
+
+def printed(value: object) -> str:
+    """A cell as it is printed: a number with a true minus sign, and with a power of ten
+    in the place of Python's exponent, as 4.6×10⁻⁶; a text with such powers."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    text = with_powers(words_of(value))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return text.replace("-", "−").replace("inf", "∞") if is_number else text
+
+
+def with_powers(text: str) -> str:
+    """A text whose numbers have powers of ten in the place of exponents of Python:
+    4.6e-06 → 4.6×10⁻⁶."""
+
+    def power(number: re.Match) -> str:
+        sign, mantissa, exponent_sign, exponent = number.groups()
+        raised = f"{exponent_sign.strip('+')}{exponent}".translate(SUPERSCRIPT)
+        return f"{'−' if sign else ''}{mantissa}×10{raised}"
+
+    return POWER.sub(power, text)
+
+
+def html_cell(value: object) -> str:
+    """A cell of HTML, not escaped: a number as it is printed, and a text as it is,
+    because a reader may copy a command from it."""
+    return words_of(value) if isinstance(value, str) else printed(value)
 
 
 def table_of(rows: Sequence[Mapping], columns: Sequence[str]) -> pd.DataFrame:
@@ -66,11 +98,11 @@ def without_run_ids(table: pd.DataFrame) -> pd.DataFrame:
 
 def show(table: pd.DataFrame) -> Styler:
     """A table for display: text and its heading to the left and wrapped, numbers with
-    four digits, nulls as –."""
+    four digits as `printed`, nulls as –."""
     texts = text_columns(table)
     left = {"text-align": "left", "white-space": "normal", "max-width": "44em"}
     heading = [{"selector": "th.col_heading", "props": [("text-align", "left")]}]
-    styler = table.style.format(lambda value: escape.html(words_of(value)))
+    styler = table.style.format(lambda value: escape.html(html_cell(value)))
     styler = styler.format_index(escape.html, axis="columns").hide(axis="index")
     styler = styler.set_properties(subset=texts, **left)
     return styler.set_table_styles(dict.fromkeys(texts, heading), overwrite=False)
@@ -119,7 +151,7 @@ def html_table(table: pd.DataFrame, caption: str = "") -> str:
         written = []
         for cell, css_class in zip(cells, classes):
             attribute = f' class="{css_class}"' if css_class else ""
-            text = escape.html(visible(words_of(cell)))
+            text = escape.html(visible(html_cell(cell)))
             written.append(f"<{tag}{attribute}>{text}</{tag}>")
         return f"<tr>{''.join(written)}</tr>"
 

@@ -38,7 +38,7 @@ from workbench.runtime import resolve
 PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
 MODES = ("isolated", "chained")
 NAMED_LAYERS = 3
-"""Layers with the largest errors that `describe_layers` names."""
+"""Layers with the largest errors, whose sum and whose numbers the sentences state."""
 
 
 @dataclass
@@ -101,9 +101,28 @@ class Split:
         return table
 
 
+def describe_largest(shares: pd.DataFrame, layer_shares: pd.DataFrame) -> str:
+    """The largest part of the squared error and how few layers carry that error, in one
+    sentence: a part that is large in few layers says little of the others.
+
+    Args:
+        shares: of `Split.shares`.
+        layer_shares: of `Split.layer_shares`.
+    """
+    diagonal = pd.Series({part: shares.loc[part, part] for part in shares.index})
+    largest = diagonal.idxmax()
+    carrying = layer_shares["share"].nlargest(NAMED_LAYERS)
+    return (
+        f"Each layer fed Hugging Face's input, {len(carrying)} of {len(layer_shares)} "
+        f"layers carry {carrying.sum():.1%} of the squared error, whose largest part is "
+        f"{largest}: {diagonal[largest]:.1%}; products of two parts make up "
+        f"{1 - diagonal.sum():+.1%}."
+    )
+
+
 def describe_layers(table: pd.DataFrame, part: str) -> str:
-    """Which layers carry most of the squared error, and in how many of them a part is the
-    largest, in one sentence.
+    """The layers that carry most of the squared error, and in how many layers a part is
+    the largest, in two sentences.
 
     Args:
         table: of `Split.layer_shares`.
@@ -115,8 +134,7 @@ def describe_layers(table: pd.DataFrame, part: str) -> str:
     squares = table.drop(columns=["layer", "share"])
     is_largest = squares[part].gt(0) & squares[part].eq(squares.max(axis=1))
     return (
-        f"{len(carrying)} of {count} layers carry {carrying['share'].sum():.1%} of that "
-        f"error, {', '.join(named)}; even shares would be "
+        f"The layers that carry most are {', '.join(named)}; even shares would be "
         f"{len(carrying) / count:.1%}. By layer, {part} is the largest part in "
         f"{is_largest.sum()} of {count}; its unweighted mean share over layers is "
         f"{squares[part].mean():.1%}."

@@ -3,7 +3,7 @@ Nothing here depends on how shards are run.
 
 `export` is the entry. Data flow through the files in this order:
 
-- `options.py`: the options, checked against the checkpoint;
+- `options.py`: the options of `bundle/options.py`, checked against the checkpoint;
 - `shards.py`: the shards of the model, each with its interface;
 - `weights.py`: the checkpoint tensor of each parameter, and the arrays that store it;
 - with a text, `calibrate.py`: matrices compressed for their inputs on the text.
@@ -27,13 +27,13 @@ from miltorch.coremltools_import import coremltools
 from workbench import paths
 from workbench.bundle import Bundle, Calibration, Options, Selection, new_bundle
 from workbench.bundle.manifest import MANIFEST_VERSION
+from workbench.bundle.options import make_options
 from workbench.bundle.presets import FP16, Preset, check_calibrated
 from workbench.errors import InputError
 from workbench.exporter.options import (
     Compression,
     check_all_named,
     check_formats,
-    make_options,
     read_plan,
 )
 from workbench.exporter.weights import all_weights, find_presets

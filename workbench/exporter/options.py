@@ -1,5 +1,5 @@
-"""The settings of an export: its options, how the values of its matrices are chosen, and
-whether they apply to a checkpoint."""
+"""The settings of an export: how the values of its matrices are chosen, and whether its
+options apply to a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,31 +53,6 @@ class Compression:
         if self.search is not None:
             parts.append(self.search.key)
         return parts
-
-
-def make_options(**fields) -> Options:
-    """Export options from keywords.
-
-    Raises:
-        InputError: an unknown option, a value out of range, a preset that is no longer
-            exported, options that exclude each other, an option that the target's plug-in
-            refuses.
-    """
-    try:
-        options = Options(**fields)
-    except ValidationError as problem:
-        name, error = first_fault(problem, "export options")
-        actual, step = repr(error.get("input")), "see: workbench export --help"
-        raise InputError(name, actual, error["msg"], step) from None
-    if options.compress in REPLACED:
-        needed = (
-            "tables for groups of rows: one table for a whole tensor costs too much"
-        )
-        step = f"export with --compress {REPLACED[options.compress]}"
-        raise InputError("compress", repr(options.compress), needed, step)
-    if options.plugin:
-        options.plugin.check(options)
-    return options
 
 
 def check_formats(options: Options, compression: Compression) -> None:

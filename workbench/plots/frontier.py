@@ -1,7 +1,6 @@
 """KL against what the choice of formats costs."""
 
 from collections.abc import Sequence
-from itertools import cycle
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -10,8 +9,7 @@ from matplotlib.lines import Line2D
 
 from workbench.plots.styled import (
     DASHED,
-    MARKERS,
-    PALETTE,
+    PRESET_LOOKS,
     add_legend,
     looks_by_name,
     panels_in,
@@ -23,12 +21,17 @@ CHOSEN, MIXED, SINGLE = "chosen", "mixed", "one format"
 """Values of the column `kind`."""
 STATISTICS = {"kl": "mean", "kl_p99": "99% of the tokens are below"}
 """The columns that have a panel, and its title."""
-LINE = {"color": PALETTE[0], "linewidth": 1}
-STAR = {"color": PALETTE[5], "marker": "*", "markersize": 11, "linestyle": ""}
-SINGLE_COLOURS = [
-    colour for colour in PALETTE if colour not in (LINE["color"], STAR["color"])
-]
-"""The colours of single formats."""
+MIXED_COLOUR, MIXED_MARK = PRESET_LOOKS[MIXED]
+LINE = {"color": MIXED_COLOUR, "linewidth": 1}
+STAR = {
+    # the chosen formats are mixed ones; a white edge parts the star from their line
+    "color": MIXED_COLOUR,
+    "marker": "*",
+    "markersize": 11,
+    "markeredgecolor": "white",
+    "markeredgewidth": 0.5,
+    "linestyle": "",
+}
 
 
 @returns_figure
@@ -57,8 +60,7 @@ def frontier(
     drawable = single_formats[single_formats["kl"] > 0]
     chosen = choices[choices["kind"] == CHOSEN]
     names = [name for name, _ in group_by(single_formats, "name")]
-    all_looks = zip(cycle(SINGLE_COLOURS), cycle(MARKERS[1:]))
-    look_of = looks_by_name(names, vocabulary, all_looks)
+    look_of = looks_by_name(names, vocabulary)
     keys = {}
     for ax, (column, title) in zip(axes, STATISTICS.items()):
         _draw_mixed(ax, choices[choices["kind"] == MIXED], x, column)
@@ -86,7 +88,9 @@ def frontier(
         axes[0].set_ylim(values[values > 0].min() / 2, values.max() * 2)
         margin = 0.05 * (visible[x].max() - visible[x].min() or 1.0)
         axes[0].set_xlim(visible[x].min() - margin, visible[x].max() + margin)
-    line = Line2D([], [], **LINE, marker="o", markersize=3, label="mixed formats")
+    line = Line2D(
+        [], [], **LINE, marker=MIXED_MARK, markersize=3, label="mixed formats"
+    )
     notes = [
         "dots: measured; lines: the mean as predicted, and the 99% quantile from dot to "
         "dot. Formats were chosen for the mean, so that a single format may have a lower "
@@ -118,4 +122,5 @@ def _draw_mixed(ax: Axes, mixed: pd.DataFrame, x: str, column: str) -> None:
     positive = values > 0
     ax.plot(mixed.loc[positive, x], values[positive], **LINE)
     measured = mixed[mixed[column] > 0]
-    ax.plot(measured[x], measured[column], "o", color=LINE["color"], markersize=3)
+    dots = {"marker": MIXED_MARK, "color": MIXED_COLOUR, "markersize": 3}
+    ax.plot(measured[x], measured[column], linestyle="", **dots)

@@ -28,6 +28,17 @@ MARK_CHARACTERS = 7  # the mark before a label of a legend is as wide as these
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """The colours of Okabe and Ito, which colour-blind readers can tell apart."""
 MARKERS = "os^DvPX<>"
+PRESET_LOOKS = {
+    "mixed": (PALETTE[0], "o"),
+    "fp16": (PALETTE[6], "s"),
+    "int8-channel": (PALETTE[1], "^"),
+    "lut6-g16": (PALETTE[2], "D"),
+    "lut4-g8": (PALETTE[3], "v"),
+    "int4-block32": (PALETTE[4], "P"),
+    "int8-tensor": (PALETTE[5], "<"),
+}
+"""A preset of `--compress` → its colour and its mark in every figure. All colours differ,
+and all marks, which tell the presets apart in a print without colours."""
 BEYOND_COLOUR = PALETTE[5]
 DASHED = {"color": "black", "linestyle": "--", "linewidth": 0.8}
 # kinds of files → metadata without a date, which would change the bytes of equal figures
@@ -129,15 +140,20 @@ def looks_by_name(
     vocabulary: Sequence[str] = (),
     all_looks: Iterator[tuple[str, str]] | None = None,
 ) -> dict[Hashable, tuple[str, str]]:
-    """The colour and the mark of each name, the names of the vocabulary first.
+    """The colour and the mark of each name, the names of the vocabulary first. A preset
+    has its look of `PRESET_LOOKS`, which no other name of the figure has.
 
     Args:
         vocabulary: all names that figures of a kind may have. Each has the look of its
             place here, whichever of them a figure draws.
-        all_looks: default: `looks()`.
+        all_looks: of names that are no presets; default: `looks()`.
     """
     all_names = dict.fromkeys([*vocabulary, *names])
-    return dict(zip(all_names, all_looks or looks()))
+    remaining_looks = all_looks or looks()
+    if all_names.keys() & PRESET_LOOKS.keys():
+        reserved = {*PRESET_LOOKS.values()}
+        remaining_looks = (look for look in remaining_looks if look not in reserved)
+    return {name: PRESET_LOOKS.get(name) or next(remaining_looks) for name in all_names}
 
 
 def set_title(figure: FigureBase, *paragraphs: str) -> None:

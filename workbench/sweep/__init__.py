@@ -13,8 +13,9 @@ Words of this room:
 
 To measure:
 
-    grid         the file of a grid → its cells, each one bundle, one way to run it and
-                 one round
+    grid_file    the file of a grid, read without its schema
+    grid         such a file → its cells, each one bundle, one way to run it and one
+                 round
     identity     the columns and the hashes by which a run is found again in the log
     run          exports, measures and logs the cells that the log lacks
     lock         one measurement of a log at a time on a machine

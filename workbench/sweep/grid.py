@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -28,20 +27,19 @@ from workbench.bundle.presets import check_calibrated
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError, did_you_mean
-from workbench.files import checkout, output_root, read_bytes
+from workbench.files import checkout, output_root
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import check_runtime, resolve
 from workbench.sweep import identity, timing
+from workbench.sweep.grid_file import NEXT_STEP, read_grid_file
 
 Value = TypeVar("Value")
 Axis = Annotated[list[Value], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 
 MAX_CELLS = 100_000  # of a sweep, all rounds together
-MAX_GRID_BYTES = 1 << 22
 RUN_AXES = """runtime precision fast reads compute_units hints T depth""".split()
 """Fields of `Run` that are axes."""
-NEXT_STEP = "see docs/guide.md: Sweeps"
 
 
 class Hints(BaseModel, extra="forbid"):
@@ -227,19 +225,7 @@ def load_grid(path: str | Path) -> Grid:
     Raises:
         InputError: no YAML file, or an unknown key or value.
     """
-    try:
-        mapping = yaml.safe_load(read_bytes(Path(path), MAX_GRID_BYTES).decode("utf-8"))
-    except InputError:  # a ValueError too: `read_bytes` has said what is wrong
-        raise
-    # ValueError: not UTF-8, or an invalid date
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        if isinstance(problem, FileNotFoundError):
-            reason = "no such file"
-        else:
-            text = " ".join(str(problem).split())
-            reason = getattr(problem, "strerror", None) or text
-        raise InputError(f"grid {path}", reason, "a YAML file", NEXT_STEP) from None
-    return make_grid(mapping, f"grid {path}")
+    return make_grid(read_grid_file(path), f"grid {path}")
 
 
 def make_grid(mapping: dict, subject: str = "grid") -> Grid:

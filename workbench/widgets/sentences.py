@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from workbench import escape, plots
-from workbench.experiment.tables import html_table
+from workbench.experiment.tables import html_table, printed
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
@@ -41,15 +41,22 @@ def describe_cell(row: pd.Series, place, token: str | None) -> str:
     words = f"{layer_name(place.layer)}, position {place.position}"
     if token is not None:
         words += f" “{token}”"
-    words += f", T = {row['T']:.0f}: 1 − cosine {max(0, 1 - row['cosine']):.2g}"
+    words += (
+        f", T = {row['T']:.0f}: 1 − cosine {_two_digits(max(0, 1 - row['cosine']))}"
+    )
     if row["budget"] > 0:
         # the column `budget` alone, without half a unit of fp16
         over_rounding = row["error"] / row["budget"]
-        words += f", relative error {row['error']:.2g}, "
-        words += f"{over_rounding:.2g} × the rounding budget, "
-        words += f"{EXCESS_LABEL} {error_over_budget(row):.2g}, "
+        words += f", relative error {_two_digits(row['error'])}, "
+        words += f"{_two_digits(over_rounding)} × the rounding budget, "
+        words += f"{EXCESS_LABEL} {_two_digits(error_over_budget(row))}, "
         words += f"tolerance {plots.TOLERANCE_FACTOR:g}"
     return words
+
+
+def _two_digits(value: float) -> str:
+    """A number of a sentence, written as in the tables."""
+    return printed(float(f"{value:.2g}"))
 
 
 def describe_ranks(rows: pd.DataFrame) -> str:
@@ -61,13 +68,13 @@ def describe_ranks(rows: pd.DataFrame) -> str:
     rows = rows.assign(ratio=error_over_budget(rows))
     cells = rows.groupby(["layer", "position"])["ratio"].max().nlargest(3)
     cell_words = [
-        f"{layer_name(layer)}, position {position}: {value:.2g}"
+        f"{layer_name(layer)}, position {position}: {_two_digits(value)}"
         for (layer, position), value in cells.items()
     ]
     squares = (rows["ratio"] ** 2).groupby([rows["layer"], rows["T"]]).mean()
     layers = (squares**0.5).groupby("layer").max().nlargest(3)
     layer_words = [
-        f"{layer_name(layer)}: {value:.2g}" for layer, value in layers.items()
+        f"{layer_name(layer)}: {_two_digits(value)}" for layer, value in layers.items()
     ]
     return (
         f"Largest {EXCESS_LABEL} (tolerance {plots.TOLERANCE_FACTOR:g}): "
