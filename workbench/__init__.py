@@ -7,10 +7,13 @@ import os
 from importlib import import_module
 
 from miltorch.coremltools_import import without_gc
+from workbench.heap import keep_freed_memory
 
 # Threads of OpenMP that wait spinning take the processor from each other beside another
 # process: a step took ten times as long. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# large arrays are freed and made again in every layer
+keep_freed_memory()
 _MODULES = {
     "gates": "workbench.check.gates",
     "golden": "workbench.check.golden",

@@ -62,6 +62,7 @@ LEAST_SHARE = 0.01  # least share of a row's error that a loss has to cause
 
 LEAST_DAMPING = 1e-5  # in parts of the mean of H's diagonal
 ROWS = 4096  # rows that are compared at a time
+COLUMNS = 384  # of a moment that are computed at a time
 
 # Guards of divisors and of what is below the accuracy of float32 products.
 TINY = 1e-30  # in place of a power of zero
@@ -156,10 +157,19 @@ class Moment:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> "Moment":
-        """The moment of inputs [.., n, C], summed window by window."""
-        total = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64)
-        for window in x.reshape(-1, *x.shape[-2:]):
-            total += (window.T @ window).double()
+        """The moments of inputs [.., n, C], summed window by window.
+
+        x xᵀ is symmetric: the blocks of `COLUMNS` columns below its diagonal are copied
+        from those above it."""
+        windows = x.reshape(-1, *x.shape[-2:])
+        width = x.shape[-1]
+        total = torch.zeros(width, width, dtype=torch.float64)
+        for start in range(0, width, COLUMNS):
+            stop = min(start + COLUMNS, width)
+            upper = total[start:stop, start:]
+            for window in windows:
+                upper += window[:, start:stop].T @ window[:, start:]
+            total[stop:, start:stop] = upper[:, stop - start :].T
         return cls(total, x.double().square().sum(-1).flatten())
 
 

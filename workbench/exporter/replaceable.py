@@ -2,7 +2,7 @@
 unchanged model on a text."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from workbench.models.folder import LOCAL
 
 SCORED_TOKENS = 32
 """Tokens whose logits are computed at a time."""
+KEPT_BYTES = 512 << 20
+"""Bytes of the unchanged model's distributions that are kept for later measurements."""
 HEAD = "lm_head"
 
 
@@ -74,6 +76,8 @@ class ReplaceableModel:
         unchanged_head: a copy of the head's matrix [V, C] from before any change.
         unchanged_hidden: the final hidden states [window, C] of the unchanged model, the
             input of its head, of each window.
+        kept_log_p: log p [n, V] of the unchanged model, by (window, first token). The first
+            measurement keeps as many as `KEPT_BYTES` hold.
     """
 
     model: nn.Module
@@ -83,6 +87,7 @@ class ReplaceableModel:
     softcap: float | None
     unchanged_head: torch.Tensor
     unchanged_hidden: list[torch.Tensor]
+    kept_log_p: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_unchanged(
@@ -124,13 +129,11 @@ class ReplaceableModel:
         """The distance of the model from the unchanged one."""
         head = self.model.get_submodule(HEAD).weight
         kls, log_ratios, same = [], [], []
-        for ids, unchanged_hidden in zip(self.ids, self.unchanged_hidden):
+        for window, ids in enumerate(self.ids):
             hidden = _last_hidden(self.model, ids)
             for start in range(0, len(ids), SCORED_TOKENS):
-                part = slice(start, start + SCORED_TOKENS)
-                unchanged = self.logits(unchanged_hidden[part], self.unchanged_head)
-                changed = self.logits(hidden[part], head)
-                log_p = F.log_softmax(unchanged, -1)  # [n, V]
+                log_p = self._unchanged_log_p(window, start)
+                changed = self.logits(hidden[start : start + SCORED_TOKENS], head)
                 log_q = F.log_softmax(changed, -1)
                 kls.append((log_p.exp() * (log_p - log_q)).sum(-1))
                 same.append(log_p.argmax(-1) == log_q.argmax(-1))
@@ -145,6 +148,17 @@ class ReplaceableModel:
             perplexity_ratio=float(torch.cat(log_ratios).double().mean().exp()),
             same_top=float(torch.cat(same).double().mean()),
         )
+
+    def _unchanged_log_p(self, window: int, start: int) -> torch.Tensor:
+        """log p [n, V] of the unchanged model for `SCORED_TOKENS` tokens of a window."""
+        kept = self.kept_log_p.get((window, start))
+        if kept is not None:
+            return kept
+        hidden = self.unchanged_hidden[window][start : start + SCORED_TOKENS]
+        log_p = F.log_softmax(self.logits(hidden, self.unchanged_head), -1)
+        if (len(self.kept_log_p) + 1) * log_p.nbytes <= KEPT_BYTES:
+            self.kept_log_p[window, start] = log_p
+        return log_p
 
 
 @torch.inference_mode()
