@@ -9,7 +9,9 @@ import ctypes
 import os
 import sys
 
-MAPPED_FROM = 256 << 20  # bytes of a block that is returned to the system when it is freed
+MAPPED_FROM = (
+    256 << 20
+)  # bytes of a block that is returned to the system when it is freed
 KEPT = 512 << 20  # bytes at the heap's end that are kept when they are free
 GROWTH = 64 << 20  # bytes by which the heap grows at least
 # numbers of mallopt's parameters in glibc's malloc.h

@@ -405,3 +405,14 @@ def test_a_table_for_a_whole_tensor_shows_its_cost_beside_groups():
         change = (torch.from_numpy(np.float32(stored)) - values.float()) @ inputs.T
         costs[name] = float((change.square().sum(1) / output.square().sum(1)).mean())
     assert costs[whole] > 2 * costs["lut4-g8"]
+
+
+@pytest.mark.parametrize("width", [1, 384, 385, 1000])
+def test_a_moment_sums_the_products_of_all_pairs_of_inputs(width):
+    """Its blocks of columns may be one, several, or end with a narrow one."""
+    x = torch.randn(3, 20, width, generator=torch.Generator().manual_seed(width))
+    moment = Moment.of(x)
+    flat = x.double().reshape(-1, width)
+    assert torch.allclose(moment.total, flat.T @ flat, rtol=0, atol=1e-4)
+    assert torch.equal(moment.total, moment.total.T)
+    assert torch.allclose(moment.squares, flat.square().sum(1))

@@ -14,7 +14,7 @@ from workbench.bundle.presets import find_preset
 from workbench.check.text import task_text
 from workbench.decode.tokenizer import encode_text
 from workbench.exporter import candidates as exporter_candidates
-from workbench.exporter import mixed
+from workbench.exporter import mixed, replaceable
 from workbench.exporter.allocation import Limit, Quality
 from workbench.exporter.calibrate import Text
 from workbench.exporter.candidates import (
@@ -134,6 +134,31 @@ def test_an_unchanged_model_has_no_distance(model, texts, modules):
     quality = ReplaceableModel.from_unchanged(model, modules, texts[1][:2]).quality()
     assert quality.kl == pytest.approx(0, abs=1e-9)
     assert (quality.perplexity_ratio, quality.same_top) == (1, 1)
+
+
+def test_a_measurement_is_the_same_with_and_without_kept_probabilities(
+    model, texts, modules, monkeypatch
+):
+    """A third measurement reads the probabilities that the first two have kept."""
+    tensor = next(iter(modules))
+
+    def measure(kept_bytes):
+        monkeypatch.setattr(replaceable, "KEPT_BYTES", kept_bytes)
+        measurement = ReplaceableModel.from_unchanged(model, modules, texts[1][:2])
+        original = measurement.modules[tensor].weight.clone()
+        qualities = [measurement.quality()]
+        for factor in (0.5, 0.8):
+            measurement.replace_matrix(tensor, factor * original)
+            qualities.append(measurement.quality())
+        measurement.replace_matrix(tensor, original)
+        return qualities, len(measurement.kept_log_p)
+
+    without, none_kept = measure(0)
+    with_some, some_kept = measure(100_000)
+    with_all, all_kept = measure(1 << 30)
+    assert without == with_some == with_all
+    assert 0 == none_kept < some_kept < all_kept
+    assert without[1].kl > without[2].kl > 0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""`call_in_parts` covers all items once, whatever the number of threads."""
+"""`call_in_parts` and `call_for_each` cover all items once, and raise what a thread has raised."""
+
+import time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.exporter.threads import call_in_parts
+from workbench.exporter.threads import call_for_each, call_in_parts
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +42,27 @@ def test_what_a_part_raises_is_raised():
 
     with pytest.raises(ValueError, match="the last"):
         call_in_parts(refuse_the_last, 10)
+
+
+def test_every_item_is_called_once_without_gradients():
+    items, modes = [], []
+
+    def collect(item):
+        items.append(item)
+        modes.append(torch.is_inference_mode_enabled())
+
+    call_for_each(collect, range(20))
+    assert sorted(items) == list(range(20)) and all(modes)
+
+
+def test_after_an_error_no_further_item_begins():
+    begun = []
+
+    def refuse(item):
+        begun.append(item)
+        time.sleep(0.001)
+        raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match="item 0"):
+        call_for_each(refuse, range(1000))
+    assert len(begun) < 1000

@@ -34,6 +34,7 @@ from workbench.bundle import Calibration, file_entries
 from workbench.errors import InputError
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
 from workbench.exporter.inputs import InputSum, input_statistics, summed_inputs
+from workbench.exporter.threads import call_for_each
 from workbench.exporter.weights import HEAD_WEIGHT, Arrays, WeightSource, load_values
 from workbench.files import locked, write_whole
 from workbench.models.checkpoint import Checkpoint
@@ -194,15 +195,18 @@ class CalibrationRun:
         missing = [weight for weight in slices if not self.files.has(weight)]
         if missing:
             statistics = input_statistics(x)
-        for weight in missing:
-            self.compress(weight, statistics)
+            self.compress([(weight, statistics) for weight in missing])
         self.progress.update(len(slices))
 
-    def compress(self, weight: WeightSource, statistics: InputStatistics) -> None:
-        """Compresses and saves a matrix, or a slice of one, for its inputs."""
-        matrix = load_values(weight, self.checkpoint).reshape(weight.shape[:2])
-        arrays = compress_matrix(matrix, weight.preset, statistics)
-        self.files.save(weight, arrays)
+    def compress(self, matrices: list[tuple[WeightSource, InputStatistics]]) -> None:
+        """Compresses and saves matrices, or slices of one, for the inputs of each."""
+
+        def compress_one(matrix: tuple[WeightSource, InputStatistics]) -> None:
+            weight, statistics = matrix
+            values = load_values(weight, self.checkpoint).reshape(weight.shape[:2])
+            self.files.save(weight, compress_matrix(values, weight.preset, statistics))
+
+        call_for_each(compress_one, matrices)
 
     def stored_values(self, weight: WeightSource) -> torch.Tensor:
         """The values [R, C] float32 of a finished matrix."""
@@ -267,10 +271,12 @@ class CompressingLayer(WrappedLayer):
             sums: parameter → the sum of its inputs; none of a module that was not called.
         """
         statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
+        matrices = []
         for name, total in sums.items():
             if id(total) not in statistics:
                 statistics[id(total)] = total.compute_statistics()
-            self.run.compress(weights[name], statistics[id(total)])
+            matrices.append((weights[name], statistics[id(total)]))
+        self.run.compress(matrices)
 
 
 class CompressingLinear(nn.Module):

@@ -6,7 +6,6 @@ Memory holds those of one matrix at a time."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +21,9 @@ from workbench.exporter.compress import InputStatistics, compress_matrix, decomp
 from workbench.exporter.inputs import LastInput, input_statistics
 from workbench.exporter.replaceable import HEAD
 from workbench.exporter.shards import HEAD_ROWS
+from workbench.exporter.threads import call_for_each
 from workbench.files import write_whole
 from workbench.progress import bar, stage
-
-MAX_THREADS = 2
-"""Presets in which one matrix is compressed at a time."""
 
 
 class CandidateValues:
@@ -73,19 +70,17 @@ def store_candidates(
     """
     stage("export: compressing every matrix in every format")
     progress = bar(total=len(modules), desc="formats", unit="matrix", leave=False)
-    # threads gain: most of the time none of them holds Python's lock
-    with ThreadPoolExecutor(MAX_THREADS) as pool:
-        writer = _CandidateWriter(presets, candidates, pool, progress)
-        with torch.inference_mode(), ExitStack() as hooks:
-            for tensor, name in modules.items():
-                module = model.get_submodule(name)
-                hook = partial(writer.store_when_called, tensor)
-                hooks.enter_context(module.register_forward_pre_hook(hook))
-            # without the head: its logits of all tokens would fill the memory
-            hidden = model.model(input_ids=ids, use_cache=False)[0]
+    writer = _CandidateWriter(presets, candidates, progress)
+    with torch.inference_mode(), ExitStack() as hooks:
         for tensor, name in modules.items():
-            if name == HEAD:
-                writer.store(tensor, model.get_submodule(name), hidden)
+            module = model.get_submodule(name)
+            hook = partial(writer.store_when_called, tensor)
+            hooks.enter_context(module.register_forward_pre_hook(hook))
+        # without the head: its logits of all tokens would fill the memory
+        hidden = model.model(input_ids=ids, use_cache=False)[0]
+    for tensor, name in modules.items():
+        if name == HEAD:
+            writer.store(tensor, model.get_submodule(name), hidden)
     progress.close()
 
 
@@ -94,14 +89,12 @@ class _CandidateWriter:
     """Stores matrices while the model runs, see `store_candidates`.
 
     Args:
-        pool: its threads compress a matrix in several presets.
         progress: counts matrices.
         statistics: of the last input that a module has read.
     """
 
     presets: Mapping[str, Sequence[Preset]]
     candidates: CandidateValues
-    pool: ThreadPoolExecutor
     progress: Any
     statistics: LastInput[InputStatistics] = field(default_factory=LastInput)
 
@@ -124,14 +117,15 @@ class _CandidateWriter:
         if any(preset != FP16 for preset in missing):
             statistics = self._statistics_of(x)
         values = module.weight.detach().half()
-        futures = [
-            self.pool.submit(
-                _store_values, self.candidates, tensor, values, statistics, preset
-            )
-            for preset in missing
-        ]
-        for future in futures:
-            future.result()  # raises what the thread has raised
+
+        def store_in(preset: Preset) -> None:
+            if preset == FP16:
+                compressed = values
+            else:
+                compressed = compressed_values(values, preset, statistics)
+            self.candidates.save(tensor, preset.name, compressed)
+
+        call_for_each(store_in, missing)
         self.progress.update()
 
     def _statistics_of(self, x: torch.Tensor) -> InputStatistics:
@@ -140,20 +134,6 @@ class _CandidateWriter:
             statistics = input_statistics(x)
             self.statistics.set(x, statistics)
         return statistics
-
-
-@torch.inference_mode()  # a mode of the thread
-def _store_values(
-    candidates: CandidateValues,
-    tensor: str,
-    values: torch.Tensor,
-    inputs: InputStatistics | None,
-    preset: Preset,
-) -> None:
-    """Stores one matrix [R, K] fp16 in one preset."""
-    if preset != FP16:
-        values = compressed_values(values, preset, inputs)
-    candidates.save(tensor, preset.name, values)
 
 
 def compressed_values(

@@ -1,9 +1,28 @@
-"""Runs a compiled kernel on parts of its rows at the same time."""
+"""Runs a compiled kernel on parts of its rows at the same time, or a function for several
+matrices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
+MATRICES_AT_A_TIME = 2
+"""Threads gain: most of the time none of them holds Python's lock. Each needs memory for the
+values of a matrix in float32."""
+
+
+def call_for_each(call: Callable[[Item], None], items: Iterable[Item]) -> None:
+    """Calls `call` for every item, for `MATRICES_AT_A_TIME` of them at the same time, without
+    gradients."""
+
+    def call_without_gradients(item: Item) -> None:
+        with torch.inference_mode():  # a mode of the thread
+            call(item)
+
+    with ThreadPoolExecutor(MATRICES_AT_A_TIME) as pool:
+        list(pool.map(call_without_gradients, items))  # raises what a call has raised
 
 
 def call_in_parts(call: Callable[[slice], None], count: int) -> None:
