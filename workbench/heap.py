@@ -1,9 +1,10 @@
 """Lets the C library keep the memory of freed arrays for the next ones.
 
-glibc takes every block above 32 MB from the system and gives it back when it is freed. The
-system fills each new page of 4 KiB with zeros when the process first writes to it: a fifth
-of the processor time of a validation went there, and more with larger layers. Blocks
-below `MAPPED_FROM` bytes come from the heap instead, which keeps what is freed."""
+glibc takes a large block from the system and gives it back when it is freed; at the latest
+from 32 MB on. The system fills each new page of 4 KiB with zeros when the process first
+writes to it: a fifth of the processor time of a validation went there, and more with larger
+layers. Blocks below `MAPPED_FROM` bytes come from the heap instead, which keeps what is
+freed."""
 
 import ctypes
 import os
