@@ -186,6 +186,10 @@ def test_the_page_says_what_the_rows_show():
     assert bits_of[mixed] < bits_of[other] and min(kl_ratios(other, mixed)) > 3
     kls = [score.mean_kl for score in scores[mixed]]
     assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.050 to 0.053"
+    strict = "mixed-0.02-s0"
+    kls = [score.mean_kl for score in scores[strict]]
+    assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.022 to 0.024"
+    assert f"{bits_of[strict]:.2f}" == "5.77"
     kls = [score.mean_kl for score in gemma_scores(mixed)]
     assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.050 to 0.060"
     assert f"{gemma[mixed]['bits']:.2f}" == "4.60" and max(kls) / 0.05 - 1 < 0.201
