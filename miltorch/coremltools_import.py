@@ -97,11 +97,12 @@ def lean_passes():
     from unittest.mock import patch
 
     coremltools()
-    import sympy
     from coremltools.converters.mil.mil import Block, Function, Program
     from coremltools.converters.mil.mil.ops.defs.iOS15 import tensor_transformation
     from coremltools.converters.mil.mil.types import type_mapping
 
+    # what coremltools has imported as sympy
+    sympy = tensor_transformation.sm
     search_upstream = Block._propagate_nonreplaceable_vars
     describe_type = type_mapping.get_type_info
     descriptions = {}

@@ -105,7 +105,7 @@ def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
         ("some/Llama", "nothing there", "hf download"),
         ("some", "GGUF", "hf download"),
         ("some/model-Q4.gguf", "GGUF", "hf download"),
-        (llama.root, "a bundle", "hf download"),
+        (llama.root, "a bundle", "give the checkpoint that it was exported from"),
         (llama.root / "head_00.mlpackage", "one Core ML model", "hf download"),
         (TINY / "model.safetensors", "a file", f"give the folder {TINY}"),
     ]:

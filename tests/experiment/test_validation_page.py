@@ -177,7 +177,7 @@ def test_the_worst_cells_have_the_digits_of_a_cosine_near_1(measured):
     names = [cell.text for cell in worst("th")]
     first = [cell.text for cell in worst("tr")[1]("td")]
     row = dict(zip(names, first))
-    assert (row["1 − cosine"], row["error over rounding"]) == ("1.2e-05", "2")
+    assert (row["1 − cosine"], row["error over rounding"]) == ("1.2×10⁻⁵", "2")
     assert "cosine" not in row and row["token"] == "owl"
 
 
@@ -186,7 +186,7 @@ def test_a_cost_that_was_not_measured_says_so(measured):
         table = read(record)("table")[1]
         return [cell.text for cell in table("tr")[1]("td")]
 
-    assert cells(measured) == ["mean", "0.2", "0.19", "2e-05"]
+    assert cells(measured) == ["mean", "0.2", "0.19", "2×10⁻⁵"]
     alone = replace(measured.results.cost, budget=None, rounding=None)
     results = replace(measured.results, cost=alone)
     shown = cells(replace(measured, results=results))
