@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from circle import wide
 from matplotlib.collections import PathCollection, QuadMesh
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.path import Path
 from tiny import ROOT
 
@@ -23,9 +23,16 @@ from workbench.bundle.presets import MIXED, PRESETS
 from workbench.check import compare
 from workbench.check.fidelity import BUDGET_FACTOR
 from workbench.plots import cells
-from workbench.plots.styled import PRESET_LOOKS, looks_by_name
+from workbench.plots.styled import (
+    CHOSEN_LOOK,
+    PALETTE,
+    PRESET_LOOKS,
+    SPARE_LOOKS,
+    looks_by_name,
+)
 from workbench.plots.tradeoff import RED_MARK
 
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
 
@@ -294,6 +301,35 @@ def test_every_preset_has_a_colour_and_a_mark_of_its_own():
     assert RED_MARK not in marks
 
 
+def test_a_further_preset_has_a_look_that_is_taken_by_nothing_else():
+    looks = [*PRESET_LOOKS.values(), *SPARE_LOOKS, CHOSEN_LOOK]
+    colours, marks = zip(*looks)
+    assert len({*colours}) == len({*marks}) == len(looks)
+    assert {CHOSEN_LOOK[1], RED_MARK}.isdisjoint(marks[:-1])
+    names = looks_by_name(range(63)).values()
+    assert {colour for colour, _ in SPARE_LOOKS}.isdisjoint(
+        colour for colour, _ in names
+    )
+    # in grey
+    lightness = {colour: np.dot(to_rgb(colour), LUMINANCE) for colour in colours}
+    for colour, _ in SPARE_LOOKS:
+        others = [value for name, value in lightness.items() if name != colour]
+        assert min(abs(lightness[colour] - value) for value in others) > 0.03
+
+
+def test_the_chosen_star_has_a_colour_of_its_own_and_is_the_largest_mark():
+    figure = plots.frontier(formats_and_choices(), x="mib", xlabel="MiB")
+    for ax in figure.axes:
+        (star,) = [line for line in ax.lines if line.get_marker() == CHOSEN_LOOK[1]]
+        others = [line for line in ax.lines if line is not star]
+        assert star.get_color() not in {line.get_color() for line in others}
+        assert star.get_color() not in PALETTE
+        assert star.get_markersize() > 2 * max(
+            line.get_markersize() for line in others if len(line.get_xdata())
+        )
+        assert star.get_zorder() > max(line.get_zorder() for line in others)
+
+
 @pytest.mark.parametrize("vocabulary", [(), FORMATS, [*PRESETS]])
 def test_a_preset_has_one_look_in_figures_of_every_kind(vocabulary):
     choices = formats_and_choices()
@@ -506,6 +542,7 @@ def test_a_frontier_draws_predicted_means_and_measured_tails():
     assert len(tail[1]) == 2
     words = texts(figure)
     assert "fp16 has a KL of 0, of storage alone" in words
+    assert "which a logarithmic axis cannot show" in " ".join(words.split())
     assert "your limit on the mean, 0.05 nats" in words
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
