@@ -648,6 +648,65 @@ def test_the_answer_of_35_turns_with_its_tables():
     assert "int8-channel with 129.0 MiB" in answer("35", names)
 
 
+def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
+    """The figures that the cell with this text draws from these names: data, about,
+    title and the drawn figure."""
+    (cell,) = [cell for cell in cells_of(named("35"), "code") if start in cell]
+    figures = {}
+
+    def figure(name, draw, data, *, alt, about, **options):
+        figure = draw(data, **options)
+        title = options["title"]
+        figures[name] = SimpleNamespace(
+            data=data, about=about, title=title, figure=figure
+        )
+
+    names |= {"experiment": SimpleNamespace(figure=figure), "plots": plots, "pd": pd}
+    exec(cell, names | {"PRESETS": PRESETS, "MAX_KL": 0.05, "CHIP": "M4"})
+    return figures
+
+
+def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certain():
+    shown = of_35()["table"].assign(predicted_kl=0.1)
+    (setting,) = [c for c in cells_of(named("35"), "code") if "about_times =" in c]
+    lines = [line for line in setting.splitlines() if line.startswith("about")]
+    source = SimpleNamespace(name="tiny-llama")
+    text = SimpleNamespace(ids=np.zeros(9), source="a.txt")
+    names = {"source": source, "search": SimpleNamespace(text=text), "CHIP": "M4"}
+    exec("\n".join(lines), names)
+    about = {name: names[name] for name in ("about", "about_times")}
+    parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
+    assert "M4" not in figures_of_35('"bytes", plots', **about, **parts)["bytes"].about
+    every = pd.concat(parts.values())
+    # 0.9 to 1.4 ms, with an interval of half to three times as long
+    times = figures_of_35('"times", plots', **about, every=every)["times"]
+    assert "M4" in times.about
+    assert "wider than the differences: the order of the choices" in times.about
+    sure = every.assign(low_ms=0.99 * every["ms"], high_ms=1.01 * every["ms"])
+    times = figures_of_35('"times", plots', **about, every=sure)["times"]
+    assert "not certain" not in times.about
+
+
+@pytest.mark.parametrize("count", [2, 60])
+def test_35_draws_the_head_in_a_column_of_its_own_name(count):
+    layers = [str(layer) for layer in range(count)]
+    stored = pd.DataFrame({"kind": "q_proj", "layer": [*layers, None]})
+    stored.loc[count, "kind"] = "head"
+    stored = stored.assign(candidate=["lut4-g8"] * count + ["lut6-g16"])
+    alone = of_35()["table"].query("kind == 'one format'")
+    source = SimpleNamespace(name="tiny-llama")
+    names = {"alone": alone, "stored": stored, "COMPARED": [], "source": source}
+    bits = figures_of_35('"bits", plots', **names)["bits"]
+    assert bits.data["head"].dropna().tolist() == ["lut6-g16, 6.1 bits"]
+    assert bits.data[""].isna().all() and bits.data.columns.is_unique
+    ax = bits.figure.axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "head"
+    bits.figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+    boxes = [box for box in boxes if box.width]
+    assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+
+
 OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2"}
 """The families of random checkpoints, which have no tokenizer."""
 

@@ -392,6 +392,14 @@ def test_a_grid_of_names_has_a_colour_for_each_and_those_that_occur_in_its_legen
     assert other.legends[0].legend_handles[0].get_facecolor() == tuple(colours[1])
 
 
+def test_the_last_of_many_columns_of_a_grid_has_its_label():
+    columns = [*map(str, range(48)), "", "head"]
+    table = pd.DataFrame("fp16", index=["q_proj"], columns=columns)
+    (ax,) = plots.grid(table, categories=["fp16"]).axes
+    labels = [label.get_text() for label in ax.get_xticklabels()]
+    assert labels[-1] == "head" and len(labels) < len(columns)
+
+
 def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
     call = {"T": 2, "pos": 5, "expected": [5, 6]}
     rows = [call | {"changed": [5, 6]}, call | {"changed": [5, 7]}]
