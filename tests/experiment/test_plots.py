@@ -3,8 +3,11 @@ at the widths of a column and of a page, equal data give equal bytes under any s
 the user, and files stay small however long the text is."""
 
 import json
+import re
 import time
 import warnings
+from base64 import b64decode
+from io import BytesIO
 from itertools import product
 
 import matplotlib
@@ -16,6 +19,7 @@ from circle import wide
 from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.path import Path
+from PIL import Image
 from tiny import ROOT
 
 from workbench import plots
@@ -678,6 +682,27 @@ def test_small_heatmaps_have_vector_cells(tmp_path):
     collections = [c for ax in figure.axes for c in ax.collections]
     assert not any(c.get_rasterized() for c in collections[:-1])
     assert "is the worst of" not in texts(figure)
+
+
+def test_an_svg_has_a_pixel_in_the_exact_colour_of_each_cell_and_no_edges(tmp_path):
+    """Browsers smooth the edges of shapes, and leave light lines between them."""
+    figure = plots.heatmap(fidelity(fault=range(1, 10)), by="panel", tokens=TOKENS)
+    svg, *_ = plots.save(figure, tmp_path / "small")
+    words = svg.read_text()
+    assert "QuadMesh" not in words
+    images = re.findall(r"<image [^>]*base64,([^\"]*)\"[^>]*>", words)
+    meshes = [mesh for mesh in drawn(figure, QuadMesh) if not mesh.get_rasterized()]
+    assert len(meshes) == 2 and words.count("image-rendering:pixelated") == 2
+    pixels = [np.asarray(Image.open(BytesIO(b64decode(image)))) for image in images]
+    for mesh in meshes:
+        colours = mesh.to_rgba(mesh.get_array(), bytes=True)
+        assert any(np.array_equal(colours, image) for image in pixels)
+
+
+def test_a_grid_has_lines_between_its_cells_in_an_svg(tmp_path):
+    table = pd.DataFrame([[1.0, 2.0]])
+    svg, *_ = plots.save(plots.grid(table), tmp_path / "grid")
+    assert svg.read_text().count("stroke: #ffffff") >= table.size
 
 
 def test_lines_of_a_long_text_are_small(tmp_path):
