@@ -3,6 +3,7 @@ answers are computed from the tables of the run, and turn when the tables do."""
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -454,6 +455,28 @@ def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
         f"Layer {i}" for i in range(3)
     ]
     assert "in 30 of 30 layers" in words and "the other 27 layers are smaller" in words
+    four = names | {"remedies": names["remedies"].head(4)}
+    says("31", four, "\nThe error of the other layer is smaller.")
+
+
+def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_error():
+    cells = cells_of(named("31"), "code")
+    (figure,) = [cell for cell in cells if '"parts", plots' in cell]
+    assert "Table layer_shares, not this figure, shows which layers" in figure
+    (cell,) = [cell for cell in cells if '"layer_shares"' in cell]
+    tables = {}
+    experiment = SimpleNamespace(
+        table=lambda name, data, caption: tables.update({name: data})
+    )
+    unordered = layer_shares_of_31()
+    parts = SimpleNamespace(
+        shares=lambda: pd.DataFrame({"storage": [1.0]}, index=["storage"]),
+        layer_shares=lambda: unordered,
+    )
+    names = {"experiment": experiment, "isolated": parts, "display": lambda value: None}
+    exec(cell, names)
+    # a report has the first rows of a table
+    assert tables["layer_shares"]["layer"].head(3).tolist() == [28, 11, 29]
 
 
 def test_31_draws_the_presets_that_were_measured_with_their_intervals():
@@ -601,6 +624,37 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     one |= {"EXTRACT": True, "rates": one["rates"][lambda rows: rows.run_id < "001"]}
     says("34", one, "Preliminary", "1 interleaved round of 3", "--set EXTRACT=False")
     assert " 4 has more than 1," not in answer("34", one)
+
+
+def test_34_draws_configurations_of_one_kl_with_looks_of_their_own():
+    cells = cells_of(named("34"), "code")
+    (table,) = [cell for cell in cells if 'configurations["option"] = ' in cell]
+    (figure,) = [cell for cell in cells if '"choice", plots' in cell]
+    values = {"kv_write": ["mask", "slice"], "layers_per_shard": [1, 4]}
+    rows = pd.DataFrame(product(*values.values()), columns=list(values))
+    rows = rows.assign(
+        tokens_per_s=[15.0, 18.0, 16.0, 17.0], kl_mean=1e-3, verdict="GREEN"
+    )
+    rows = rows.assign(quality="WITHIN", invalid=None, layout="bct1", name="a")
+    figures = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, about, **options: figures.update(
+            {name: draw(data, **options)}
+        ),
+        add_gates=lambda results: None,
+    )
+    names = {"axes": values | {"layout": ["bct1"]}, "configurations": rows}
+    (statement,) = re.findall(r"^names = .*?^    *for row .*?$", table, re.M | re.S)
+    names |= {"experiment": experiment, "plots": plots, "gates": gates, "MAX_KL": 0.05}
+    exec(statement + "\n" + figure, names | {"model": "a", "machine": "b"})
+    (legend,) = figures["choice"].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    keys = dict(zip(labels, legend.legend_handles))
+    of_options = [key for label, key in keys.items() if label.startswith("kv_write")]
+    assert "kv_write mask, layers_per_shard 4, GREEN, WITHIN" in labels
+    shapes = {key.get_paths()[0].vertices.tobytes() for key in of_options}
+    assert len(shapes) == len(of_options) == 4
+    assert not any("layout" in label for label in labels)
 
 
 def of_35() -> dict:
