@@ -3,6 +3,7 @@ answers are computed from the tables of the run, and turn when the tables do."""
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -454,6 +455,28 @@ def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
         f"Layer {i}" for i in range(3)
     ]
     assert "in 30 of 30 layers" in words and "the other 27 layers are smaller" in words
+    four = names | {"remedies": names["remedies"].head(4)}
+    says("31", four, "\nThe error of the other layer is smaller.")
+
+
+def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_error():
+    cells = cells_of(named("31"), "code")
+    (figure,) = [cell for cell in cells if '"parts", plots' in cell]
+    assert "Table layer_shares, not this figure, shows which layers" in figure
+    (cell,) = [cell for cell in cells if '"layer_shares"' in cell]
+    tables = {}
+    experiment = SimpleNamespace(
+        table=lambda name, data, caption: tables.update({name: data})
+    )
+    unordered = layer_shares_of_31()
+    parts = SimpleNamespace(
+        shares=lambda: pd.DataFrame({"storage": [1.0]}, index=["storage"]),
+        layer_shares=lambda: unordered,
+    )
+    names = {"experiment": experiment, "isolated": parts, "display": lambda value: None}
+    exec(cell, names)
+    # a report has the first rows of a table
+    assert tables["layer_shares"]["layer"].head(3).tolist() == [28, 11, 29]
 
 
 def test_31_draws_the_presets_that_were_measured_with_their_intervals():
@@ -603,6 +626,37 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     assert " 4 has more than 1," not in answer("34", one)
 
 
+def test_34_draws_configurations_of_one_kl_with_looks_of_their_own():
+    cells = cells_of(named("34"), "code")
+    (table,) = [cell for cell in cells if 'configurations["option"] = ' in cell]
+    (figure,) = [cell for cell in cells if '"choice", plots' in cell]
+    values = {"kv_write": ["mask", "slice"], "layers_per_shard": [1, 4]}
+    rows = pd.DataFrame(product(*values.values()), columns=list(values))
+    rows = rows.assign(
+        tokens_per_s=[15.0, 18.0, 16.0, 17.0], kl_mean=1e-3, verdict="GREEN"
+    )
+    rows = rows.assign(quality="WITHIN", invalid=None, layout="bct1", name="a")
+    figures = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, about, **options: figures.update(
+            {name: draw(data, **options)}
+        ),
+        add_gates=lambda results: None,
+    )
+    names = {"axes": values | {"layout": ["bct1"]}, "configurations": rows}
+    (statement,) = re.findall(r"^names = .*?^    *for row .*?$", table, re.M | re.S)
+    names |= {"experiment": experiment, "plots": plots, "gates": gates, "MAX_KL": 0.05}
+    exec(statement + "\n" + figure, names | {"model": "a", "machine": "b"})
+    (legend,) = figures["choice"].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    keys = dict(zip(labels, legend.legend_handles))
+    of_options = [key for label, key in keys.items() if label.startswith("kv_write")]
+    assert "kv_write mask, layers_per_shard 4, GREEN, WITHIN" in labels
+    shapes = {key.get_paths()[0].vertices.tobytes() for key in of_options}
+    assert len(shapes) == len(of_options) == 4
+    assert not any("layout" in label for label in labels)
+
+
 def of_35() -> dict:
     """The names in the answer of 35: the figures of SmolLM2, rounded."""
     choices = pd.DataFrame(
@@ -646,6 +700,65 @@ def test_the_answer_of_35_turns_with_its_tables():
     choices = names["table"]
     names["table"] = choices.assign(kl=choices["kl"].mask(choices["mib"] == 98.0, 0.06))
     assert "int8-channel with 129.0 MiB" in answer("35", names)
+
+
+def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
+    """The figures that the cell with this text draws from these names: data, about,
+    title and the drawn figure."""
+    (cell,) = [cell for cell in cells_of(named("35"), "code") if start in cell]
+    figures = {}
+
+    def figure(name, draw, data, *, alt, about, **options):
+        figure = draw(data, **options)
+        title = options["title"]
+        figures[name] = SimpleNamespace(
+            data=data, about=about, title=title, figure=figure
+        )
+
+    names |= {"experiment": SimpleNamespace(figure=figure), "plots": plots, "pd": pd}
+    exec(cell, names | {"PRESETS": PRESETS, "MAX_KL": 0.05, "CHIP": "M4"})
+    return figures
+
+
+def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certain():
+    shown = of_35()["table"].assign(predicted_kl=0.1)
+    (setting,) = [c for c in cells_of(named("35"), "code") if "about_times =" in c]
+    lines = [line for line in setting.splitlines() if line.startswith("about")]
+    source = SimpleNamespace(name="tiny-llama")
+    text = SimpleNamespace(ids=np.zeros(9), source="a.txt")
+    names = {"source": source, "search": SimpleNamespace(text=text), "CHIP": "M4"}
+    exec("\n".join(lines), names)
+    about = {name: names[name] for name in ("about", "about_times")}
+    parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
+    assert "M4" not in figures_of_35('"bytes", plots', **about, **parts)["bytes"].about
+    every = pd.concat(parts.values())
+    # 0.9 to 1.4 ms, with an interval of half to three times as long
+    times = figures_of_35('"times", plots', **about, every=every)["times"]
+    assert "M4" in times.about
+    assert "wider than the differences: the order of the choices" in times.about
+    sure = every.assign(low_ms=0.99 * every["ms"], high_ms=1.01 * every["ms"])
+    times = figures_of_35('"times", plots', **about, every=sure)["times"]
+    assert "not certain" not in times.about
+
+
+@pytest.mark.parametrize("count", [2, 60])
+def test_35_draws_the_head_in_a_column_of_its_own_name(count):
+    layers = [str(layer) for layer in range(count)]
+    stored = pd.DataFrame({"kind": "q_proj", "layer": [*layers, None]})
+    stored.loc[count, "kind"] = "head"
+    stored = stored.assign(candidate=["lut4-g8"] * count + ["lut6-g16"])
+    alone = of_35()["table"].query("kind == 'one format'")
+    source = SimpleNamespace(name="tiny-llama")
+    names = {"alone": alone, "stored": stored, "COMPARED": [], "source": source}
+    bits = figures_of_35('"bits", plots', **names)["bits"]
+    assert bits.data["head"].dropna().tolist() == ["lut6-g16, 6.1 bits"]
+    assert bits.data[""].isna().all() and bits.data.columns.is_unique
+    ax = bits.figure.axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "head"
+    bits.figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+    boxes = [box for box in boxes if box.width]
+    assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
 
 
 OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2"}

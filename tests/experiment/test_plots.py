@@ -3,8 +3,11 @@ at the widths of a column and of a page, equal data give equal bytes under any s
 the user, and files stay small however long the text is."""
 
 import json
+import re
 import time
 import warnings
+from base64 import b64decode
+from io import BytesIO
 from itertools import product
 
 import matplotlib
@@ -14,8 +17,9 @@ import pandas as pd
 import pytest
 from circle import wide
 from matplotlib.collections import PathCollection, QuadMesh
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.path import Path
+from PIL import Image
 from tiny import ROOT
 
 from workbench import plots
@@ -23,9 +27,16 @@ from workbench.bundle.presets import MIXED, PRESETS
 from workbench.check import compare
 from workbench.check.fidelity import BUDGET_FACTOR
 from workbench.plots import cells
-from workbench.plots.styled import PRESET_LOOKS, looks_by_name
+from workbench.plots.styled import (
+    CHOSEN_LOOK,
+    PALETTE,
+    PRESET_LOOKS,
+    SPARE_LOOKS,
+    looks_by_name,
+)
 from workbench.plots.tradeoff import RED_MARK
 
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
 
@@ -294,6 +305,35 @@ def test_every_preset_has_a_colour_and_a_mark_of_its_own():
     assert RED_MARK not in marks
 
 
+def test_a_further_preset_has_a_look_that_is_taken_by_nothing_else():
+    looks = [*PRESET_LOOKS.values(), *SPARE_LOOKS, CHOSEN_LOOK]
+    colours, marks = zip(*looks)
+    assert len({*colours}) == len({*marks}) == len(looks)
+    assert {CHOSEN_LOOK[1], RED_MARK}.isdisjoint(marks[:-1])
+    names = looks_by_name(range(63)).values()
+    assert {colour for colour, _ in SPARE_LOOKS}.isdisjoint(
+        colour for colour, _ in names
+    )
+    # in grey
+    lightness = {colour: np.dot(to_rgb(colour), LUMINANCE) for colour in colours}
+    for colour, _ in SPARE_LOOKS:
+        others = [value for name, value in lightness.items() if name != colour]
+        assert min(abs(lightness[colour] - value) for value in others) > 0.03
+
+
+def test_the_chosen_star_has_a_colour_of_its_own_and_is_the_largest_mark():
+    figure = plots.frontier(formats_and_choices(), x="mib", xlabel="MiB")
+    for ax in figure.axes:
+        (star,) = [line for line in ax.lines if line.get_marker() == CHOSEN_LOOK[1]]
+        others = [line for line in ax.lines if line is not star]
+        assert star.get_color() not in {line.get_color() for line in others}
+        assert star.get_color() not in PALETTE
+        assert star.get_markersize() > 2 * max(
+            line.get_markersize() for line in others if len(line.get_xdata())
+        )
+        assert star.get_zorder() > max(line.get_zorder() for line in others)
+
+
 @pytest.mark.parametrize("vocabulary", [(), FORMATS, [*PRESETS]])
 def test_a_preset_has_one_look_in_figures_of_every_kind(vocabulary):
     choices = formats_and_choices()
@@ -354,6 +394,14 @@ def test_a_grid_of_names_has_a_colour_for_each_and_those_that_occur_in_its_legen
     other = plots.grid(table[["1"]], categories=order)
     assert "not measured" in texts(other)
     assert other.legends[0].legend_handles[0].get_facecolor() == tuple(colours[1])
+
+
+def test_the_last_of_many_columns_of_a_grid_has_its_label():
+    columns = [*map(str, range(48)), "", "head"]
+    table = pd.DataFrame("fp16", index=["q_proj"], columns=columns)
+    (ax,) = plots.grid(table, categories=["fp16"]).axes
+    labels = [label.get_text() for label in ax.get_xticklabels()]
+    assert labels[-1] == "head" and len(labels) < len(columns)
 
 
 def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
@@ -506,6 +554,7 @@ def test_a_frontier_draws_predicted_means_and_measured_tails():
     assert len(tail[1]) == 2
     words = texts(figure)
     assert "fp16 has a KL of 0, of storage alone" in words
+    assert "which a logarithmic axis cannot show" in " ".join(words.split())
     assert "your limit on the mean, 0.05 nats" in words
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
@@ -633,6 +682,27 @@ def test_small_heatmaps_have_vector_cells(tmp_path):
     collections = [c for ax in figure.axes for c in ax.collections]
     assert not any(c.get_rasterized() for c in collections[:-1])
     assert "is the worst of" not in texts(figure)
+
+
+def test_an_svg_has_a_pixel_in_the_exact_colour_of_each_cell_and_no_edges(tmp_path):
+    """Browsers smooth the edges of shapes, and leave light lines between them."""
+    figure = plots.heatmap(fidelity(fault=range(1, 10)), by="panel", tokens=TOKENS)
+    svg, *_ = plots.save(figure, tmp_path / "small")
+    words = svg.read_text()
+    assert "QuadMesh" not in words
+    images = re.findall(r"<image [^>]*base64,([^\"]*)\"[^>]*>", words)
+    meshes = [mesh for mesh in drawn(figure, QuadMesh) if not mesh.get_rasterized()]
+    assert len(meshes) == 2 and words.count("image-rendering:pixelated") == 2
+    pixels = [np.asarray(Image.open(BytesIO(b64decode(image)))) for image in images]
+    for mesh in meshes:
+        colours = mesh.to_rgba(mesh.get_array(), bytes=True)
+        assert any(np.array_equal(colours, image) for image in pixels)
+
+
+def test_a_grid_has_lines_between_its_cells_in_an_svg(tmp_path):
+    table = pd.DataFrame([[1.0, 2.0]])
+    svg, *_ = plots.save(plots.grid(table), tmp_path / "grid")
+    assert svg.read_text().count("stroke: #ffffff") >= table.size
 
 
 def test_lines_of_a_long_text_are_small(tmp_path):

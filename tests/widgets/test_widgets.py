@@ -3,6 +3,7 @@ layer's split, missing results are measured beside the notebook, and no error is
 
 import gc
 import json
+import re
 import shutil
 import threading
 import time
@@ -25,7 +26,7 @@ from workbench.explain import operation
 from workbench.sweep import identity
 from workbench.widgets import Explorer, planner, planning, results, sentences
 from workbench.widgets import explorer as explorers
-from workbench.widgets.controls import STALE
+from workbench.widgets.controls import OF_SETTING, STALE
 from workbench.widgets.jobs import Job
 from workbench.widgets.views import Place
 
@@ -212,6 +213,40 @@ def test_a_picture_is_dimmed_from_the_change_until_the_next_one_is_sent(explorer
     canvas.send_binary(b"")
     assert STALE not in canvas._dom_classes
     assert f".{STALE} > *" in explorer.children[-1].value
+
+
+def test_the_page_dims_what_belongs_to_another_value_without_the_kernel(explorer):
+    """The page compares a hidden bar, which follows a control there, with this rule."""
+    selections = explorer.selections
+    for bar, link, control in zip(selections.bars, selections.links, explorer.controls):
+        assert link.source == (control, "index") and link.target == (bar, "value")
+        assert bar.value == control.index and bar in explorer.children
+
+    def drawn() -> list[int]:
+        return [int(place) for place in re.findall(r'" (\d+)%"', selections.rule.value)]
+
+    assert drawn() == [control.index for control in explorer.controls]
+    explorer.tensor.value = "k"
+    check(explorer)
+    assert drawn() == [control.index for control in explorer.controls]
+    dimmed = [w for w in explorer.children if OF_SETTING in w._dom_classes]
+    assert {explorer.heatmap.canvas, explorer.speed.canvas} <= {*dimmed}
+    assert {explorer.message, explorer.ranks_text, explorer.place_text} <= {*dimmed}
+    explorer.draw = lambda: 1 / 0
+    before = drawn()
+    explorer.tensor.value = "v"
+    # the picture is still that of the last value; the error is not dimmed
+    assert drawn() == before and ":not(:has(.workbench-error))" in selections.rule.value
+
+
+def test_a_clicked_cell_is_described_once(explorer, calls_here):
+    pointed_at = explorer.heatmap.canvas.figure.axes[0].format_coord
+    assert "layer 1, position 2" in pointed_at(2.5, 1.5)
+    click(explorer, 1, 2)
+    explorer.queue.thread.join()
+    assert "layer 1, position 2" in explorer.place_text.value
+    pointed_at = explorer.heatmap.canvas.figure.axes[0].format_coord
+    assert pointed_at(2.5, 1.5) == "" and "position 1" in pointed_at(1.5, 1.5)
 
 
 def test_saving_says_so_before_it_begins_and_where_the_figure_is(explorer, monkeypatch):

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.artist import allow_rasterization
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
+from matplotlib.transforms import Affine2D
 
 from workbench.plots.styled import BEYOND_COLOUR, UNMEASURED
 
@@ -23,6 +26,33 @@ COLOUR_ABOVE = "black"
 HATCH = "////"
 """The hatch of a cell beyond its tolerance. It is sparse, so that the colour below it
 stays readable."""
+
+
+class Cells(QuadMesh):
+    """Cells without edges, which an SVG has as one image with a pixel for each cell.
+    Browsers smooth the edges of shapes, so that the background would shine through
+    between two cells, and a shape takes far more bytes than a pixel."""
+
+    @allow_rasterization
+    def draw(self, renderer) -> None:
+        is_svg = isinstance(self.get_figure(root=True).canvas, FigureCanvasSVG)
+        if self.get_rasterized() or not is_svg or not self._is_image():
+            super().draw(renderer)
+            return
+        graphics = renderer.new_gc()
+        pixels = self.to_rgba(self.get_array(), bytes=True)
+        # the renderer places the pixels in a unit square
+        height, width = self.get_coordinates()[-1, -1, ::-1]
+        place = Affine2D().scale(width, height) + self.get_transform()
+        renderer.draw_image(graphics, 0, 0, pixels, place.frozen())
+        graphics.restore()
+
+    def _is_image(self) -> bool:
+        """Whether all cells have one size and no edges."""
+        corners = self.get_coordinates()
+        columns, rows = np.diff(corners[0, :, 0]), np.diff(corners[:, 0, 1])
+        is_regular = all(len({*sizes}) == 1 for sizes in (columns, rows))
+        return is_regular and not len(self.get_edgecolor())
 
 
 def draw_cells(
@@ -46,10 +76,18 @@ def draw_cells(
     # infinite values are drawn in the colour of what lies above the scale
     values = np.where(np.isinf(values), 2 * norm.vmax, values)
     rows, columns = map(_edges, table.shape, block)
-    mesh = ax.pcolormesh(
-        columns, rows, values, norm=norm, cmap=colours, rasterized=raster
+    mesh = Cells(
+        np.stack(np.meshgrid(columns, rows), axis=-1),
+        array=values,
+        norm=norm,
+        cmap=colours,
+        edgecolors="none",
+        antialiased=False,
+        snap=True,
+        rasterized=raster,
     )
-    ax.set_ylim(len(table), 0)
+    ax.add_collection(mesh, autolim=False)
+    ax.set(xlim=(0, len(table.columns)), ylim=(len(table), 0))
     ax.tick_params(length=0)
     return mesh
 

@@ -8,6 +8,7 @@ from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 
 from workbench.plots.styled import (
+    CHOSEN_LOOK,
     DASHED,
     PRESET_LOOKS,
     add_legend,
@@ -24,13 +25,15 @@ STATISTICS = {"kl": "mean", "kl_p99": "99% of the tokens are below"}
 MIXED_COLOUR, MIXED_MARK = PRESET_LOOKS[MIXED]
 LINE = {"color": MIXED_COLOUR, "linewidth": 1}
 STAR = {
-    # the chosen formats are mixed ones; a white edge parts the star from their line
-    "color": MIXED_COLOUR,
-    "marker": "*",
-    "markersize": 11,
-    "markeredgecolor": "white",
-    "markeredgewidth": 0.5,
+    # The chosen formats lie on the line of mixed ones, and often beside a dot of it: the
+    # star is larger than all other marks, and its dark edge parts it from the line.
+    "color": CHOSEN_LOOK[0],
+    "marker": CHOSEN_LOOK[1],
+    "markersize": 13,
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.8,
     "linestyle": "",
+    "zorder": 3,
 }
 
 
@@ -70,7 +73,7 @@ def frontier(
             ax.plot(rows[x], rows[column], **mark)
             keys[name] = Line2D([], [], **mark, label=name)
         ax.plot(chosen[x], chosen[column], **STAR)
-        keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 8}, label=CHOSEN)
+        keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 10}, label=CHOSEN)
         if max_kl and column == "kl":
             ax.axhline(max_kl, **DASHED)
             limit = f"your limit on the mean, {max_kl:g} nats"
@@ -99,7 +102,7 @@ def frontier(
     for name in single_formats.loc[single_formats["kl"] == 0, "name"]:
         # the search measures storage alone: the rounding of fp16 arithmetic is not in it
         notes.append(
-            f"{name} has a KL of 0, of storage alone, which a logarithmic axis has not"
+            f"{name} has a KL of 0, of storage alone, which a logarithmic axis cannot show"
         )
     notes += describe_unplaced(single_formats, [x, "kl"])
     add_legend(figure, [line, *keys.values()], notes)

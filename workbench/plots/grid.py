@@ -63,7 +63,8 @@ def grid(
     share = 0.6 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
     max_columns = int(COLUMN_LABELS_PER_INCH * width_of(figure))
-    label_cells(ax.xaxis, columns, max_columns)
+    # the last column may be a total, or something that is in no row of the others
+    label_cells(ax.xaxis, columns, max_columns, last=True)
     label_cells(ax.yaxis, labels_of(table.index), MAX_ROW_LABELS)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
     keys = [

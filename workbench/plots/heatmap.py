@@ -55,7 +55,7 @@ PANEL_GAP = 0.3  # inches between two panels, with a title
 MARGIN = 1.1  # inches beside the panels: layers, the colour bar and its labels
 MARKED_MARGIN = 1.5  # inches, where the bar names its marks
 # cells
-MAX_VECTOR_CELLS = 2500  # more cells are an image: a vector cell takes up to 1.5 kB
+MAX_VECTOR_CELLS = 2500  # of a PDF; more are an image: a cell takes up to 1.5 kB
 CELLS_PER_INCH = 70  # of a figure's width: each has a pixel of its own on a screen
 MAX_DRAWN_LAYERS = 250  # where there are more, several share a cell
 MIN_HATCHED_CELL = 0.05  # inches: a smaller cell cannot show the lines of a hatch

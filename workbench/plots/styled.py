@@ -39,6 +39,13 @@ PRESET_LOOKS = {
 }
 """A preset of `--compress` → its colour and its mark in every figure. All colours differ,
 and all marks, which tell the presets apart in a print without colours."""
+SPARE_LOOKS = (("#882255", ">"), ("#332288", "p"))
+"""Looks for further presets: a new one takes the first of these into `PRESET_LOOKS`. They
+are darker than all colours of the palette but black, so that they stay apart from it in a
+print without colours. Source of the colours: the muted scheme of Paul Tol."""
+CHOSEN_LOOK = ("#F0E442", "*")
+"""What a search chose, in every figure: the eighth colour of Okabe and Ito, which no preset
+and no line has. It is too light for a line, and needs a dark edge."""
 BEYOND_COLOUR = PALETTE[5]
 DASHED = {"color": "black", "linestyle": "--", "linewidth": 0.8}
 # kinds of files → metadata without a date, which would change the bytes of equal figures

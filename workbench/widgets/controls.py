@@ -1,6 +1,6 @@
 """Controls, buttons and canvases as the widgets of this project look."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets as ui
@@ -12,13 +12,18 @@ from workbench import plots
 WIDTH = 9.5  # inches: width of a canvas
 STALE = "workbench-stale"
 """The CSS class of a canvas whose picture in the page is not the setting's."""
+OF_SETTING = "workbench-of-setting"
+"""The CSS class of pictures and texts that belong to the setting that was drawn last."""
+MAX_TOLD = 100
+"""`Selections` tells the page the place of a value among this many."""
 STYLE = f"""<style>
 .{STALE} {{ position: relative; }}
 .{STALE} > * {{ opacity: 0.25; }}
 .{STALE}::after {{
     content: "drawing …"; position: absolute; top: 0.5em; right: 1em; font-weight: bold;
 }}
-.workbench-explorer .widget-hslider {{ width: 28em; }}
+.workbench-explorer .widget-hslider {{ width: auto; min-width: 28em; }}
+.workbench-explorer :is(.widget-hslider, .widget-dropdown) {{ margin-right: 1.5em; }}
 .workbench-explorer .widget-readout {{
     min-width: 10em; max-width: none; text-align: left; white-space: nowrap;
 }}
@@ -45,6 +50,54 @@ def make_control(label: str, values: list, initial: int | None = None) -> ui.Wid
         value = values[0] if initial is None else initial
         return ui.SelectionSlider(options=sorted(values), value=value, **appearance)
     return ui.Dropdown(options=values, **appearance)
+
+
+class Selections:
+    """Dims, in the page and without the kernel, what belongs to another setting than that
+    of the controls. While the kernel is busy it hears of a new value late.
+
+    The place of a control's value among its values is linked, in the page, to the length
+    of a hidden bar, and so becomes a part of the page's style. `rule` holds CSS that
+    compares the lengths with those of the values that were drawn.
+    """
+
+    def __init__(self, controls: Sequence[ui.Widget]):
+        self.controls = controls
+        self.bars = []
+        for number, control in enumerate(controls):
+            layout = ui.Layout(display="none")
+            bar = ui.IntProgress(value=control.index, max=MAX_TOLD, layout=layout)
+            bar.add_class(_bar_class(number))
+            self.bars.append(bar)
+        # a link lives as long as there is a reference to it
+        self.links = [
+            ui.jsdlink((control, "index"), (bar, "value"))
+            for control, bar in zip(controls, self.bars)
+        ]
+        self.rule = ui.HTML()
+
+    def mark_drawn(self) -> None:
+        """Says that everything belongs to the controls' values from now on."""
+        others = [
+            f'.{_bar_class(number)} .progress-bar:not([style*=" {control.index}%"])'
+            for number, control in enumerate(self.controls)
+            if control.index <= MAX_TOLD
+        ]
+        # an error is about no setting
+        dimmed = f".{OF_SETTING}:not(:has(.workbench-error)) > *"
+        self.rule.value = (
+            f"<style>.workbench-explorer:has({', '.join(others)}) {dimmed} "
+            "{ opacity: 0.25; }</style>"
+        )
+
+    def close(self) -> None:
+        """Removes the links from the page. The Explorer closes the bars."""
+        for link in self.links:
+            link.close()
+
+
+def _bar_class(number: int) -> str:
+    return f"workbench-selection-{number}"
 
 
 def mark_stops(control: ui.Widget, marks: Mapping[Any, str]) -> None:

@@ -22,7 +22,14 @@ from workbench.sweep.error_split import find_operation, measure_split, stored_sp
 from workbench.sweep.grid import Cell
 from workbench.sweep.run import run_cell
 from workbench.widgets import sentences
-from workbench.widgets.controls import STYLE, make_button, make_control, mark_stops
+from workbench.widgets.controls import (
+    OF_SETTING,
+    STYLE,
+    Selections,
+    make_button,
+    make_control,
+    mark_stops,
+)
 from workbench.widgets.jobs import Job, JobQueue, about_seconds
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
@@ -115,7 +122,15 @@ class Explorer(ui.VBox):
         rows = [self._row(self.controls), self._row(self.buttons)]
         texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
-        children = [*rows, *pictures, ui.HTML(STYLE)]
+        for shown in (
+            self.message,
+            *texts[:-1],
+            self.heatmap.canvas,
+            self.speed.canvas,
+        ):
+            shown.add_class(OF_SETTING)
+        hidden = [*self.selections.bars, self.selections.rule, ui.HTML(STYLE)]
+        children = [*rows, *pictures, *hidden]
         super().__init__(children, layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
         self.is_open = True
@@ -132,6 +147,7 @@ class Explorer(ui.VBox):
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
             widget.observe(self._follow, "value")
+        self.selections = Selections(self.controls)
         self.run_button = make_button("", "play", self._run_missing)
         self.cancel_button = make_button("Cancel", "stop", self.queue.cancel)
         self.cancel_button.disabled = True
@@ -169,6 +185,7 @@ class Explorer(ui.VBox):
         self.queue.cancel()
         if self in _open:
             _open.remove(self)
+        self.selections.close()
         for canvas in (self.heatmap.canvas, self.speed.canvas):
             canvas.figure.clear()
         for widget in [*_widgets_within(self)]:
@@ -292,6 +309,7 @@ class Explorer(ui.VBox):
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
         self.describe()
+        self.selections.mark_drawn()
 
     @property
     def shown_rows(self) -> pd.DataFrame:
@@ -392,6 +410,8 @@ class Explorer(ui.VBox):
         if place is None:
             return
         self.chosen_place = place
+        # its values now stand below the picture
+        self.heatmap.forget_pointer()
         if self.guarded(self.draw) and self._lacks_split():
             self.queue.add_first(self._split_job(place))
 

@@ -61,7 +61,7 @@ class Heatmap(Picture):
         self._layers = sorted(self.rows["layer"].unique())
         self._positions = sorted(self.rows["position"].unique())
         for ax in self.axes():
-            ax.format_coord = lambda x, y: self.describe(self.place_at(x, y))
+            ax.format_coord = lambda x, y: self._describe_other(x, y, chosen)
             if chosen and len(self._rows_of(chosen)):
                 column = self._positions.index(chosen.position)
                 corner = column, self._layers.index(chosen.layer_in_log)
@@ -94,6 +94,12 @@ class Heatmap(Picture):
         token = tokens[place.position] if tokens else None
         # `GridResults.fidelity` sorts by T, the one that stands for the setting's last
         return sentences.describe_cell(rows.iloc[-1], place, token)
+
+    def _describe_other(self, x: float, y: float, chosen: Place | None) -> str:
+        """Place and values of the cell at a point; "" for the chosen cell, whose values
+        stand in the page already."""
+        place = self.place_at(x, y)
+        return "" if place == chosen else self.describe(place)
 
     def _rows_of(self, place: Place | None) -> pd.DataFrame:
         if place is None or self.rows.empty:
