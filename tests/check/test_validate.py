@@ -401,7 +401,6 @@ def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
     assert again.arrays().keys() == first.arrays().keys()
 
 
-@pytest.mark.slow("a bundle is validated, and its error split")
 def test_exchanged_weights_are_red_in_explain_and_validate_proposes_an_export(
     broken, tiny_llama
 ):

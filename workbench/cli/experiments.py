@@ -228,6 +228,7 @@ def report(
     outputs = {"--markdown": markdown, "--html": html_option.file, "--figure": figure}
     for option, path in outputs.items():
         if path:
+            _check_folder(option, path)
             paths.prepare_output(option, path)
     if re.fullmatch(r"\d{1,2}", subject):
         reject_unused("a bundle", markdown=markdown, figure=figure)
@@ -239,6 +240,14 @@ def report(
         needed, step = "a file for the page of a bundle", "write --html page.html"
         raise InputError("--html", "no file", needed, step)
     _report_bundle(Path(subject), html_option.file, markdown, figure, json)
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Refuses a file in a folder that is not there: a page takes seconds, so that a
+    mistyped path is better told than made."""
+    if not path.parent.is_dir():
+        actual, step = f"no folder {path.parent}", "make the folder, or name another"
+        raise InputError(f"{option} {path}", actual, "a folder that is there", step)
 
 
 def _report_experiment(number: str, html: HtmlOption, publish: bool) -> dict[str, str]:

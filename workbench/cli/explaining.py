@@ -151,9 +151,8 @@ def explain_op(
     device.check(exported)
     _check_index("--layer", layer, exported.manifest.dims.L)
     _check_index("--position", position, exported.manifest.options.max_seq_len)
-    if reduce is not None and reduce.is_file():
-        step = "name another folder"
-        raise InputError(f"--reduce {reduce}", "a file", "a folder", step)
+    if reduce is not None:
+        _check_reduced_folder(reduce, bundle)
     stage("explain: opening the bundle")
     ids = prompt.fitting_token_ids(exported)
     _check_index("--position", position, len(ids))
@@ -179,6 +178,16 @@ def explain_op(
     verdict = gates.GREEN if finding.verdict == "none" else gates.RED
     reduced = result.pop("reduced")
     print_and_exit({"verdict": verdict, "reduced": reduced, "operation": result}, json)
+
+
+def _check_reduced_folder(folder: Path, bundle: Path) -> None:
+    """Refuses a folder for the smallest package that is a file, or that is in the bundle,
+    whose files would be mixed with it."""
+    subject, step = f"--reduce {folder}", "name another folder"
+    if folder.is_file():
+        raise InputError(subject, "a file", "a folder", step)
+    if folder.resolve().is_relative_to(bundle.resolve()):
+        raise InputError(subject, "the bundle", "a folder outside the bundle", step)
 
 
 def _check_index(option: str, index: int | None, count: int) -> None:
