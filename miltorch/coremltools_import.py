@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.util
 import logging
+import re
 import sys
 import threading
 import types
@@ -24,20 +25,29 @@ _PROTO = "miltorch._proto"
 
 
 @contextmanager
-def quiet():
-    """Silences coremltools' log messages and every warning raised inside."""
+def quiet(messages: re.Pattern | None = None):
+    """Silences every Python warning raised inside, and coremltools' log messages below errors.
+    Blocks may be nested: what an outer block silences stays silent when an inner one ends.
+
+    Args:
+        messages: the log messages that are silenced, by the words they begin with; default:
+            all below errors."""
+
+    # one object for each block: a logger has equal filters once, and the end of an inner
+    # block would remove that of the outer one
+    def passes(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            return True
+        return messages is not None and not messages.match(record.getMessage())
+
     logger = logging.getLogger("coremltools")
-    logger.addFilter(_only_errors)
+    logger.addFilter(passes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
-            logger.removeFilter(_only_errors)
-
-
-def _only_errors(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+            logger.removeFilter(passes)
 
 
 def no_progress():

@@ -12,7 +12,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from refusal import refused
 
-from workbench import kernel
+from workbench import kernel, progress
 from workbench.errors import CellError
 
 
@@ -174,6 +174,7 @@ def test_a_kernel_ends_with_a_run_that_is_killed(tmp_path):
 def test_the_bar_names_the_stage_of_the_running_cell(tmp_path, capfd, monkeypatch):
     """The stage of a cell that has ended does not stay beside the next one."""
     monkeypatch.setattr(kernel, "STAGE_POLL_S", 0.05)
+    monkeypatch.setattr(kernel, "shows_bars", lambda: True)
     begin = (
         "import time; from workbench.progress import stage; stage('export: weights')"
     )
@@ -186,3 +187,25 @@ def test_the_bar_names_the_stage_of_the_running_cell(tmp_path, capfd, monkeypatc
     assert second and "export: weights" not in second[-1]
     # an estimate of the remaining time stands behind <
     assert not any("<" in line for line in [*first, *second])
+
+
+def test_a_run_whose_output_is_a_file_prints_plain_lines_of_cells_and_stages(
+    tmp_path, capfd, monkeypatch
+):
+    """A redrawn bar would leave hundreds of fragments in a log of CI."""
+    monkeypatch.setattr(kernel, "STAGE_POLL_S", 0.05)
+    monkeypatch.setattr(progress, "TICK_S", 0.0)
+    begin = (
+        "import time; from workbench.progress import stage; stage('export: weights')"
+    )
+    source = notebook(tmp_path, f"{begin}; time.sleep(1)", "time.sleep(1)")
+    kernel.execute(source, tmp_path / "silent.ipynb", {})
+    assert not capfd.readouterr().err
+    with progress.plain_stage_lines():
+        kernel.execute(source, tmp_path / "copy.ipynb", {})
+    text = capfd.readouterr().err
+    assert "\r" not in text and "\x1b" not in text
+    lines = text.splitlines()
+    assert len(lines) == len(set(lines))
+    assert "07_toy: 0 of 2 cells, export: weights" in lines
+    assert any(line.startswith("07_toy: 1 of 2 cells") for line in lines)

@@ -39,9 +39,13 @@ class CellError(RuntimeError):
 
 
 def did_you_mean(name: str, names: Iterable[str], step: str) -> str:
-    """The next step for a name that is none of `names`: the most similar one, if one is
-    similar, otherwise `step`."""
-    similar = difflib.get_close_matches(name, [*names], n=1)
+    """The next step for a name that is none of `names`: the most similar one, or the first
+    one that begins with it, if there is one, otherwise `step`."""
+    names = [*names]
+    similar = difflib.get_close_matches(name, names, n=1)
+    similar = similar or [
+        longer for longer in names if name and longer.startswith(name)
+    ]
     return f"did you mean {similar[0]}? If not, {step}" if similar else step
 
 

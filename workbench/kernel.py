@@ -24,7 +24,7 @@ from zmq import ZMQError
 
 from workbench.errors import CellError, InputError, one_line
 from workbench.escape import path_template
-from workbench.progress import STAGE_FILE_VARIABLE
+from workbench.progress import STAGE_FILE_VARIABLE, shows_bars, tick
 
 POLL_S = 1.0
 STAGE_POLL_S = 0.5  # seconds between two looks at the running stage
@@ -102,7 +102,8 @@ def execute(
         source: the notebook.
         copy: the notebook with outputs, written after every cell.
         parameters: values for names that the cell tagged `parameters` sets.
-        progress: whether a bar counts cells and names the running stage.
+        progress: whether a bar counts cells and names the running stage; in a command whose
+            stderr is no terminal, plain lines do (see `PlainCells`).
         folder: the kernel's working folder; default: the notebook's.
 
     Raises:
@@ -126,10 +127,12 @@ def execute(
                 path_template(copy),
                 dict(parameters),
                 cwd=folder or source.parent,
-                progress_bar=progress,
+                progress_bar=progress and shows_bars(),
                 start_timeout=START_S,
                 config=config,
-                engine_name=_stage_engine(Path(sockets, "stage")),
+                engine_name=_stage_engine(
+                    Path(sockets, "stage"), source.stem, progress
+                ),
             )
     except KeyboardInterrupt as problem:
         # most notebooks sweep, and a sweep measures no finished cell again
@@ -148,9 +151,35 @@ def execute(
         raise CellError(text) from problem
 
 
-def _stage_engine(file: Path) -> str:
+class PlainCells:
+    """Stands in for the bar of cells where no bar is shown: a plain line when a cell or a
+    stage has begun, as `tick` prints it.
+
+    Args:
+        name: the notebook's.
+        cells: of the notebook while papermill executes it, which marks those that ended.
+    """
+
+    def __init__(self, name: str, cells: Sequence):
+        self.name, self.cells = name, cells
+        self.last_line = ""
+
+    @property
+    def n(self) -> int:
+        """The cells that have ended."""
+        return sum(cell.metadata.papermill.status == "completed" for cell in self.cells)
+
+    def set_postfix_str(self, text: str) -> None:
+        """Prints the count of cells and `text`, if they are not those of the last line."""
+        line = f"{self.name}: {self.n} of {len(self.cells)} cells"
+        line += f", {text}" if text else ""
+        if line != self.last_line and tick(line):
+            self.last_line = line
+
+
+def _stage_engine(file: Path, notebook: str, progress: bool) -> str:
     """The name of papermill's engine that executes a notebook and shows the stage in
-    `file` on the bar of cells meanwhile."""
+    `file` beside the count of cells meanwhile, if `progress` asks for it."""
     from papermill.engines import NBClientEngine, papermill_engines
 
     class StageEngine(NBClientEngine):
@@ -159,6 +188,8 @@ def _stage_engine(file: Path) -> str:
             bar = getattr(nb_man, "pbar", None)
             if bar:
                 bar.bar_format = CELL_BAR
+            elif progress:
+                bar = PlainCells(notebook, nb_man.nb.cells)
             with shown_stages(bar, file) if bar else nullcontext():
                 return super().execute_managed_notebook(nb_man, kernel_name, **options)
 
@@ -169,9 +200,9 @@ def _stage_engine(file: Path) -> str:
 
 @contextmanager
 def shown_stages(bar, file: Path) -> Iterator[None]:
-    """Shows the stage that a kernel has written to `file` beside a bar of cells, until the
-    cell of the stage has ended. A thread reads the file every `STAGE_POLL_S`, which also
-    keeps the time of the bar going."""
+    """Shows the stage that a kernel has written to `file` beside a bar of cells or
+    `PlainCells`, until the cell of the stage has ended. A thread reads the file every
+    `STAGE_POLL_S`, which also keeps the time of the bar going."""
     has_ended = threading.Event()
 
     def show() -> None:

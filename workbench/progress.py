@@ -29,12 +29,24 @@ def bar(*args, **options):
 
     _give_each_process_its_lock()
     end_stage()
-    ipython = sys.modules.get("IPython")
-    shell = ipython and ipython.get_ipython()
     # None: tqdm shows nothing where the output is no terminal. A kernel's output is none,
     # so that this rule alone would hide the bars of notebooks
-    disable = False if hasattr(shell, "kernel") else None
+    disable = False if _is_in_kernel() else None
     return tqdm(*args, disable=disable, **options)
+
+
+def shows_bars() -> bool:
+    """Whether a bar on stderr is shown, by the rule of `bar`, for the bars of other
+    libraries."""
+    if sys.stderr is None:  # closed by the shell
+        return False
+    return _is_in_kernel() or sys.stderr.isatty()
+
+
+def _is_in_kernel() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(ipython and ipython.get_ipython(), "kernel")
 
 
 @contextmanager
@@ -73,15 +85,18 @@ def stage(name: str) -> None:
     _stage_line = tqdm(desc=name, bar_format="{desc} …", leave=False, disable=None)
 
 
-def tick(name: str) -> None:
+def tick(name: str) -> bool:
     """Says how far counted work is, where its bar is not shown because stderr is no
-    terminal: a plain line, at most one in `TICK_S` seconds (see `plain_stage_lines`)."""
+    terminal: a plain line, at most one in `TICK_S` seconds (see `plain_stage_lines`).
+    Returns whether it was printed."""
     global _last_line_s
     if not _prints_plain_lines or sys.stderr is None or sys.stderr.isatty():
-        return
-    if time.monotonic() - _last_line_s >= TICK_S:
-        _last_line_s = time.monotonic()
-        print(name, file=sys.stderr, flush=True)
+        return False
+    if time.monotonic() - _last_line_s < TICK_S:
+        return False
+    _last_line_s = time.monotonic()
+    print(name, file=sys.stderr, flush=True)
+    return True
 
 
 def end_stage() -> None:

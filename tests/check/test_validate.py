@@ -399,3 +399,28 @@ def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
     file.write_bytes(b"nonsense")
     again = device_reference(llama_bundle, saved)
     assert again.arrays().keys() == first.arrays().keys()
+
+
+def test_exchanged_weights_are_red_in_explain_and_validate_proposes_an_export(
+    broken, tiny_llama
+):
+    """A program that is right is no reason for `explain` to say GREEN, and what it splits
+    would not name the tensors, which gate `weights` does."""
+
+    def exchange(copy):
+        layer = "layers.2.self_attn"
+        key, value = (copy.weight(f"{layer}.{name}_proj.weight") for name in "kv")
+        key.swap(value)
+
+    folder, _ = broken(exchange)
+    command = folder, "--checkpoint", tiny_llama.path
+    for name in (["validate"], ["explain", "parts"]):
+        result = cli(*name, *command, "--prompt-ids", IDS)
+        red = [line for line in result.stdout.splitlines() if line.startswith("RED ")]
+        assert result.exit_code == 1 and [line.split()[1] for line in red] == [
+            "weights"
+        ]
+        assert "layers.2.self_attn.k_proj" in red[0]
+        *_, step = result.stdout.splitlines()
+        assert step.startswith("next") and "workbench explain" not in step
+        assert "export again" in step

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -271,3 +272,31 @@ main()
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "True"
+
+
+def test_a_refusal_is_an_object_on_stdout_where_json_is_asked_for(capsys, monkeypatch):
+    refusal = InputError("tokens", "0", "a number from 1", "write 4")
+    for arguments, problem, parts in (
+        (
+            ["plan", "x", "--json"],
+            refusal,
+            ["tokens", "0", "a number from 1", "write 4"],
+        ),
+        (["plan", "x", "--json"], FULL, ["/data/x.npy", FULL.strerror, *ending.ROOM]),
+        (["plan", "x"], refusal, None),
+        (["plan", "x", "--json"], CellError("a cell failed"), None),
+    ):
+        monkeypatch.setattr(sys, "argv", ["workbench", *arguments])
+        with pytest.raises(SystemExit):
+            ending.end(partial(raise_error, problem))
+        stdout, stderr = capsys.readouterr()
+        assert stderr.startswith("workbench: ")
+        if parts is None:
+            assert stdout == ""
+        else:
+            keys = "subject", "found", "needed", "next"
+            assert json.loads(stdout) == {"error": dict(zip(keys, parts, strict=True))}
+
+
+def raise_error(problem: BaseException) -> None:
+    raise problem

@@ -18,6 +18,7 @@ from workbench.experiment import (
     Experiment,
     draw_figure,
     last_run,
+    publish_run,
     redraw_run,
     write_html,
 )
@@ -196,3 +197,21 @@ def test_a_run_of_before_reports_had_these_keys_is_written_again(project):
         path.write_text(json.dumps(part))
     text = redraw_run(folder).read_text()
     assert text.startswith("# Experiment 07 · How fast?") and "workbench run 07" in text
+
+
+def test_a_shipped_run_is_left_alone_unless_redraw_asks_for_it(project, tmp_path):
+    """Its files are tracked by git, and a clone without runs has no other one."""
+    experiment = example()
+    experiment.conclude("It holds.")
+    shipped = publish_run(experiment.folder)
+    shutil.rmtree(project / "build")
+    drawing = next((shipped / "figures").glob("*.svg"))
+    drawing.write_text(drawing.read_text() + "<!-- of another matplotlib -->")
+    before = toy.files_of(shipped)
+    for options in ([], ["--html"], ["--html", tmp_path / "page.html"]):
+        result = cli("report", "7", *options)
+        assert result.exit_code == 0 and str(shipped / "report.md") in result.stdout
+        assert toy.files_of(shipped) == before
+    assert cli("report", "7", "--redraw").exit_code == 0
+    assert toy.files_of(shipped) != before
+    assert "another matplotlib" not in drawing.read_text()

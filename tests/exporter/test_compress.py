@@ -12,10 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusal import refused
 
+from miltorch.blob import NUMPY
 from miltorch.coremltools_import import coremltools
 from workbench import exporter
 from workbench.bundle import Options, find_preset
+from workbench.bundle.presets import TABLE_BITS
 from workbench.check.interface import interface_gate
+from workbench.check.row_statistics import LEAST_RELATIVE_CHANGE
 from workbench.check.weights import weights_gate
 from workbench.exporter import tables, weights
 from workbench.exporter.weights import WeightSource
@@ -201,6 +204,17 @@ def test_one_table_for_a_whole_tensor_is_read_and_no_longer_exported(
 def test_other_names_of_presets_are_refused(name):
     with pytest.raises(ValueError, match="power of two"):
         find_preset(name)
+
+
+def test_bits_of_tables_have_what_an_export_and_its_gates_read():
+    """A page of docs lists these places for whoever adds bits."""
+    for bits in TABLE_BITS:
+        assert f"UINT{bits}" in NUMPY  # a palette of Core ML
+        assert tables.CELLS[1 << bits] >= 1 << bits
+        assert LEAST_RELATIVE_CHANGE[bits] > 0
+        assert find_preset(f"lut{bits}-g32").bits == bits
+        with pytest.raises(ValueError, match=f"lut{bits}-gN"):
+            find_preset("lut9-g8")
 
 
 def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):

@@ -144,3 +144,10 @@ def test_weights_that_a_converter_would_drop_or_merge_are_stored(
     }
     assert weights_gate(decoder.bundle, Checkpoint(path)).verdict == "GREEN"
     assert program_gate(decoder, Checkpoint(path)).verdict == "GREEN"
+
+
+@pytest.mark.slow("programs are converted")
+def test_a_conversion_logs_nothing_that_is_harmless(exports, tmp_path, caplog):
+    export_small(exports.checkpoint("llama"), tmp_path / "b")
+    logged = [record for record in caplog.records if record.name == "coremltools"]
+    assert not logged

@@ -2,7 +2,9 @@
 InputError that names the file and what is wrong with it."""
 
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -352,3 +354,20 @@ def test_a_program_that_a_pass_breaks_is_refused_though_it_is_seldom_validated(
     pipeline.append_pass("tests::forgets")
     with pytest.raises(InvalidBlockStateError, match="should be consumed"):
         convert(pipeline)
+
+
+def test_an_inner_quiet_block_leaves_the_outer_one_quiet(caplog):
+    """Context managers of a conversion import coremltools, quietly, inside a quiet block."""
+    logger = logging.getLogger("coremltools")
+    with quiet(re.compile("harmless")):
+        with quiet():
+            logger.warning("whatever it is")
+        logger.warning("harmless")
+        logger.warning("of use")
+        logger.error("harmless, but an error")
+    logger.warning("harmless, and outside")
+    assert [record.getMessage() for record in caplog.records] == [
+        "of use",
+        "harmless, but an error",
+        "harmless, and outside",
+    ]

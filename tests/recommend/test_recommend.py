@@ -190,6 +190,9 @@ def test_nothing_is_tried_without_a_checkpoint_or_for_a_faulty_export(
     words = recommend.describe_verdict(red, table)
     assert "1 of 2 gates on it are RED (host)" in words[0]
     assert words[1].startswith("Quality not judged")
+    assert words[0].endswith("workbench explain names the cause.")
+    red = results(0.2, 0.05, gates.holds("weights", False, "k_proj is not …"))
+    assert "explain" not in recommend.describe_verdict(red, table)[0]
 
 
 def test_a_finished_bundle_of_fitted_values_is_measured(tiny_llama, tmp_path, exports):

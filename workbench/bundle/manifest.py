@@ -53,7 +53,7 @@ def _is_coreml(target: object) -> bool:
 
 def _check_tokens(text: str) -> str:
     if not re.fullmatch(r"1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*", text):
-        raise ValueError("tokens of a call are 1-4, 4 or 1,64")
+        raise ValueError("numbers from 1 on, in a form like 1-4, 4 or 1,64")
     return text
 
 

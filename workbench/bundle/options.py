@@ -4,8 +4,8 @@ wrong option before it loads torch."""
 from pydantic import ValidationError
 
 from workbench.bundle.manifest import Options, first_fault
-from workbench.bundle.presets import REPLACED
-from workbench.errors import InputError
+from workbench.bundle.presets import PRESETS, REPLACED
+from workbench.errors import InputError, did_you_mean
 
 
 def make_options(**fields) -> Options:
@@ -27,6 +27,8 @@ def make_options(**fields) -> Options:
             if is_combination:
                 actual, needed = before, behind
         step = "see: workbench export --help"
+        if name == "compress":
+            step = did_you_mean(str(error.get("input")), PRESETS, step)
         raise InputError(name, actual, needed, step) from None
     if options.compress in REPLACED:
         needed = (

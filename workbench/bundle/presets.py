@@ -91,7 +91,11 @@ PRESETS = {
 # presets of earlier bundles, with one table for a whole tensor → what `export` offers in
 # their place
 REPLACED = {"lut4": "lut4-g8", "lut6": "lut6-g16"}
-TABLE_NAME = re.compile(r"lut(4|6)-g(1|2|4|8|16|32|64|128)")
+# Bits of an index into a lookup table. Core ML's palettes may have 1, 2, 3, 4, 6 or 8.
+TABLE_BITS = (4, 6)
+TABLE_NAME = re.compile(
+    rf"lut({'|'.join(map(str, TABLE_BITS))})-g(1|2|4|8|16|32|64|128)"
+)
 FP16 = PRESETS["fp16"]
 # `Manifest.formats` has the presets of its tensors
 MIXED = Preset("mixed", "mixed", 16, needs_calibration=True)
@@ -114,9 +118,10 @@ def find_preset(name: str) -> Preset:
         return Preset(name, "table", PRESETS[REPLACED[name]].bits)
     match = TABLE_NAME.fullmatch(name)
     if match is None:
+        tables = " or ".join(f"lut{bits}-gN" for bits in TABLE_BITS)
         raise ValueError(
-            f"{', '.join(PRESETS)}, {MIXED.name}, or lut4-gN or lut6-gN with another "
-            "power of two up to 128 for N"
+            f"{', '.join(PRESETS)}, {MIXED.name}, or {tables} with another power of two "
+            "up to 128 for N"
         )
     return _table_preset(name, bits=int(match[1]), group=int(match[2]))
 

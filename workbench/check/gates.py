@@ -47,6 +47,9 @@ REQUIRED = (
     "stale_rows",
     "undo",
 )
+# The gates whose reason names what is to be corrected, such as a tensor: `explain` splits the
+# error of a program and could add nothing.
+NAME_THE_CAUSE = {"interface", "weights"}
 # relative RMS of an isolated update in exact arithmetic, on the same weights
 REAUTHORING = 1e-5
 # defaults of the limits that are the user's
@@ -207,6 +210,13 @@ def describe_verdict(word: str, export: str) -> str:
 def red_gates(gates: Iterable[Gate]) -> list[Gate]:
     """The gates that are RED: each shows a fault of the export."""
     return [gate for gate in gates if gate.verdict == RED]
+
+
+def names_cause(names: Iterable[str]) -> bool:
+    """Whether RED gates of these names, at least one, say in their reasons what is to be
+    corrected."""
+    names = {*names}
+    return bool(names) and names <= NAME_THE_CAUSE
 
 
 @cache

@@ -44,7 +44,8 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
             word = str((problem.unused_tokens or [""])[0])
             step = did_you_mean(word, commands, look)
             needed = f"one of {', '.join(commands)}"
-            return InputError(command, f"the command {word!r}", needed, step)
+            # the message begins with the program's name already
+            return InputError("command", repr(word), needed, step)
         case MissingArgumentError():
             name = _name(problem)
             is_option = name.startswith("-")

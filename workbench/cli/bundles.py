@@ -21,10 +21,10 @@ from workbench.cli.options import (
 )
 from workbench.cli.output import (
     command_line,
-    explain_command,
     format_result,
     gates_json,
     print_and_exit,
+    step_after_red,
 )
 from workbench.progress import stage
 
@@ -173,7 +173,7 @@ def golden(
         result["reference"] = str(device.reference_path(bundle, reference))
         result |= gates_json(results)  # bug gates alone, so that there is no quality
     result["peak_rss_bytes"] = peak_rss()
-    step = explain_command(result, for_, checkpoint) if bundle else None
+    step = step_after_red(result, for_, checkpoint) if bundle else None
     print_and_exit(result, json, next_command=step)
 
 

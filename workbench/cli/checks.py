@@ -21,9 +21,9 @@ from workbench.cli.options import (
     reject_unused,
 )
 from workbench.cli.output import (
-    explain_command,
     format_result,
     print_and_exit,
+    step_after_red,
     validation_json,
 )
 from workbench.cli.validation_record import describe_command, keep_validation
@@ -129,7 +129,7 @@ def validate(
         step = None
         # `explain` cannot run what was not opened; gate `interface` says what to correct
         if decoder is not None:
-            step = explain_command(output, bundle, checkpoint, execution.runtime)
+            step = step_after_red(output, bundle, checkpoint, execution.runtime)
         print_and_exit(output, json, next_command=step)
         return
     if tasks:
@@ -147,7 +147,7 @@ def validate(
     keep_validation(exported, output, command, start, decoder, labels, rows)
     lines = None if json else _format_validation(output, recommendation)
     output |= {"peak_rss_bytes": peak_rss()}
-    step = explain_command(output, bundle, checkpoint, execution.runtime)
+    step = step_after_red(output, bundle, checkpoint, execution.runtime)
     print_and_exit(output, json, lines, next_command=step)
 
 
@@ -348,7 +348,7 @@ def validate_units(
         "device_measured": bool((units["runtime"] == "coreml").any()),
         "units": gates.records(workbench.log.plain(units)),
     }
-    step = explain_command(result, bundle, checkpoint, runtime)
+    step = step_after_red(result, bundle, checkpoint, runtime)
     print_and_exit(result, json, next_command=step)
 
 

@@ -1,4 +1,5 @@
-"""The end of a command: every error is one message on stderr with its exit code.
+"""The end of a command: every error is one message on stderr with its exit code, and with
+`--json` a refusal is one JSON object on stdout as well.
 
 0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
 (a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
@@ -7,6 +8,7 @@ than the user's limit (OVER); 130: interrupted; 141: the reader of stdout has cl
 it."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -76,6 +78,10 @@ def end(command: Callable[[], None]) -> None:
     except BaseException as problem:
         end_stage()
         code, message = describe(problem)
+        refusal = as_refusal(problem) if code == REFUSED else None
+        if isinstance(refusal, InputError) and "--json" in sys.argv[1:]:
+            with suppress(OSError):
+                print(json.dumps({"error": refusal_json(refusal)}))
         _discard(sys.stdout)
         if message:
             with suppress(OSError):
@@ -87,6 +93,16 @@ def end(command: Callable[[], None]) -> None:
                 )
         _discard(sys.stderr)
         sys.exit(code)
+
+
+def refusal_json(refusal: InputError) -> dict[str, str]:
+    """The four parts of a refusal, which its message has in one sentence, as JSON."""
+    return {
+        "subject": refusal.subject,
+        "found": refusal.actual,
+        "needed": refusal.needed,
+        "next": refusal.next_step,
+    }
 
 
 def verdict_code(verdict: str | None, quality: str | None) -> int:

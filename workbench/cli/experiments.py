@@ -200,6 +200,7 @@ def report(
     html: OptionalFile = None,
     markdown: Path | None = None,
     figure: Path | None = None,
+    redraw: bool = False,
     publish: bool = False,
     json: Json = False,
 ) -> None:
@@ -212,7 +213,8 @@ def report(
     bundle.
 
     For an experiment: redraws the figures of its newest run from their data and
-    rewrites its report. If you have no run, the shipped one is used.
+    rewrites its report. If you have no run, the shipped one is used, whose files are
+    changed by --redraw alone.
 
     Example: workbench report build/llama --html llama.html
 
@@ -222,35 +224,52 @@ def report(
             may be left out.
         markdown: For a bundle: the page as Markdown, for an issue or a pull request.
         figure: For a bundle: the heatmap, as .svg, .pdf or .png.
+        redraw: For an experiment: redraw the shipped run too, in experiments/.
         publish: For an experiment: make this the shipped write-up.
     """
     html_option = HtmlOption.of(html)
     outputs = {"--markdown": markdown, "--html": html_option.file, "--figure": figure}
     for option, path in outputs.items():
         if path:
+            _check_folder(option, path)
             paths.prepare_output(option, path)
     if re.fullmatch(r"\d{1,2}", subject):
         reject_unused("a bundle", markdown=markdown, figure=figure)
-        result = _report_experiment(subject, html_option, publish)
+        result = _report_experiment(subject, html_option, redraw, publish)
         print_and_exit(result, json, list(result.values()))
         return
-    reject_unused("the number of an experiment", publish=publish)
+    reject_unused("the number of an experiment", redraw=redraw, publish=publish)
     if html_option.is_given and html_option.file is None:
         needed, step = "a file for the page of a bundle", "write --html page.html"
         raise InputError("--html", "no file", needed, step)
     _report_bundle(Path(subject), html_option.file, markdown, figure, json)
 
 
-def _report_experiment(number: str, html: HtmlOption, publish: bool) -> dict[str, str]:
-    """Writes an experiment's report; returns the path of each file."""
-    stage("report: redrawing the experiment")
+def _check_folder(option: str, path: Path) -> None:
+    """Refuses a file in a folder that is not there: a page takes seconds, so that a
+    mistyped path is better told than made."""
+    if not path.parent.is_dir():
+        actual, step = f"no folder {path.parent}", "make the folder, or name another"
+        raise InputError(f"{option} {path}", actual, "a folder that is there", step)
+
+
+def _report_experiment(
+    number: str, html: HtmlOption, redraw: bool, publish: bool
+) -> dict[str, str]:
+    """Writes an experiment's report; returns the path of each file. The files of a shipped
+    run, which git tracks, are left alone unless `redraw` asks for them."""
+    stage("report: reading the experiment")
     from workbench import experiment
 
     run = experiment.last_run(number)
     experiment.check_writable(f"workbench report {number}")
     run = experiment.writable_run(run, experiment.read_run(run))
-    folder = experiment.publish_run(run) if publish else run
-    result = {"report": str(experiment.redraw_run(folder))}
+    if experiment.is_shipped(run) and not redraw and not publish:
+        folder, document = run, experiment.find_report(run)
+    else:
+        folder = experiment.publish_run(run) if publish else run
+        document = experiment.redraw_run(folder)
+    result = {"report": str(document)}
     if html.is_given:
         result["html"] = str(experiment.write_html(folder, html.file))
     return result

@@ -14,7 +14,7 @@ from workbench.cli.options import (
     load_exported_checkpoint,
     reject_unused,
 )
-from workbench.cli.output import gates_json, print_and_exit
+from workbench.cli.output import READ_AND_EXPORT, gates_json, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import bar, stage
 
@@ -53,7 +53,7 @@ def explain(
     device.check(bundle)
     source = load_exported_checkpoint(checkpoint, bundle, "explain")
     ids = prompt.fitting_token_ids(bundle)
-    answers = []
+    answers = [_compare_weights(bundle, source)]
     if bundle.manifest.shows_hidden:
         answers.append(_split_error(bundle, source, ids, device))
     answers.append(_find_variant(bundle, source, ids))
@@ -84,7 +84,8 @@ def explain_parts(
     device.check(exported)
     source = load_exported_checkpoint(checkpoint, exported, "explain")
     ids = prompt.fitting_token_ids(exported)
-    _print_answers([_split_error(exported, source, ids, device)], json)
+    weights = _compare_weights(exported, source)
+    _print_answers([weights, _split_error(exported, source, ids, device)], json)
 
 
 def explain_variant(
@@ -150,9 +151,8 @@ def explain_op(
     device.check(exported)
     _check_index("--layer", layer, exported.manifest.dims.L)
     _check_index("--position", position, exported.manifest.options.max_seq_len)
-    if reduce is not None and reduce.is_file():
-        step = "name another folder"
-        raise InputError(f"--reduce {reduce}", "a file", "a folder", step)
+    if reduce is not None:
+        _check_reduced_folder(reduce, bundle)
     stage("explain: opening the bundle")
     ids = prompt.fitting_token_ids(exported)
     _check_index("--position", position, len(ids))
@@ -178,6 +178,16 @@ def explain_op(
     verdict = gates.GREEN if finding.verdict == "none" else gates.RED
     reduced = result.pop("reduced")
     print_and_exit({"verdict": verdict, "reduced": reduced, "operation": result}, json)
+
+
+def _check_reduced_folder(folder: Path, bundle: Path) -> None:
+    """Refuses a folder for the smallest package that is a file, or that is in the bundle,
+    whose files would be mixed with it."""
+    subject, step = f"--reduce {folder}", "name another folder"
+    if folder.is_file():
+        raise InputError(subject, "a file", "a folder", step)
+    if folder.resolve().is_relative_to(bundle.resolve()):
+        raise InputError(subject, "the bundle", "a folder outside the bundle", step)
 
 
 def _check_index(option: str, index: int | None, count: int) -> None:
@@ -207,7 +217,27 @@ def _print_answers(answers: list[Answer], json: bool) -> None:
     result = gates_json(all_gates) if all_gates else {}
     for answer in answers:
         result |= answer.json
-    print_and_exit(result, json)
+    step = None
+    if gates.names_cause(gate.name for gate in gates.red_gates(all_gates)):
+        step = READ_AND_EXPORT
+    print_and_exit(result, json, next_command=step)
+
+
+def _compare_weights(bundle, checkpoint) -> Answer:
+    """Whether a bundle stores the checkpoint's weights. The parts of the error cannot say
+    it: exchanged weights look like a coarse preset. Weights that were fitted to a text are
+    left to `validate`, which runs layers to judge them; those of another exporter to the
+    gates on its calls."""
+    if bundle.manifest.foreign:
+        return Answer({}, [])
+    if bundle.manifest.calibration:
+        reason = "weights were fitted to a text; run: workbench validate"
+        gate = gates.Gate("weights", gates.NOT_RUN, None, None, reason)
+        return Answer({}, [gate])
+    from workbench.check.weights import weights_gate
+
+    stage("explain: stored weights")
+    return Answer({}, [weights_gate(bundle, checkpoint)])
 
 
 def _split_error(bundle, checkpoint, ids: list[int], device: Device) -> Answer:

@@ -49,7 +49,7 @@ def generate(
 
     Args:
         chat: The prompt is a user's message, in the checkpoint's own chat template.
-        max_new: New tokens.
+        max_new: New tokens; 0 with --logits alone, for those behind the prompt.
         temperature: 0: always the most likely token.
         top_k: Sample from the k most likely tokens; 0: from all.
         top_p: Sample from the most likely tokens whose probabilities add up to this.
@@ -60,6 +60,9 @@ def generate(
     prompt.check(required=True)
     if logits is not None:
         paths.check_output("--logits", logits)
+    elif not max_new:
+        step = "ask for more tokens, or write the prompt's logits with --logits FILE"
+        raise InputError("--max-new", "0", "a number from 1 on", step)
     if prompt.prompt is None:
         reject_unused("--prompt, a message to answer", chat=chat)
     if not temperature:

@@ -15,6 +15,7 @@ from workbench.check.gates import (
     Gate,
     describe_verdict,
     jsonable,
+    names_cause,
     quality,
     verdict,
 )
@@ -22,6 +23,8 @@ from workbench.cli import ending
 from workbench.errors import visible
 from workbench.progress import end_stage
 
+READ_AND_EXPORT = "read the RED lines: they name what is wrong; then export again"
+"""The next step where the reasons of the RED gates name the cause."""
 # The stream for results while `libraries_on_stderr` is active; None: stdout.
 document_stream: TextIO | None = None
 
@@ -52,7 +55,7 @@ def print_and_exit(
         json: whether it is; else `lines` are printed.
         lines: default: those of `format_result`.
         code: default: the exit code of the result's verdicts.
-        next_command: what the user runs next, the last line of text.
+        next_command: what the user runs or does next, the last line of text.
     """
     if json:
         lines = [dumps(jsonable(result), default=str, allow_nan=False)]
@@ -72,10 +75,11 @@ def command_line(*words: str | Path) -> str:
     return shlex.join(["workbench", *map(str, words)])
 
 
-def explain_command(
+def step_after_red(
     result: dict, bundle: Path, checkpoint: Path | None, runtime: str = "auto"
 ) -> str | None:
-    """The command that finds the cause of a RED result; None where it is not RED.
+    """What the user does next to find the cause of a RED result, mostly a command; None
+    where it is not RED.
 
     Args:
         bundle, checkpoint: as the user gave them; without a checkpoint its place is
@@ -85,6 +89,8 @@ def explain_command(
     if result["verdict"] != "RED":
         return None
     red = {gate["name"] for gate in result.get("gates", []) if gate["verdict"] == "RED"}
+    if names_cause(red):
+        return READ_AND_EXPORT
     if red == {"device"}:  # the program is right, and the runtime computes another
         words = "explain", "op", bundle
     else:

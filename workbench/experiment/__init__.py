@@ -37,6 +37,7 @@ _MODULES = {
     "errors": ("CellError",),
     "experiment.folders": (
         "check_writable",
+        "is_shipped",
         "last_run",
         "read_run",
         "run_folder",
@@ -46,7 +47,13 @@ _MODULES = {
     "experiment.parameters": ("notebook_parameters", "parse_value"),
     "experiment.publishing": ("publish_run",),
     "experiment.recording": ("Experiment",),
-    "experiment.report": ("draw_figure", "redraw_run", "write_html", "write_report"),
+    "experiment.report": (
+        "draw_figure",
+        "find_report",
+        "redraw_run",
+        "write_html",
+        "write_report",
+    ),
     "experiment.running": ("run_notebook",),
     "experiment.tables": ("gate_table", "show"),
 }

@@ -86,6 +86,16 @@ def redraw_run(folder: Path) -> Path:
     return write_report(folder)
 
 
+def find_report(folder: Path) -> Path:
+    """The path of the report that lies with a finished run, which is left as it is.
+
+    Raises:
+        InputError: figures or tables of another run lie there.
+    """
+    artifacts.check_one_run(folder)
+    return folder / folders.REPORT
+
+
 def write_report(folder: Path) -> Path:
     """Writes `report.md` of the run in `folder` from its files."""
     path = folder / folders.REPORT

@@ -15,6 +15,7 @@ computed from the paths that they name, and the model is serialized in canonical
 Two shards are therefore equal if their manifest entries (path, size, SHA-256) are."""
 
 import json
+import re
 import struct
 import tempfile
 import uuid
@@ -58,6 +59,12 @@ FOLDING_PASSES = [
     "common::fuse_conv_batchnorm",
     "common::fuse_elementwise_to_batchnorm",
 ]
+
+# coremltools logs these as warnings at every conversion of a shard: its outputs are a tuple,
+# and its caches are read and written. Its other messages reach the user.
+HARMLESS_MESSAGES = re.compile(
+    r"Tuple detected at graph output|Torch var \w+_state is added again"
+)
 
 DATE_KEY = "com.github.apple.coremltools.conversion_date"
 DATE = "1970-01-01"
@@ -297,7 +304,8 @@ def convert_module(
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING_PASSES)
     _append_compression(pipeline, weights)
-    with quiet(), no_progress(), seldom_validated(), lean_passes(), torch.no_grad():
+    silence = quiet(HARMLESS_MESSAGES)
+    with silence, no_progress(), seldom_validated(), lean_passes(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
         traced = torch.jit.trace(module, examples, check_trace=False)
@@ -402,7 +410,8 @@ def join_functions(programs: dict[str, Path]) -> Path:
         descriptor.add_function(str(program), "main", name)
     descriptor.default_function_name = next(iter(programs))
     package = first.with_name("joined.mlpackage")
-    with quiet(), no_progress(), seldom_validated(), lean_passes():
+    silence = quiet(HARMLESS_MESSAGES)
+    with silence, no_progress(), seldom_validated(), lean_passes():
         Builder.name_count.clear()
         utils.save_multifunction(descriptor, str(package))
     return package

@@ -135,10 +135,10 @@ def _describe_export(results: Sequence[Gate]) -> str:
     ]
     count = len(gates_that_ran)
     if faults := gates.red_gates(results):
-        names = ", ".join(gate.name for gate in faults)
+        names = [gate.name for gate in faults]
         return (
-            f"Export RED: {len(faults)} of {count} gates on it are RED ({names}). "
-            "Next step: workbench explain names the cause."
+            f"Export RED: {len(faults)} of {count} gates on it are RED "
+            f"({', '.join(names)}). Next step: {_step_after_red(names)}."
         )
     not_run_note = ""
     names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
@@ -146,6 +146,15 @@ def _describe_export(results: Sequence[Gate]) -> str:
         not_run_note = f"; not run: {', '.join(names_not_run)}"
     word = "not run" if gates.missing_gates(results) else "GREEN"
     return f"Export {word}: {count} gates on it are GREEN{not_run_note}."
+
+
+def _step_after_red(names: list[str]) -> str:
+    """What finds the cause of RED gates of these names."""
+    if gates.names_cause(names):
+        return "their reasons name what is wrong; then export again"
+    if names == ["device"]:
+        return "workbench explain op names the operation"
+    return "workbench explain names the cause"
 
 
 def _describe_quality(results: Sequence[Gate]) -> list[str]:
