@@ -155,7 +155,8 @@ def test_commands_take_a_fitted_bundle(exports, id_files, tmp_path, preset):
         exports, id_files, "E2B", preset, "--layers-per-shard", 2
     )
     explained = invoke("explain", bundle, "--checkpoint", source, *PROMPT_IDS)
-    assert explained["verdict"] == "GREEN" and explained["fits"], explained
+    # weights that were fitted to a text are left to `validate`
+    assert explained["verdict"] == "not_run" and explained["fits"], explained
     plan = invoke("plan", bundle, "--memory", "16G", "--chip", "M4")
     assert plan["bytes"]["weights"] > 0
     golden = Golden.of(Checkpoint(source), PROMPT)
