@@ -372,7 +372,7 @@ def routed_bytes(tables: Tables, match: re.Match) -> dict[str, float]:
     "31",
     label="largest part",
     pattern=r"(?:the largest part of the squared error is|whose largest part is) \w+: "
-    rf"{number('largest')}; products of two parts make up {number('cross_terms')}",
+    rf"{number('largest')}; products of two parts make up \+?{number('cross_terms')}",
 )
 def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
     """Its share of the summed squares, and the share of the cross terms."""
