@@ -367,12 +367,11 @@ def routed_bytes(tables: Tables, match: re.Match) -> dict[str, float]:
 # --- notebook 31: the parts of the error
 
 
-# reports of before that sentence named the layers have the first form
 @claim(
     "31",
     label="largest part",
-    pattern=r"(?:the largest part of the squared error is|whose largest part is) \w+: "
-    rf"{number('largest')}; products of two parts make up \+?{number('cross_terms')}",
+    pattern=rf"whose largest part is \w+: {number('largest')}; products of two parts "
+    rf"make up \+?{number('cross_terms')}",
 )
 def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
     """Its share of the summed squares, and the share of the cross terms."""
@@ -388,7 +387,7 @@ def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
     "31",
     label="layers that carry the error",
     pattern=rf"{number('named')} of {number('layers')} layers carry {number('carried')} of "
-    r"(?:that error|the squared error)",
+    "the squared error",
 )
 def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
     """How many layers are named, how many there are, and the share of the squared error
