@@ -246,8 +246,8 @@ def report(
 
 
 def _check_folder(option: str, path: Path) -> None:
-    """Refuses a file in a folder that is not there: a page takes seconds, so that a
-    mistyped path is better told than made."""
+    """Refuses a file in a folder that does not exist, before the page is computed. The
+    folder is not made, because its name may be misspelled."""
     if not path.parent.is_dir():
         actual, step = f"no folder {path.parent}", "make the folder, or name another"
         raise InputError(f"{option} {path}", actual, "a folder that is there", step)
