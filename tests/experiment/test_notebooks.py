@@ -728,16 +728,18 @@ def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certa
     text = SimpleNamespace(ids=np.zeros(9), source="a.txt")
     names = {"source": source, "search": SimpleNamespace(text=text), "CHIP": "M4"}
     exec("\n".join(lines), names)
-    about = {name: names[name] for name in ("about", "about_times")}
+    captions = {name: names[name] for name in ("about", "about_times")}
     parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
-    assert "M4" not in figures_of_35('"bytes", plots', **about, **parts)["bytes"].about
+    assert (
+        "M4" not in figures_of_35('"bytes", plots', **captions, **parts)["bytes"].about
+    )
     every = pd.concat(parts.values())
     # 0.9 to 1.4 ms, with an interval of half to three times as long
-    times = figures_of_35('"times", plots', **about, every=every)["times"]
+    times = figures_of_35('"times", plots', **captions, every=every)["times"]
     assert "M4" in times.about
     assert "wider than the differences: the order of the choices" in times.about
     sure = every.assign(low_ms=0.99 * every["ms"], high_ms=1.01 * every["ms"])
-    times = figures_of_35('"times", plots', **about, every=sure)["times"]
+    times = figures_of_35('"times", plots', **captions, every=sure)["times"]
     assert "not certain" not in times.about
 
 
