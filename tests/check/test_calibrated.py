@@ -244,9 +244,7 @@ def correlated_inputs(seed: int) -> torch.Tensor:
 
 def statistics_of(x: torch.Tensor) -> InputStatistics:
     """What the exporter knows of inputs x."""
-    total = exporter_inputs.InputSum()
-    total.add(x[None])
-    return total.compute_statistics()
+    return exporter_inputs.InputSum.of(x).compute_statistics()
 
 
 def weights_of(seed: int) -> torch.Tensor:

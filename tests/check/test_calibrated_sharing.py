@@ -19,7 +19,7 @@ from workbench.check import calibrated
 from workbench.check.golden import stored_weights
 from workbench.check.weights import weights_gate
 from workbench.exporter import calibrate
-from workbench.exporter.inputs import input_statistics
+from workbench.exporter.inputs import InputSum
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layerwise import WrappedLayer
 
@@ -173,10 +173,9 @@ def test_a_projection_is_judged_by_its_rows_and_by_its_inputs(
     gate = weights_gate(Bundle.open(copy.seal()), source)
     assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason
 
-    def statistics_of_others(x):
-        return input_statistics(x.roll(1, -1))
-
-    monkeypatch.setattr(calibrate, "input_statistics", statistics_of_others)
+    sum_of = InputSum.of
+    # the layers' sums are made otherwise
+    monkeypatch.setattr(InputSum, "of", lambda x: sum_of(x.roll(1, -1)))
     bundle = export(source.path, tmp_path / "c", compress="lut4-g8", **OPTIONS)
     gate = weights_gate(bundle, source)
     assert gate.verdict == "RED" and "per_layer_model_projection" in gate.reason

@@ -63,6 +63,9 @@ LEAST_SHARE = 0.01  # least share of a row's error that a loss has to cause
 LEAST_DAMPING = 1e-5  # in parts of the mean of H's diagonal
 ROWS = 4096  # rows that are compared at a time
 COLUMNS = 384  # of a moment that are computed at a time
+INPUTS = (
+    1024  # of a moment whose products are summed in float32 before they go to float64
+)
 
 # Guards of divisors and of what is below the accuracy of float32 products.
 TINY = 1e-30  # in place of a power of zero
@@ -157,18 +160,17 @@ class Moment:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> "Moment":
-        """The moments of inputs [.., n, C], summed window by window.
+        """The moments of inputs [.., C]. `INPUTS` of them are summed in float32 at a time.
 
         x xᵀ is symmetric: the blocks of `COLUMNS` columns below its diagonal are copied
         from those above it."""
-        windows = x.reshape(-1, *x.shape[-2:])
         width = x.shape[-1]
         total = torch.zeros(width, width, dtype=torch.float64)
         for start in range(0, width, COLUMNS):
             stop = min(start + COLUMNS, width)
             upper = total[start:stop, start:]
-            for window in windows:
-                upper += window[:, start:stop].T @ window[:, start:]
+            for inputs in x.reshape(-1, width).split(INPUTS):
+                upper += inputs[:, start:stop].T @ inputs[:, start:]
             total[stop:, start:stop] = upper[:, stop - start :].T
         return cls(total, x.double().square().sum(-1).flatten())
 

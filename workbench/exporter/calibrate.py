@@ -32,8 +32,8 @@ from torch.func import functional_call
 
 from workbench.bundle import Calibration, file_entries
 from workbench.errors import InputError
-from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
-from workbench.exporter.inputs import InputSum, input_statistics, summed_inputs
+from workbench.exporter.compress import compress_matrix, decompress
+from workbench.exporter.inputs import InputSum, summed_inputs
 from workbench.exporter.threads import call_for_each
 from workbench.exporter.weights import HEAD_WEIGHT, Arrays, WeightSource, load_values
 from workbench.files import locked, write_whole
@@ -194,19 +194,25 @@ class CalibrationRun:
         [windows, window, C] of all of them."""
         missing = [weight for weight in slices if not self.files.has(weight)]
         if missing:
-            statistics = input_statistics(x)
-            self.compress([(weight, statistics) for weight in missing])
+            total = InputSum.of(x)
+            self.compress([(weight, total) for weight in missing])
         self.progress.update(len(slices))
 
-    def compress(self, matrices: list[tuple[WeightSource, InputStatistics]]) -> None:
+    def compress(self, matrices: list[tuple[WeightSource, InputSum]]) -> None:
         """Compresses and saves matrices, or slices of one, for the inputs of each."""
 
-        def compress_one(matrix: tuple[WeightSource, InputStatistics]) -> None:
-            weight, statistics = matrix
+        def compress_one(matrix: tuple[WeightSource, InputSum]) -> None:
+            weight, total = matrix
             values = load_values(weight, self.checkpoint).reshape(weight.shape[:2])
+            statistics = total.compute_statistics()
             self.files.save(weight, compress_matrix(values, weight.preset, statistics))
 
-        call_for_each(compress_one, matrices)
+        def multiplications(matrix: tuple[WeightSource, InputSum]) -> int:
+            rows, width = matrix[0].shape[:2]
+            return rows * width**2
+
+        # the longest first: the last one of a layer leaves other threads without work
+        call_for_each(compress_one, sorted(matrices, key=multiplications, reverse=True))
 
     def stored_values(self, weight: WeightSource) -> torch.Tensor:
         """The values [R, C] float32 of a finished matrix."""
@@ -270,13 +276,7 @@ class CompressingLayer(WrappedLayer):
             weights: parameter → the weight that stores it.
             sums: parameter → the sum of its inputs; none of a module that was not called.
         """
-        statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
-        matrices = []
-        for name, total in sums.items():
-            if id(total) not in statistics:
-                statistics[id(total)] = total.compute_statistics()
-            matrices.append((weights[name], statistics[id(total)]))
-        self.run.compress(matrices)
+        self.run.compress([(weights[name], total) for name, total in sums.items()])
 
 
 class CompressingLinear(nn.Module):

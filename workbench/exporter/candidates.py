@@ -18,7 +18,7 @@ from torch import nn
 
 from workbench.bundle.presets import FP16, Preset
 from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
-from workbench.exporter.inputs import LastInput, input_statistics
+from workbench.exporter.inputs import InputSum, LastInput
 from workbench.exporter.replaceable import HEAD
 from workbench.exporter.shards import HEAD_ROWS
 from workbench.exporter.threads import call_for_each
@@ -131,7 +131,7 @@ class _CandidateWriter:
     def _statistics_of(self, x: torch.Tensor) -> InputStatistics:
         statistics = self.statistics.find(x)
         if statistics is None:
-            statistics = input_statistics(x)
+            statistics = InputSum.of(x).compute_statistics()
             self.statistics.set(x, statistics)
         return statistics
 

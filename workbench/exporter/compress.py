@@ -29,7 +29,9 @@ from workbench.exporter.weights import Arrays, quantize
 # of GPTQ: columns that are rounded before their errors reach the others in one product
 COLUMNS_PER_BLOCK = 64
 ROWS_PER_PIECE = 1024  # rows that are in float32 at a time, a multiple of every group
-CG_STEPS = 5  # of conjugate gradients for the entries of a table
+# Of conjugate gradients for the entries of a table. Measured on two layers of SmolLM2, the
+# errors after 3, 5 and 8 steps differ by less than 0.02 %; after 1 step they are 0.08 % larger.
+CG_STEPS = 3
 SWEEPS = 2  # over the indices of a row
 
 

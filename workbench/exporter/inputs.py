@@ -1,6 +1,7 @@
 """The inputs that linear modules read while Hugging Face's model runs: their sums of x xᵀ,
 and the statistics by which `compress.py` compresses the modules' matrices."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,6 +13,12 @@ from torch import nn
 from workbench.exporter.compress import InputStatistics
 
 Result = TypeVar("Result")
+# Inputs whose products are summed in float32 at a time. Each sum goes to float64, for which
+# as many additions are needed as the matrix x xᵀ has entries: fewer inputs at a time would
+# take longer to add than to multiply.
+INPUTS_PER_PRODUCT = 1024
+# x xᵀ is symmetric: blocks of so many columns are computed from the diagonal on.
+COLUMNS_PER_PRODUCT = 512
 
 
 class LastInput(Generic[Result]):
@@ -39,16 +46,31 @@ class InputSum:
     def __init__(self):
         self.total: torch.Tensor | None = None  # float64 [C, C]
         self.squares: list[torch.Tensor] = []  # |x|² of every input
+        self._statistics: InputStatistics | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "InputSum":
+        """The sum over inputs [.., C]."""
+        total = cls()
+        total.add(x)
+        return total
 
     def add(self, x: torch.Tensor) -> None:
-        """Adds inputs [.., C], a window at a time."""
-        for window in x.reshape(-1, *x.shape[-2:]):
-            product = window.T @ window
-            if self.total is None:
-                self.total = product.double()
-            else:
-                self.total += product  # in place: no second matrix in float64
+        """Adds inputs [.., C]."""
+        width = x.shape[-1]
+        if self.total is None:
+            self.total = torch.zeros(width, width, dtype=torch.float64)
+        for inputs in x.reshape(-1, width).split(INPUTS_PER_PRODUCT):
+            for start in range(0, width, COLUMNS_PER_PRODUCT):
+                stop = start + COLUMNS_PER_PRODUCT
+                product = inputs[:, start:stop].T @ inputs[:, start:]
+                self.total[start:stop, start:] += product  # no second one in float64
+        for start in range(0, width, COLUMNS_PER_PRODUCT):
+            stop = start + COLUMNS_PER_PRODUCT
+            self.total[stop:, start:stop] = self.total[start:stop, stop:].T
         self.squares.append(x.square().sum(-1).flatten())
+        self._statistics = None
 
     @property
     def count(self) -> int:
@@ -56,22 +78,18 @@ class InputSum:
         return sum(map(len, self.squares))
 
     def compute_statistics(self) -> InputStatistics:
-        """The statistics of all inputs that were added. It takes a Cholesky decomposition
-        of a matrix [C, C].
+        """The statistics of all inputs that were added. They take Cholesky decompositions of
+        a matrix [C, C], which only the first call computes; other threads wait for it.
 
         The damping is the median |x|² over the number of inputs: the sampling error of
         an ordinary input's correlations. The mean of H's diagonal would not do. An
         attention sink's input of a down projection can be hundreds of times as long as
         any other, and damping that grows with it would drown all others."""
-        median = float(torch.cat(self.squares).median())
-        return InputStatistics.of(self.total / self.count, median / self.count)
-
-
-def input_statistics(x: torch.Tensor) -> InputStatistics:
-    """The statistics of inputs [windows, window, C]."""
-    total = InputSum()
-    total.add(x)
-    return total.compute_statistics()
+        with self._lock:
+            if self._statistics is None:
+                damping = float(torch.cat(self.squares).median()) / self.count
+                self._statistics = InputStatistics.of(self.total / self.count, damping)
+            return self._statistics
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 
 from workbench.bundle.presets import FP16, Preset
 from workbench.exporter.candidates import CandidateValues
-from workbench.exporter.replaceable import HEAD, SCORED_TOKENS, ReplaceableModel
+from workbench.exporter.replaceable import HEAD, ReplaceableModel
 from workbench.progress import bar, stage
 
 ESTIMATED_WINDOWS = 4
@@ -141,8 +141,8 @@ class _Distributions:
 def _iter_distributions(
     replaceable: ReplaceableModel, hidden: torch.Tensor
 ) -> Iterator[_Distributions]:
-    """Yields the distributions of final hidden states [n, C], `SCORED_TOKENS` at a time."""
-    for x in hidden.split(SCORED_TOKENS):
+    """Yields the distributions of final hidden states [n, C], `scored_tokens` at a time."""
+    for x in hidden.split(replaceable.scored_tokens):
         logits = replaceable.logits(x, replaceable.unchanged_head)
         slope = 1.0
         if replaceable.softcap:

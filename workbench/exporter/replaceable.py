@@ -14,8 +14,9 @@ from workbench.exporter.allocation import Quality
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.folder import LOCAL
 
-SCORED_TOKENS = 32
-"""Tokens whose logits are computed at a time."""
+LOGIT_BYTES = 32 << 20
+"""Bytes of the logits in float32 that are computed at a time. A head is read from memory for
+each of these products, so that fewer tokens would wait for it."""
 KEPT_BYTES = 512 << 20
 """Bytes of the unchanged model's distributions that are kept for later measurements."""
 HEAD = "lm_head"
@@ -112,6 +113,11 @@ class ReplaceableModel:
             unchanged_hidden=[_last_hidden(model, window) for window in ids],
         )
 
+    @property
+    def scored_tokens(self) -> int:
+        """The number of tokens whose logits are computed at a time."""
+        return max(1, LOGIT_BYTES // (4 * len(self.unchanged_head)))
+
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The model's logits [.., V] for `hidden` [.., C] with the matrix `head`
         [V, C]."""
@@ -131,9 +137,9 @@ class ReplaceableModel:
         kls, log_ratios, same = [], [], []
         for window, ids in enumerate(self.ids):
             hidden = _last_hidden(self.model, ids)
-            for start in range(0, len(ids), SCORED_TOKENS):
+            for start in range(0, len(ids), self.scored_tokens):
                 log_p = self._unchanged_log_p(window, start)
-                changed = self.logits(hidden[start : start + SCORED_TOKENS], head)
+                changed = self.logits(hidden[start : start + len(log_p)], head)
                 log_q = F.log_softmax(changed, -1)
                 kls.append((log_p.exp() * (log_p - log_q)).sum(-1))
                 same.append(log_p.argmax(-1) == log_q.argmax(-1))
@@ -150,11 +156,11 @@ class ReplaceableModel:
         )
 
     def _unchanged_log_p(self, window: int, start: int) -> torch.Tensor:
-        """log p [n, V] of the unchanged model for `SCORED_TOKENS` tokens of a window."""
+        """log p [n, V] of the unchanged model for `scored_tokens` tokens of a window."""
         kept = self.kept_log_p.get((window, start))
         if kept is not None:
             return kept
-        hidden = self.unchanged_hidden[window][start : start + SCORED_TOKENS]
+        hidden = self.unchanged_hidden[window][start : start + self.scored_tokens]
         log_p = F.log_softmax(self.logits(hidden, self.unchanged_head), -1)
         if (len(self.kept_log_p) + 1) * log_p.nbytes <= KEPT_BYTES:
             self.kept_log_p[window, start] = log_p
