@@ -32,7 +32,7 @@ from torch.func import functional_call
 
 from workbench.bundle import Calibration, file_entries
 from workbench.errors import InputError
-from workbench.exporter.compress import compress_matrix, decompress
+from workbench.exporter.compress import InputStatistics, compress_matrix, decompress
 from workbench.exporter.inputs import InputSum, summed_inputs
 from workbench.exporter.threads import call_for_each
 from workbench.exporter.weights import HEAD_WEIGHT, Arrays, WeightSource, load_values
@@ -194,20 +194,19 @@ class CalibrationRun:
         [windows, window, C] of all of them."""
         missing = [weight for weight in slices if not self.files.has(weight)]
         if missing:
-            total = InputSum.of(x)
-            self.compress([(weight, total) for weight in missing])
+            statistics = InputSum.of(x).compute_statistics()
+            self.compress([(weight, statistics) for weight in missing])
         self.progress.update(len(slices))
 
-    def compress(self, matrices: list[tuple[WeightSource, InputSum]]) -> None:
+    def compress(self, matrices: list[tuple[WeightSource, InputStatistics]]) -> None:
         """Compresses and saves matrices, or slices of one, for the inputs of each."""
 
-        def compress_one(matrix: tuple[WeightSource, InputSum]) -> None:
-            weight, total = matrix
+        def compress_one(matrix: tuple[WeightSource, InputStatistics]) -> None:
+            weight, statistics = matrix
             values = load_values(weight, self.checkpoint).reshape(weight.shape[:2])
-            statistics = total.compute_statistics()
             self.files.save(weight, compress_matrix(values, weight.preset, statistics))
 
-        def multiplications(matrix: tuple[WeightSource, InputSum]) -> int:
+        def multiplications(matrix: tuple[WeightSource, InputStatistics]) -> int:
             rows, width = matrix[0].shape[:2]
             return rows * width**2
 
@@ -276,7 +275,13 @@ class CompressingLayer(WrappedLayer):
             weights: parameter → the weight that stores it.
             sums: parameter → the sum of its inputs; none of a module that was not called.
         """
-        self.run.compress([(weights[name], total) for name, total in sums.items()])
+        statistics: dict[int, InputStatistics] = {}  # matrices of one input share them
+        matrices = []
+        for name, total in sums.items():
+            if id(total) not in statistics:
+                statistics[id(total)] = total.compute_statistics()
+            matrices.append((weights[name], statistics[id(total)]))
+        self.run.compress(matrices)
 
 
 class CompressingLinear(nn.Module):

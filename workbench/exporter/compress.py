@@ -32,6 +32,7 @@ ROWS_PER_PIECE = 1024  # rows that are in float32 at a time, a multiple of every
 # Of conjugate gradients for the entries of a table. Measured on two layers of SmolLM2, the
 # errors after 3, 5 and 8 steps differ by less than 0.02 %; after 1 step they are 0.08 % larger.
 CG_STEPS = 3
+INVERTED_AT_ONCE = 256  # columns of a triangular matrix whose inverse LAPACK computes
 SWEEPS = 2  # over the indices of a row
 
 
@@ -84,9 +85,26 @@ class InputStatistics:
         # inputs that are mostly zero have no damping of their own
         damped.diagonal().add_(damping + 1e-5 * float(mean_squares.mean()) + 1e-30)
         order = torch.argsort(mean_squares, descending=True, stable=True)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
-        factor = torch.linalg.cholesky(inverse, upper=True)
+        # H = R Rᵀ with R upper triangular, the flipped factor of the flipped matrix: then
+        # H⁻¹ = R⁻ᵀ R⁻¹, and R⁻¹ is the factor of the inverse
+        flipped = damped[order][:, order].flip(0, 1)
+        factor = _invert_upper(torch.linalg.cholesky(flipped).flip(0, 1))
         return cls(mean_squares.numpy(), damped.float(), order, factor.float())
+
+
+def _invert_upper(matrix: torch.Tensor) -> torch.Tensor:
+    """The inverse of an upper triangular matrix, from those of its quarters: most of it are
+    products, which take half the time of LAPACK's inverse of a large matrix."""
+    width = len(matrix)
+    if width <= INVERTED_AT_ONCE:
+        identity = torch.eye(width, dtype=matrix.dtype)
+        return torch.linalg.solve_triangular(matrix, identity, upper=True)
+    half = width // 2
+    inverse = torch.zeros_like(matrix)
+    first = inverse[:half, :half] = _invert_upper(matrix[:half, :half])
+    last = inverse[half:, half:] = _invert_upper(matrix[half:, half:])
+    inverse[:half, half:] = -first @ (matrix[:half, half:] @ last)
+    return inverse
 
 
 def compress_matrix(

@@ -1,7 +1,6 @@
 """The inputs that linear modules read while Hugging Face's model runs: their sums of x xᵀ,
 and the statistics by which `compress.py` compresses the modules' matrices."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -46,8 +45,6 @@ class InputSum:
     def __init__(self):
         self.total: torch.Tensor | None = None  # float64 [C, C]
         self.squares: list[torch.Tensor] = []  # |x|² of every input
-        self._statistics: InputStatistics | None = None
-        self._lock = threading.Lock()
 
     @classmethod
     def of(cls, x: torch.Tensor) -> "InputSum":
@@ -70,7 +67,6 @@ class InputSum:
             stop = start + COLUMNS_PER_PRODUCT
             self.total[stop:, start:stop] = self.total[start:stop, stop:].T
         self.squares.append(x.square().sum(-1).flatten())
-        self._statistics = None
 
     @property
     def count(self) -> int:
@@ -78,18 +74,15 @@ class InputSum:
         return sum(map(len, self.squares))
 
     def compute_statistics(self) -> InputStatistics:
-        """The statistics of all inputs that were added. They take Cholesky decompositions of
-        a matrix [C, C], which only the first call computes; other threads wait for it.
+        """The statistics of all inputs that were added. It takes a Cholesky decomposition
+        of a matrix [C, C].
 
         The damping is the median |x|² over the number of inputs: the sampling error of
         an ordinary input's correlations. The mean of H's diagonal would not do. An
         attention sink's input of a down projection can be hundreds of times as long as
         any other, and damping that grows with it would drown all others."""
-        with self._lock:
-            if self._statistics is None:
-                damping = float(torch.cat(self.squares).median()) / self.count
-                self._statistics = InputStatistics.of(self.total / self.count, damping)
-            return self._statistics
+        median = float(torch.cat(self.squares).median())
+        return InputStatistics.of(self.total / self.count, median / self.count)
 
 
 @contextmanager
