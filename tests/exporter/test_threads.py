@@ -1,6 +1,7 @@
 """`call_in_parts` and `call_for_each` cover all items once, and raise what a thread has raised."""
 
 import time
+from threading import Thread
 
 import pytest
 import torch
@@ -53,6 +54,31 @@ def test_every_item_is_called_once_without_gradients():
 
     call_for_each(collect, range(20))
     assert sorted(items) == list(range(20)) and all(modes)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("threads, share", [(1, 1), (2, 1), (3, 1), (8, 4)])
+def test_calls_share_the_threads_of_torch_and_give_them_back(threads, share, fails):
+    """Threads that start later have all of them, too."""
+    torch.set_num_threads(threads)
+    counts = []
+
+    def count(item):
+        counts.append(torch.get_num_threads())
+        if fails:
+            raise ValueError(item)
+
+    try:
+        call_for_each(count, range(5))
+    except ValueError:
+        assert fails
+    assert set(counts) == {share}
+    assert torch.get_num_threads() == threads
+    later = []
+    thread = Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [threads]
 
 
 def test_after_an_error_no_further_item_begins():
