@@ -4,9 +4,11 @@ tables and figures that were stored with them.
 Every notebook has a list of claims. A claim is a pattern of the Answer's text and, below
 it, the function that computes the numbers of that sentence from the stored data, by the
 names of the pattern's groups. Groups whose name begins with `which_` are no numbers to
-check: they say which data the sentence is about. Nothing of the package's statistics is
-used: the formulas are written out here. `tools/audit.py` calls `check_sentences`; times of
-notebook 34 are checked in `audit_times.py`."""
+check: they say which data the sentence is about. A measured number that is in no claim's
+sentence is a finding as well: a sentence that was reworded would otherwise go unchecked.
+Nothing of the package's statistics is used: the formulas are written out here.
+`tools/audit.py` calls `check_sentences`; times of notebook 34 are checked in
+`audit_times.py`."""
 
 import re
 from collections import defaultdict
@@ -20,6 +22,18 @@ from finding import Finding
 # rounding to fp16 moves a value by at most 2^-11 of its size
 HALF_ULP = 2.0**-11
 WHICH = "which_"
+MEASURED = r"(?<![\w.])-?\d[\d,]*(?:\.\d+|e[+-]\d+|\.\d+e[+-]\d+|%)+(?!\w)"
+"""A number that was measured: it has a fraction, an exponent or a percent sign. Whole numbers are
+counts, sizes and places."""
+STATED = (
+    r"(?:your|its) limit of [\d.e-]+",
+    r"frequencies [\d.]+% too high",
+    r"\d+% (?:interval|below|of its tokens)",
+    r"keep a mean KL of [\d.e-]+ nats",
+    r"Qwen 2\.5",
+    r"“[^”]*”",
+)
+"""Phrases whose numbers are parameters of the notebook, parts of a name, or a model's own words."""
 Tables = dict[str, pd.DataFrame]
 """The stored data of a report by kind and name, such as `figures/fidelity`."""
 Compute = Callable[[Tables, re.Match], dict[str, float]]
@@ -63,13 +77,16 @@ class AnswerCheck:
     findings: list[Finding]
     count: int
     """The number of those that were computed again."""
+    unclaimed: list[str]
+    """The measured numbers that no claim computes, as they are printed."""
 
 
 def check_sentences(
     notebook: str, answer: str, tables: Tables, place: str = "Answer"
 ) -> AnswerCheck:
     """Checks the numbers in the Answer of a notebook. A claim whose sentence the Answer
-    lacks is skipped: an Answer leaves out what did not happen.
+    lacks is skipped: an Answer leaves out what did not happen. `unclaimed` has the numbers of
+    sentences that no claim knows.
 
     Args:
         notebook: the two digits of its name.
@@ -81,15 +98,22 @@ def check_sentences(
         KeyError: a claim does not compute a number of its sentence.
     """
     findings, count = [], 0
+    spans = [match.span() for phrase in STATED for match in re.finditer(phrase, answer)]
     for claim in CLAIMS.get(notebook, []):
         for match in re.finditer(claim.pattern, answer):
+            spans.append(match.span())
             computed = claim.compute(tables, match)
             for name, text in printed_numbers(match).items():
                 count += 1
                 if not agrees(text, computed[name]):
                     needed = f"{computed[name]:.6g}"
                     findings.append(Finding(place, claim.label, text, needed))
-    return AnswerCheck(findings, count)
+    unclaimed = [
+        match.group()
+        for match in re.finditer(MEASURED, answer)
+        if not any(start <= match.start() < stop for start, stop in spans)
+    ]
+    return AnswerCheck(findings, count, unclaimed)
 
 
 def printed_numbers(match: re.Match) -> dict[str, str]:
@@ -123,7 +147,7 @@ def agrees(printed: str, computed: float) -> bool:
 @claim(
     *("05", "31"),
     label="mean KL",
-    pattern=rf"It costs a mean KL of {number('bundle')} nats",
+    pattern=rf"\b[Ii]t costs a mean KL of {number('bundle')} nats",
 )
 def cost_of_bundle(tables: Tables, match: re.Match) -> dict[str, float]:
     return {"bundle": mean_kl(tables, "bundle")}
@@ -231,15 +255,65 @@ def column_of(table: pd.DataFrame, name: str, earlier_name: str) -> pd.Series:
 
 @claim(
     "05",
+    label="largest value of the stream",
+    pattern=rf"Its channel {number('channel')} reaches {number('value')}:",
+)
+def stream_peak(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The channel of the largest value of the largest token, and this value."""
+    table = tables["tables/largest_token"]
+    return {
+        "channel": table.attrs["channel"],
+        "value": peak_row(table)["channel's value"],
+    }
+
+
+@claim(
+    "05", label="step of fp16", pattern=rf"fp16's numbers are {number('step')} apart"
+)
+def stream_step(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The step from the largest value of the stream to the next number of fp16."""
+    return {"step": peak_row(tables["tables/largest_token"])["fp16 step"]}
+
+
+def peak_row(table: pd.DataFrame) -> pd.Series:
+    """The row of the layer behind which the largest token's channel has its largest value."""
+    return table.loc[table["channel's value"].abs().idxmax()]
+
+
+@claim(
+    "05",
+    label="what a layer adds to the stream",
+    pattern=rf"\b(?P<which_layer>\d+) \(\+?{number('added')}\)",
+)
+def stream_added(tables: Tables, match: re.Match) -> dict[str, float]:
+    """What a layer adds to the largest token's channel."""
+    table = tables["tables/largest_token"].set_index("layer")
+    return {"added": table.loc[int(match["which_layer"]), "layer adds"]}
+
+
+@claim(
+    "05",
     label="what rounding of the stream moves",
     pattern=rf"moves no update by more than {number('change')} of its size",
 )
+@claim(
+    "05",
+    label="what rounding of the stream moves",
+    pattern=rf"moves an update of this token by up to {number('own_change')} of its size "
+    rf"\(layer {number('layer')}\), and an update of any other token by at most {number('others')}",
+)
 def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
-    """The largest change of an update, over its size, by rounding of the stream."""
+    """The largest change of an update over its size by rounding of the stream: of any token,
+    of the largest token, with its layer, and of the others."""
     table = tables["tables/largest_token"]
     changes = column_of(table, "update moved, relative RMS", "update_moved")
     others = column_of(table, "others moved, at most", "others_moved")
-    return {"change": max(changes.max(), others.max())}
+    return {
+        "change": max(changes.max(), others.max()),
+        "own_change": changes.max(),
+        "layer": table.loc[changes.idxmax(), "layer"],
+        "others": others.max(),
+    }
 
 
 @claim(
@@ -266,7 +340,7 @@ def sink_share(tables: Tables, match: re.Match) -> dict[str, float]:
 )
 def worst_update(tables: Tables, match: re.Match) -> dict[str, float]:
     """Each layer fed Hugging Face's input; near ties of the router do not count."""
-    of_figure = furthest_update(tables["figures/cosine"], "isolated")
+    of_figure = furthest(tables["figures/cosine"], "isolated")
     of_prompts = tables["tables/prompts"]["worst 1 − cosine"].max()
     return {"distance": max(of_figure, of_prompts)}
 
@@ -295,12 +369,12 @@ def free_routing(tables: Tables, match: re.Match) -> dict[str, float]:
 )
 def worst_in_a_row(tables: Tables, match: re.Match) -> dict[str, float]:
     """The same with layers in a row, each fed the one before it."""
-    return {"distance": furthest_update(tables["figures/cosine"], "chained")}
+    return {"distance": furthest(tables["figures/cosine"], "chained")}
 
 
-def furthest_update(rows: pd.DataFrame, mode: str) -> float:
-    """The largest 1 − cosine of an update in a mode, without near ties of the router."""
-    chosen = rows["tensor"].eq("update") & rows["mode"].eq(mode)
+def furthest(rows: pd.DataFrame, mode: str, tensor: str = "update") -> float:
+    """The largest 1 − cosine of a tensor in a mode, without near ties of the router."""
+    chosen = rows["tensor"].eq(tensor) & rows["mode"].eq(mode)
     return 1 - rows.loc[chosen & rows["routing_tie"].eq(False), "cosine"].min()
 
 
@@ -313,6 +387,22 @@ def seen_ingredients(tables: Tables, match: re.Match) -> dict[str, float]:
     """The figure's bars are decades above the bundle's own worst update."""
     decades = tables["figures/ingredients"]["update"]
     return {"seen": decades.gt(0).sum(), "all": len(decades)}
+
+
+@claim(
+    "30",
+    label="worst of the first prompt",
+    pattern=rf"than the bundle's worst update on the same prompt, {number('update')}\. The hidden "
+    rf"state, judged by the bundle's worst there, {number('hidden')},",
+)
+def first_prompt(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The bundle's largest 1 − cosine of an update on the first prompt, and that of a hidden
+    state."""
+    rows = tables["figures/cosine"]
+    return {
+        "update": furthest(rows, "isolated", "update"),
+        "hidden": furthest(rows, "isolated", "hidden"),
+    }
 
 
 @claim(
@@ -643,3 +733,70 @@ def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
         "same_top": "same_top",
     }
     return {name: row.get(column, np.nan) for name, column in columns.items()}
+
+
+@claim(
+    "35",
+    label="chosen formats",
+    pattern=rf"{number('mib')} MiB of matrices, {number('bits')} bits per weight, keep a mean KL "
+    rf"of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection, 99% of its "
+    rf"tokens below {number('p99')}",
+)
+def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
+    """MiB, bits per weight and KL in nats of the choice, as the bundle stores it."""
+    row = chosen_row(tables)
+    return {
+        "mib": row["mib"],
+        "bits": row["bits"],
+        "kl": row["kl"],
+        "p99": row["kl_p99"],
+    }
+
+
+@claim(
+    "35",
+    label="smallest format alone",
+    pattern=r"The smallest format alone within the limit is (?P<which_format>[\w-]+) with "
+    rf"{number('mib')} MiB; a format for each matrix needs {number('less')} less",
+)
+@claim(
+    "35",
+    label="predicted milliseconds",
+    pattern=rf"Predicted for (?P<which_chip>\w+): {number('ms')} in place of "
+    rf"{number('alone_ms')} ms a call, with a 90% interval of {number('low')} to "
+    rf"{number('high')} ms",
+)
+def smallest_format(tables: Tables, match: re.Match) -> dict[str, float]:
+    """MiB of the smallest format alone whose KL is at most the limit, which the Answer's first
+    sentence has; the share of them that the choice does without; and the milliseconds of both."""
+    limit = float(re.search(r"keep a mean KL of ([\d.e-]+) nats", match.string)[1])
+    choices = tables["tables/choices"]
+    within = choices[choices["kind"].eq("one format") & choices["kl"].le(limit)]
+    least, row = within.loc[within["mib"].idxmin()], chosen_row(tables)
+    return {
+        "mib": least["mib"],
+        "less": 1 - row["mib"] / least["mib"],
+        "ms": row["ms"],
+        "alone_ms": least["ms"],
+        "low": row["low_ms"],
+        "high": row["high_ms"],
+    }
+
+
+def chosen_row(tables: Tables) -> pd.Series:
+    choices = tables["tables/choices"]
+    return choices[choices["kind"].eq("chosen")].iloc[0]
+
+
+@claim(
+    "35",
+    label="kind with the largest loss",
+    pattern=r"The kind with the largest loss in four bits is (?P<which_kind>\w+): "
+    rf"{number('weights')} of the weights cause {number('loss')} of the loss; it gets "
+    rf"{number('bits')} bits",
+)
+def largest_loss(tables: Tables, match: re.Match) -> dict[str, float]:
+    """Shares of weights and loss, and bits per weight, of the kind with the largest loss."""
+    kinds = tables["tables/kinds"]
+    row = kinds.loc[kinds["loss"].idxmax()]
+    return {name: row[name] for name in ("weights", "loss", "bits")}

@@ -162,9 +162,19 @@ def misprint(project) -> None:
     path.write_text(text.replace("tokens_per_s", "call_ms", 1))
 
 
+def reword(project) -> None:
+    """Another report, with a sentence that no claim knows."""
+    folder = project / "experiments" / "35_least_bytes"
+    folder.mkdir()
+    words = {"conclusion": "The mean KL fell to 0.0123 nats."}
+    (folder / "run.json").write_text(json.dumps(words))
+    (folder / "report.md").write_text("# Experiment\n")
+
+
 @pytest.mark.parametrize(
     ("plant", "place"),
     [
+        (reword, "35_least_bytes/Answer: measured number: 0.0123"),
         (pool, "tables/configurations: tokens_per_s of"),
         (swap_ratio_of_the_answer, "Answer: 1024 over 128"),
         (reverse, "Answer: 1024 over 128"),

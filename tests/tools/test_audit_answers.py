@@ -39,6 +39,7 @@ def test_published_answers_hold_and_every_changed_number_is_named(number):
     answer, tables = read_report(number)
     check = audit_answers.check_sentences(number, answer, tables)
     assert check.findings == [] and check.count > 0
+    assert check.unclaimed == []
     for claim in audit_answers.CLAIMS[number]:
         match = re.search(claim.pattern, answer)
         if not match:
@@ -49,6 +50,16 @@ def test_published_answers_hold_and_every_changed_number_is_named(number):
             check = audit_answers.check_sentences(number, changed, tables)
             labels = {finding.label for finding in check.findings}
             assert claim.label in labels, match[0]
+
+
+def test_a_measured_number_of_a_sentence_that_no_claim_knows_is_named():
+    words = (
+        "It takes 0.0046 nats, at most your limit of 0.05, in 7 of 30 layers. "
+        "12.5% of 1.5e-06 lie there; the model writes “3.5 apples”, and a value is 22,547.5."
+    )
+    check = audit_answers.check_sentences("05", words, {})
+    assert check.unclaimed == ["0.0046", "12.5%", "1.5e-06", "22,547.5"]
+    assert check.findings == [] and check.count == 0
 
 
 def test_a_cost_is_audited_with_three_columns_and_with_two():
@@ -130,7 +141,7 @@ THIRD_TEXT = (
             "05",
             " ".join(stream.describe_stream(largest_token())),
             {"tables/largest_token": largest_token()},
-            4,
+            11,
         ),
         ("35", THIRD_TEXT, {"tables/judged": JUDGED}, 8),
     ],
@@ -141,6 +152,7 @@ def test_every_number_of_a_new_sentence_is_computed_again(
     """Of sentences that shipped reports may not have yet."""
     check = audit_answers.check_sentences(number, sentence, table)
     assert check.findings == [] and check.count == count
+    assert check.unclaimed == []
     for claim in audit_answers.CLAIMS[number]:
         for match in re.finditer(claim.pattern, sentence):
             for name, text in audit_answers.printed_numbers(match).items():
