@@ -9,6 +9,7 @@ import copy
 import fcntl
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, Decoder
+from workbench.bundle import find_preset
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.random_checkpoint import write_random_checkpoint
 
@@ -220,6 +222,38 @@ DIMS = {
         logits_scaling=3.0,
     ),
 }
+
+
+# The inputs of every matrix of the tiny checkpoints are a multiple of this number.
+WIDTH_UNIT = 32
+# The fields of a configuration that decide how many inputs a matrix has. Heads become more
+# and not wider, because the factors of some rotary tables are for one width.
+WIDTHS = (
+    "hidden_size",
+    "hidden_size_per_layer_input",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_global_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mamba_n_heads",
+)
+
+
+def fit_to_blocks(family: str, changes: dict, compress: str) -> dict:
+    """Changes of a family's tiny dimensions with which the blocks of a preset divide the inputs of
+    every matrix. They are `changes`, with every width several times as large if the blocks need
+    it."""
+    block = find_preset(compress).block
+    factor = block // math.gcd(block, WIDTH_UNIT) if block else 1
+    if factor == 1:
+        return changes
+    sizes = DIMS[family] | changes
+    wider = {name: factor * sizes[name] for name in WIDTHS if name in sizes}
+    return changes | wider
 
 
 def random_checkpoint(path: Path, family: str, **changes) -> Path:
@@ -437,10 +471,12 @@ class Exports:
         return once(folder, lambda path: random_checkpoint(path, family, **changes))
 
     def bundle(self, checkpoint: Path | str, **options) -> Bundle:
-        """The bundle of a checkpoint; a family's name stands for its tiny checkpoint."""
-        if isinstance(checkpoint, str):
-            checkpoint = self.checkpoint(checkpoint)
+        """The bundle of a checkpoint; a family's name stands for its tiny checkpoint, which is wider
+        if the preset's blocks need it."""
         options = {"max_seq_len": 32, "compress": "fp16"} | options
+        if isinstance(checkpoint, str):
+            sizes = fit_to_blocks(checkpoint, {}, options["compress"])
+            checkpoint = self.checkpoint(checkpoint, **sizes)
         folder = self.root / folder_name(
             "bundle", str(checkpoint), sorted(options.items())
         )

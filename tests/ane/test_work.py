@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+import tiny
 from decode import programs
 from mil.one_op import program
 from refusal import refused
@@ -30,7 +31,7 @@ def by_name(work) -> dict:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_programs_hold_what_the_configuration_says(exports, family, preset):
     """Weights of every format, operands of attention, recurrent bytes, calls."""
-    path = exports.checkpoint(family)
+    path = exports.checkpoint(family, **tiny.fit_to_blocks(family, {}, preset))
     bundle = exports.bundle(path, compress=preset)
     source = Checkpoint(path)
     planned = call_work(source, bundle.manifest.options)

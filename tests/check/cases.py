@@ -295,7 +295,9 @@ def find_checkpoint(exports: tiny.Exports, recipe: Recipe) -> Path:
         return ROOT / recipe.source
     if recipe.source in MAKERS:
         return MAKERS[recipe.source](exports)
-    return exports.checkpoint(recipe.source, **recipe.changes)
+    compress = recipe.options["compress"]
+    sizes = tiny.fit_to_blocks(recipe.source, recipe.changes, compress)
+    return exports.checkpoint(recipe.source, **sizes)
 
 
 def make_massive(exports: tiny.Exports) -> Path:

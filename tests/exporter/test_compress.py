@@ -15,8 +15,8 @@ from refusal import refused
 from miltorch.blob import NUMPY
 from miltorch.coremltools_import import coremltools
 from workbench import exporter
-from workbench.bundle import Options, find_preset
-from workbench.bundle.presets import TABLE_BITS
+from workbench.bundle import PRESETS, Options, find_preset
+from workbench.bundle.presets import TABLE_BITS, Preset
 from workbench.check.interface import interface_gate
 from workbench.check.row_statistics import LEAST_RELATIVE_CHANGE
 from workbench.check.weights import weights_gate
@@ -24,8 +24,8 @@ from workbench.exporter import tables, weights
 from workbench.exporter.weights import WeightSource
 from workbench.models.checkpoint import Checkpoint
 
-# bits per weight
-PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4}
+INTEGERS = [preset.name for preset in PRESETS.values() if preset.is_integer]
+TABLES = [preset.name for preset in PRESETS.values() if preset.is_table]
 SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 
 
@@ -42,17 +42,18 @@ def compress_by_coremltools(weight: np.ndarray, preset: str) -> dict[str, np.nda
         palettize_weights,
     )
 
-    if preset.startswith("lut"):
-        arguments = "KMEANS", int(preset[3]), [find_preset(preset).group, 0, 0, 0]
+    stored_as = find_preset(preset)
+    if stored_as.is_table:
+        arguments = "KMEANS", stored_as.bits, [stored_as.group, 0, 0, 0]
         stored = palettize_weights.blockwise_compress(weight, *arguments)
         return {"indices": stored.indices, "lut": stored.lut}
-    blocks = {"int8-tensor": [0] * 4, "int8-channel": [1, 0, 0, 0]}
-    arguments = (
-        PRESETS[preset],
-        "LINEAR_SYMMETRIC",
-        True,
-        blocks.get(preset, [1, 32, 0, 0]),
-    )
+    # outputs, inputs, height and width that share a scale; 0: all of them
+    shares_scale = {
+        "per_tensor": [0, 0, 0, 0],
+        "per_channel": [1, 0, 0, 0],
+        "per_block": [1, stored_as.block, 0, 0],
+    }[stored_as.granularity]
+    arguments = stored_as.bits, "LINEAR_SYMMETRIC", True, shares_scale
     with np.errstate(all="ignore"):
         stored = linear_quantize_weights.blockwise_compress(weight, *arguments)
     return {"data": stored.data, "scale": stored.scale}
@@ -89,7 +90,7 @@ def assert_stored_as_by_coremltools(weight: np.ndarray, preset: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", INTEGERS)
 @settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -101,8 +102,17 @@ def assert_stored_as_by_coremltools(weight: np.ndarray, preset: str) -> None:
 @example(kind="any bits", rows=130, blocks=9, seed=2)
 @example(kind="few values", rows=200, blocks=4, seed=3)
 def test_our_integers_are_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
-    weight = draw_weight(kind, (rows, 32 * blocks), seed)[:, :, None, None]
+    inputs = blocks * (find_preset(preset).block or 32)
+    weight = draw_weight(kind, (rows, inputs), seed)[:, :, None, None]
     assert_stored_as_by_coremltools(weight, preset)
+
+
+def test_integers_of_another_block_are_coremltools_bit_for_bit(monkeypatch):
+    """A page of docs promises that such a preset needs no further code, here or in a test."""
+    preset = Preset("int4-block64", "integer", 4, "per_block", 64)
+    monkeypatch.setitem(PRESETS, preset.name, preset)
+    weight = draw_weight("normal", (20, 3 * preset.block), 0)[:, :, None, None]
+    assert_stored_as_by_coremltools(weight, preset.name)
 
 
 @settings(max_examples=25, deadline=None)
@@ -123,7 +133,7 @@ def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
     assert_stored_as_by_coremltools(weight, preset)
 
 
-@pytest.mark.parametrize("preset", ["lut4-g8", "lut6-g16", "lut4-g1", "lut6-g32"])
+@pytest.mark.parametrize("preset", [*TABLES, "lut4-g1", "lut6-g32"])
 def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
     """The groups of the matrix have no more different values than a table has entries, so that every
     solver finds the same tables, and enough weights for coremltools' exact solver."""

@@ -11,9 +11,11 @@ from conversions import convert_shards, export_small, list_files
 
 from workbench import Bundle, Decoder
 from workbench.bundle import PRESETS
+from workbench.bundle.presets import Preset
 from workbench.check.program import program_gate
 from workbench.check.weights import weights_gate
-from workbench.exporter import shards
+from workbench.exporter import make_options, read_plan, shards
+from workbench.exporter.weights import weight_sources
 from workbench.models.checkpoint import Checkpoint
 
 FOUR = {"num_hidden_layers": 4}
@@ -21,7 +23,11 @@ ALTERNATING = FOUR | {"layer_types": ["sliding_attention", "full_attention"] * 2
 FEW_EXPERTS = {"num_experts": 2, "num_hidden_layers": 2}
 CHOICES = product(tiny.DIMS, PRESETS, ("mask", "slice"), ("bct1", "bc1t"))
 MATRIX = [
-    (family, {}, {"compress": preset, "kv_write": write, "layout": layout})
+    (
+        family,
+        tiny.fit_to_blocks(family, {}, preset),
+        {"compress": preset, "kv_write": write, "layout": layout},
+    )
     for family, preset, write, layout in CHOICES
 ]
 RING = {"compress": "lut6-g16", "sliding": "ring"}
@@ -38,6 +44,26 @@ OTHERS = [
     ("zaya", FEW_EXPERTS, {"moe": "routed", "compress": "int8-tensor"}),
     ("zaya", FEW_EXPERTS, {"moe": "routed", "tokens": "1,4"}),
 ]
+
+
+@pytest.mark.parametrize("family", tiny.DIMS)
+def test_tiny_checkpoints_are_wide_enough_for_other_blocks(
+    monkeypatch, tmp_path, family
+):
+    """Whoever adds a preset of blocks, as a page of docs says, changes no size in a test."""
+    preset = Preset("int4-block64", "integer", 4, "per_block", 64)
+    monkeypatch.setitem(PRESETS, preset.name, preset)
+    sizes = tiny.fit_to_blocks(family, {}, preset.name)
+    source = Checkpoint(tiny.random_checkpoint(tmp_path / "c", family, **sizes))
+    options = make_options(compress=preset.name)
+    plan = read_plan(source, options)
+    # `weight_sources` refuses a matrix that blocks do not divide
+    weights = [
+        weight
+        for spec in shards.specs(plan, options)
+        for weight in weight_sources(spec, source, plan, options)
+    ]
+    assert any(weight.preset == preset for weight in weights)
 
 
 def assert_bytes_of_conversion(source, folder, **options) -> Bundle:

@@ -50,7 +50,7 @@ LIMIT = 1e-2
 @pytest.mark.parametrize("reads", ["used", "all"])
 @pytest.mark.parametrize("family, options", BUNDLES, ids=tiny.case_id)
 def test_fused_programs_stay_close_to_the_plain_ones(exports, family, options, reads):
-    bundle = exports.bundle(exports.checkpoint(family), **options)
+    bundle = exports.bundle(family, **options)
     fast = Decoder(bundle, "portable", fast=True, reads=reads)
     plain = Decoder(bundle, "portable")
     V, batch = bundle.manifest.dims.V, bundle.manifest.options.batch
