@@ -76,8 +76,8 @@ def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched(
     assert faulty[:, 1:].min() > 100 * sound.max()
     assert (faulty[:, 0] == sound[:, 0]).all()
     assert hatched_cells(figure) == faulty[:, 1:].size
-    computed = f"error > {BUDGET_FACTOR:g} × √(rounding² + 2⁻²²)"
-    assert computed in texts(figure)
+    in_words = f"over {BUDGET_FACTOR:g} times what rounding causes"
+    assert in_words in texts(figure)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "error"])

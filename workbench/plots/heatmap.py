@@ -437,9 +437,8 @@ def _keys(rows: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
             style = {"fill": False, "hatch": HATCH}
         else:
             style = {"facecolor": BEYOND_COLOUR}
-        keys.append(
-            Patch(**style, label=f"error > {TOLERANCE_FACTOR:g} × {BUDGET_FORMULA}")
-        )
+        label = f"over {TOLERANCE_FACTOR:g} times what rounding causes"
+        keys.append(Patch(**style, label=label))
     if np.isinf(rows["value"]).any():
         keys.append(Patch(facecolor="black", label="not finite"))
     if has_gaps:
