@@ -23,7 +23,7 @@ SINGLE_COPY = *STAND_IN, "--single-copy"
 KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
-    "export": "bundle family shards layers bytes converted stamped seconds peak_rss_bytes",
+    "export": "bundle family shards layers bytes shard_bytes embedding_bytes converted stamped seconds peak_rss_bytes",
     "validate": "verdict quality gates worst min_cosine mean_cosine rows logits "
     "peak_rss_bytes",
     "golden": "golden tokens layers bytes peak_rss_bytes",
@@ -79,6 +79,11 @@ def test_export_reports_what_it_made(tmp_path, exports):
     )
     files = [p for p in out.rglob("*") if p.is_file() and p.name != "bundle.json"]
     assert document["bytes"] == sum(path.stat().st_size for path in files)
+    # the tied matrix is stored twice: in the table of embeddings and in the head
+    table = out / "embedding.safetensors"
+    assert document["embedding_bytes"] == table.stat().st_size
+    packages = [path for path in files if ".mlpackage" in str(path)]
+    assert document["shard_bytes"] == sum(path.stat().st_size for path in packages)
 
 
 def test_validate_is_complete_with_and_without_a_golden(llama_bundle, golden):

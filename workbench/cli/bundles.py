@@ -94,6 +94,8 @@ def export(
 def _describe_bundle(exported, path: Path) -> dict:
     """A new bundle as JSON; `path` as the user gave it."""
     shards = exported.manifest.shards
+    # a table of embeddings can be larger than all layers
+    shard_bytes = sum(file.bytes for shard in shards for file in shard.files)
     converted = len({shard.template for shard in shards})
     return {
         "bundle": str(path),
@@ -101,6 +103,8 @@ def _describe_bundle(exported, path: Path) -> dict:
         "shards": len(shards),
         "layers": exported.manifest.dims.L,
         "bytes": exported.bytes,
+        "shard_bytes": shard_bytes,
+        "embedding_bytes": exported.manifest.embedding.file.bytes,
         "converted": converted,
         "stamped": len(shards) - converted,
         "tokenizer": exported.tokenizer.is_dir(),

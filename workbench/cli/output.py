@@ -120,6 +120,8 @@ def print_document(text: str) -> None:
 
 LABELS = {
     "bytes": "size",
+    "shard_bytes": "size of shards",
+    "embedding_bytes": "size of embeddings",
     "peak_rss_bytes": "peak memory",
     "converted": "programs converted",
     "stamped": "programs reused",
