@@ -50,6 +50,8 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "experiments" / "bits"
 WORK = ROOT / "build" / "bits"
 PAGE = ROOT / "docs" / "presets.md"
+# what `text_cell` writes, in the head of each column of a text
+FIGURES = "perplexity ratio / mean KL / 99% of KL / same top"
 CALIBRATION = ROOT / "data" / "calibration.txt"
 SELECTION = ROOT / "data" / "selection.txt"
 WINDOW = 256  # tokens that the model reads at a time
@@ -447,7 +449,8 @@ def table(folder: Path = ROWS) -> list[str]:
             json.loads(path.read_text()) for path in sorted(checkpoint.glob("*.json"))
         ]
         texts = list(dict.fromkeys(name for row in rows for name in row["texts"]))
-        columns = ["preset", "bits", "calibrated", *texts, "export", "peak"]
+        figures = [f"{text}: {FIGURES}" for text in texts]
+        columns = ["preset", "bits", "calibrated", *figures, "export", "peak"]
         lines += [f"### {checkpoint.name}", "", f"| {' | '.join(columns)} |"]
         lines.append("|---" * len(columns) + "|")
         # preset, whether it was calibrated → a row for each seed

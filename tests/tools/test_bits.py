@@ -68,6 +68,8 @@ def test_the_table_gives_the_range_of_the_seeds_and_says_what_is_missing(tmp_pat
         (folder / f"{number}.json").write_text(json.dumps(document))
     title, _, head, _, int8, lut4, llama, _ = bits.table(tmp_path)
     assert title == "### model" and head.startswith("| preset | bits | calibrated |")
+    names = "| prose: perplexity ratio / mean KL / 99% of KL / same top |"
+    assert names in head  # a reader need not look up which figure of a cell is which
     assert lut4.startswith("| `lut4-g8` | 4.05 | 2 seeds | 1.284 / 0.1000–0.2000 / ")
     assert lut4.endswith("| 100–101 CPU s | not measured |")
     assert int8.endswith("| not measured | not measured |")
