@@ -87,7 +87,8 @@ class Recommendation:
     first, up to the first one that keeps the limits.
 
     Attributes:
-        judged_on: the text that judged the presets in words, such as "512 tokens of text".
+        judged_on: the text that judged the presets in words, such as "512 tokens of
+            the workbench's default text".
         bundle_bytes: of the bundle that is OVER.
         seconds: of everything.
         cpu_seconds: of everything, by all threads of this process.
@@ -106,10 +107,13 @@ class Recommendation:
 
     def table(self) -> pd.DataFrame:
         """A row per trial. Those of `COLUMNS` that no trial has a value for are left
-        out."""
+        out. `attrs`, which a Parquet file keeps, has `judged_on`."""
         rows = [trial.row(self.bundle_bytes) for trial in self.trials]
         frame = pd.DataFrame(rows, columns=COLUMNS)
-        return frame.dropna(axis="columns", how="all") if rows else frame
+        if rows:
+            frame = frame.dropna(axis="columns", how="all")
+        frame.attrs = {"judged_on": self.judged_on}
+        return frame
 
     def json(self) -> dict:
         """The keys `recommendation` and `tried` of a validation's JSON."""
