@@ -275,6 +275,16 @@ def stream_step(tables: Tables, match: re.Match) -> dict[str, float]:
     return {"step": peak_row(tables["tables/largest_token"])["fp16 step"]}
 
 
+@claim(
+    "05",
+    label="scale of the stored stream",
+    pattern=rf"Such a value is stored divided by {number('scale')}, so",
+)
+def stored_scale(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The number by which the bundle divides the stream. Reports of before do not name it."""
+    return {"scale": tables["tables/largest_token"].attrs["stream_scale"]}
+
+
 def peak_row(table: pd.DataFrame) -> pd.Series:
     """The row of the layer behind which the largest token's channel has its largest value."""
     return table.loc[table["channel's value"].abs().idxmax()]

@@ -98,14 +98,16 @@ def shares() -> pd.DataFrame:
     return pd.DataFrame([[0.72, 0.01], [0.01, 0.26]], names, names)
 
 
-def largest_token() -> pd.DataFrame:
-    """A stream of two layers, as its report is written and read."""
+def largest_token(scale: float = 1.0) -> pd.DataFrame:
+    """A stream of two layers, as its report is written and read, of a bundle that stores it
+    divided by `scale`."""
     rows = [(0, 2.0, 9.0, 0.01, 5.0, 5.0, 1e-4, 2e-3, 0.1)]
     rows += [(1, 180.0, 22500.0, 16.0, 22500.0, 22495.0, 0.4, 2e-3, 0.5)]
     columns = [stream.MULTIPLE, stream.LARGEST, stream.STEP, stream.VALUE, stream.ADDED]
     columns += [stream.MOVED, stream.OTHERS_MOVED, stream.ATTENTION]
     table = pd.DataFrame(rows, columns=["layer", *columns])
     table.attrs = {"position": 0, "token": "<bos>", "channel": 7, "even": 0.07}
+    table.attrs["stream_scale"] = scale
     return table
 
 
@@ -150,6 +152,12 @@ OLD_LAYERS = (
             " ".join(stream.describe_stream(largest_token())),
             {"tables/largest_token": largest_token()},
             11,
+        ),
+        (
+            "05",
+            " ".join(stream.describe_stream(largest_token(8.0))),
+            {"tables/largest_token": largest_token(8.0)},
+            12,
         ),
         ("35", THIRD_TEXT, {"tables/judged": JUDGED}, 8),
     ],
