@@ -343,13 +343,24 @@ def named_cells(number: str, *starts: str) -> str:
 
 
 def test_05_names_what_a_planted_fault_turned_red_and_nothing_else():
-    """SmolLM2 in int8-tensor, whose quality is OVER without a fault."""
-    cell = named_cells("05", "def turned_red(results):").partition("\n\n\n")[0]
-    sound = [limit(0.0942), gates.holds("write_address", True, "")]
-    names = {"result": SimpleNamespace(gates=sound), "gate_table": gate_table}
-    exec(cell, names)
-    late = [limit(0.0940), *red("write_address"), *red("undo")]
-    assert names["turned_red"](late)["gate"].tolist() == ["write_address", "undo"]
+    """SmolLM2 in int8-tensor, whose quality is OVER without a fault, and of which one gate is
+    RED without it. The stored tables have every gate, also those on texts, which are
+    compared after the figures of the faults."""
+    cell = named_cells("05", "def turned_red(results):")
+    sound = [limit(0.0942), gates.holds("write_address", True, ""), *red("device")]
+    stored = {}
+    experiment = SimpleNamespace(
+        gates=sound, table=lambda name, data, caption: stored.update({name: data})
+    )
+    late = [limit(0.0940), *red("write_address"), *red("device"), *red("text_budget")]
+    judged = {"one row late": late, "frequencies 2% too high": [*red("host")]}
+    names = {"experiment": experiment, "gates": gates, "gate_table": gate_table}
+    exec(cell, names | {"judged": judged, "display": lambda shown: None})
+    names_of = {name: table["gate"].tolist() for name, table in stored.items()}
+    assert names_of == {
+        "write_address_gates": ["write_address", "text_budget"],
+        "rope_gates": ["host"],
+    }
 
 
 def test_05_draws_the_tensor_that_the_gate_names():
