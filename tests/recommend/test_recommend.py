@@ -19,6 +19,7 @@ from workbench.exporter import make_options, read_plan
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import plain_stage_lines
 from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
 
 pytestmark = pytest.mark.usefixtures("shared_conversions")
@@ -254,12 +255,18 @@ def test_validate_prints_one_recommendation(tiny_llama, exports, in_a_folder_alo
     bundle = in_a_folder_alone(bundle)
     command = "validate", bundle.root, "--checkpoint", tiny_llama.path
     command += "--prompt-ids", "1,69,142,4"
-    result = cli(*command, "--max-kl", "0")
+    with plain_stage_lines():
+        result = cli(*command, "--max-kl", "0")
     assert (
         result.exit_code == 4
         and "No preset that was measured keeps the limits" in result.stdout
     )
     assert "not measured" in result.stdout and "Presets were judged" in result.stdout
+    # several trials of up to a minute each would stand on one line
+    last = ": presets that keep the limits: fp16, "
+    (line,) = (line for line in result.stderr.splitlines() if last in line)
+    number, count = line.partition(last)[2].split(" of at most ")
+    assert int(number) == int(count) > 2
     document = invoke(*command)
     assert document["recommendation"] is None and document["tried"] is None
 

@@ -17,7 +17,7 @@ from workbench.check.text import check_held_out
 from workbench.check.transcript import Transcript
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar, stage
+from workbench.progress import bar, end_stage, stage
 from workbench.recommend.candidates import Candidate, list_candidates
 from workbench.recommend.scores import (
     KEPT,
@@ -202,7 +202,12 @@ def _try_candidates(
     """Measures candidates, the smallest first, up to the first one that keeps the
     limits."""
     trials = []
-    for candidate in bar(list_candidates(checkpoint, bundle), "presets", unit="preset"):
+    candidates = list_candidates(checkpoint, bundle)
+    presets = bar(candidates, "presets", unit="preset")
+    for number, candidate in enumerate(presets, 1):
+        # A trial may take a minute; where no bar is shown, only the stage says which runs.
+        place = f"{number} of at most {len(candidates)}"
+        stage(f"validate: presets that keep the limits: {candidate.compress}, {place}")
         start = time.perf_counter()
         figures = _measure(checkpoint, candidate, text)
         seconds = time.perf_counter() - start
@@ -210,6 +215,7 @@ def _try_candidates(
         trials.append(Trial(candidate, outcome, figures, seconds))
         if outcome == KEPT:
             break
+    end_stage()
     return trials
 
 
