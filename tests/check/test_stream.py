@@ -104,6 +104,7 @@ def test_a_bundle_that_holds_the_stream_scaled_has_the_steps_of_the_scaled_value
         stream.stream_sizes(overflowing, scale)["update_moved"] for scale in (1.0, 8.0)
     )
     assert not np.isfinite(plain).all() and np.isfinite(scaled).all()
+    assert [stream.largest_stored(scale) for scale in (1.0, 8.0)] == [65504, 524032]
 
 
 def test_a_value_beyond_fp16_is_said_to_be_stored_divided(tmp_path):

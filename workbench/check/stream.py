@@ -91,6 +91,12 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
     return sizes
 
 
+def largest_stored(stream_scale: float) -> float:
+    """The largest value of a stream that a bundle stores divided by this number: beyond
+    it the stored value is infinite in fp16."""
+    return float(np.finfo(np.float16).max) * stream_scale
+
+
 def attention_received(checkpoint: Checkpoint, ids: Sequence[int]) -> pd.DataFrame:
     """The `attention` that each position receives, by layer and position: the weight
     that a later position gives it in Hugging Face's model, averaged over later positions
@@ -135,7 +141,7 @@ def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
     position, the value `shown` and its `quantity`, and the `token`: one of `TOKENS`,
     where that with the largest stream is the one of `largest_token`."""
     quantities = {
-        "largest |value|": sizes.assign(shown=sizes["largest"]),
+        LARGEST: sizes.assign(shown=sizes["largest"]),
         "attention received": received.assign(shown=received["attention"]),
         "update moved by rounding": sizes.assign(shown=sizes["update_moved"]),
     }
