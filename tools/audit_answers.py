@@ -275,6 +275,16 @@ def stream_step(tables: Tables, match: re.Match) -> dict[str, float]:
     return {"step": peak_row(tables["tables/largest_token"])["fp16 step"]}
 
 
+@claim(
+    "05",
+    label="scale of the stored stream",
+    pattern=rf"Such a value is stored divided by {number('scale')}, so",
+)
+def stored_scale(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The number by which the bundle divides the stream. Reports of before do not name it."""
+    return {"scale": tables["tables/largest_token"].attrs["stream_scale"]}
+
+
 def peak_row(table: pd.DataFrame) -> pd.Series:
     """The row of the layer behind which the largest token's channel has its largest value."""
     return table.loc[table["channel's value"].abs().idxmax()]
@@ -494,19 +504,24 @@ def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="layers by their largest part",
-    pattern=r"(?P<which_layers>\d+ \([^;]*\)); even shares would be "
-    rf"{number('even')}\. By layer, (?P<which_part>\w+) is the largest part in "
+    # reports of before have no sum: "29 (23.3%); even shares would be 10.0%."
+    pattern=r"(?P<which_layers>\d+ \([^;]*?\))"
+    rf"(?:;|, together {number('carried')}, where) even shares would be "
+    rf"{number('even')}(?: together)?\. By layer, (?P<which_part>\w+) is the largest part in "
     rf"{number('largest_in')} of {number('layers')}; its unweighted mean share over layers "
     rf"is {number('mean')}",
 )
 def parts_of_layers(tables: Tables, match: re.Match) -> dict[str, float]:
-    """The share of the layers that is named, in how many layers the part is the largest,
-    the number of layers, and the part's mean share."""
+    """The share of the squared error that the named layers carry, the share of the layers
+    that is named, in how many layers the part is the largest, the number of layers, and
+    the part's mean share."""
     table = tables["tables/layer_shares"].set_index("layer")
     parts = table.drop(columns="share")
     part = match["which_part"]
+    layers = re.findall(r"(\d+) \(", match["which_layers"])
     return {
-        "even": match["which_layers"].count("(") / len(table),
+        "carried": table.loc[[int(layer) for layer in layers], "share"].sum(),
+        "even": len(layers) / len(table),
         "largest_in": parts.idxmax(axis=1).eq(part).sum(),
         "layers": len(table),
         "mean": parts[part].mean(),
@@ -516,7 +531,8 @@ def parts_of_layers(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="share of a layer",
-    pattern=rf"(?P<which_layer>\d+) \({number('share')}\)(?=[^.;]*(?:\.\d[^.;]*)*; even shares)",
+    pattern=rf"(?P<which_layer>\d+) \({number('share')}\)"
+    r"(?=[^.;]*(?:\.\d[^.;]*)*(?:;|, where) even shares)",
 )
 def share_of_layer(tables: Tables, match: re.Match) -> dict[str, float]:
     """The share of the squared error of all layers that one layer carries."""

@@ -104,6 +104,27 @@ def test_a_bundle_that_holds_the_stream_scaled_has_the_steps_of_the_scaled_value
         stream.stream_sizes(overflowing, scale)["update_moved"] for scale in (1.0, 8.0)
     )
     assert not np.isfinite(plain).all() and np.isfinite(scaled).all()
+    assert [stream.largest_stored(scale) for scale in (1.0, 8.0)] == [65504, 524032]
+
+
+def test_a_value_beyond_fp16_is_said_to_be_stored_divided(tmp_path):
+    """fp16 has no number above 65,504: the step there is that of the stored value."""
+    golden = recorded(0)
+    for layer in golden.trace.layers:
+        layer.x, layer.hidden = 4 * layer.x, 4 * layer.hidden
+    sizes, received = stream.stream_sizes(golden, 8.0), attended(0)
+    stream.largest_token(sizes, received, golden.tokens).to_parquet(tmp_path / "table")
+    table = pd.read_parquet(tmp_path / "table")
+    text = " ".join(stream.describe_stream(table))
+    assert "reaches 90,0" in text
+    assert "stored divided by 8, so that fp16's numbers are 64 apart there" in text
+    assert "stored divided by 8" in stream.describe_columns(table)
+    assert "need not be due to the weights' format" in text
+    unscaled = stream.largest_token(
+        stream.stream_sizes(recorded(0)), received, golden.tokens
+    )
+    assert "divided" not in " ".join(stream.describe_stream(unscaled))
+    assert "divided" not in stream.describe_columns(unscaled)
 
 
 def test_attention_is_that_of_the_whole_model(exports):

@@ -214,6 +214,12 @@ def test_an_error_that_rounding_does_not_explain_is_red(
     assert verdicts(wrong, max_kl=9)["budget"] == "RED"
     worst = furthest(judged_rows(wrong.rows))
     assert (worst["layer"], worst["tensor"]) == (1, "update")
+    # two figures by one formula are printed side by side
+    (gate,) = (gate for gate in wrong.judge() if gate.name == "budget")
+    at_a_position = Validation([], wrong).worst["over_rounding"]
+    assert gate.value < at_a_position
+    assert gate.reason.startswith("RMS over positions of error ÷")
+    assert f"single position is {at_a_position:.3g}, which is not judged" in gate.reason
 
 
 def test_a_budget_is_fed_where_a_device_s_shards_are(exports, tiny_llama, llama_golden):

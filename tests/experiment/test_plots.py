@@ -794,3 +794,28 @@ def test_a_mark_hides_none_of_an_earlier_group():
     ax = plots.tradeoff(pd.DataFrame(rows), hue="name").axes[0]
     below, above = (marks.get_sizes()[0] for marks in ax.collections)
     assert below > 2 * above
+
+
+def test_a_mark_of_one_panel_is_drawn_there_and_in_the_legend():
+    """A limit of the stream's values says nothing of the attention beside them."""
+    rows = pd.DataFrame({"layer": [0, 1] * 2, "shown": [2.0, 9.0, 0.1, 0.2]})
+    rows["quantity"] = ["value"] * 2 + ["attention"] * 2
+    figure = plots.lines(
+        rows.assign(token="a"),
+        x="layer",
+        y="shown",
+        hue="token",
+        col="quantity",
+        ylog=True,
+        ylabel="",
+        marks={"largest": 65504.0},
+        marked="value",
+    )
+    marked = [
+        ax.get_title(loc="left")
+        for ax in figure.axes
+        if any(list(line.get_ydata()) == [65504.0] * 2 for line in ax.lines)
+    ]
+    assert marked == ["value"]
+    (legend,) = figure.legends
+    assert "largest" in {text.get_text() for text in legend.get_texts()}

@@ -143,7 +143,7 @@ def test_the_page_begins_with_its_answer_the_heatmap_and_the_cost(measured):
     sentence = soup.p.text
     assert sentence == (
         "No gate found a fault in the export (GREEN), whose worst layer errs by 1.25 times "
-        "what rounding causes (limit 6), and its cost is above your limits (OVER): mean KL "
+        "what rounding causes (RMS over positions; limit 6), and its cost is above your limits (OVER): mean KL "
         "0.2 (limit 0.05)."
     )
     assert sentence in page.markdown(validation_page(measured)).replace("\\", "")

@@ -19,6 +19,7 @@ from workbench.exporter import make_options, read_plan
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import plain_stage_lines
 from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
 
 pytestmark = pytest.mark.usefixtures("shared_conversions")
@@ -136,7 +137,27 @@ def test_the_smallest_preset_that_is_measured_and_keeps_a_loose_limit_is_named(
     assert document["compress"] == "int4-block32" and document["kl"] == kl.value
     assert document["interval"] == [kl.low, kl.high]
     (sentence, *_) = recommend.describe_recommendation(advice)
-    assert f"int4-block32: KL {kl}, " in sentence and "MiB instead of" in sentence
+    assert f"int4-block32: KL {kl} on {advice.judged_on}, " in sentence
+    assert "MiB instead of" in sentence
+
+
+def test_a_recommendation_names_the_text_for_which_its_interval_holds(
+    recommend_for, tmp_path
+):
+    """A preset whose whole interval kept the limit on one text was over it on another."""
+    advice = recommend_for(LOOSE_LIMIT)
+    assert advice.judged_on.endswith("tokens of the workbench's default text")
+    sentence = recommend.describe_recommendation(advice)[0]
+    assert f"on {advice.judged_on}, " in sentence
+    assert "The interval holds for this text alone" in sentence
+    # a notebook reads the table of a report
+    advice.table().to_parquet(tmp_path / "presets.parquet")
+    stored = pd.read_parquet(tmp_path / "presets.parquet")
+    verdict = recommend.describe_verdict(results(20.0, LOOSE_LIMIT), stored)
+    assert sentence in verdict
+    stored.attrs = {}  # of a report of before
+    verdict = recommend.describe_verdict(results(20.0, LOOSE_LIMIT), stored)
+    assert any("] on one text, " in line for line in verdict)
 
 
 def test_a_limit_inside_the_interval_of_a_preset_names_the_next_larger_one(
@@ -234,12 +255,18 @@ def test_validate_prints_one_recommendation(tiny_llama, exports, in_a_folder_alo
     bundle = in_a_folder_alone(bundle)
     command = "validate", bundle.root, "--checkpoint", tiny_llama.path
     command += "--prompt-ids", "1,69,142,4"
-    result = cli(*command, "--max-kl", "0")
+    with plain_stage_lines():
+        result = cli(*command, "--max-kl", "0")
     assert (
         result.exit_code == 4
         and "No preset that was measured keeps the limits" in result.stdout
     )
     assert "not measured" in result.stdout and "Presets were judged" in result.stdout
+    # several trials of up to a minute each would stand on one line
+    last = ": presets that keep the limits: fp16, "
+    (line,) = (line for line in result.stderr.splitlines() if last in line)
+    number, count = line.partition(last)[2].split(" of at most ")
+    assert int(number) == int(count) > 2
     document = invoke(*command)
     assert document["recommendation"] is None and document["tried"] is None
 

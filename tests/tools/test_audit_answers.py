@@ -98,14 +98,16 @@ def shares() -> pd.DataFrame:
     return pd.DataFrame([[0.72, 0.01], [0.01, 0.26]], names, names)
 
 
-def largest_token() -> pd.DataFrame:
-    """A stream of two layers, as its report is written and read."""
+def largest_token(scale: float = 1.0) -> pd.DataFrame:
+    """A stream of two layers, as its report is written and read, of a bundle that stores it
+    divided by `scale`."""
     rows = [(0, 2.0, 9.0, 0.01, 5.0, 5.0, 1e-4, 2e-3, 0.1)]
     rows += [(1, 180.0, 22500.0, 16.0, 22500.0, 22495.0, 0.4, 2e-3, 0.5)]
     columns = [stream.MULTIPLE, stream.LARGEST, stream.STEP, stream.VALUE, stream.ADDED]
     columns += [stream.MOVED, stream.OTHERS_MOVED, stream.ATTENTION]
     table = pd.DataFrame(rows, columns=["layer", *columns])
     table.attrs = {"position": 0, "token": "<bos>", "channel": 7, "even": 0.07}
+    table.attrs["stream_scale"] = scale
     return table
 
 
@@ -120,6 +122,13 @@ THIRD_TEXT = (
     "the same top token in 85.7%."
 )
 
+OLD_LAYERS = (
+    "The layers that carry most are 0 (50.0%), 1 (30.0%), 2 (15.0%); even shares would be "
+    "75.0%. By layer, quantization is the largest part in 3 of 4; its unweighted mean share "
+    "over layers is 77.5%."
+)
+"""As reports of before have it."""
+
 
 @pytest.mark.parametrize(
     ("number", "sentence", "table", "count"),
@@ -128,8 +137,9 @@ THIRD_TEXT = (
             "31",
             error.describe_layers(layer_shares(), "quantization"),
             {"tables/layer_shares": layer_shares()},
-            7,
+            8,
         ),
+        ("31", OLD_LAYERS, {"tables/layer_shares": layer_shares()}, 7),
         (
             "31",
             error.describe_largest(shares(), layer_shares()),
@@ -143,13 +153,19 @@ THIRD_TEXT = (
             {"tables/largest_token": largest_token()},
             11,
         ),
+        (
+            "05",
+            " ".join(stream.describe_stream(largest_token(8.0))),
+            {"tables/largest_token": largest_token(8.0)},
+            12,
+        ),
         ("35", THIRD_TEXT, {"tables/judged": JUDGED}, 8),
     ],
 )
 def test_every_number_of_a_new_sentence_is_computed_again(
     number, sentence, table, count
 ):
-    """Of sentences that shipped reports may not have yet."""
+    """Of sentences that shipped reports may not have yet, and of their earlier forms."""
     check = audit_answers.check_sentences(number, sentence, table)
     assert check.findings == [] and check.count == count
     assert check.unclaimed == []

@@ -123,12 +123,16 @@ class Cost:
     def _budget_gate(self) -> Gate:
         if self.budget_kl is None:
             return gates.not_run("budget", "needs --checkpoint")
-        worst = furthest(judged_rows(self.rows))
+        rows = judged_rows(self.rows)
+        worst = furthest(rows)
+        # the `over_rounding` of `Validation.worst`, which is printed beside this gate
+        largest_ratio = rows["ratio"].fillna(np.inf).max()
         reason = (
-            "error ÷ √(rounding² + 2⁻²²), rounding: the error that rounding of weights "
-            "and stream alone causes in Hugging Face's model: layer {layer}, {tensor}, "
-            "T = {T}"
-        ).format(**worst)
+            "RMS over positions of error ÷ √(rounding² + 2⁻²²), rounding: the error that "
+            "rounding of weights and stream alone causes in Hugging Face's model: layer "
+            f"{worst['layer']}, {worst['tensor']}, T = {worst['T']}; the largest at a "
+            f"single position is {largest_ratio:.3g}, which is not judged"
+        )
         return gates.at_most("budget", worst["ratio"], BUDGET_FACTOR, reason)
 
 

@@ -53,7 +53,7 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
         layer's update of it. The channel of a position is the one with the largest
         magnitude after any layer. `update_moved` is the relative RMS by which the
         layer's update changes if the stream is rounded to fp16 before and after the
-        layer, and nothing else is rounded.
+        layer, and nothing else is rounded. `attrs` has the `stream_scale`.
     """
     rounded = round_stream(stream_scale)
     layers = golden.trace.layers
@@ -86,7 +86,15 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
             ),
         }
         parts.append(pd.DataFrame(part))
-    return pd.concat(parts, ignore_index=True)
+    sizes = pd.concat(parts, ignore_index=True)
+    sizes.attrs = {"stream_scale": stream_scale}
+    return sizes
+
+
+def largest_stored(stream_scale: float) -> float:
+    """The largest value of a stream that a bundle stores divided by this number: beyond
+    it the stored value is infinite in fp16."""
+    return float(np.finfo(np.float16).max) * stream_scale
 
 
 def attention_received(checkpoint: Checkpoint, ids: Sequence[int]) -> pd.DataFrame:
@@ -133,7 +141,7 @@ def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
     position, the value `shown` and its `quantity`, and the `token`: one of `TOKENS`,
     where that with the largest stream is the one of `largest_token`."""
     quantities = {
-        "largest |value|": sizes.assign(shown=sizes["largest"]),
+        LARGEST: sizes.assign(shown=sizes["largest"]),
         "attention received": received.assign(shown=received["attention"]),
         "update moved by rounding": sizes.assign(shown=sizes["update_moved"]),
     }
@@ -157,7 +165,8 @@ def largest_token(
         layer, and what `describe_columns` says of the other columns. The attention is
         null in layers without attention. `attrs`, which a Parquet file keeps, has the
         `position`, the `token` and the `channel` of its largest value, and `even`, the
-        share of attention that equal weights would give it (NaN for the last token).
+        share of attention that equal weights would give it (NaN for the last token), and
+        the `stream_scale` of `stream_sizes`.
     """
     position = largest_position(sizes)
     is_token = sizes["position"] == position
@@ -182,6 +191,7 @@ def largest_token(
         "token": tokens[position],
         "channel": int(rows["channel"].iloc[0]),
         "even": float(np.mean([1 / (i + 1) for i in later])) if later else np.nan,
+        "stream_scale": sizes.attrs["stream_scale"],
     }
     return table
 
@@ -192,11 +202,14 @@ def describe_columns(table: pd.DataFrame) -> str:
     share = "the share of their attention that later tokens give it"
     if np.isfinite(token["even"]):
         share += f" (an even share is {token['even']:.2g})"
+    step = "the step from there to the next number of fp16"
+    if (scale := _stream_scale(table)) != 1:
+        step += f", for a stream that is stored divided by {scale:g}"
     return (
         f"One token by layer: {token['position']}, “{token['token']}”, whose stream is, "
         "behind one of the layers, a larger multiple of the median token's than that of "
         "any other token. The RMS of its stream over the median token's; its largest "
-        "magnitude, and the step from there to the next number of fp16; its value in "
+        f"magnitude, and {step}; its value in "
         f"channel {token['channel']}, where it is largest behind any layer, and what the "
         "layer added to it; the relative RMS by which rounding the stream to fp16, and "
         "nothing else, moves its update, and at most an update of another token; and "
@@ -233,12 +246,16 @@ def describe_stream(table: pd.DataFrame) -> list[str]:
     ]
     cause = ""
     if worst[MOVED] > others_max:
-        cause = (
-            ": an error of that size at this token is not due to the weights' format"
+        cause = ": an error of that size at this token need not be due to the weights' format"
+    if (scale := _stream_scale(table)) == 1:
+        step = f"Beside such a value fp16's numbers are {largest[STEP]:g} apart."
+    else:
+        step = (
+            f"Such a value is stored divided by {scale:g}, so that fp16's numbers are "
+            f"{largest[STEP]:g} apart there."
         )
     sentences.append(
-        f"Beside such a value fp16's numbers are {largest[STEP]:g} apart. Rounding the "
-        f"stream, and no weight, moves an update of this token by up to "
+        f"{step} Rounding the stream, and no weight, moves an update of this token by up to "
         f"{worst[MOVED]:.2g} of its size (layer {worst['layer']:.0f}), and an "
         f"update of any other token by at most {others_max:.2g}{cause}."
     )
@@ -250,6 +267,12 @@ def describe_stream(table: pd.DataFrame) -> list[str]:
             f"layers, where an even share is {even:.0%}: it is {name}."
         )
     return sentences
+
+
+def _stream_scale(table: pd.DataFrame) -> float:
+    """The number by which the bundle divides the stream that it stores; 1 for the table of
+    a report of before, which does not have it."""
+    return table.attrs.get("stream_scale", 1.0)
 
 
 def _layers(added: pd.Series, verb: str, verb_of_one: str) -> str:

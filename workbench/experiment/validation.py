@@ -154,7 +154,7 @@ def _export_answer(results: Results) -> str:
     if budget is not None and budget.value is not None:
         words += (
             f", whose worst layer errs by {budget.value:.3g} times what rounding causes "
-            f"(limit {words_of(budget.threshold)})"
+            f"(RMS over positions; limit {words_of(budget.threshold)})"
         )
     return words
 
@@ -349,8 +349,10 @@ def _worst_cells(rows: pd.DataFrame, has_budget: bool, tokens: list[str]) -> Tab
     )
     caption = (
         "The cells whose error is the largest multiple of what rounding causes, each at "
-        "its worst T. Error and rounding budget are relative RMS; the budget is the error "
-        "of Hugging Face's model with the stored weights and its stream in fp16."
+        "its worst T. A cell is a single position, which is not judged: the gate `budget` "
+        "judges the RMS over a layer's positions. Error and rounding budget are relative "
+        "RMS; the budget is the error of Hugging Face's model with the stored weights and "
+        "its stream in fp16."
     )
     return Table(worst.dropna(axis="columns", how="all"), caption)
 

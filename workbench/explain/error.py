@@ -134,8 +134,9 @@ def describe_layers(table: pd.DataFrame, part: str) -> str:
     squares = table.drop(columns=["layer", "share"])
     is_largest = squares[part].gt(0) & squares[part].eq(squares.max(axis=1))
     return (
-        f"The layers that carry most are {', '.join(named)}; even shares would be "
-        f"{len(carrying) / count:.1%}. By layer, {part} is the largest part in "
+        f"The layers that carry most are {', '.join(named)}, together "
+        f"{carrying['share'].sum():.1%}, where even shares would be "
+        f"{len(carrying) / count:.1%} together. By layer, {part} is the largest part in "
         f"{is_largest.sum()} of {count}; its unweighted mean share over layers is "
         f"{squares[part].mean():.1%}."
     )

@@ -63,6 +63,7 @@ def lines(
     spread: Sequence[float] = (0, 1),
     bars: str = "",
     marks: Mapping[str, float] = {},
+    marked: str | None = None,
     hollow: str | None = None,
     vocabulary: Sequence[str] = (),
     xlog: float | None = None,
@@ -80,6 +81,7 @@ def lines(
         bars: the legend's words for points and bars where the rows of a point are no
             repetitions: an estimate and both ends of its interval.
         marks: names and values of dashed horizontal lines.
+        marked: the panel that has them, a value of `col`; None: all panels.
         hollow: a column, such as ``disturbed``. A point whose rows all have a value in
             it is drawn hollow, and the legend gives hollow points the column's name.
         vocabulary: all names that `hue` may have in figures of this kind, in the order
@@ -112,7 +114,7 @@ def lines(
                 continue
             _draw_line(ax, line, line_styles[name], is_crowded)
             keys[name] = Line2D([], [], **line_styles[name])
-        for value in marks.values():
+        for value in marks.values() if marked in (None, title) else ():
             ax.axhline(value, **DASHED)
         _set_x_axis(ax, data[x], xlog, xlabel or x)
         _set_y_axis(ax, ylog, y if ylabel is None else ylabel)

@@ -1,7 +1,8 @@
 """The figures of a preset's weights, which a text measures, and the user's limits.
 
 Neighbouring tokens are alike, so that an interval comes from resampled groups of tokens:
-the prompts of a transcript (`TranscriptText`), or blocks of a plain text (`PlainText`)."""
+the prompts of a transcript (`TranscriptText`), or blocks of a plain text (`PlainText`). It
+says how the parts of that text vary, not how other texts differ from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -239,7 +240,7 @@ class PlainText:
         )
 
     def __str__(self) -> str:
-        return f"{len(self.ids)} tokens of text"
+        return f"{len(self.ids)} tokens of the workbench's default text"
 
     @property
     def sequences(self) -> list[list[int]]:

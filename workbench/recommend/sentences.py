@@ -14,6 +14,12 @@ from workbench.check.gates import Gate
 from workbench.recommend.scores import EXCEEDED, KEPT, ON_LIMIT, Estimate
 from workbench.recommend.trials import Recommendation
 
+# The interval is that of resampled parts of one text, which vary less than texts do.
+INTERVAL_NOTE = (
+    "The interval holds for this text alone: the KL on another text may lie outside it "
+    "and above the limit, which `workbench evaluate` with --text shows."
+)
+
 
 @dataclass(frozen=True)
 class TriedPreset:
@@ -94,9 +100,11 @@ def _describe_presets(table: pd.DataFrame) -> list[str]:
     """Sentences on the presets that were tried, the recommendation first."""
     presets = [TriedPreset.of(row) for row in table.to_dict("records")]
     chosen = [preset for preset in presets if preset.outcome == KEPT]
+    # a table that was stored by an earlier version does not name the text
+    text = table.attrs.get("judged_on") or "one text"
     sentences = [
-        f"Recommended: {preset.figures()}, {preset.mib:,.1f} MiB instead of "
-        f"{preset.bundle_mib:,.1f}. Next step: {preset.command}"
+        f"Recommended: {preset.figures()} on {text}, {preset.mib:,.1f} MiB instead of "
+        f"{preset.bundle_mib:,.1f}. {INTERVAL_NOTE} Next step: {preset.command}"
         for preset in chosen
     ]
     if presets and not chosen:

@@ -17,7 +17,7 @@ from workbench.check.text import check_held_out
 from workbench.check.transcript import Transcript
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar, stage
+from workbench.progress import bar, end_stage, stage
 from workbench.recommend.candidates import Candidate, list_candidates
 from workbench.recommend.scores import (
     KEPT,
@@ -87,7 +87,8 @@ class Recommendation:
     first, up to the first one that keeps the limits.
 
     Attributes:
-        judged_on: the text that judged the presets in words, such as "512 tokens of text".
+        judged_on: the text that judged the presets in words, such as "512 tokens of
+            the workbench's default text".
         bundle_bytes: of the bundle that is OVER.
         seconds: of everything.
         cpu_seconds: of everything, by all threads of this process.
@@ -106,10 +107,13 @@ class Recommendation:
 
     def table(self) -> pd.DataFrame:
         """A row per trial. Those of `COLUMNS` that no trial has a value for are left
-        out."""
+        out. `attrs`, which a Parquet file keeps, has `judged_on`."""
         rows = [trial.row(self.bundle_bytes) for trial in self.trials]
         frame = pd.DataFrame(rows, columns=COLUMNS)
-        return frame.dropna(axis="columns", how="all") if rows else frame
+        if rows:
+            frame = frame.dropna(axis="columns", how="all")
+        frame.attrs = {"judged_on": self.judged_on}
+        return frame
 
     def json(self) -> dict:
         """The keys `recommendation` and `tried` of a validation's JSON."""
@@ -198,7 +202,12 @@ def _try_candidates(
     """Measures candidates, the smallest first, up to the first one that keeps the
     limits."""
     trials = []
-    for candidate in bar(list_candidates(checkpoint, bundle), "presets", unit="preset"):
+    candidates = list_candidates(checkpoint, bundle)
+    presets = bar(candidates, "presets", unit="preset")
+    for number, candidate in enumerate(presets, 1):
+        # A trial may take a minute; where no bar is shown, only the stage says which runs.
+        place = f"{number} of at most {len(candidates)}"
+        stage(f"validate: presets that keep the limits: {candidate.compress}, {place}")
         start = time.perf_counter()
         figures = _measure(checkpoint, candidate, text)
         seconds = time.perf_counter() - start
@@ -206,6 +215,7 @@ def _try_candidates(
         trials.append(Trial(candidate, outcome, figures, seconds))
         if outcome == KEPT:
             break
+    end_stage()
     return trials
 
 
