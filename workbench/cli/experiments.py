@@ -59,6 +59,9 @@ def run(
     if publish and beside:
         needed, step = "one of the two", "leave one out"
         raise InputError("--publish, --beside", "both", needed, step)
+    for assignment in set_ or []:
+        if "=" not in assignment:
+            raise _no_value_error(assignment)
     stage("run: reading the notebooks")
     from workbench import experiment
 
@@ -144,7 +147,11 @@ def _notebook_settings(
 ) -> dict[str, dict[str, object]]:
     """The parameters that `NAME=VALUE` assignments give each notebook, typed as its
     defaults are. A notebook without the name is left out; a name that no notebook has
-    stays, so that the first notebook refuses it."""
+    stays, so that the first notebook refuses it.
+
+    Raises:
+        InputError: a value of another type, or none where no default is an empty text.
+    """
     from workbench import experiment
 
     settings = {number: {} for number in numbers}
@@ -154,10 +161,19 @@ def _notebook_settings(
     for assignment in assignments:
         name, _, text = assignment.partition("=")
         with_name = [number for number in numbers if name in defaults[number]]
+        is_empty_default = [defaults[number][name] == "" for number in with_name]
+        if not text and with_name and not any(is_empty_default):
+            raise _no_value_error(name)
         for number in with_name or numbers:
             default = defaults[number].get(name)
             settings[number][name] = experiment.parse_value(name, text, default)
     return settings
+
+
+def _no_value_error(name: str) -> InputError:
+    """The error for a parameter that is named without a value."""
+    needed = "NAME=VALUE, such as MAX_SEQ_LEN=512"
+    return InputError(f"--set {name}", "no value", needed, f"write --set {name}=VALUE")
 
 
 def _print_run(result: dict) -> None:
