@@ -30,6 +30,10 @@ ASK_THE_COST = ("30", "31", "34", "35")
 # Verdicts and qualities of a run, worst first. not_run counts only if there is no other.
 VERDICTS = "RED", "GREEN"
 QUALITIES = "OVER", "WITHIN"
+# The export that the conclusion of a run recommends (see `recommend.sentences`).
+RECOMMENDED_EXPORT = re.compile(
+    "^Recommended: .* Next step: (workbench export .+)$", re.MULTILINE
+)
 
 
 def run(
@@ -87,11 +91,21 @@ def run(
     not_about_cost = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
     counted_quality = _worst_word(not_about_cost, "quality", QUALITIES)
     code = ending.verdict_code(verdict, counted_quality)
-    step = _full_run(settings, set_ or []) or "make lab"
+    step = _recommended_export(results) or _full_run(settings, set_ or []) or "make lab"
     result = words | {"experiments": results}
     print_and_exit(
         result, json, _verdict_lines(words, results), code, next_command=step
     )
+
+
+def _recommended_export(results: list[dict]) -> str | None:
+    """The command of the first export that a run recommends in place of its own, whose
+    quality is OVER; None where none does."""
+    for result in results:
+        found = RECOMMENDED_EXPORT.search(result["conclusion"])
+        if result["quality"] == "OVER" and found:
+            return found[1]
+    return None
 
 
 def _full_run(
