@@ -81,6 +81,12 @@ def test_help_describes_every_option_in_more_than_a_word(name):
         assert len(text.split()) > 1
 
 
+def test_help_of_export_describes_both_of_its_arguments():
+    page = read_page("export", 200)
+    assert re.search(r"CHECKPOINT +The folder of a model", page)
+    assert re.search(r"BUNDLE +Folder of the new bundle", page)
+
+
 def test_help_is_in_groups():
     lines = cli("--help", columns=120).stdout.splitlines()
     headings = [line.split("─ ")[1].split(" ─")[0] for line in lines if "╭─ " in line]
