@@ -1,7 +1,7 @@
-"""Imports coremltools when it is needed, because that takes over a second (`coremltools`), or
-its protobuf definitions alone, which take 20 ms (`protobuf_module`). Context managers keep
-the work of coremltools quiet and fast: `quiet`, `no_progress`, `seldom_validated`,
-`lean_passes`, `without_gc`, `frozen_gc`.
+"""Imports coremltools when it is needed, because that takes over a second (`coremltools`, and
+`kmeans1d` for one module of it), or its protobuf definitions alone, which take 20 ms
+(`protobuf_module`). Context managers keep the work of coremltools quiet and fast: `quiet`,
+`no_progress`, `seldom_validated`, `lean_passes`, `without_gc`, `frozen_gc`.
 
 Imports nothing of miltorch; every other module imports coremltools through this one.
 """
@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import cache, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,6 +214,16 @@ def coremltools():
     with hidden("sklearn", "transformers"), quiet(), without_gc():
         import coremltools as ct
     return ct
+
+
+@cache
+def kmeans1d():
+    """The module with coremltools' exact solver of k-means in one dimension. Its import alone
+    would import coremltools too, with a warning for every part that is for a Mac."""
+    coremltools()
+    from coremltools._deps import kmeans1d as module
+
+    return module
 
 
 def protobuf_module(name: str):

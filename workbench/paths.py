@@ -215,12 +215,15 @@ def check_packages(packages: Sequence[Path]) -> None:
 
 
 def check_file(subject: str, path: str | Path, needed: str, step: str) -> Path:
-    """Returns the path of a file; refuses a folder, and a path where nothing is."""
+    """Returns the path of a file; refuses a folder, a device or a pipe, and a path where
+    nothing is."""
     path = _check_resolvable(subject, path)
     if not path.is_file():
         actual = "no such file"
         if path.is_dir():
             actual = "a folder"
+        elif path.exists():
+            actual = "no regular file but a device or a pipe"
         raise InputError(f"{subject} {path}", actual, needed, step)
     return path
 

@@ -359,6 +359,7 @@ def test_rows_of_calls_of_another_width_are_computed_again(bundle, text, monkeyp
         (("--window", 1), "at least 2"),
         (("--checkpoint", DATA / "tiny-qwen2"), "was exported from"),
         (("--text", "none"), "no such file"),
+        (("--text", "/dev/null"), "found no regular file"),
         (("--text", "empty"), "no text"),
         (("--text", "latin"), "UTF-8"),
         (("--prompt-ids", "1,2,3"), "needs one of --prompt"),

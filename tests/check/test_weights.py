@@ -1,6 +1,9 @@
 """Gate `weights` is RED on damaged or missing weights and names them. test_faults plants
 every fault, and has the GREEN bundles."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -158,6 +161,28 @@ def test_an_entry_that_is_not_the_nearest_is_held_against_the_nearest():
     table = torch.tensor([-3.0, -1, 1, 3])
     used, value = torch.ones(1, 1), torch.full((1, 1), 2.9).half()
     assert 18 < table_ratios(used, value, table)[0] < 20
+
+
+# both places that use coremltools' solver of tables, in a process that has not imported it
+TABLES_ALONE = {
+    "check": """
+import torch
+from workbench.check.stored_values import least_squared_error
+least_squared_error(torch.arange(8).half(), 4)
+""",
+    "exporter": """
+import numpy as np
+from workbench.exporter.weights import palettize
+palettize(np.arange(8, dtype=np.float16), 2)
+""",
+}
+
+
+@pytest.mark.parametrize("room", TABLES_ALONE)
+def test_the_solver_of_tables_is_imported_without_a_word_of_coremltools(room):
+    program = [sys.executable, "-c", TABLES_ALONE[room]]
+    child = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert child.stdout + child.stderr == ""
 
 
 GROUPED = find_preset("lut4-g8")

@@ -165,6 +165,15 @@ def test_what_makes_a_bundle_ends_with_the_command_that_validates_it(tmp_path, e
     ]
 
 
+def test_more_layers_per_shard_than_there_are_layers_is_said(tmp_path, exports):
+    checkpoint = exports.checkpoint("llama", num_hidden_layers=1)
+    remark = "One shard has every decoder layer: the checkpoint has 1, fewer than"
+    for count in (1, 2):
+        sizes = "--max-seq-len", 16, "--layers-per-shard", count
+        lines = cli("export", checkpoint, tmp_path / f"{count}", *sizes).stdout
+        assert (f"{remark} --layers-per-shard {count}." in lines) == (count > 1)
+
+
 @pytest.mark.shim
 def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
     small, tmp_path, monkeypatch

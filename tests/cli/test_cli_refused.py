@@ -9,6 +9,7 @@ from in_process import cli, invoke
 from tiny import DATA
 
 from workbench.cli import main
+from workbench.cli.experiments import _notebook_settings
 from workbench.cli.spellings import OLD_OPTIONS
 
 # In commands: {tiny} a checkpoint, {bundle} a bundle, {some_text} a file of words that its tokenizer
@@ -94,6 +95,9 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("explain parts {bundle}", "--checkpoint"),
         ("explain variant {bundle}", "--checkpoint"),
         ("explain part {bundle} --checkpoint {tiny}", "parts, variant, ranges, op"),
+        ("explain opp {bundle}", "did you mean op?"),
+        ("validate unit {bundle}", "did you mean units?"),
+        ("log compar a b", "did you mean compare?"),
         ("explain {bundle} --layer 0", "--layer"),
         ("explain {bundle} --position 0", "--position"),
         ("explain {bundle} --reduce out", "--reduce"),
@@ -215,6 +219,23 @@ def test_a_parameter_of_another_type_is_refused_before_anything_runs(
     result = cli("run", "5", "--set", f"MAX_SEQ_LEN={value}")
     assert result.exit_code == 2 and result.stdout == ""
     assert f"MAX_SEQ_LEN: found {value}; needs a value like 256" in result.stderr
+
+
+@pytest.mark.parametrize("assignment", ["CHECKPOINT", "CHECKPOINT=", "MAX_SEQ_LEN="])
+def test_a_parameter_without_a_value_is_refused_before_anything_runs(
+    assignment, monkeypatch
+):
+    monkeypatch.setattr("workbench.experiment.run_notebook", pytest.fail)
+    monkeypatch.setattr("workbench.kernel.execute", pytest.fail)
+    result = cli("run", "05", "--set", assignment)
+    name = assignment.removesuffix("=")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"--set {name}: found no value; needs NAME=VALUE" in result.stderr
+    assert f"Next: write --set {name}=VALUE" in result.stderr
+
+
+def test_a_parameter_whose_default_is_an_empty_text_may_be_set_to_it():
+    assert _notebook_settings(["05"], ["PROMPT="]) == {"05": {"PROMPT": ""}}
 
 
 def test_ctrl_c_ends_a_command_with_130_and_without_a_traceback(monkeypatch, capsys):

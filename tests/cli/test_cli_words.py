@@ -4,6 +4,7 @@ import inspect
 import re
 import shlex
 
+import pandas as pd
 import pytest
 from in_process import cli
 from tiny import DATA
@@ -13,6 +14,8 @@ from workbench.cli.app import SUBCOMMANDS, app
 from workbench.cli.output import format_result
 from workbench.experiment import parse_value
 from workbench.log import project
+from workbench.recommend import describe_verdict
+from workbench.recommend.scores import KEPT
 
 COMMANDS = "export golden validate explain evaluate generate plan sweep log run report doctor adopt"
 NAMES = [name for name in app if not name.startswith("-")]
@@ -76,6 +79,12 @@ def test_help_describes_every_option_in_more_than_a_word(name):
     for description in descriptions:
         text = re.sub(r"\[(default|required).*", "", description)
         assert len(text.split()) > 1
+
+
+def test_help_of_export_describes_both_of_its_arguments():
+    page = read_page("export", 200)
+    assert re.search(r"CHECKPOINT +The folder of a model", page)
+    assert re.search(r"BUNDLE +Folder of the new bundle", page)
 
 
 def test_help_is_in_groups():
@@ -168,6 +177,43 @@ def test_the_next_run_after_an_extract_is_of_the_same_model(monkeypatch):
     command, _, rest = last.removeprefix("next").strip().partition("  (")
     assert rest == "all cells and rounds)"
     assert shlex.split(command) == ["workbench", "run", "34", *settings]
+
+
+EXPORT = "workbench export data/tiny-llama build/tiny-llama-fp16 --compress fp16"
+RECOMMENDED = {
+    "compress": "fp16",
+    "outcome": KEPT,
+    "kl": 0.001,
+    "kl_low": 0.0008,
+    "kl_high": 0.0012,
+    "MiB": 2.0,
+    "bundle_MiB": 1.0,
+    "command": EXPORT,
+}
+
+
+@pytest.mark.parametrize(
+    ("quality", "step"), [("OVER", EXPORT), ("WITHIN", "make lab")]
+)
+def test_the_next_command_after_over_is_the_recommended_export(
+    quality, step, monkeypatch
+):
+    def run_notebook(number, parameters, **_):
+        words = [*describe_verdict([], pd.DataFrame([RECOMMENDED])), "The end."]
+        return {
+            "experiment": number,
+            "verdict": "GREEN",
+            "quality": quality,
+            "judges_export": True,
+            "conclusion": "\n".join(words),
+            "figures": [],
+            "report": "",
+            "executed": "",
+        }
+
+    monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
+    last = cli("run", "31").output.splitlines()[-1]
+    assert last == f"{'next':20}{step}"
 
 
 def test_a_parameter_has_the_type_of_its_default():

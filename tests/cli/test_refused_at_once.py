@@ -2,6 +2,7 @@
 exported."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -85,6 +86,26 @@ def test_an_option_is_refused_before_torch_is_imported(
     assert COMMANDS[command] in process.stderr
     assert process.stdout == "False\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["validate", "validate units"])
+def test_a_changed_file_is_refused_before_the_checkpoint_is_read(
+    command, llama_bundle, tmp_path, monkeypatch
+):
+    def read_checkpoint(*_):
+        pytest.fail("read the checkpoint")
+
+    monkeypatch.setattr(
+        "workbench.cli.checks.load_exported_checkpoint", read_checkpoint
+    )
+    copy = shutil.copytree(llama_bundle.root, tmp_path / "copy")
+    path = next(copy.rglob("weight.bin"))
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1
+    path.write_bytes(contents)
+    result = cli(*command.split(), copy, "--checkpoint", TINY)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "weight.bin: found bytes that differ" in result.stderr
 
 
 LENGTHS = [

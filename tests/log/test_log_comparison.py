@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from refusal import refused
 
 from workbench import log
 
@@ -85,6 +86,15 @@ def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
     measures = log.compare(first, second, tmp_path).measures
     assert (measures[["n_a", "n_b"]] == 1).all(axis=None)
     assert set(measures["note"]) == {"not enough runs"}
+
+
+def test_an_end_that_several_ids_have_is_refused_with_the_newest_of_them(tmp_path):
+    for number in range(6):
+        logged(tmp_path, samples([1.0]), f"2026-0{number}-run{number}a")
+    with refused("run a: found 6 runs whose id ends so: run5a, run4a, run3a, run2a, …"):
+        log.compare("a", "run0a", tmp_path)
+    with refused("run b: found none whose id ends so"):
+        log.compare("b", "run0a", tmp_path)
 
 
 def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path):

@@ -75,8 +75,9 @@ def test_the_table_names_every_column_that_it_leaves_out_and_how_to_see_it(rows)
     assert "`workbench log --rows`" in below
 
 
-def test_settings_that_tell_rows_apart_are_never_left_out_for_figures(tmp_path):
-    """The first four settings that vary are equal in rows whose speeds differ."""
+@pytest.fixture
+def eight_forms(tmp_path) -> pd.DataFrame:
+    """Rows whose first four varied settings are equal where their speeds differ."""
     forms = [(1, "mask"), (1, "slice"), (4, "mask"), (4, "slice")]
     for number, ((layers, kv_write), depth) in enumerate(product(forms, [0, 64])):
         row = {
@@ -97,7 +98,22 @@ def test_settings_that_tell_rows_apart_are_never_left_out_for_figures(tmp_path):
             "kl_mean": 0.001 * number,
         }
         log.append("runs", row, tmp_path, f"{number}-run{number}")
-    lines = table_lines(summary.summary(tmp_path), 80)
+    return summary.summary(tmp_path)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_verdicts_speed_and_fidelity_are_never_left_out(eight_forms, width):
+    """The help of `workbench log` promises them."""
+    lines = table_lines(eight_forms, width)
+    titles = next(line for line in lines if line.startswith(" "))
+    for title in ("export", "quality", "tok/s", "mean KL"):
+        assert title in titles
+
+
+def test_settings_that_tell_rows_apart_stay_before_other_settings_and_figures(
+    eight_forms,
+):
+    lines = table_lines(eight_forms, 80)
     (left_out,) = [i for i, line in enumerate(lines) if line.startswith("left out")]
     header = next(i for i, line in enumerate(lines) if line.startswith(" "))
     titles = lines[header].split()

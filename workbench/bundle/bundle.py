@@ -56,12 +56,13 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
 class Bundle:
     """An opened bundle: its manifest, its folder, its embedding table.
 
-    Three methods compare the files with the manifest:
+    Four methods compare the files with the manifest:
 
         open            every listed file is inside the folder and has its size
         verify          every SHA-256 is right, and packages have no other file
-        check_contents  before anything runs: `verify`, unless a note of this checkout
-                        says that these files were verified; and the dimensions of the
+        check_hashes    `verify`, unless a note of this checkout says that these files
+                        were verified
+        check_contents  before anything runs: `check_hashes`, and the dimensions of the
                         embedding table"""
 
     def __init__(self, root: Path, manifest: Manifest):
@@ -141,6 +142,15 @@ class Bundle:
         """Refuses files whose SHA-256 is not the manifest's, and an embedding table of
         other dimensions, before they are run.
 
+        Raises:
+            InputError: see `verify`.
+        """
+        self.check_hashes()
+        self._check_embedding()
+
+    def check_hashes(self) -> None:
+        """Refuses files whose SHA-256 is not the manifest's.
+
         Hashes of large bundles are not computed again while size, times and inode of
         every file are as this checkout noted them when the hashes were right. One of
         the times is that of the last change of status, which no program can set.
@@ -150,7 +160,6 @@ class Bundle:
         """
         if self.bytes < MIN_NOTED_BYTES or not was_verified(NOTES, self._stamp()):
             self.verify()
-        self._check_embedding()
 
     def _stamp(self) -> dict[str, str]:
         """Hashes that change with the manifest and with the size, times or inode of a file.

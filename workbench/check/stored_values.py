@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 import miltorch
+from miltorch.coremltools_import import kmeans1d
 from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
@@ -385,12 +386,10 @@ def table_ratios(
 
 def least_squared_error(values: torch.Tensor, count: int) -> float:
     """Sum of squared distances of fp16 `values` to the best `count` points."""
-    from coremltools._deps import kmeans1d
-
     distinct, counts = np.unique(values.numpy(), return_counts=True)
     points = distinct.astype(np.float64)
     count = min(count, len(points))
-    clusters = kmeans1d.cluster(points, count, weights=counts).clusters
+    clusters = kmeans1d().cluster(points, count, weights=counts).clusters
     weights = np.bincount(clusters, counts)
     means = np.bincount(clusters, counts * points) / np.maximum(weights, 1)
     return float((counts * (points - means[clusters]) ** 2).sum())

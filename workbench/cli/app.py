@@ -95,7 +95,10 @@ def run_command(arguments: list[str]) -> None:
         if subcommand or command not in SUBCOMMANDS:
             raise as_input_error(problem, _names()) from None
         words = problem.unused_tokens or []
-        raise unknown_words_error(command, words, SUBCOMMANDS[command]) from None
+        # the command takes a misspelled subcommand for its own argument
+        first = arguments[1] if len(arguments) > 1 else ""
+        subcommands = SUBCOMMANDS[command]
+        raise unknown_words_error(command, words, subcommands, first) from None
     except CycloptsError as problem:
         raise as_input_error(problem, _names()) from None
 

@@ -45,6 +45,11 @@ def export(
     target: --max-kl, --bytes or --ms-on.
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256
+
+    Args:
+        checkpoint: The folder of a model: config.json and *.safetensors; or the name of
+            a model in the local cache of the Hugging Face Hub.
+        bundle: Folder of the new bundle, where nothing may be yet.
     """
     folder = paths.locate_checkpoint(checkpoint)
     paths.check_new_bundle(bundle)
@@ -82,6 +87,12 @@ def export(
         lines.append(
             f"Not fitted to the text but rounded to the nearest: {record.nearest[0]} "
             "and the other tensors under calibration.nearest in bundle.json."
+        )
+    if options.layers_per_shard > result["layers"]:
+        lines.append(
+            "One shard has every decoder layer: the checkpoint has "
+            f"{result['layers']}, fewer than --layers-per-shard "
+            f"{options.layers_per_shard}."
         )
     if not result["tokenizer"]:
         lines.append(

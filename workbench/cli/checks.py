@@ -76,6 +76,7 @@ def validate(
     exported = workbench.Bundle.open(bundle)
     _check_options(prompt, checkpoint, golden, tasks, transcript_options, max_kl)
     execution.check(exported)
+    _check_files(exported, checkpoint)
     source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.ane.memory import peak_rss
     from workbench.check.tasks import answers_gate, load_tasks
@@ -149,6 +150,16 @@ def validate(
     output |= {"peak_rss_bytes": peak_rss()}
     step = step_after_red(output, bundle, checkpoint, execution.runtime)
     print_and_exit(output, json, lines, next_command=step)
+
+
+def _check_files(bundle, checkpoint: Path | None) -> None:
+    """Refuses a bundle with a changed file before the checkpoint is read and Hugging
+    Face's model runs. Without a checkpoint the files are compared as soon as the shards
+    are loaded."""
+    if checkpoint:
+        paths.locate_checkpoint(checkpoint)
+        stage("validate: comparing the bundle's files with their hashes")
+        bundle.check_hashes()
 
 
 def _store_device_reference(bundle, reference, single_copy: bool) -> None:
@@ -332,6 +343,7 @@ def validate_units(
     exported = workbench.Bundle.open(bundle)
     _check_reference_options(prompt, checkpoint, golden, needs_reference=True)
     check_runs_here(runtime, exported)
+    _check_files(exported, checkpoint)
     source = load_exported_checkpoint(checkpoint, exported, "validate")
     from workbench.check.units import units_quality, units_verdict
     from workbench.check.units import validate_units as run_units

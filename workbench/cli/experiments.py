@@ -30,6 +30,10 @@ ASK_THE_COST = ("30", "31", "34", "35")
 # Verdicts and qualities of a run, worst first. not_run counts only if there is no other.
 VERDICTS = "RED", "GREEN"
 QUALITIES = "OVER", "WITHIN"
+# The export that the conclusion of a run recommends (see `recommend.sentences`).
+RECOMMENDED_EXPORT = re.compile(
+    "^Recommended: .* Next step: (workbench export .+)$", re.MULTILINE
+)
 
 
 def run(
@@ -59,6 +63,9 @@ def run(
     if publish and beside:
         needed, step = "one of the two", "leave one out"
         raise InputError("--publish, --beside", "both", needed, step)
+    for assignment in set_ or []:
+        if "=" not in assignment:
+            raise _no_value_error(assignment)
     stage("run: reading the notebooks")
     from workbench import experiment
 
@@ -84,11 +91,21 @@ def run(
     not_about_cost = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
     counted_quality = _worst_word(not_about_cost, "quality", QUALITIES)
     code = ending.verdict_code(verdict, counted_quality)
-    step = _full_run(settings, set_ or []) or "make lab"
+    step = _recommended_export(results) or _full_run(settings, set_ or []) or "make lab"
     result = words | {"experiments": results}
     print_and_exit(
         result, json, _verdict_lines(words, results), code, next_command=step
     )
+
+
+def _recommended_export(results: list[dict]) -> str | None:
+    """The command of the first export that a run recommends in place of its own, whose
+    quality is OVER; None where none does."""
+    for result in results:
+        found = RECOMMENDED_EXPORT.search(result["conclusion"])
+        if result["quality"] == "OVER" and found:
+            return found[1]
+    return None
 
 
 def _full_run(
@@ -144,7 +161,11 @@ def _notebook_settings(
 ) -> dict[str, dict[str, object]]:
     """The parameters that `NAME=VALUE` assignments give each notebook, typed as its
     defaults are. A notebook without the name is left out; a name that no notebook has
-    stays, so that the first notebook refuses it."""
+    stays, so that the first notebook refuses it.
+
+    Raises:
+        InputError: a value of another type, or none where no default is an empty text.
+    """
     from workbench import experiment
 
     settings = {number: {} for number in numbers}
@@ -154,10 +175,19 @@ def _notebook_settings(
     for assignment in assignments:
         name, _, text = assignment.partition("=")
         with_name = [number for number in numbers if name in defaults[number]]
+        is_empty_default = [defaults[number][name] == "" for number in with_name]
+        if not text and with_name and not any(is_empty_default):
+            raise _no_value_error(name)
         for number in with_name or numbers:
             default = defaults[number].get(name)
             settings[number][name] = experiment.parse_value(name, text, default)
     return settings
+
+
+def _no_value_error(name: str) -> InputError:
+    """The error for a parameter that is named without a value."""
+    needed = "NAME=VALUE, such as MAX_SEQ_LEN=512"
+    return InputError(f"--set {name}", "no value", needed, f"write --set {name}=VALUE")
 
 
 def _print_run(result: dict) -> None:

@@ -3,7 +3,7 @@ words that are no subcommand. Each is refused with the spelling that is right.""
 
 from collections.abc import Collection
 
-from workbench.errors import InputError
+from workbench.errors import InputError, did_you_mean
 
 OLD_OPTIONS = {
     "validate": {
@@ -44,19 +44,20 @@ def check_spelling(arguments: list[str]) -> None:
 
 
 def unknown_words_error(
-    command: str, words: list[str], subcommands: Collection[str]
+    command: str, words: list[str], subcommands: Collection[str], first: str
 ) -> InputError:
     """The error for words that a command with subcommands does not take.
 
     Args:
         words: those behind the arguments that it takes.
         subcommands: their names.
+        first: the word right behind the command, which may be one of them misspelled.
     """
     if command == "log" and len(words) == 2:
         return _old_spelling_error(f"log {' '.join(words)}", COMPARE_STEP)
     names = ", ".join(subcommands)
     needed = f"at most a subcommand ({names}), and then its arguments"
-    step = f"see workbench {command} --help"
+    step = did_you_mean(first, subcommands, f"see workbench {command} --help")
     return InputError(command, f"also {' '.join(words)}", needed, step)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from miltorch.coremltools_import import kmeans1d
 from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16
 from workbench.bundle.presets import FP16, MIXED, Preset, find_preset
@@ -339,15 +340,13 @@ def quantize(values: torch.Tensor, preset: Preset) -> Arrays:
 def palettize(values: np.ndarray, bits: int) -> Arrays:
     """A table of 2^bits values for the whole tensor `values` [n] fp16, and an index into it
     for each weight: `lut` [2^bits] fp16, `indices` [n] uint8."""
-    from coremltools._deps import kmeans1d
-
     codes = values.view(np.uint16)  # the bits of each value
     counts = np.bincount(codes, minlength=1 << 16)
     # the codes that occur, in the order of their values
     distinct = np.flatnonzero(counts).astype(np.uint16)
     distinct = distinct[np.argsort(distinct.view(np.float16))]
     entries = min(len(distinct), 1 << bits)
-    clusters = kmeans1d.cluster(
+    clusters = kmeans1d().cluster(
         distinct.view(np.float16), entries, weights=counts[distinct]
     )
     lut = np.zeros(1 << bits, np.float16)

@@ -17,6 +17,8 @@ from workbench.log.schema import SETTINGS
 from workbench.log.store import load, plain
 from workbench.log.times import MIN_ROUNDS, by_process, count_rounds
 
+SHOWN_IDS = 4
+"""The number of ids that an error names where several runs fit."""
 MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """Columns that are equal for repetitions of one measurement within a run."""
 
@@ -127,8 +129,13 @@ def find_run(run: str, runs: pd.DataFrame) -> pd.Series:
     """
     rows = runs[runs["run_id"].str.endswith(run)] if run else runs[:0]
     if len(rows) != 1:
-        actual = f"{len(rows)} runs whose id ends so"
+        actual = "none whose id ends so"
         step = "list them with `workbench log`"
+        if len(rows):
+            newest = rows["run_id"].str.split("-").str[-1].iloc[: -SHOWN_IDS - 1 : -1]
+            others = ", …" if len(rows) > SHOWN_IDS else ""
+            actual = f"{len(rows)} runs whose id ends so: {', '.join(newest)}{others}"
+            step = "give more of its id, or list them with `workbench log`"
         raise InputError(f"run {run}", actual, "a run in the log", step)
     return rows.iloc[0]
 

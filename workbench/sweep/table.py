@@ -16,10 +16,11 @@ WIDTH = 100
 MAX_CELL = 14
 """Characters of a cell of the table; longer texts are cut."""
 FIRST_SETTINGS = 4
-"""The number of varied settings that a narrow terminal shows before figures, beside those
-that tell the rows apart."""
-FIRST_FIGURES = ("verdict", "tokens_per_s", "quality", "n", "kl_mean")
-"""Figures that a narrow terminal shows before others."""
+"""The number of varied settings that a narrow terminal shows before other figures,
+beside those that tell the rows apart."""
+FIRST_FIGURES = ("verdict", "quality", "tokens_per_s", "kl_mean")
+"""Figures that a narrow terminal shows before every setting: they are what the table is
+read for."""
 ORIGINS = ("command", "experiment")
 """Columns of a run that say what asked for it."""
 LETTERED = ("machine", "software")
@@ -107,8 +108,8 @@ def _with_letters(
 
 
 def _leading_settings(rows: pd.DataFrame, varied: list[str]) -> list[str]:
-    """The settings that a narrow terminal shows before figures: those that tell the rows
-    apart, then others of the first `FIRST_SETTINGS`.
+    """The settings that a narrow terminal shows right after `FIRST_FIGURES`: those that tell
+    the rows apart, then others of the first `FIRST_SETTINGS`.
 
     Without the settings that tell rows apart, two settings with different figures would
     read the same.
@@ -139,7 +140,7 @@ def _display_order(
 
     Args:
         varied: the settings that differ between rows.
-        leading: those that come before figures.
+        leading: those that stand left of the figures.
         figures: the figures that have a column.
     """
     left = [name for name in varied if name in LETTERED or name in leading]
@@ -148,7 +149,7 @@ def _display_order(
 
 def _priority(leading: list[str], figures: list[str], columns: list[str]) -> list[str]:
     """The columns in the order in which a narrow terminal makes room for them."""
-    names = [*leading, *FIRST_FIGURES, *LETTERED, *figures, *columns]
+    names = [*FIRST_FIGURES, *leading, "n", *LETTERED, *figures, *columns]
     return list(dict.fromkeys(name for name in names if name in columns))
 
 
