@@ -53,6 +53,26 @@ def test_what_is_damaged_or_missing_is_red_by_name(broken, plant, place):
     assert "o_proj" not in gate.reason or plant is cut_weight_file_in_half
 
 
+@pytest.mark.parametrize("preset", ["int8-channel", "fp16"])
+def test_a_wrong_weight_is_named_with_its_place_and_both_values(broken, preset):
+    row, column = 5, 3
+
+    def plant(copy):
+        codes = copy.weight("layers.1.self_attn.v_proj.weight").codes
+        array = codes.read()
+        flat = array.reshape(len(array), -1)
+        flat[row, column] += 9
+        codes.write(array)
+
+    folder, checkpoint = broken(plant, preset)
+    reason = weights_gate(Bundle.open(folder), checkpoint).reason
+    assert "v_proj.weight: " in reason
+    assert f"(worst at row {row}, column {column}: stored " in reason
+    tensor = checkpoint.tensor("model.layers.1.self_attn.v_proj.weight")
+    expected = float(reason.rpartition("expected ")[2].rstrip(")"))
+    assert expected == pytest.approx(float(tensor[row, column]), rel=1e-3)
+
+
 def test_a_tensor_is_compared_in_blocks_and_named_once(broken, monkeypatch):
     def plant(copy):
         scale_embedding(copy)
