@@ -14,6 +14,7 @@ from workbench.check.stored_values import (
     integer_ratio,
     table_deviation,
     table_ratios,
+    worst_deviation,
 )
 from workbench.check.weights import _is_constant, weights_gate
 
@@ -71,6 +72,13 @@ def test_a_wrong_weight_is_named_with_its_place_and_both_values(broken, preset):
     tensor = checkpoint.tensor("model.layers.1.self_attn.v_proj.weight")
     expected = float(reason.rpartition("expected ")[2].rstrip(")"))
     assert expected == pytest.approx(float(tensor[row, column]), rel=1e-3)
+
+
+def test_a_wrong_weight_of_a_norm_is_named_by_its_number_alone():
+    values = torch.ones(1, 8)
+    stored = {"val": np.float16([1, 1, 1, np.nan, 1, 1, 1, 2])}
+    deviation = worst_deviation("norm", stored, values, find_preset("fp16"))
+    assert "(worst at element 3: stored nan, expected 1)" in deviation.reason
 
 
 def test_a_tensor_is_compared_in_blocks_and_named_once(broken, monkeypatch):

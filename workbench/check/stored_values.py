@@ -140,9 +140,11 @@ def _with_worst_weight(
     [rows, columns]."""
     distances = ((stored - expected).abs() / unit.abs()).numpy()
     row, column = np.unravel_index(np.argmax(distances), distances.shape)
+    place = f"row {first + row}, column {column}"
+    if len(stored) == 1:  # as of a norm, which has no rows
+        place = f"element {column}"
     clause = (
-        f"worst at row {first + row}, column {column}: "
-        f"stored {float(stored[row, column]):.6g}, "
+        f"worst at {place}: stored {float(stored[row, column]):.6g}, "
         f"expected {float(expected[row, column]):.6g}"
     )
     return replace(deviation, reason=f"{deviation.reason} ({clause})")
