@@ -15,6 +15,7 @@ from miltorch.program import spec_path
 from workbench.bundle import Bundle
 from workbench.explain import program_fault
 from workbench.files import sha256
+from workbench.models.checkpoint import Checkpoint
 
 LAYER = 1
 
@@ -70,6 +71,19 @@ def test_a_changed_epsilon_is_red_and_named_although_the_usual_inputs_hide_it(
         "The stored weights are right",
     ):
         assert words in explained["conclusion"]
+
+
+@pytest.mark.slow("runs gate `program` on an export")
+def test_an_epsilon_is_found_beside_layers_with_recurrent_states(exports, tmp_path):
+    """The other layers of such a model are not left out of the fit."""
+    checkpoint = exports.checkpoint("lfm2")
+    bundle = exports.bundle(checkpoint, max_seq_len=64, compress="fp16")
+    planted = Bundle.open(
+        enlarge_epsilon(bundle, tmp_path / "planted", "post_attention_layernorm")
+    )
+    answer = program_fault.judge_program(planted, Checkpoint(checkpoint))
+    assert answer.gate.verdict == "RED"
+    assert answer.cause.endswith(f"in ffn_norm of layer {LAYER}")
 
 
 def wrong_rows(*rows: tuple) -> pd.DataFrame:

@@ -197,10 +197,12 @@ class LayerOnSmallInputs:
         inputs = stack([stretch.trace for stretch in stretches.scaled])
         passes = [plan.plan_pass(decoder, inputs)]
         (result,) = run_passes(decoder, passes, "small inputs", head=False)
-        routed = any(
-            part.router is not None for part in stretches.scaled[0].trace.layers
+        # layers that pass on a router's values, or keep recurrent states, all have to run
+        others_matter = bool(reference.sources) or any(
+            part.router is not None or part.states
+            for part in stretches.scaled[0].trace.layers
         )
-        if not reference.sources and not routed:
+        if not others_matter:
             for index, other in enumerate(reference.base.layers):
                 if index != layer:
                     other.forward = _pass_through
