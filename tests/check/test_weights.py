@@ -17,6 +17,7 @@ from workbench.check.stored_values import (
     integer_ratio,
     table_deviation,
     table_ratios,
+    worst_deviation,
 )
 from workbench.check.weights import _is_constant, weights_gate
 
@@ -54,6 +55,33 @@ def test_what_is_damaged_or_missing_is_red_by_name(broken, plant, place):
     gate = weights_gate(Bundle.open(folder), checkpoint)
     assert gate.verdict == "RED" and place in gate.reason
     assert "o_proj" not in gate.reason or plant is cut_weight_file_in_half
+
+
+@pytest.mark.parametrize("preset", ["int8-channel", "fp16"])
+def test_a_wrong_weight_is_named_with_its_place_and_both_values(broken, preset):
+    row, column = 5, 3
+
+    def plant(copy):
+        codes = copy.weight("layers.1.self_attn.v_proj.weight").codes
+        array = codes.read()
+        flat = array.reshape(len(array), -1)
+        flat[row, column] += 9
+        codes.write(array)
+
+    folder, checkpoint = broken(plant, preset)
+    reason = weights_gate(Bundle.open(folder), checkpoint).reason
+    assert "v_proj.weight: " in reason
+    assert f"(worst at row {row}, column {column}: stored " in reason
+    tensor = checkpoint.tensor("model.layers.1.self_attn.v_proj.weight")
+    expected = float(reason.rpartition("expected ")[2].rstrip(")"))
+    assert expected == pytest.approx(float(tensor[row, column]), rel=1e-3)
+
+
+def test_a_wrong_weight_of_a_norm_is_named_by_its_number_alone():
+    values = torch.ones(1, 8)
+    stored = {"val": np.float16([1, 1, 1, np.nan, 1, 1, 1, 2])}
+    deviation = worst_deviation("norm", stored, values, find_preset("fp16"))
+    assert "(worst at element 3: stored nan, expected 1)" in deviation.reason
 
 
 def test_a_tensor_is_compared_in_blocks_and_named_once(broken, monkeypatch):

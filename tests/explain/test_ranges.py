@@ -13,7 +13,7 @@ from tiny import prompt
 
 import miltorch
 from miltorch.constants import Constants
-from miltorch.program import Op
+from miltorch.program import Op, Ref
 from workbench import Decoder
 from workbench.check import gates
 from workbench.explain import ranges
@@ -30,6 +30,27 @@ def test_every_shard_has_rows_and_every_projection_a_module(exports, options):
     assert set(frame["shard"]) == {shard.name for shard in bundle.manifest.shards}
     modules = frame.loc[frame["kind"] == "conv", "module"]
     assert modules.str.contains("proj|lm_head").all()
+
+
+def test_the_constant_of_a_mask_is_not_ranked(llama_bundle):
+    """A mask's -10,000 would fill the first rows, and hide how near computed values come to
+    fp16's limit. The frame still has the sums."""
+    measured = ranges.measure_bundle(llama_bundle, IDS)
+    summary = ranges.summarize(measured)
+    frame = measured["exact"].frame()
+    assert frame["max_abs"].max() > 9000 > summary["worst"][0]["max_abs"]
+    assert frame["is_masked"].sum() == llama_bundle.manifest.dims.L
+    assert summary["min_headroom_bits"] == summary["worst"][0]["headroom_bits"]
+
+
+def test_a_sum_with_a_mask_that_overflows_is_ranked():
+    measured = ranges.Ranges()
+    shard = SimpleNamespace(name="s", modules={})
+    operands = {"x": Ref("scores"), "y": Ref("attn_mask")}
+    result = torch.tensor([float("inf"), 1.0])
+    measured.add(shard, Op("add", "sum", operands, [("v", None)]), [result])
+    summary = ranges.summarize({"exact": measured, "declared": measured})
+    assert [row["op"] for row in summary["worst"]] == ["sum"]
 
 
 def plant_fault(

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle, Options
+from workbench.bundle import Bundle, Manifest, Options
 from workbench.bundle.names import split_layer
 from workbench.bundle.rings import ring_positions
 from workbench.check import gates
@@ -127,6 +127,16 @@ def program_gate(
     """The gate on a portable decoder in `exact` arithmetic; see `program_errors` for the
     arguments. The constants of another exporter's programs have their own limit."""
     table = program_errors(decoder, checkpoint, representatives, stretches)
+    return judge_errors(table, decoder.manifest)
+
+
+def program_limit(manifest: Manifest) -> float:
+    """The largest `ratio` of a sound bundle."""
+    return max(LIMIT, manifest.constants_error)
+
+
+def judge_errors(table: pd.DataFrame, manifest: Manifest) -> Gate:
+    """The gate on the rows of `program_errors` of a bundle."""
     worst = table.loc[table["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if pd.notna(worst["layer"]):
@@ -135,7 +145,7 @@ def program_gate(
         "relative RMS against Hugging Face's model with the stored weights, "
         f"worst of {len(table)}: {worst['tensor']}, {place}, T = {worst['T']}"
     )
-    limit = max(LIMIT, decoder.manifest.constants_error)
+    limit = program_limit(manifest)
     return gates.at_most("program", float(worst["ratio"]), limit, reason)
 
 
@@ -145,10 +155,10 @@ def program_errors(
     representatives: ShardNames = None,
     stretches: Stretches | None = None,
 ) -> pd.DataFrame:
-    """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
-    tensor: updates (chained: hidden states), states, router states, logits, and choices
-    of experts. A choice may differ where the last bit of the input changes Hugging
-    Face's. `plan_stretches` says which calls run.
+    """Rows of `errors` with mode, kind of stretch and sequence `seq`, for every layer,
+    position, T and tensor: updates (chained: hidden states), states, router states,
+    logits, and choices of experts. A choice may differ where the last bit of the input
+    changes Hugging Face's. `plan_stretches` says which calls run.
 
     Args:
         representatives: see `states`; None: all shards.
@@ -548,11 +558,12 @@ class SliceReader:
 
 
 def _finish_rows(rows: pd.DataFrame, plan: StretchPlan, seq: int) -> pd.DataFrame:
-    """The rows of one sequence of a pass with the columns `seq` and `mode`. Chained ratios
-    are divided by the number of layers that have run: their errors add up, and the limit
-    is that of one layer. Logits come behind all layers and a head."""
+    """The rows of one sequence of a pass with the columns `seq`, `mode` and `kind` (of
+    its stretches). Chained ratios are divided by the number of layers that have run:
+    their errors add up, and the limit is that of one layer. Logits come behind all
+    layers and a head."""
     if not plan.isolated:
         L = len(plan.stretches[seq].trace.layers)
         layers_run = rows["layer"].fillna(L).astype(int) + 1
         rows = rows.assign(ratio=rows["ratio"] / layers_run)
-    return rows.assign(seq=seq, mode=plan.mode)
+    return rows.assign(seq=seq, mode=plan.mode, kind=plan.kind)

@@ -26,6 +26,7 @@ one that was fitted to a calibration text, which `row_statistics` judges row by 
 tables must be finite and ascending, too."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -86,17 +87,68 @@ def open_parts(
 
 
 def worst_deviation(
-    place: str, parts: Parts, values: torch.Tensor, preset: Preset
+    place: str, parts: Parts, values: torch.Tensor, preset: Preset, first: int = 0
 ) -> Deviation:
     """The deviation of a stored weight from `values` [rows, columns], the checkpoint's
-    with their offset."""
+    with their offset. One of fp16 or integers that is over its limit says where.
+
+    Args:
+        first: the number of the first row within the tensor.
+    """
     if "val" in parts:
-        stored = torch.from_numpy(np.asarray(parts["val"]))
-        return fp16_deviation(place, stored.reshape(values.shape), values)
+        stored = torch.from_numpy(np.asarray(parts["val"])).reshape(values.shape)
+        deviation = fp16_deviation(place, stored, values)
+        if deviation.is_sound:
+            return deviation
+        unit = half_ulp(values)
+        return _with_worst_weight(deviation, stored.float(), values, unit, first)
     if preset.is_integer:
         ratio = integer_ratio(parts, values, preset)
-        return Deviation.at(place, ratio, LIMIT, f"of the half step of {preset.name}")
+        unit = f"of the half step of {preset.name}"
+        deviation = Deviation.at(place, ratio, LIMIT, unit)
+        if deviation.is_sound:
+            return deviation
+        return _with_worst_weight(
+            deviation, *_integers_and_steps(parts, values), first=first
+        )
     return table_deviation(place, parts, values, preset)
+
+
+def _integers_and_steps(
+    parts: Parts, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The stored weights, `values` rounded to fp16 and the stored steps, each float32
+    [rows, columns]."""
+    data = np.float32(parts["data"])
+    steps = np.broadcast_to(_spread(np.float32(parts["scale"]), data.shape), data.shape)
+    offset = np.float32(parts.get("offset", 0))
+    if offset.ndim:
+        offset = _spread(offset, data.shape)
+    stored = torch.from_numpy((data - offset) * steps).reshape(values.shape)
+    steps = torch.from_numpy(steps.copy()).reshape(values.shape)
+    return stored, values.half().float(), steps
+
+
+def _with_worst_weight(
+    deviation: Deviation,
+    stored: torch.Tensor,
+    expected: torch.Tensor,
+    unit: torch.Tensor,
+    first: int,
+) -> Deviation:
+    """A deviation whose reason ends with the place of its worst weight, the one that is
+    most units away from what is expected, or that is no number; all are
+    [rows, columns]."""
+    distances = ((stored - expected).abs() / unit.abs()).numpy()
+    row, column = np.unravel_index(np.argmax(distances), distances.shape)
+    place = f"row {first + row}, column {column}"
+    if len(stored) == 1:  # as of a norm, which has no rows
+        place = f"element {column}"
+    clause = (
+        f"worst at {place}: stored {float(stored[row, column]):.6g}, "
+        f"expected {float(expected[row, column]):.6g}"
+    )
+    return replace(deviation, reason=f"{deviation.reason} ({clause})")
 
 
 def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Deviation:

@@ -162,7 +162,7 @@ def _compare_programs(bundle: Bundle, checkpoint: Checkpoint) -> _StoredInProgra
                     slices.append(FittedSlice(shard, function, rows))
                 else:
                     values = checkpoint_values(checkpoint, shard, tensor, rows)
-                    worst = worst_deviation(place, parts, values, preset)
+                    worst = worst_deviation(place, parts, values, preset, rows.start)
                     stored.deviations.append(worst)
                 stored.rows.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:

@@ -18,6 +18,10 @@ from workbench.cli.output import READ_AND_EXPORT, gates_json, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import bar, stage
 
+CORRECT_AND_EXPORT = (
+    "read the conclusion: it says where the program is wrong; then export again"
+)
+
 
 def explain(
     bundle_or_package: Path,
@@ -29,8 +33,8 @@ def explain(
     json: Json = False,
 ) -> None:
     """Splits a bundle's error into its parts, names the variant of the model that the
-    bundle computes, and lists the operations nearest to overflow. For a single
-    .mlpackage it lists these operations only.
+    bundle computes, runs gate `program` to say which layer is wrong, and lists the
+    operations nearest to overflow. For a single .mlpackage it lists these operations only.
 
     The words `parts`, `variant`, `ranges` and `op` are subcommands, which answer one
     question each; a folder of such a name is `./parts`.
@@ -53,10 +57,12 @@ def explain(
     device.check(bundle)
     source = load_exported_checkpoint(checkpoint, bundle, "explain")
     ids = prompt.fitting_token_ids(bundle)
-    answers = [_compare_weights(bundle, source)]
+    weights = _compare_weights(bundle, source)
+    answers = [weights]
     if bundle.manifest.shows_hidden:
         answers.append(_split_error(bundle, source, ids, device))
-    answers.append(_find_variant(bundle, source, ids))
+    variant = _find_variant(bundle, source, ids)
+    answers += [variant, _judge_program(bundle, source, weights.gates, variant)]
     if not bundle.manifest.options.plugin:
         answers.append(_measure_bundle(bundle, ids))
     _print_answers(answers, json)
@@ -218,8 +224,11 @@ def _print_answers(answers: list[Answer], json: bool) -> None:
     for answer in answers:
         result |= answer.json
     step = None
-    if gates.names_cause(gate.name for gate in gates.red_gates(all_gates)):
+    red = {gate.name for gate in gates.red_gates(all_gates)}
+    if gates.names_cause(red):
         step = READ_AND_EXPORT
+    elif "program" in red:
+        step = CORRECT_AND_EXPORT
     print_and_exit(result, json, next_command=step)
 
 
@@ -278,6 +287,30 @@ def _find_variant(bundle, checkpoint, ids: list[int]) -> Answer:
         "variants": gates.records(fit.errors),
     }
     return Answer(result, call_gates)
+
+
+def _judge_program(
+    bundle, checkpoint, results: list[gates.Gate], variant: Answer
+) -> Answer:
+    """Gate `program`, which also runs on small inputs. Where it is RED and no variant of
+    the model was found, the conclusion says where it is RED instead.
+
+    Args:
+        results: the gate on the weights, if it ran.
+        variant: the answer of `_find_variant`.
+    """
+    from workbench.explain import program_fault, variants
+
+    stage("explain: the program")
+    answer = program_fault.judge_program(bundle, checkpoint, results)
+    found = variant.json
+    narrowed = {}
+    if answer.conclusion and found["fits"] in (None, variants.CONFIGURED):
+        conclusion = answer.conclusion
+        if found["fits"] is None:
+            conclusion = f"{found['conclusion']} {conclusion}"
+        narrowed = {"fits": answer.cause, "conclusion": conclusion}
+    return Answer(narrowed, [answer.gate])
 
 
 def _measure_bundle(bundle, ids: list[int]) -> Answer:

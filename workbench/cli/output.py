@@ -1,8 +1,10 @@
 """The output of commands: a result as text or as one JSON object, and the exit code of its
 verdicts."""
 
+import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from json import dumps
@@ -23,6 +25,9 @@ from workbench.cli import ending
 from workbench.errors import visible
 from workbench.progress import end_stage
 
+# Wrong tensors of one layer that make another layer's weights likely: more than half of the
+# 8 that gate `weights` names at most.
+MANY_TENSORS = 5
 READ_AND_EXPORT = "read the RED lines: they name what is wrong; then export again"
 """The next step where the reasons of the RED gates name the cause."""
 # The stream for results while `libraries_on_stderr` is active; None: stdout.
@@ -89,6 +94,9 @@ def step_after_red(
     if result["verdict"] != "RED":
         return None
     red = {gate["name"] for gate in result.get("gates", []) if gate["verdict"] == "RED"}
+    if _names_a_layer(result.get("gates", [])):  # as where layers were exchanged
+        words = "explain", "variant", bundle, "--checkpoint", checkpoint or "CHECKPOINT"
+        return command_line(*words)
     if names_cause(red):
         return READ_AND_EXPORT
     if red == {"device"}:  # the program is right, and the runtime computes another
@@ -97,6 +105,19 @@ def step_after_red(
         words = "explain", bundle, "--checkpoint", checkpoint or "CHECKPOINT"
     device = () if runtime == "auto" else ("--runtime", runtime)
     return command_line(*words, *device)
+
+
+def _names_a_layer(gates: list[dict]) -> bool:
+    """Whether gate `weights` alone is RED and its reason names so many tensors of one layer
+    that they may be another layer's, which `explain variant` finds out."""
+    reasons = {
+        gate["name"]: gate["reason"] for gate in gates if gate["verdict"] == "RED"
+    }
+    if reasons.keys() != {"weights"}:
+        return False
+    named = {*re.findall(r"layers\.(\d+)\.([\w.]+)", reasons["weights"])}
+    counts = Counter(layer for layer, _ in named)
+    return max(counts.values(), default=0) >= MANY_TENSORS
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 
 import miltorch
+from miltorch.program import Op
 from workbench.bundle import Bundle
 from workbench.bundle.names import MAX_FP16
 from workbench.check import gates
@@ -49,11 +50,12 @@ class OperationPlace:
 
 @dataclass
 class ResultRange:
-    """The range of one floating-point result over all calls: its `value`'s name, the
-    largest finite magnitude, and the counts of inf and NaN."""
+    """The range of one floating-point result over all calls: its `value`'s name, whether
+    it is a sum with a mask, the largest finite magnitude, and the counts of inf and NaN."""
 
     place: OperationPlace
     value: str
+    is_masked: bool = False
     max_abs: float = 0.0
     inf: int = 0
     nan: int = 0
@@ -66,6 +68,12 @@ class PackageNames:
 
     shard: str
     modules: Mapping[str, str]
+
+
+def adds_mask(op: Op) -> bool:
+    """Whether an operation adds a mask, by the name of an operand, such as `attn_mask`: the
+    largest magnitude of the sum is that of the mask's constant."""
+    return op.kind == "add" and any("mask" in name.lower() for name in op.reads())
 
 
 def measure_values(x: torch.Tensor) -> tuple[float, int, int]:
@@ -136,7 +144,7 @@ class Ranges:
             if key not in self.rows:
                 module = names.modules.get(name, "")
                 place = OperationPlace(names.shard, op.name, op.kind, module)
-                self.rows[key] = ResultRange(place, name)
+                self.rows[key] = ResultRange(place, name, adds_mask(op))
             row = self.rows[key]
             largest, infinite, undefined = measure_values(x)
             row.max_abs = max(row.max_abs, largest)
@@ -196,8 +204,12 @@ def finite_gates(measured: RangesByPrecision) -> list[gates.Gate]:
 
 
 def summarize(measured: RangesByPrecision) -> dict:
-    """The ranges as `workbench explain` prints them."""
+    """The ranges as `workbench explain` prints them. Finite sums with a mask are not
+    ranked, since they say nothing about the headroom of what a model computes; the scores
+    that are added are ranked where they are computed."""
     frame = measured["exact"].frame()
+    is_finite = (frame["inf"] == 0) & (frame["nan"] == 0)
+    ranked = frame[~(frame["is_masked"] & is_finite)]
     columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
     first = {}
     for kind, place in measured["declared"].first.items():
@@ -206,8 +218,8 @@ def summarize(measured: RangesByPrecision) -> dict:
         "ops": len(frame),
         "first_inf": first["inf"],
         "first_nan": first["nan"],
-        "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
-        "worst": gates.records(frame.nlargest(10, "max_abs")[columns]),
+        "min_headroom_bits": gates.jsonable(float(ranked["headroom_bits"].min())),
+        "worst": gates.records(ranked.nlargest(10, "max_abs")[columns]),
     }
 
 

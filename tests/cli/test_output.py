@@ -1,0 +1,43 @@
+"""The next step that `validate` prints after a RED result."""
+
+from pathlib import Path
+
+import pytest
+
+from workbench.cli.output import READ_AND_EXPORT, step_after_red
+
+NAMES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"
+
+
+def clause(layer: int, name: str) -> str:
+    """What gate `weights` says of a tensor."""
+    tensor = f"model.layers.{layer}.{name}.weight"
+    return (
+        f"layers_{layer:02}_{layer:02}: {tensor}: 20 of the half step of int8-channel"
+    )
+
+
+@pytest.mark.parametrize(
+    "clauses, others, step",
+    [
+        (
+            [clause(1, name) for name in NAMES],
+            [],
+            "workbench explain variant b --checkpoint m",
+        ),
+        ([clause(i, name) for i, name in enumerate(NAMES)], [], READ_AND_EXPORT),
+        ([clause(1, "q_proj")] * 5, [], READ_AND_EXPORT),
+        (
+            [clause(1, name) for name in NAMES],
+            ["program"],
+            "workbench explain b --checkpoint m",
+        ),
+    ],
+    ids=["a layer", "five layers", "one tensor", "the program too"],
+)
+def test_a_layer_of_wrong_weights_leads_to_explain_variant(clauses, others, step):
+    """It says whether they are another layer's."""
+    gates = [{"name": "weights", "verdict": "RED", "reason": "; ".join(clauses)}]
+    gates += [{"name": name, "verdict": "RED", "reason": ""} for name in others]
+    result = {"verdict": "RED", "gates": gates}
+    assert step_after_red(result, Path("b"), Path("m")) == step

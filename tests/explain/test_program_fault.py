@@ -1,0 +1,123 @@
+"""`explain` is RED where gate `program` is, and says where: the layer, and the epsilon that the
+bundle has in place of the configuration's."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from in_process import invoke
+
+from miltorch.coremltools_import import protobuf_module
+from miltorch.program import spec_path
+from workbench.bundle import Bundle
+from workbench.explain import program_fault
+from workbench.files import sha256
+from workbench.models.checkpoint import Checkpoint
+
+LAYER = 1
+
+
+@pytest.fixture(scope="module")
+def sound(exports):
+    """A checkpoint and its bundle."""
+    checkpoint = exports.checkpoint("llama")
+    return checkpoint, exports.bundle(checkpoint, max_seq_len=64, compress="fp16")
+
+
+def enlarge_epsilon(bundle: Bundle, folder: Path, norm: str) -> Path:
+    """Copies a bundle into a folder and makes a norm's epsilon of layer `LAYER` 10 times as large.
+    bundle.json has the file's new hash, so that only a gate can show the edit."""
+    shutil.copytree(bundle.root, folder)
+    (shard,) = (s for s in bundle.manifest.shards if LAYER in s.layer_range)
+    path = spec_path(folder / shard.path)
+    spec = protobuf_module("Model_pb2").Model.FromString(path.read_bytes())
+    (function,) = spec.mlProgram.functions.values()
+    (epsilon,) = (
+        op.attributes["val"].immediateValue.tensor.bytes
+        for op in function.block_specializations[function.opset].operations
+        if op.type == "const" and f"{norm}_eps0" in op.outputs[0].name
+    )
+    epsilon.values = (np.frombuffer(epsilon.values, np.float16) * 10).tobytes()
+    path.write_bytes(spec.SerializeToString())
+    manifest = json.loads((folder / "bundle.json").read_text())
+    for entry in manifest["shards"][bundle.manifest.shards.index(shard)]["files"]:
+        file = folder / entry["path"]
+        entry |= {"sha256": sha256(file), "bytes": file.stat().st_size}
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.slow("splits the error and runs gate `program`")
+def test_a_changed_epsilon_is_red_and_named_although_the_usual_inputs_hide_it(
+    sound, tmp_path
+):
+    checkpoint, bundle = sound
+    options = "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4"
+    explained = invoke("explain", bundle.root, *options)
+    assert explained["verdict"] == "GREEN" and explained["fits"] == "as configured"
+    planted = enlarge_epsilon(bundle, tmp_path / "planted", "post_attention_layernorm")
+    explained = invoke("explain", planted, *options)
+    verdicts = {gate["name"]: gate["verdict"] for gate in explained["gates"]}
+    assert explained["verdict"] == verdicts["program"] == "RED"
+    assert verdicts["weights"] == verdicts["reauthoring"] == "GREEN"
+    assert explained["fits"].startswith("epsilon ")
+    for words in (
+        f"Layer {LAYER} computes something else",
+        "at small inputs only (update; T = ",
+        f"in post_attention_layernorm of layer {LAYER}",
+        "The stored weights are right",
+    ):
+        assert words in explained["conclusion"]
+
+
+@pytest.mark.slow("runs gate `program` on an export")
+def test_an_epsilon_is_found_beside_layers_with_recurrent_states(exports, tmp_path):
+    """The other layers of such a model are not left out of the fit."""
+    checkpoint = exports.checkpoint("lfm2")
+    bundle = exports.bundle(checkpoint, max_seq_len=64, compress="fp16")
+    planted = Bundle.open(
+        enlarge_epsilon(bundle, tmp_path / "planted", "post_attention_layernorm")
+    )
+    answer = program_fault.judge_program(planted, Checkpoint(checkpoint))
+    assert answer.gate.verdict == "RED"
+    assert answer.cause.endswith(f"in ffn_norm of layer {LAYER}")
+
+
+def wrong_rows(*rows: tuple) -> pd.DataFrame:
+    """Rows of gate `program` that are over its limit."""
+    columns = ["layer", "tensor", "T", "mode", "kind"]
+    return pd.DataFrame(rows, columns=columns).astype({"layer": "Int64"})
+
+
+@pytest.mark.parametrize(
+    "rows, sentence",
+    [
+        (
+            [(2, "k", 1, "isolated", "scaled"), (2, "update", 4, "isolated", "start")],
+            "Layer 2 computes something else than the checkpoint's configuration says "
+            "(k, update; T = 1, 4).",
+        ),
+        (
+            [(None, "logits", 4, "isolated", "scaled")],
+            "The final norm or the head computes something else than the checkpoint's "
+            "configuration says at small inputs only (logits; T = 4).",
+        ),
+        (
+            [(layer, "hidden", 1, "chained", "start") for layer in (3, 4)],
+            "Layer 3, or a later one, computes something else than the checkpoint's "
+            "configuration says (hidden; T = 1).",
+        ),
+    ],
+)
+def test_the_sentence_says_which_layers_tensors_and_calls_are_wrong(rows, sentence):
+    assert program_fault._describe_place(wrong_rows(*rows)) == sentence
+
+
+def test_an_epsilon_is_found_between_those_that_are_tried_first():
+    found, distance = program_fault._minimize(
+        lambda eps: abs(eps / 3e-6 - 1), 1e-6, 1e-5
+    )
+    assert found == pytest.approx(3e-6, rel=1e-5) and distance <= 1e-5
