@@ -95,7 +95,7 @@ def test_it_starts_with_the_cosine_of_the_updates_and_describes_what_is_pointed_
     np.testing.assert_allclose(mesh(explorer).ravel(), drawn)
     (row,) = rows.query("layer == 1 and position == 2").to_dict("records")
     said = explorer.heatmap.canvas.figure.axes[0].format_coord(2.5, 1.5)
-    assert f"1 − cosine {max(0, 1 - row['cosine']):.2g}" in said
+    assert f"1 − cosine {sentences._three_digits(1 - row['cosine'])}" in said
     assert explorer.tokens[2] in said and "× the rounding budget" in said
 
 
@@ -276,7 +276,7 @@ def test_the_split_s_parts_have_the_names_of_the_figures():
     )
     said = sentences.split_table(split, 1)
     assert "re-authoring" in said and "reauthoring" not in said
-    assert said.count('<td class="number">0.012</td>') == len(names) - 1
+    assert said.count('<td class="number">0.0123</td>') == len(names) - 1
     assert 'border="1"' not in said and "–" in said
 
 
@@ -288,7 +288,75 @@ def test_small_numbers_of_the_explorer_have_powers_of_ten():
     assert "7.95×10⁻⁷" in said and "e-07" not in said
     row = pd.Series({"T": 1, "cosine": 1 - 2**-20, "budget": 1e-3, "error": 2.5e-05})
     words = sentences.describe_cell(row, Place(0, 3), None)
-    assert "1 − cosine 9.5×10⁻⁷, relative error 2.5×10⁻⁵" in words
+    assert "1 − cosine 9.54×10⁻⁷, relative error 2.50×10⁻⁵" in words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.0, "1.00"),
+        (0.9996, "1.00"),
+        (1.0349, "1.03"),
+        (0.0075, "0.00750"),
+        (123.4, "123"),
+        (4.56e-6, "4.56×10⁻⁶"),
+        (0.0, "0"),
+        (np.inf, "∞"),
+        (np.nan, "–"),
+    ],
+)
+def test_numbers_of_a_sentence_have_three_significant_digits(value, text):
+    assert sentences._three_digits(value) == text
+
+
+def test_the_ranks_tell_values_near_1_apart(explorer):
+    rows = explorer.shown_rows.assign(error=0.1, budget=0.1, cosine=1.0)
+    rows.loc[rows["layer"].eq(0), "error"] = 0.1042
+    rows.loc[rows["layer"].eq(1), "error"] = 0.1012
+    said = sentences.describe_ranks(rows)
+    assert "RMS over positions: layer 0: 1.04; layer 1: 1.01;" in said
+
+
+def test_logits_without_a_budget_are_drawn_as_cosine_and_the_page_says_why(explorer):
+    explorer.metric.value = "error"
+    assert "No error" not in explorer.message.value
+    explorer.tensor.value = "logits"
+    check(explorer)
+    said = (
+        "<br>No error ÷ rounding for logits: its rounding budget is not measured; "
+        "1 − cosine is shown."
+    )
+    assert explorer.message.value.endswith(said)
+    rows = explorer.shown_rows[explorer.shown_rows["T"] == 1].sort_values("position")
+    np.testing.assert_allclose(
+        mesh(explorer).ravel(), (1 - rows["cosine"]).clip(lower=1e-8)
+    )
+    label = explorer.heatmap.canvas.figure.axes[-1].get_ylabel()
+    assert " ".join(label.split()) == "1 − cosine"
+    explorer.save_button.click()
+    check(explorer)
+    assert "-logits-cosine (svg" in explorer.saved_text.value
+    # the choice of the user holds again where the metric exists
+    explorer.tensor.value = "k"
+    assert explorer.heatmap.options["metric"] == "error"
+    assert "No error" not in explorer.message.value
+
+
+def test_a_measurement_that_changes_the_picture_clears_where_the_last_was_saved(
+    explorer,
+):
+    measured = explorer.results.tables["fidelity"]
+    rename_T(explorer, 2, 4)
+    explorer.axes["T"].value = 2
+    explorer.save_button.click()
+    check(explorer)
+    assert "saved explorer-16-4-" in explorer.saved_text.value
+    explorer.draw()  # the same picture, as after a click
+    assert "saved explorer-16-4-" in explorer.saved_text.value
+    explorer.results.tables["fidelity"] = measured  # as `refresh` reads it
+    explorer._show_results()
+    check(explorer)
+    assert explorer.drawing.T == 2 and explorer.saved_text.value == ""
 
 
 def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
@@ -340,7 +408,8 @@ def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
         seconds.append(time.process_time() - start)
         check(explorer)
         assert set(explorer.shown_rows["tensor"]) == {tensor}
-        assert np.isfinite(mesh(explorer)).all() or metric == "error"
+        # no cell is "not measured", whatever the pair
+        assert not np.ma.is_masked(mesh(explorer)) and np.isfinite(mesh(explorer)).all()
     assert np.median(seconds) < 0.5
 
 

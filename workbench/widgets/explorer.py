@@ -55,11 +55,19 @@ class Drawing:
     """Of the table `fidelity`, at least one."""
     options: Options
     """The options of the export whose rows are drawn."""
+    metric: str
+    """The selected metric, or the cosine where the rows lack the selected one."""
 
     @property
     def T(self) -> int:
         """The T that stands for the setting's (see `GridResults.fidelity`)."""
         return int(self.rows["T"].max())
+
+    def equals(self, other: "Drawing | None") -> bool:
+        """Whether both give the same picture."""
+        if other is None or not self.rows.equals(other.rows):
+            return False
+        return (self.options, self.metric) == (other.options, other.metric)
 
 
 class Explorer(ui.VBox):
@@ -296,7 +304,12 @@ class Explorer(ui.VBox):
         setting, tensor = self.setting(), self.tensor.value
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
-        self.drawing = _find_drawing(self.results.fidelity(setting, tensor), options)
+        rows = self.results.fidelity(setting, tensor)
+        drawing = _find_drawing(rows, options, self.metric.value)
+        # also a measurement changes what is drawn; the saved figure is another one then
+        if drawing is None or not drawing.equals(self.drawing):
+            self.saved_text.value = ""
+        self.drawing = drawing
         if self.drawing is None:
             ranks = ""
         else:
@@ -305,6 +318,8 @@ class Explorer(ui.VBox):
         validated_ts = self.results.validated_ts(setting)
         place = options.max_seq_len, setting["T"]
         self.message.value = _message(times, *place, self.drawing, validated_ts)
+        if self.drawing and self.drawing.metric != self.metric.value:
+            self.message.value += f"<br>{sentences.describe_no_rounding(tensor)}"
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
@@ -334,7 +349,7 @@ class Explorer(ui.VBox):
 
     def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
-        options["metric"] = self.metric.value
+        options["metric"] = drawing.metric
         options["tokens"] = self._find_tokens(drawing.rows)
         title = f"{tensor} against Hugging Face, T = {drawing.T}"
         self.heatmap.draw(drawing.rows, options, title, self.chosen_place)
@@ -490,8 +505,10 @@ class Explorer(ui.VBox):
         values, settings = ["explorer"], [self.name]
         for widget in self.controls:
             name, value = widget.description, str(widget.value)
-            # the labels of the axes have marks
-            label = widget.label if widget is self.metric else value
+            label = value  # and not the widget's, which may have a mark
+            if widget is self.metric:
+                value = self.drawing.metric
+                label = plots.METRICS[value].label
             if name == "max_seq_len":
                 value = label = str(self.drawing.options.max_seq_len)
             if name == "T":
@@ -525,17 +542,20 @@ def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
         yield from _widgets_within(widget)
 
 
-def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
+def _find_drawing(rows: pd.DataFrame, options: Options, metric: str) -> Drawing | None:
     """What the heatmap draws at a setting; None where it has no rows.
 
     Args:
         rows: of the max_seq_len of the setting, or of the nearest one that was measured.
         options: of the bundle at the setting.
+        metric: the selected one.
     """
     if rows.empty:
         return None
     shown_S = int(rows["max_seq_len"].iloc[0])
-    return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}))
+    if rows["budget"].isna().all():
+        metric = "cosine"  # an error is drawn over its budget
+    return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}), metric)
 
 
 def _message(
