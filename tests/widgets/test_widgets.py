@@ -27,6 +27,7 @@ from workbench.sweep import identity
 from workbench.widgets import Explorer, planner, planning, results, sentences
 from workbench.widgets import explorer as explorers
 from workbench.widgets.controls import OF_SETTING, STALE
+from workbench.widgets.estimates import EXPORTING, MEASURING, Stage
 from workbench.widgets.jobs import Job
 from workbench.widgets.views import Place
 
@@ -50,7 +51,8 @@ def root(tmp_path_factory):
     view = Explorer(PART, Experiment("05_x", {}), root=folder)
     assert "not measured at this setting" in view.message.value
     assert view.cancel_button.disabled
-    assert view.run_button.description == "Run what is missing (about 16 s)"
+    # nothing was measured on which an estimate could rest
+    assert view.run_button.description == "Run what is missing (2 measurements)"
     said = []
     view.status.observe(lambda change: said.append(change["new"]), names="value")
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +60,11 @@ def root(tmp_path_factory):
         view.run_button.click()
         view.queue.thread.join()
     check(view)
-    assert said[0] == "measuring int8-tensor, max_seq_len 16, about 16 s to go"
+    job = "measuring int8-tensor, max_seq_len 16"
+    assert said[0] == f"{job}, then 1 more measurement" and said[-2].startswith(job)
+    stages = [(stage.name, stage.validates) for stage, _ in view.cell_seconds._measured]
+    measured = {(MEASURING, True), (MEASURING, False)}
+    assert stages[0] == (EXPORTING, False) and {*stages[1:]} == measured
     assert (
         view.run_button.description == "Nothing is missing" and view.run_button.disabled
     )
@@ -593,27 +599,38 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
 
 
 def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
+    """It rests on the seconds of stages, of other options until this bundle's are
+    known: the recorded ones are those of a larger model."""
+    recorded = {EXPORTING: 9.0, MEASURING: 3.0}
+    options = explorer.results.options(explorer.setting())
     said, buttons = [], []
+
+    def record(name: str, seconds: float) -> None:
+        for validates in {False, name == MEASURING}:
+            explorer.cell_seconds.add(Stage(name, validates, options), seconds)
 
     def measure(cell):
         buttons.append(explorer.run_button.description)
-        explorer.grid_cell_s = 3.0
+        record(MEASURING, 2.0)
 
     monkeypatch.setattr(explorer, "_measure", measure)
     assert explorer.missing_cells == 2
-    explorer.grid_cell_s = 7.0
+    assert explorer.run_button.description == "Run what is missing (2 measurements)"
+    for name, seconds in recorded.items():
+        record(name, seconds)
     explorer.refresh()
-    assert explorer.run_button.description == "Run what is missing (about 14 s)"
+    # one export and two measurements
+    assert explorer.run_button.description == "Run what is missing (about 15 s)"
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
     explorer.run_button.click()
     explorer.queue.thread.join()
     check(explorer)
     texts = [text for text in said if text]
-    assert texts[0].endswith(", about 14 s to go")
-    assert any(text.endswith(", about 3 s to go") for text in texts)
+    assert texts[0].endswith(", about 15 s to go")
+    assert any(text.endswith(", about 2 s to go") for text in texts)
     assert buttons == ["Run what is missing"] * 2
     # nothing reached the log
-    assert explorer.run_button.description == "Run what is missing (about 6 s)"
+    assert explorer.run_button.description == "Run what is missing (about 13 s)"
 
 
 def test_the_metric_of_errors_has_the_name_that_the_colour_bar_has(explorer):
