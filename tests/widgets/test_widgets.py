@@ -359,10 +359,57 @@ def test_a_measurement_that_changes_the_picture_clears_where_the_last_was_saved(
     assert "saved explorer-16-4-" in explorer.saved_text.value
     explorer.draw()  # the same picture, as after a click
     assert "saved explorer-16-4-" in explorer.saved_text.value
+    explorer.heatmap.canvas.send_json({"type": "message", "message": "T = 4"})
     explorer.results.tables["fidelity"] = measured  # as `refresh` reads it
     explorer._show_results()
     check(explorer)
     assert explorer.drawing.T == 2 and explorer.saved_text.value == ""
+    assert not explorer.heatmap.canvas._message
+
+
+def test_nothing_of_a_preset_stays_at_another_one(explorer, monkeypatch):
+    monkeypatch.setattr(explorers, "find_operation", lambda *_: "found at int8")
+    split = pd.DataFrame([dict.fromkeys(sentences.PARTS, 0.5) | {"layer": 1}])
+    monkeypatch.setattr(
+        explorers,
+        "stored_split",
+        lambda _, options, *__: split if options.compress == "int8-tensor" else None,
+    )
+    export = PART["export"] | {"compress": ["int8-tensor", "fp16"]}
+    view = Explorer(PART | {"export": export}, explorer.experiment, root=explorer.root)
+    cells = view.results.cells
+    (hash_,) = {
+        cell.columns()["values"] for cell in cells[cells["compress"] == "fp16"]["cell"]
+    }
+    rows = view.results.tables["fidelity"]
+    of_fp16 = rows.assign(values=hash_, error=rows["error"] / 2)
+
+    def show_int8() -> None:
+        view.axes["compress"].value = "int8-tensor"
+        click(view, 1, 2)
+        view.search()
+        view.queue.thread.join()
+        check(view)
+        assert "layer 1, position 2" in view.place_text.value
+        assert "all positions together" in view.place_text.value
+        assert view.search_text.value == "found at int8"
+        view.heatmap.canvas.send_json({"type": "message", "message": "of int8"})
+
+    monkeypatch.setattr(view.results, "refresh", lambda: None)  # keeps these rows
+    show_int8()
+    of_int8 = view.heatmap.describe(Place(1, 2))
+    view.axes["compress"].value = "fp16"  # of which nothing was measured
+    check(view)
+    assert view.place_text.value == explorers.HINT and view.search_text.value == ""
+    assert not view.heatmap.canvas._message and view.ranks_text.value == ""
+    view.results.tables["fidelity"] = pd.concat([rows, of_fp16])
+    show_int8()
+    view.axes["compress"].value = "fp16"
+    check(view)
+    assert "layer 1, position 2" in view.place_text.value
+    assert of_int8 not in view.place_text.value
+    assert "all positions together" not in view.place_text.value
+    assert view.search_text.value == "" and not view.heatmap.canvas._message
 
 
 def test_a_T_above_all_measured_ones_shows_the_largest(explorer):

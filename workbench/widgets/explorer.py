@@ -314,9 +314,11 @@ class Explorer(ui.VBox):
         times = self._draw_times(setting, options.max_seq_len)
         rows = self.results.fidelity(setting, tensor)
         drawing = _find_drawing(rows, options, self.metric.value)
-        # also a measurement changes what is drawn; the saved figure is another one then
+        # a measurement changes what is drawn, too: neither the saved figure nor the cell
+        # under the pointer is in the new picture
         if drawing is None or not drawing.equals(self.drawing):
             self.saved_text.value = ""
+            self.heatmap.forget_pointer()
         self.drawing = drawing
         if self.drawing is None:
             ranks = ""
