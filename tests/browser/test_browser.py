@@ -71,6 +71,8 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
     explorer.move("max_seq_len", "ArrowLeft")
     for name in ("T", "tensor", "metric"):
         explorer.move(name)
+    # another value dims the picture before the kernel answers; the drawn one does not
+    assert explorer.opacities_at_another_value() == [1, 0.25, 1]
     explorer.click_picture(0.4, 0.4)
     explorer.says("relative RMS that each step adds")
     explorer.says("× the rounding budget")
