@@ -122,6 +122,19 @@ def open_lab(page, address: str):
     return page
 
 
+DIM = """explorer => {
+    const bar = explorer.querySelector(".workbench-selection-0 .progress-bar")
+    const picture = explorer.querySelector("canvas").closest(".workbench-of-setting > *")
+    const opacity = () => Number(getComputedStyle(picture).opacity)
+    const drawn = bar.getAttribute("style"), found = [opacity()]
+    bar.style.width = "99%"
+    found.push(opacity())
+    bar.setAttribute("style", drawn)
+    return [...found, opacity()]
+}"""
+"""Moves the hidden bar of the first control, as `Selections` does when its value changes."""
+
+
 class Notebook:
     """One notebook in the browser: opened in JupyterLab, whose other notebooks and their
     kernels end.
@@ -201,6 +214,12 @@ class Widget:
         else:
             control.locator(".noUi-handle").focus()
             self.changes(lambda: self.page.keyboard.press(key))
+
+    def opacities_at_another_value(self) -> list[float]:
+        """The opacity of the first picture, once the drawn one has arrived, while the
+        page has another value of the first control, and with the drawn one again."""
+        _wait(lambda: self.box.evaluate(DIM)[0] == 1)
+        return self.box.evaluate(DIM)
 
     def click_picture(self, x: float, y: float) -> None:
         """Clicks at fractions of the size of the first picture, once it rests."""

@@ -65,12 +65,14 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
         "Times: not measured at this setting"
     )  # the run's own errors are there
     explorer.press("Run what is missing")
-    explorer.says("measuring int8-channel, max_seq_len 64, about")
+    explorer.says("measuring int8-channel, max_seq_len 64, then")
     explorer.says("Nothing is missing")
     explorer.says("ms per layer")
     explorer.move("max_seq_len", "ArrowLeft")
     for name in ("T", "tensor", "metric"):
         explorer.move(name)
+    # another value dims the picture before the kernel answers; the drawn one does not
+    assert explorer.opacities_at_another_value() == [1, 0.25, 1]
     explorer.click_picture(0.4, 0.4)
     explorer.says("relative RMS that each step adds")
     explorer.says("× the rounding budget")

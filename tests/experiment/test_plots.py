@@ -263,6 +263,22 @@ def test_the_front_of_a_tradeoff_passes_and_is_numbered_by_its_cost():
     assert "GREEN, WITHIN" in words and "GREEN, OVER" in words
 
 
+def test_a_tradeoff_says_once_the_verdicts_that_all_configurations_share():
+    options = ["mask", "slice"]
+    rows = pd.DataFrame({"option": options, "name": options, "kl_mean": [0.1, 0.2]})
+    rows = rows.assign(tokens_per_s=[9.0, 9.1], verdict="GREEN", quality="WITHIN")
+
+    def legend(rows: pd.DataFrame) -> list[str]:
+        (drawn_legend,) = plots.tradeoff(rows, hue="option").legends
+        return [text.get_text() for text in drawn_legend.get_texts()]
+
+    shared = legend(rows)
+    assert {"mask", "slice"} <= {*shared}
+    assert texts(plots.tradeoff(rows, hue="option")).count("GREEN, WITHIN") == 1
+    rows["quality"] = ["WITHIN", "OVER"]
+    assert {"mask, GREEN, WITHIN", "slice, GREEN, OVER"} <= {*legend(rows)}
+
+
 def test_each_of_twenty_names_is_drawn_and_lines_have_looks_of_their_own():
     data = pd.DataFrame({"name": map(str, range(20)), "kl_mean": 0.1, "verdict": "RED"})
     data["tokens_per_s"] = 1.0

@@ -114,13 +114,22 @@ def test_a_queue_that_is_cancelled_says_whether_this_time_something_was_finished
     assert listener.texts[-1] == NOTHING_FINISHED
 
 
-def test_a_job_that_takes_longer_says_so(listener):
+def test_a_job_that_takes_longer_says_so_and_shows_no_estimate(listener):
     queue, late = listener.queue, Job("a", 2.0, lambda: None)
-    words = "measuring a: it has taken 3 s and was expected to take 2 s"
+    words = "measuring a, 3 s so far, longer than expected"
     assert queue._progress(late, 3.0) == words
     queue.jobs = [Job("b", 5.0, lambda: None)]
-    words += "; 1 more measurement will take about 5 s"
+    words += ", then 1 more measurement"
     assert queue._progress(late, 3.0) == words
+
+
+def test_a_queue_with_a_job_of_unknown_length_counts_what_is_left(listener):
+    queue, known = listener.queue, Job("a", 2.0, lambda: None)
+    queue.jobs = [Job(name, None, lambda: None) for name in "bc"]
+    assert queue._progress(known, 0) == "measuring a, then 2 more measurements"
+    words = "measuring b, 9 s so far, then 1 more measurement"
+    assert queue._progress(queue.jobs.pop(0), 9.0) == words
+    assert queue._progress(queue.jobs.pop(0), 0) == "measuring c"
 
 
 def test_results_that_wait_for_the_kernel_are_told_once(listener, monkeypatch):

@@ -19,6 +19,7 @@ from workbench.plots.styled import (
 )
 from workbench.plots.text import describe_unplaced, group_by, label_log, label_of, wrap
 
+VERDICTS = ["verdict", "quality"]
 LEAST_KL = 1e-8
 """Smaller values are drawn as this one; a logarithmic axis has no 0."""
 RED_MARK = "X"
@@ -62,8 +63,12 @@ def tradeoff(
     groups = group_by(measured, hue)
     areas = np.linspace(LARGEST_MARK, SMALLEST_MARK, len(groups) + 1)[1:]
     look_of = looks_by_name((name for name, _ in groups), vocabulary, looks(MARKS))
+    # verdicts that all configurations share are said once, and not behind every name
+    verdicts = {_verdicts(*row) for row in measured[VERDICTS].itertuples(index=False)}
+    has_one_verdict = hue is not None and len(groups) > 1 and len(verdicts) == 1
     for (name, group), area in zip(groups, areas):
-        _draw_points(ax, group, look_of[name], area, f"{name}, " if hue else "")
+        own_name = name if hue else ""
+        _draw_points(ax, group, look_of[name], area, own_name, not has_one_verdict)
     best = _pareto_front(measured)
     _annotate_numbers(ax, figure, best)
     if max_kl:
@@ -74,6 +79,8 @@ def tradeoff(
     ax.set_xlabel("mean KL from Hugging Face's model (nats)")
     label_log(ax.xaxis)
     notes = []
+    if has_one_verdict:
+        notes.append(f"all configurations: {verdicts.pop()}")
     if len(best) > 1:
         share = f"{FASTER - 1:.0%}"
         notes.append(
@@ -88,7 +95,12 @@ def tradeoff(
 
 
 def _draw_points(
-    ax: Axes, group: pd.DataFrame, look: tuple[str, str], area: float, prefix: str
+    ax: Axes,
+    group: pd.DataFrame,
+    look: tuple[str, str],
+    area: float,
+    name: str,
+    names_verdicts: bool,
 ) -> None:
     """Draws configurations in one colour, with another mark where the verdict is RED and
     an open one where the quality is OVER.
@@ -96,22 +108,27 @@ def _draw_points(
     Args:
         look: colour and mark.
         area: of a mark, as in `Axes.scatter`.
-        prefix: begins the labels.
+        name: of the group; "" for none.
+        names_verdicts: whether the labels have the verdicts behind the name.
     """
     colour, marker = look
-    for words, points in group.groupby(["verdict", "quality"], dropna=False):
-        verdict, quality = words
+    for (verdict, quality), points in group.groupby(VERDICTS, dropna=False):
         style = {"color": colour, "marker": RED_MARK if verdict == "RED" else marker}
         style["s"] = area
         if quality == "OVER":
             style |= {"facecolors": "none", "edgecolors": colour}
             del style["color"]
-        # "verdict not set" where the configuration was not validated
-        label = label_of("verdict", verdict)
-        if verdict == "GREEN":
-            label += f", {label_of('quality', quality)}"
-        style["label"] = prefix + label
+        words = _verdicts(verdict, quality) if names_verdicts else ""
+        style["label"] = ", ".join(filter(None, [name, words]))
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
+
+
+def _verdicts(verdict: str | None, quality: str | None) -> str:
+    """Both verdicts in words; "verdict not set" where nothing was validated."""
+    words = label_of("verdict", verdict)
+    if verdict == "GREEN":
+        words += f", {label_of('quality', quality)}"
+    return words
 
 
 def _annotate_numbers(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:

@@ -1,10 +1,10 @@
 """Sliders over a grid's results in the log."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import ipywidgets as ui
@@ -30,13 +30,13 @@ from workbench.widgets.controls import (
     make_control,
     mark_stops,
 )
-from workbench.widgets.jobs import Job, JobQueue, about_seconds
+from workbench.widgets.estimates import CellSeconds, Stage, plan_stages
+from workbench.widgets.jobs import Job, JobQueue, about_seconds, count_measurements
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
 TENSORS = ("update", "k", "v", "logits")
 METRICS = [(metric.label, name) for name, metric in plots.METRICS.items()]
-GRID_CELL_S = 8.0  # seconds that a cell of the grid takes, until one was measured
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
 RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
@@ -55,11 +55,19 @@ class Drawing:
     """Of the table `fidelity`, at least one."""
     options: Options
     """The options of the export whose rows are drawn."""
+    metric: str
+    """The selected metric, or the cosine where the rows lack the selected one."""
 
     @property
     def T(self) -> int:
         """The T that stands for the setting's (see `GridResults.fidelity`)."""
         return int(self.rows["T"].max())
+
+    def equals(self, other: "Drawing | None") -> bool:
+        """Whether both give the same picture."""
+        if other is None or not self.rows.equals(other.rows):
+            return False
+        return (self.options, self.metric) == (other.options, other.metric)
 
 
 class Explorer(ui.VBox):
@@ -103,10 +111,12 @@ class Explorer(ui.VBox):
         self.name = source.name if source.finished else self.checkpoint.name
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.runs = pd.DataFrame()  # of the log's table `runs`, those with errors
-        self.grid_cell_s = GRID_CELL_S
+        self.cell_seconds = CellSeconds()
         self.is_selecting = False  # while code, not the user, changes the controls
         self.missing_cells = 0  # number of the grid's cells that the log lacks
-        self.cell_jobs: list[Job] = []  # of the last *Run*; some may be done
+        self.missing_s: float | None = None  # seconds that they take, if known
+        # of the last *Run*; some may be done
+        self.cell_jobs: list[tuple[Job, list[Stage]]] = []
         self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # `_search_key` → HTML
         self.drawing: Drawing | None = None  # None where nothing was measured
@@ -247,10 +257,13 @@ class Explorer(ui.VBox):
         self._mark_stops()
         run_ids = self.results.tables["fidelity"]["run_id"].unique()
         self.runs = log.load("runs", self.root, {"run_id": run_ids})
-        self.missing_cells = len(self.results.missing(self.setting()))
+        cells = self.results.missing(self.setting())
+        self.missing_cells = len(cells)
+        stages = chain.from_iterable(plan_stages(cells, self.bundles))
+        self.missing_s = self.cell_seconds.estimate(stages)
         # a cell that was measured since *Run* corrects the time left
-        for job in self.cell_jobs:
-            job.seconds = self.grid_cell_s
+        for job, stages in self.cell_jobs:
+            job.seconds = self.cell_seconds.estimate(stages)
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
@@ -272,7 +285,10 @@ class Explorer(ui.VBox):
         words = NOTHING_MISSING if is_complete else RUN
         # while something is measured, the time left stands in the status alone
         if not (is_busy or is_complete):
-            words += f" ({about_seconds(self.missing_cells * self.grid_cell_s)})"
+            if self.missing_s is None:
+                words += f" ({count_measurements(self.missing_cells)})"
+            else:
+                words += f" ({about_seconds(self.missing_s)})"
         self.run_button.description = words
 
     def _follow(self, _: dict) -> None:
@@ -296,7 +312,14 @@ class Explorer(ui.VBox):
         setting, tensor = self.setting(), self.tensor.value
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
-        self.drawing = _find_drawing(self.results.fidelity(setting, tensor), options)
+        rows = self.results.fidelity(setting, tensor)
+        drawing = _find_drawing(rows, options, self.metric.value)
+        # a measurement changes what is drawn, too: neither the saved figure nor the cell
+        # under the pointer is in the new picture
+        if drawing is None or not drawing.equals(self.drawing):
+            self.saved_text.value = ""
+            self.heatmap.forget_pointer()
+        self.drawing = drawing
         if self.drawing is None:
             ranks = ""
         else:
@@ -305,6 +328,8 @@ class Explorer(ui.VBox):
         validated_ts = self.results.validated_ts(setting)
         place = options.max_seq_len, setting["T"]
         self.message.value = _message(times, *place, self.drawing, validated_ts)
+        if self.drawing and self.drawing.metric != self.metric.value:
+            self.message.value += f"<br>{sentences.describe_no_rounding(tensor)}"
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
@@ -334,7 +359,7 @@ class Explorer(ui.VBox):
 
     def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
-        options["metric"] = self.metric.value
+        options["metric"] = drawing.metric
         options["tokens"] = self._find_tokens(drawing.rows)
         title = f"{tensor} against Hugging Face, T = {drawing.T}"
         self.heatmap.draw(drawing.rows, options, title, self.chosen_place)
@@ -447,32 +472,43 @@ class Explorer(ui.VBox):
         """The key of a result of `search`: the setting and the chosen place."""
         return tuple(self.setting().values()), self.chosen_place
 
+    @property
+    def bundles(self) -> Path:
+        """The folder of exported bundles."""
+        return log.project(self.root) / "data" / "bundles"
+
     def missing(self) -> list[Job]:
         """A job for each cell that the log lacks, those of the shown bundle first."""
+        return [job for job, _ in self._plan_jobs()]
+
+    def _plan_jobs(self) -> list[tuple[Job, list[Stage]]]:
+        """The jobs of `missing` with the stages of their cells."""
+        cells = self.results.missing(self.setting())
         jobs = []
-        for cell in self.results.missing(self.setting()):
+        for cell, stages in zip(cells, plan_stages(cells, self.bundles)):
             options = cell.options
             label = f"{options.compress}, max_seq_len {options.max_seq_len}"
-            jobs.append(Job(label, self.grid_cell_s, partial(self._measure, cell)))
+            seconds = self.cell_seconds.estimate(stages)
+            jobs.append((Job(label, seconds, partial(self._measure, cell)), stages))
         return jobs
 
     def _run_missing(self) -> None:
-        self.cell_jobs = self.missing()
-        self.queue.add_first(*self.cell_jobs)
+        self.cell_jobs = self._plan_jobs()
+        self.queue.add_first(*(job for job, _ in self.cell_jobs))
 
     def _measure(self, cell: Cell) -> None:
-        start = time.monotonic()
-        status, reason = run_cell(
-            cell,
-            grid=self.grid,
-            bundles=log.project(self.root) / "data" / "bundles",
-            root=self.root,
-            stop=self.queue.cancelled,
-        )
-        if status == "failed":
-            step = "see the reason; it is in the log too"
-            raise InputError("sweep", reason, "a cell that runs", step)
-        self.grid_cell_s = time.monotonic() - start
+        with self.cell_seconds.timing(cell) as report:
+            status, reason = run_cell(
+                cell,
+                grid=self.grid,
+                bundles=self.bundles,
+                root=self.root,
+                stop=self.queue.cancelled,
+                report=report,
+            )
+            if status == "failed":
+                step = "see the reason; it is in the log too"
+                raise InputError("sweep", reason, "a cell that runs", step)
 
     def _save_visibly(self) -> None:
         """Saves, and says in the page that it does before it begins."""
@@ -490,8 +526,10 @@ class Explorer(ui.VBox):
         values, settings = ["explorer"], [self.name]
         for widget in self.controls:
             name, value = widget.description, str(widget.value)
-            # the labels of the axes have marks
-            label = widget.label if widget is self.metric else value
+            label = value  # and not the widget's, which may have a mark
+            if widget is self.metric:
+                value = self.drawing.metric
+                label = plots.METRICS[value].label
             if name == "max_seq_len":
                 value = label = str(self.drawing.options.max_seq_len)
             if name == "T":
@@ -525,17 +563,20 @@ def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
         yield from _widgets_within(widget)
 
 
-def _find_drawing(rows: pd.DataFrame, options: Options) -> Drawing | None:
+def _find_drawing(rows: pd.DataFrame, options: Options, metric: str) -> Drawing | None:
     """What the heatmap draws at a setting; None where it has no rows.
 
     Args:
         rows: of the max_seq_len of the setting, or of the nearest one that was measured.
         options: of the bundle at the setting.
+        metric: the selected one.
     """
     if rows.empty:
         return None
     shown_S = int(rows["max_seq_len"].iloc[0])
-    return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}))
+    if rows["budget"].isna().all():
+        metric = "cosine"  # an error is drawn over its budget
+    return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}), metric)
 
 
 def _message(

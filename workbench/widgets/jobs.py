@@ -18,8 +18,9 @@ class Job:
     """A measurement."""
 
     label: str
-    seconds: float
-    """About how long it takes. It may be corrected while the job waits."""
+    seconds: float | None
+    """About how long it takes; None where nothing like it was measured. It may be
+    corrected while the job waits."""
     run: Callable[[], None]
     """May raise `process.Cancelled` once the queue was cancelled."""
 
@@ -140,18 +141,24 @@ class JobQueue:
     def _progress(self, job: Job, elapsed_s: float) -> str:
         if self.cancelled.is_set():
             return CANCELLING
-        later_s = sum(later.seconds for later in self.jobs)
+        later_jobs = [*self.jobs]  # which other threads may change
+        seconds = [job.seconds, *(later.seconds for later in later_jobs)]
         words = f"measuring {job.label}"
-        if elapsed_s < job.seconds:
-            time_left = about_seconds(job.seconds - elapsed_s + later_s)
-            return f"{words}, {time_left} to go"
-        words += f": it has taken {elapsed_s:.0f} s and was expected to take "
-        words += f"{job.seconds:.0f} s"
-        if count := len(self.jobs):
-            noun = "measurement" if count == 1 else "measurements"
-            words += f"; {count} more {noun} will take {about_seconds(later_s)}"
+        if None not in seconds and elapsed_s < job.seconds:
+            return f"{words}, {about_seconds(sum(seconds) - elapsed_s)} to go"
+        # an estimate of the others would be doubtful beside one that proved wrong
+        if elapsed_s:
+            words += f", {elapsed_s:.0f} s so far"
+        if job.seconds is not None and elapsed_s >= job.seconds:
+            words += ", longer than expected"
+        if later_jobs:
+            words += f", then {count_measurements(len(later_jobs), ' more')}"
         return words
 
 
 def about_seconds(seconds: float) -> str:
     return f"about {seconds:.0f} s"
+
+
+def count_measurements(count: int, more: str = "") -> str:
+    return f"{count}{more} measurement{'s' if count > 1 else ''}"

@@ -1,12 +1,13 @@
 """The Explorer's sentences and tables, as HTML or as text without HTML."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from workbench import escape, plots
-from workbench.experiment.tables import html_table, printed
+from workbench.experiment.tables import html_table, printed, with_powers
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
@@ -42,21 +43,30 @@ def describe_cell(row: pd.Series, place, token: str | None) -> str:
     if token is not None:
         words += f" “{token}”"
     words += (
-        f", T = {row['T']:.0f}: 1 − cosine {_two_digits(max(0, 1 - row['cosine']))}"
+        f", T = {row['T']:.0f}: 1 − cosine {_three_digits(max(0, 1 - row['cosine']))}"
     )
     if row["budget"] > 0:
         # the column `budget` alone, without half a unit of fp16
         over_rounding = row["error"] / row["budget"]
-        words += f", relative error {_two_digits(row['error'])}, "
-        words += f"{_two_digits(over_rounding)} × the rounding budget, "
-        words += f"{EXCESS_LABEL} {_two_digits(error_over_budget(row))}, "
+        words += f", relative error {_three_digits(row['error'])}, "
+        words += f"{_three_digits(over_rounding)} × the rounding budget, "
+        words += f"{EXCESS_LABEL} {_three_digits(error_over_budget(row))}, "
         words += f"tolerance {plots.TOLERANCE_FACTOR:g}"
     return words
 
 
-def _two_digits(value: float) -> str:
-    """A number of a sentence, written as in the tables."""
-    return printed(float(f"{value:.2g}"))
+def _three_digits(value: float) -> str:
+    """A number of a sentence with three significant digits, zeros included: 1.00 is a
+    number whose next digits are known. Powers of ten are written as in the tables."""
+    if value == 0 or not math.isfinite(value):
+        return printed(value)
+    return with_powers(f"{value:#.3g}".removesuffix("."))
+
+
+def describe_no_rounding(tensor: str) -> str:
+    """Says why a heatmap of a tensor shows another metric than the selected one."""
+    wanted, shown = (plots.METRICS[name].label for name in ("error", "cosine"))
+    return f"No {wanted} for {tensor}: its rounding budget is not measured; {shown} is shown."
 
 
 def describe_ranks(rows: pd.DataFrame) -> str:
@@ -68,13 +78,14 @@ def describe_ranks(rows: pd.DataFrame) -> str:
     rows = rows.assign(ratio=error_over_budget(rows))
     cells = rows.groupby(["layer", "position"])["ratio"].max().nlargest(3)
     cell_words = [
-        f"{layer_name(layer)}, position {position}: {_two_digits(value)}"
+        f"{layer_name(layer)}, position {position}: {_three_digits(value)}"
         for (layer, position), value in cells.items()
     ]
     squares = (rows["ratio"] ** 2).groupby([rows["layer"], rows["T"]]).mean()
     layers = (squares**0.5).groupby("layer").max().nlargest(3)
     layer_words = [
-        f"{layer_name(layer)}: {_two_digits(value)}" for layer, value in layers.items()
+        f"{layer_name(layer)}: {_three_digits(value)}"
+        for layer, value in layers.items()
     ]
     return (
         f"Largest {EXCESS_LABEL} (tolerance {plots.TOLERANCE_FACTOR:g}): "
@@ -102,7 +113,7 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
 def split_table(parts: pd.DataFrame, layer: int | None) -> str:
     """The error split of a layer, as HTML; an empty table for the logits."""
     row = parts[parts["layer"] == layer] if layer is not None else parts[:0]
-    table = _rounded(row[[*PARTS]].astype(float).rename(columns=PARTS), 2)
+    table = _rounded(row[[*PARTS]].astype(float).rename(columns=PARTS), 3)
     title = "logits" if layer is None else layer_name(layer).capitalize()
     words = f"{title}, all positions together: relative RMS that each step adds:"
     return words + html_table(table)
