@@ -309,7 +309,7 @@ def stream_added(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "05",
     label="what rounding of the stream moves",
-    pattern=rf"moves an update of this token by up to {number('own_change')} of its size "
+    pattern=rf"moves an update of this token by up to {number('largest_change')} of its size "
     rf"\(layer {number('layer')}\), and an update of any other token by at most {number('others')}",
 )
 def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -320,7 +320,7 @@ def stream_moved(tables: Tables, match: re.Match) -> dict[str, float]:
     others = column_of(table, "others moved, at most", "others_moved")
     return {
         "change": max(changes.max(), others.max()),
-        "own_change": changes.max(),
+        "largest_change": changes.max(),
         "layer": table.loc[changes.idxmax(), "layer"],
         "others": others.max(),
     }

@@ -102,9 +102,9 @@ def _recommended_export(results: list[dict]) -> str | None:
     """The command of the first export that a run recommends in place of its own, whose
     quality is OVER; None where none does."""
     for result in results:
-        found = RECOMMENDED_EXPORT.search(result["conclusion"])
-        if result["quality"] == "OVER" and found:
-            return found[1]
+        command = RECOMMENDED_EXPORT.search(result["conclusion"])
+        if result["quality"] == "OVER" and command:
+            return command[1]
     return None
 
 

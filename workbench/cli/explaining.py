@@ -303,12 +303,12 @@ def _judge_program(
 
     stage("explain: the program")
     answer = program_fault.judge_program(bundle, checkpoint, results)
-    found = variant.json
+    variant_json = variant.json
     narrowed = {}
-    if answer.conclusion and found["fits"] in (None, variants.CONFIGURED):
+    if answer.conclusion and variant_json["fits"] in (None, variants.CONFIGURED):
         conclusion = answer.conclusion
-        if found["fits"] is None:
-            conclusion = f"{found['conclusion']} {conclusion}"
+        if variant_json["fits"] is None:
+            conclusion = f"{variant_json['conclusion']} {conclusion}"
         narrowed = {"fits": answer.cause, "conclusion": conclusion}
     return Answer(narrowed, [answer.gate])
 
