@@ -63,9 +63,8 @@ LEAST_SHARE = 0.01  # least share of a row's error that a loss has to cause
 LEAST_DAMPING = 1e-5  # in parts of the mean of H's diagonal
 ROWS = 4096  # rows that are compared at a time
 COLUMNS = 384  # of a moment that are computed at a time
-INPUTS = (
-    1024  # of a moment whose products are summed in float32 before they go to float64
-)
+# inputs of a moment whose products are summed in float32 before they go to float64
+INPUTS = 1024
 
 # Guards of divisors and of what is below the accuracy of float32 products.
 TINY = 1e-30  # in place of a power of zero

@@ -31,9 +31,8 @@ def call_for_each(call: Callable[[Item], None], items: Iterable[Item]) -> None:
     )
     try:
         with pool:
-            list(
-                pool.map(call_without_gradients, items)
-            )  # raises what a call has raised
+            # the list raises what a call has raised
+            list(pool.map(call_without_gradients, items))
     finally:
         torch.set_num_threads(threads)  # also for threads that start later
 
