@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from miltorch.coremltools_import import kmeans1d
 from workbench import Bundle
 from workbench.bundle import PRESETS
 from workbench.bundle.presets import find_preset
@@ -219,12 +220,10 @@ GROUPED = find_preset("lut4-g8")
 def stored_groups(values):
     """The best tables of groups of 8 rows of `values` [R, K], by the exact solver, and
     the nearest entries."""
-    from coremltools._deps import kmeans1d
-
     rounded = np.float32(np.float16(values))
     tables, indices = [], []
     for group in rounded.reshape(-1, 8 * values.shape[1]):
-        clusters = kmeans1d.cluster(group, 16)
+        clusters = kmeans1d().cluster(group, 16)
         table = np.float32(np.float16(clusters.centroids))
         tables.append(table)
         indices.append(np.abs(group[:, None] - table).argmin(1))

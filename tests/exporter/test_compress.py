@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from refusal import refused
 
 from miltorch.blob import NUMPY
-from miltorch.coremltools_import import coremltools
+from miltorch.coremltools_import import coremltools, kmeans1d
 from workbench import exporter
 from workbench.bundle import PRESETS, Options, find_preset
 from workbench.bundle.presets import TABLE_BITS, Preset
@@ -37,6 +37,7 @@ def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path)
 
 def compress_by_coremltools(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     """The arrays that coremltools itself stores for a weight [outputs, inputs, 1, 1]."""
+    coremltools()
     from coremltools.optimize.coreml._quantization_passes import (
         linear_quantize_weights,
         palettize_weights,
@@ -118,6 +119,7 @@ def test_integers_of_another_block_are_coremltools_bit_for_bit(monkeypatch):
 @settings(max_examples=25, deadline=None)
 @given(bits=st.integers(1, 8), count=st.integers(1, 40))
 def test_values_of_few_bits_are_packed_as_coremltools_packs_them(bits, count):
+    coremltools()
     from coremltools.optimize._utils import pack_elements_into_bits
 
     values = np.random.default_rng(count).integers(0, 1 << bits, count, np.uint8)
@@ -164,9 +166,6 @@ def test_tables_of_groups_are_stored_as_coremltools_stores_them(preset):
     ],
 )
 def test_tables_of_groups_are_near_the_exact_solver(preset, kind, weighted):
-    coremltools()
-    from coremltools._deps import kmeans1d
-
     preset = find_preset(preset)
     count = 1 << preset.bits
     values = draw_weight(kind, (2 * preset.group, 900), 5)
@@ -175,7 +174,7 @@ def test_tables_of_groups_are_near_the_exact_solver(preset, kind, weighted):
     weight = np.tile(np.ones(900) if importance is None else importance, preset.group)
     for table, group in zip(luts, values.reshape(2, -1).astype(np.float64)):
         assert np.isfinite(table).all() and (np.diff(table) >= 0).all()
-        clusters = kmeans1d.cluster(group, count, weights=weight)
+        clusters = kmeans1d().cluster(group, count, weights=weight)
         best = np.take(clusters.centroids, clusters.clusters)
         chosen = np.float64(table)[np.abs(group[:, None] - table).argmin(1)]
         error, least = (weight @ (group - near) ** 2 for near in (chosen, best))
