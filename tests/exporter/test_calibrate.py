@@ -87,9 +87,10 @@ def test_equal_arguments_give_equal_arrays_and_leave_the_values(name):
 
 def test_uncorrelated_inputs_give_the_nearest_entries():
     preset = find_preset("lut4-g8")
-    values = torch.randn(16, 64, generator=torch.Generator().manual_seed(4)).half()
+    # so few values that each has a cell of its own, and k-means is exact
+    values = torch.randn(16, 32, generator=torch.Generator().manual_seed(4)).half()
     plain = rounded_to_nearest(values, preset)
-    fed = compress.compress_matrix(values, preset, statistics_of(torch.eye(64)))
+    fed = compress.compress_matrix(values, preset, statistics_of(torch.eye(32)))
     assert np.array_equal(plain["lut"], fed["lut"])
     assert np.array_equal(plain["indices"].reshape(-1), fed["indices"])
 
@@ -123,8 +124,11 @@ def group_errors(values, tables, indices, hessian) -> np.ndarray:
     return errors.reshape(len(tables), -1).sum(1)
 
 
+STEPS = 16
+
+
 @pytest.mark.parametrize("group, entries", [(8, 16), (16, 64)])
-def test_entries_are_the_least_squares_of_their_indices(group, entries):
+def test_steps_lead_to_the_least_squares_of_the_indices(group, entries):
     values, tables, indices, hessian = random_tables(group, entries, 8)
     cholesky = torch.linalg.cholesky(hessian.double()).numpy()
     places = indices.reshape(len(tables), group, -1)
@@ -136,7 +140,8 @@ def test_entries_are_the_least_squares_of_their_indices(group, entries):
         entries_of_group = np.linalg.lstsq(design, target, rcond=None)[0]
         least.append(((design @ entries_of_group - target) ** 2).sum())
     before = group_errors(values, tables, indices, hessian)
-    compress._fit_entries(values, tables, indices, hessian)
+    for _ in range(STEPS):
+        compress._fit_entries(values, tables, indices, hessian)
     after = group_errors(values, tables, indices, hessian)
     assert (after >= np.array(least) * (1 - 1e-6)).all()
     assert (after - least < 0.02 * (before - least)).all()
@@ -187,8 +192,8 @@ def test_an_attention_sink_leaves_the_other_inputs_their_correlations():
 
 def test_inputs_that_are_zero_are_rounded_to_the_nearest():
     total = InputSum()
-    total.add(torch.zeros(1, 8, 64))
-    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(4)).half()
+    total.add(torch.zeros(1, 8, 32))
+    values = torch.randn(8, 32, generator=torch.Generator().manual_seed(4)).half()
     preset = find_preset("lut4-g8")
     fitted = compress.compress_matrix(values, preset, total.compute_statistics())
     plain = rounded_to_nearest(values, preset)

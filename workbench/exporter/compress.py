@@ -22,16 +22,18 @@ import torch
 from numba import njit
 
 from workbench.bundle.presets import Preset
-from workbench.exporter.tables import entry_midpoints, group_tables, nearest_entry
+from workbench.exporter.tables import (
+    CELLS,
+    entry_midpoints,
+    group_tables,
+    nearest_entry,
+)
 from workbench.exporter.threads import call_in_parts
 from workbench.exporter.weights import Arrays, quantize
 
 # of GPTQ: columns that are rounded before their errors reach the others in one product
 COLUMNS_PER_BLOCK = 64
 ROWS_PER_PIECE = 1024  # rows that are in float32 at a time, a multiple of every group
-# Of conjugate gradients for the entries of a table. Measured on two layers of SmolLM2, the
-# errors after 3, 5 and 8 steps differ by less than 0.02 %; after 1 step they are 0.08 % larger.
-CG_STEPS = 3
 INVERTED_AT_ONCE = 256  # columns of a triangular matrix whose inverse LAPACK computes
 SWEEPS = 2  # over the indices of a row
 
@@ -148,12 +150,19 @@ def _compress_to_integers(
 def _compress_to_tables(
     values: torch.Tensor, preset: Preset, inputs: InputStatistics
 ) -> Arrays:
-    """See `compress_matrix`."""
+    """See `compress_matrix`.
+
+    Tables are refined, so that k-means has half the cells that it has for tables that stay.
+    Measured on nine layers of SmolLM2 and Gemma 3, all cells and three steps of conjugate
+    gradients in `_fit_entries` in place of one step lower the error Δ H Δᵀ of a matrix by
+    0.1 to 0.3% on average over a model's matrices, by 1.6% at most, and take one and a half
+    times as long."""
     rows, width = values.shape
     matrix = (values + 0).numpy()  # 0, never -0
     group = preset.group
     importance = np.sqrt(inputs.mean_squares)
-    luts = group_tables(matrix, group, 1 << preset.bits, importance)
+    count = 1 << preset.bits
+    luts = group_tables(matrix, group, count, importance, cells=CELLS[count] // 2)
     indices = np.empty((rows, width), np.uint8)
     for piece in _row_pieces(rows):
         groups = slice(piece.start // group, piece.stop // group)
@@ -292,7 +301,8 @@ def _refine_tables(
         indices: [R, C] uint8 into the table of each row's group.
     """
     group = len(values) // len(tables)
-    gradient = _fit_entries(values, tables, indices, hessian).numpy()
+    products = _fit_entries(values, tables, indices, hessian)
+    gradient = products.numpy()  # the same memory: exchanges update both
 
     def exchange_groups(groups: slice) -> None:
         rows = slice(group * groups.start, group * groups.stop)
@@ -306,22 +316,30 @@ def _refine_tables(
         )
 
     call_in_parts(exchange_groups, len(tables))
-    _fit_entries(values, tables, indices, hessian)
+    _fit_entries(values, tables, indices, hessian, products)
 
 
 def _fit_entries(
-    values: torch.Tensor, tables: np.ndarray, indices: np.ndarray, hessian: torch.Tensor
+    values: torch.Tensor,
+    tables: np.ndarray,
+    indices: np.ndarray,
+    hessian: torch.Tensor,
+    products: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Replaces the entries of each group by those that are best for its indices, where this
+    """Moves the entries of each group towards those that are best for its indices, where this
     lowers the group's error. Tables stay sorted, and indices follow.
 
     With S the linear map from the entries x of a group to the values that its indices
     select, the error Δ H Δᵀ of Δ = S x − values is least where Sᵀ(S x H) = Sᵀ(values H),
-    the normal equations A x = b. A [K, K] is never written out: conjugate gradients need
-    one product with H for all groups in each step.
+    the normal equations A x = b. The entries take one step of steepest descent towards
+    their solution, preconditioned with the diagonal of A, of the length at which the error
+    is least. A [K, K] is never written out: the length takes one product with H for all
+    groups.
 
     Args:
         values, tables, indices, hessian: see `_refine_tables`.
+        products: Δ H [R, C] float32 of the tables and indices as they are; default: it is
+            computed here.
 
     Returns:
         Δ H [R, C] float32 of the entries that the tables have now.
@@ -346,15 +364,17 @@ def _fit_entries(
 
     old = torch.from_numpy(tables)
     change = select(old) - values
-    products = change @ hessian
+    if products is None:
+        products = change @ hessian
     old_errors = group_errors(change, products)
+    residual = -sum_by_entry(products)  # b − A x
     diagonal = sum_by_entry(hessian.diagonal().expand(values.shape)).clamp(min=1e-30)
-    entries = _conjugate_gradients(
-        lambda d: sum_by_entry(select(d) @ hessian),
-        diagonal,
-        old,
-        -sum_by_entry(products),
-    )
+    direction = residual / diagonal
+    slope = (residual * direction).sum(1)
+    change_per_length = select(direction)
+    curvature = group_errors(change_per_length, change_per_length @ hessian).float()
+    length = slope / curvature.clamp(min=1e-30)
+    entries = old + length[:, None] * direction
     entries = entries.half().float() + 0  # 0, never -0
     change = select(entries) - values
     new_products = change @ hessian
@@ -381,41 +401,6 @@ def _for_groups(
         kernel(tables[groups], *(matrix[rows] for matrix in matrices), group)
 
     call_in_parts(call, len(tables))
-
-
-def _conjugate_gradients(
-    multiply: Callable[[torch.Tensor], torch.Tensor],
-    diagonal: torch.Tensor,
-    start: torch.Tensor,
-    residual: torch.Tensor,
-) -> torch.Tensor:
-    """x [G, K] float32 after `CG_STEPS` steps towards the solution of A x = b, for each of
-    G symmetric positive definite systems.
-
-    The method is Hestenes and Stiefel's, preconditioned with the diagonal of A. Names are
-    those of Shewchuk, An Introduction to the Conjugate Gradient Method Without the
-    Agonizing Pain (1994), appendix B3.
-
-    Args:
-        multiply: d [G, K] → A d [G, K].
-        diagonal: of A, [G, K], above 0.
-        start: the first x, [G, K]; it is not changed.
-        residual: b − A x of the first x, [G, K]; it is changed.
-    """
-    x, r = start.clone(), residual
-    d = r / diagonal
-    delta_new = (r * d).sum(1)
-    for _ in range(CG_STEPS):
-        q = multiply(d)
-        alpha = delta_new / (d * q).sum(1).clamp(min=1e-30)
-        x += alpha[:, None] * d
-        r -= alpha[:, None] * q
-        s = r / diagonal
-        delta_old = delta_new
-        delta_new = (r * s).sum(1)
-        beta = delta_new / delta_old.clamp(min=1e-30)
-        d = s + beta[:, None] * d
-    return x
 
 
 # Loops are written out in these kernels: an expression over a part of a row would take

@@ -19,7 +19,11 @@ BATCH_VALUES = 1 << 22  # values that are sorted at a time
 
 
 def group_tables(
-    values: np.ndarray, group: int, count: int, importance: np.ndarray | None = None
+    values: np.ndarray,
+    group: int,
+    count: int,
+    importance: np.ndarray | None = None,
+    cells: int | None = None,
 ) -> np.ndarray:
     """The tables of a matrix.
 
@@ -29,6 +33,7 @@ def group_tables(
         count: entries of a table.
         importance: [C], at least 0, the weight of the squared error of each input
             (default: all equal).
+        cells: the most cells of a group, at least `count`; default: `CELLS`.
 
     Returns:
         [R / group, count] fp16, ascending. A group with fewer values than entries
@@ -45,22 +50,22 @@ def group_tables(
     step = max(1, BATCH_VALUES // grouped.shape[1])
     for start in range(0, len(grouped), step):
         batch = slice(start, start + step)
-        _fill_sorted(grouped[batch], importance, tables[batch])
+        _fill_sorted(grouped[batch], importance, tables[batch], cells or CELLS[count])
     return np.float16(tables)
 
 
 def _fill_sorted(
-    values: np.ndarray, importance: np.ndarray, tables: np.ndarray
+    values: np.ndarray, importance: np.ndarray, tables: np.ndarray, cells: int
 ) -> None:
     """Sorts the values [G, n] of groups and fills their tables [G, count].
 
     Args:
         importance: [n], see `group_tables`.
+        cells: the most cells of a group.
     """
     order = np.argsort(_sort_keys(values), axis=1, kind="stable")
     ordered = np.take_along_axis(values, order, 1).astype(np.float64)
     weights = importance[order]
-    cells = CELLS[tables.shape[1]]
 
     def fill_groups(groups: slice) -> None:
         _fill_tables(ordered[groups], weights[groups], tables[groups], cells)
