@@ -143,7 +143,7 @@ def stored(number: str, folder: Path) -> dict:
         names["source"] = SimpleNamespace(name=Path(names["CHECKPOINT"]).name)
         names["golden"] = SimpleNamespace(ids=range(names["POSITIONS"]))
         sizes = "{COMPRESS}, max_seq_len {MAX_SEQ_LEN}".format(**names)
-        names["about"] = f"{names['source'].name}, {sizes}, portable runtime"
+        names["subtitle"] = f"{names['source'].name}, {sizes}, portable runtime"
         # a run shipped before these tables were written has none
         names = {"rounds": rounds_of_30(), "ROUNDS": 3} | names
         if names["free"] is None:
@@ -162,7 +162,7 @@ def stored(number: str, folder: Path) -> dict:
         setting = (
             f"{model}, {first['runtime']} runtime, {names['DEPTH']} tokens in the cache"
         )
-        names["about"] = f"{names['COMPRESS'][0]}, {setting}, {first['machine']}"
+        names["subtitle"] = f"{names['COMPRESS'][0]}, {setting}, {first['machine']}"
     return names
 
 
@@ -372,7 +372,12 @@ def test_05_draws_the_tensor_that_the_gate_names():
     (cell,) = [c for c in cells_of(named("05"), "code") if '"rope", plots.heatmap' in c]
     drawn = {}
     experiment = SimpleNamespace(figure=lambda *_, **options: drawn.update(options))
-    names = {"experiment": experiment, "compare": compare, "plots": plots, "about": ""}
+    names = {
+        "experiment": experiment,
+        "compare": compare,
+        "plots": plots,
+        "subtitle": "",
+    }
     names |= {"beside": lambda results: None, "golden": SimpleNamespace(tokens=[])}
     names |= {"turned": SimpleNamespace(rows=far), "result": SimpleNamespace(rows=rows)}
     exec(cell, names)
@@ -495,7 +500,7 @@ def test_31_draws_the_presets_that_were_measured_with_their_intervals():
     (cell,) = [c for c in cells_of(named("31"), "code") if '"presets", plots' in c]
     drawn = {}
     experiment = SimpleNamespace(
-        figure=lambda name, draw, data, *, alt, about, **options: drawn.update(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: drawn.update(
             data=data, figure=draw(data, **options)
         )
     )
@@ -595,7 +600,7 @@ def names_of_34(of_T: float = 2.0) -> dict:
     valid = valid.assign(kl_mean=2e-4, kl_p99=3e-3, disturbed=0)
     parts = [calls.assign(rows=name) for name in ("all rows", "used rows")]
     names = {"rates": rates, "layers": calls, "both": pd.concat(parts)}
-    names |= {"valid": valid, "configurations": valid, "about": "int8, tiny-llama"}
+    names |= {"valid": valid, "configurations": valid, "subtitle": "int8, tiny-llama"}
     names |= {"processes": processes_of_34(**speeds), "MAX_KL": 0.05, "all_gates": []}
     return names | {"EXTRACT": False, "ROUNDS": 3, "decoder": None}
 
@@ -650,7 +655,7 @@ def test_34_draws_configurations_of_one_kl_with_looks_of_their_own():
     rows = rows.assign(quality="WITHIN", invalid=None, layout="bct1", name="a")
     figures = {}
     experiment = SimpleNamespace(
-        figure=lambda name, draw, data, *, alt, about, **options: figures.update(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: figures.update(
             {name: draw(data, **options)}
         ),
         add_gates=lambda results: None,
@@ -715,16 +720,16 @@ def test_the_answer_of_35_turns_with_its_tables():
 
 
 def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
-    """The figures that the cell with this text draws from these names: data, about,
+    """The figures that the cell with this text draws from these names: data, subtitle,
     title and the drawn figure."""
     (cell,) = [cell for cell in cells_of(named("35"), "code") if start in cell]
     figures = {}
 
-    def figure(name, draw, data, *, alt, about, **options):
+    def figure(name, draw, data, *, alt, subtitle, **options):
         figure = draw(data, **options)
         title = options["title"]
         figures[name] = SimpleNamespace(
-            data=data, about=about, title=title, figure=figure
+            data=data, subtitle=subtitle, title=title, figure=figure
         )
 
     names |= {"experiment": SimpleNamespace(figure=figure), "plots": plots, "pd": pd}
@@ -734,25 +739,28 @@ def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
 
 def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certain():
     shown = of_35()["table"].assign(predicted_kl=0.1)
-    (setting,) = [c for c in cells_of(named("35"), "code") if "about_times =" in c]
-    lines = [line for line in setting.splitlines() if line.startswith("about")]
+    (setting,) = [
+        c for c in cells_of(named("35"), "code") if "subtitle_of_times =" in c
+    ]
+    lines = [line for line in setting.splitlines() if line.startswith("subtitle")]
     source = SimpleNamespace(name="tiny-llama")
     text = SimpleNamespace(ids=np.zeros(9), source="a.txt")
     names = {"source": source, "search": SimpleNamespace(text=text), "CHIP": "M4"}
     exec("\n".join(lines), names)
-    captions = {name: names[name] for name in ("about", "about_times")}
+    captions = {name: names[name] for name in ("subtitle", "subtitle_of_times")}
     parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
     assert (
-        "M4" not in figures_of_35('"bytes", plots', **captions, **parts)["bytes"].about
+        "M4"
+        not in figures_of_35('"bytes", plots', **captions, **parts)["bytes"].subtitle
     )
     every = pd.concat(parts.values())
     # 0.9 to 1.4 ms, with an interval of half to three times as long
     times = figures_of_35('"times", plots', **captions, every=every)["times"]
-    assert "M4" in times.about
-    assert "wider than the differences: the order of the choices" in times.about
+    assert "M4" in times.subtitle
+    assert "wider than the differences: the order of the choices" in times.subtitle
     sure = every.assign(low_ms=0.99 * every["ms"], high_ms=1.01 * every["ms"])
     times = figures_of_35('"times", plots', **captions, every=sure)["times"]
-    assert "not certain" not in times.about
+    assert "not certain" not in times.subtitle
 
 
 @pytest.mark.parametrize("count", [2, 60])
@@ -817,7 +825,7 @@ def test_34_draws_what_macs_measured(capsys):
     (cell,) = [c for c in cells_of(named("34"), "code") if "macs = runs[" in c]
     drawn = {}
     experiment = SimpleNamespace(
-        figure=lambda name, draw, data, *, alt, about, **options: drawn.update(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: drawn.update(
             figure=data, drawn=draw(data, **options)
         ),
         table=lambda name, data, caption: drawn.update(table=data),

@@ -241,7 +241,7 @@ def test_equal_data_give_equal_bytes(name, tmp_path):
     written = []
     for folder in ("a", "b"):
         stem = tmp_path / folder / name
-        paths = plots.save(draw(name), stem, about="tiny-llama · fp16")
+        paths = plots.save(draw(name), stem, subtitle="tiny-llama · fp16")
         written.append([path.read_bytes() for path in paths])
         assert [path.suffix for path in paths] == [".svg", ".pdf", ".png"]
     assert written[0] == written[1]
@@ -615,7 +615,7 @@ def test_settings_of_the_user_change_no_byte_and_stay_as_they_are(tmp_path):
             ]
             for number, figure in enumerate(figures):
                 stem = tmp_path / name / str(number)
-                saved = plots.save(figure, stem, about="tiny-llama")
+                saved = plots.save(figure, stem, subtitle="tiny-llama")
                 saved.append(stem.with_suffix(".own.png"))
                 figure.savefig(saved[-1])  # as the README does
                 written.append([path.read_bytes() for path in saved])
@@ -636,7 +636,7 @@ def test_characters_that_the_font_lacks_are_code_points_with_one_warning(tmp_pat
     assert len(warned) == 1
     with warnings.catch_warnings():  # of a glyph that is missing
         warnings.simplefilter("error")
-        svg, pdf, png = plots.save(figure, tmp_path / "foreign", about="fp16")
+        svg, pdf, png = plots.save(figure, tmp_path / "foreign", subtitle="fp16")
         labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert labels[0] == "U+4F60 U+597D" and labels[3] == "😀"  # the font has this one
     assert labels[5:7] == ["abc", "Ωmega"] and labels[7].endswith("…")

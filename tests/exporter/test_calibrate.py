@@ -124,6 +124,13 @@ def group_errors(values, tables, indices, hessian) -> np.ndarray:
     return errors.reshape(len(tables), -1).sum(1)
 
 
+def change_products(values, tables, indices, hessian) -> torch.Tensor:
+    """Δ H [R, C] float32 of the change Δ from values to the entries of the indices."""
+    rows = len(values) // len(tables)
+    selected = np.take_along_axis(tables.repeat(rows, 0), indices.astype(int), 1)
+    return (torch.from_numpy(selected) - values) @ hessian
+
+
 STEPS = 16
 
 
@@ -140,8 +147,9 @@ def test_steps_lead_to_the_least_squares_of_the_indices(group, entries):
         entries_of_group = np.linalg.lstsq(design, target, rcond=None)[0]
         least.append(((design @ entries_of_group - target) ** 2).sum())
     before = group_errors(values, tables, indices, hessian)
+    products = change_products(values, tables, indices, hessian)
     for _ in range(STEPS):
-        compress._fit_entries(values, tables, indices, hessian)
+        compress._improve_entries(tables, indices, products, hessian)
     after = group_errors(values, tables, indices, hessian)
     assert (after >= np.array(least) * (1 - 1e-6)).all()
     assert (after - least < 0.02 * (before - least)).all()
@@ -149,21 +157,33 @@ def test_steps_lead_to_the_least_squares_of_the_indices(group, entries):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_step_raises_the_error_of_a_group(seed):
-    """And tables ascend in values of fp16."""
+    """And the products with H follow the entries and indices."""
     values, tables, indices, hessian = random_tables(8, 16, seed)
+    products = change_products(values, tables, indices, hessian)
     for _ in range(3):
         before = group_errors(values, tables, indices, hessian)
-        gradient = compress._fit_entries(values, tables, indices, hessian)
+        compress._improve_entries(tables, indices, products, hessian)
         between = group_errors(values, tables, indices, hessian)
         assert (between <= before * (1 + 1e-5)).all()
         compress._exchange_indices(
-            gradient.numpy(), indices, tables, hessian.numpy(), 8, 1
+            products.numpy(), indices, tables, hessian.numpy(), 8, 1
         )
         after = group_errors(values, tables, indices, hessian)
         assert (after <= between * (1 + 1e-5)).all()
         assert (np.diff(tables, axis=1) >= 0).all()
-        assert np.array_equal(tables, np.float32(np.float16(tables)))
+        expected = change_products(values, tables, indices, hessian)
+        torch.testing.assert_close(products, expected, rtol=1e-3, atol=1e-2)
     assert after.sum() < 0.5 * group_errors(*random_tables(8, 16, seed)).sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_refined_tables_ascend_in_values_of_fp16(seed):
+    values, tables, indices, hessian = random_tables(8, 16, seed)
+    before = group_errors(values, tables, indices, hessian)
+    compress._refine_tables(values, tables, indices, hessian)
+    assert (group_errors(values, tables, indices, hessian) < before).all()
+    assert (np.diff(tables, axis=1) >= 0).all()
+    assert np.array_equal(tables, np.float32(np.float16(tables)))
 
 
 def test_an_attention_sink_leaves_the_other_inputs_their_correlations():

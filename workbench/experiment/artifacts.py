@@ -27,7 +27,7 @@ ENDINGS = ".json", ".parquet", ".svg", ".pdf", ".png", ".tex"
 class Artifact:
     """A figure or a table of a run, as `NAME.json` describes it.
 
-    A field that is None is not written to the file: a table has no `plot`, `about` and
+    A field that is None is not written to the file: a table has no `plot`, `subtitle` and
     `options`, and artifacts of older or unfinished runs have no `run_id`.
     """
 
@@ -41,7 +41,7 @@ class Artifact:
     table."""
     plot: str | None = None
     """The name of the function of `workbench.plots` that draws the figure."""
-    about: str | None = None
+    subtitle: str | None = None
     """Checkpoint, options and machine of the data."""
     options: dict | None = None
     """The keywords of the function `plot`."""
@@ -87,6 +87,8 @@ def read_artifacts(folder: Path) -> list[Artifact]:
 
 def _read_description(path: Path) -> Artifact:
     contents = read_json(path)
+    if "about" in contents:  # its name in runs of earlier releases
+        contents["subtitle"] = contents.pop("about")
     names = {field.name for field in fields(Artifact)}
     return Artifact(**{name: contents[name] for name in names & contents.keys()})
 

@@ -87,7 +87,7 @@ class Experiment:
         data: pd.DataFrame,
         *,
         alt: str,
-        about: str = "",
+        subtitle: str = "",
         **options,
     ) -> SVG:
         """Saves the data, draws the figure from the saved file, and shows it.
@@ -95,11 +95,11 @@ class Experiment:
         Args:
             draw: a function of `workbench.plots`; `options` are its keywords.
             alt: a description for readers who cannot see the figure.
-            about: checkpoint, options and machine of the data.
+            subtitle: checkpoint, options and machine of the data.
         """
         if draw.__name__ not in plots.__all__:
             raise ValueError(f"{draw.__name__} is no function of workbench.plots")
-        drawing = {"plot": draw.__name__, "about": about, "options": options}
+        drawing = {"plot": draw.__name__, "subtitle": subtitle, "options": options}
         self._write_artifact(FIGURES, name, data, alt, **drawing)
         svg = report.redraw_figure(self.unfinished, name)
         picture = SVG(filename=str(svg), metadata={"alt": alt})
@@ -123,7 +123,7 @@ class Experiment:
         """Writes the data and the description of a figure or table.
 
         Args:
-            drawing: of a figure: `plot`, `about` and `options` of its `Artifact`.
+            drawing: of a figure: `plot`, `subtitle` and `options` of its `Artifact`.
         """
         (self.unfinished / kind).mkdir(parents=True, exist_ok=True)
         artifacts.remove_artifact(self.unfinished, kind, name)

@@ -68,7 +68,7 @@ def redraw_figure(folder: Path, name: str) -> Path:
     returns the path of the SVG."""
     artifact = artifacts.read_artifact(folder, FIGURES, name)
     figure = draw_figure(artifact_path(folder, FIGURES, name, ".json"))
-    svg, *_ = plots.save(figure, folder / FIGURES / name, about=artifact.about)
+    svg, *_ = plots.save(figure, folder / FIGURES / name, subtitle=artifact.subtitle)
     return svg
 
 

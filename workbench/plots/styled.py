@@ -217,18 +217,18 @@ def unmeasured_key() -> Patch:
     return Patch(**UNMEASURED, label="not measured")
 
 
-def save(figure: Figure, stem: Path, *, about: str = "") -> list[Path]:
+def save(figure: Figure, stem: Path, *, subtitle: str = "") -> list[Path]:
     """Writes ``stem.svg``, ``.pdf`` and ``.png`` and returns their paths; equal data
     give equal bytes.
 
     Args:
-        about: checkpoint, options and machine of the data, which end the title.
+        subtitle: checkpoint, options and machine of the data, which end the title.
     """
     title = figure.get_suptitle().replace("\n", " ")
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     with style():
-        set_title(figure, title, about)
+        set_title(figure, title, subtitle)
         text.write_code_points(figure)
     for suffix in UNDATED:
         paths.append(stem.with_name(f"{stem.name}.{suffix}"))

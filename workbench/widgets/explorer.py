@@ -544,7 +544,7 @@ class Explorer(ui.VBox):
             plots.heatmap,
             self.drawing.rows,
             alt=alt,
-            about=description,
+            subtitle=description,
             **options,
         )
         folder = self.experiment.folder / "figures"
