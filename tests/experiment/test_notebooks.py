@@ -739,15 +739,17 @@ def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
 
 def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certain():
     shown = of_35()["table"].assign(predicted_kl=0.1)
-    (setting,) = [
-        c for c in cells_of(named("35"), "code") if "subtitle_of_times =" in c
+    (setting,) = [c for c in cells_of(named("35"), "code") if "times_subtitle =" in c]
+    lines = [
+        line
+        for line in setting.splitlines()
+        if line.startswith(("subtitle", "times_subtitle"))
     ]
-    lines = [line for line in setting.splitlines() if line.startswith("subtitle")]
     source = SimpleNamespace(name="tiny-llama")
     text = SimpleNamespace(ids=np.zeros(9), source="a.txt")
     names = {"source": source, "search": SimpleNamespace(text=text), "CHIP": "M4"}
     exec("\n".join(lines), names)
-    captions = {name: names[name] for name in ("subtitle", "subtitle_of_times")}
+    captions = {name: names[name] for name in ("subtitle", "times_subtitle")}
     parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
     assert (
         "M4"
