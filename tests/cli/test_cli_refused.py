@@ -65,6 +65,8 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
             "the portable runtime",
             marks=pytest.mark.shim,
         ),
+        ("validate {bundle} --min-agreed 2", "--min-agreed: found 2.0"),
+        ("validate {bundle} --min-stops -0.1", "--min-stops: found -0.1"),
         ("golden {tiny} --out .", "--out"),
         ("golden {tiny} --out /proc/x/g", "--out"),
         ("golden {tiny} --out new/g --prompt-ids ''", "prompt ids"),

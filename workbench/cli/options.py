@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.types import ExistingFile, NonNegativeFloat, NonNegativeInt, PositiveInt
+from cyclopts.types import ExistingFile, NonNegativeInt, PositiveInt
+from cyclopts.validators import Number
 
 import workbench
 from workbench import paths
@@ -15,6 +16,7 @@ from workbench.check.gates import MIN_AGREED, MIN_STOPS
 from workbench.errors import InputError
 from workbench.progress import stage
 
+Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
 
@@ -313,8 +315,8 @@ class TranscriptOptions:
 
     transcript: bool = False
     prompts: ExistingFile | None = None
-    min_agreed: NonNegativeFloat = MIN_AGREED
-    min_stops: NonNegativeFloat = MIN_STOPS
+    min_agreed: Share = MIN_AGREED
+    min_stops: Share = MIN_STOPS
 
 
 def reject_unused(needed: str, *groups, **options) -> None:
