@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -50,8 +50,6 @@ ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "experiments" / "bits"
 WORK = ROOT / "build" / "bits"
 PAGE = ROOT / "docs" / "presets.md"
-# what `text_cell` writes, in the head of each column of a text
-FIGURES = "perplexity ratio / mean KL / 99% of KL / same top"
 CALIBRATION = ROOT / "data" / "calibration.txt"
 SELECTION = ROOT / "data" / "selection.txt"
 WINDOW = 256  # tokens that the model reads at a time
@@ -441,30 +439,67 @@ def is_current(path: Path, texts: list[Windows], checkpoint: str) -> bool:
     return row["checkpoint"]["sha256"] == checkpoint and measured == required
 
 
+@dataclass(frozen=True)
+class Column:
+    """A figure of a score in the tables of the page.
+
+    Args:
+        name: of the column, before the name of a text.
+        value: the figure of a score.
+        form: of the figure, such as "{:.3f}".
+    """
+
+    name: str
+    value: Callable[[Score], float]
+    form: str
+
+
+AVERAGES = [
+    Column("mean KL", lambda score: score.mean_kl, "{:.4f}"),
+    Column("perplexity ratio", lambda score: score.ratio, "{:.3f}"),
+]
+TAILS = [
+    Column("99% of KL", lambda score: score.kl_99, "{:.3f}"),
+    Column("same top", lambda score: score.same_top_share, "{:.3f}"),
+]
+
+
 def table(folder: Path = ROWS) -> list[str]:
-    """The lines of the page's tables, one table for each checkpoint."""
+    """The lines of the page's tables. Each checkpoint has two, which begin with the same
+    columns: averages over the tokens of the texts with the cost of the export, and the figures
+    of single tokens."""
     lines = []
     for checkpoint in sorted(path for path in folder.glob("*") if path.is_dir()):
         rows = [
             json.loads(path.read_text()) for path in sorted(checkpoint.glob("*.json"))
         ]
         texts = list(dict.fromkeys(name for row in rows for name in row["texts"]))
-        figures = [f"{text}: {FIGURES}" for text in texts]
-        columns = ["preset", "bits", "calibrated", *figures, "export", "peak"]
-        lines += [f"### {checkpoint.name}", "", f"| {' | '.join(columns)} |"]
-        lines.append("|---" * len(columns) + "|")
         # preset, whether it was calibrated → a row for each seed
         groups: dict[tuple[str, bool], list[dict]] = {}
         for row in sorted(rows, key=place_in_table):
             key = row["preset"], row["seed"] is not None
             groups.setdefault(key, []).append(row)
-        lines += [format_row(rows, texts) for rows in groups.values()]
-        lines.append("")
+        for title, columns, cost in (
+            (checkpoint.name, AVERAGES, ["export", "peak"]),
+            (f"{checkpoint.name}: single tokens", TAILS, []),
+        ):
+            figures = [f"{column.name}, {text}" for column in columns for text in texts]
+            head = ["preset", "bits", "calibrated", *figures, *cost]
+            lines += [f"### {title}", "", f"| {' | '.join(head)} |"]
+            lines.append("|---" * len(head) + "|")
+            for of_preset in groups.values():
+                cells = [
+                    *preset_cells(of_preset),
+                    *figure_cells(of_preset, columns, texts),
+                    *(export_cells(of_preset) if cost else ()),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
+            lines.append("")
     return lines
 
 
-def format_row(rows: list[dict], texts: list[str]) -> str:
-    """The line of a preset in the table of a checkpoint.
+def preset_cells(rows: list[dict]) -> list[str]:
+    """The name of a preset, its bits, and with how many seeds it was calibrated.
 
     Args:
         rows: of the preset, one for each seed of a calibration, or one without.
@@ -472,16 +507,32 @@ def format_row(rows: list[dict], texts: list[str]) -> str:
     preset, calibrated = rows[0]["preset"], "no"
     if rows[0]["seed"] is not None:
         calibrated = f"{len(rows)} seeds" if len(rows) > 1 else "1 seed"
+    name = f"`{preset}`" if preset in PRESETS else preset
+    return [name, f"{rows[0]['bits']:.2f}", calibrated]
+
+
+def figure_cells(
+    rows: list[dict], columns: Sequence[Column], texts: Sequence[str]
+) -> list[str]:
+    """The figures of a preset on every text, over the seeds of `rows`."""
+    scores = {
+        text: [Score(**row["texts"][text]) for row in rows if text in row["texts"]]
+        for text in texts
+    }
+    return [
+        spread([column.value(score) for score in scores[text]], column.form)
+        for column in columns
+        for text in texts
+    ]
+
+
+def export_cells(rows: list[dict]) -> list[str]:
+    """The CPU seconds and the peak memory of a preset's export."""
     cpu_seconds = [row.get("export_cpu_seconds") for row in rows]
-    cells = [
-        f"`{preset}`" if preset in PRESETS else preset,
-        f"{rows[0]['bits']:.2f}",
-        calibrated,
-        *(text_cell(rows, text) for text in texts),
+    return [
         spread(cpu_seconds, "{:.0f} CPU s"),
         spread([megabytes(row) for row in rows], "{:.0f} MB"),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def place_in_table(row: dict) -> tuple[int, str, bool]:
@@ -491,20 +542,6 @@ def place_in_table(row: dict) -> tuple[int, str, bool]:
     name = row["preset"]
     rank = order.index(name) if name in order else len(order)
     return rank, name, row["seed"] is not None
-
-
-def text_cell(rows: list[dict], text: str) -> str:
-    """Perplexity ratio, mean KL, 99% of the KL and same top of one text."""
-    scores = [Score(**row["texts"][text]) for row in rows if text in row["texts"]]
-    if not scores:
-        return NOT_MEASURED
-    figures = [
-        spread([score.ratio for score in scores], "{:.3f}"),
-        spread([score.mean_kl for score in scores], "{:.4f}"),
-        spread([score.kl_99 for score in scores], "{:.3f}"),
-        spread([score.same_top_share for score in scores], "{:.3f}"),
-    ]
-    return " / ".join(figures)
 
 
 def megabytes(row: dict) -> float | None:
