@@ -21,7 +21,9 @@ def test_a_bar_shows_in_a_kernel_and_not_in_a_file(monkeypatch, tmp_path, in_ker
     ipython = SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     with (tmp_path / "said").open("w") as file:
-        assert bar([1], file=file).disable is not in_kernel
+        shown = bar([1], file=file)
+        assert shown.disable is not in_kernel
+        assert shown.leave is not in_kernel
 
 
 KILLED_WITH_THE_LOCK = """

@@ -23,9 +23,13 @@ _prints_plain_lines = False
 
 
 def bar(*args, **options):
-    """A bar of `tqdm.auto`, with the arguments of `tqdm`. It is shown in a notebook and on
-    a terminal, and nowhere else."""
+    """A bar of `tqdm.auto`, with the arguments of `tqdm`. It is shown in a notebook, which
+    loses it at its end, and on a terminal, and nowhere else."""
     from tqdm.auto import tqdm
+
+    # finished bars would stand between the results of a cell
+    if _is_in_kernel():
+        options.setdefault("leave", False)
 
     _give_each_process_its_lock()
     end_stage()
