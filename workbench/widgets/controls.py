@@ -120,9 +120,11 @@ def mark_stops(control: ui.Widget, marks: Mapping[Any, str]) -> None:
             control.value = value
 
 
-def make_button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:
+def make_button(
+    label: str, icon: str, action: Callable[[], None], tooltip: str
+) -> ui.Button:
     layout = ui.Layout(width="auto")
-    widget = ui.Button(description=label, icon=icon, layout=layout)
+    widget = ui.Button(description=label, icon=icon, tooltip=tooltip, layout=layout)
     widget.on_click(lambda _: action())
     return widget
 

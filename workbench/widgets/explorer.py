@@ -43,6 +43,17 @@ NOTHING_MISSING = "Nothing is missing"
 RUN_MEASURES_THEM = f"<i>{RUN}</i> measures them."
 SAVING = "saving the figure …"
 HINT = "Click on a cell to see its values and its layer's error split."
+# what a button does, shown under the pointer
+RUN_TOOLTIP = (
+    "Measures every setting of the sliders that the log lacks, the shown bundle's first. "
+    "Finished measurements stay in the log."
+)
+CANCEL_TOOLTIP = "Ends the running measurement and drops those that wait."
+SEARCH_TOOLTIP = (
+    "For the clicked cell: searches the bundle's program for the operation that this "
+    "runtime computes wrongly, beyond the rounding of fp16 (workbench explain op)."
+)
+SAVE_TOOLTIP = "Writes the heatmap as svg, pdf and png, with its data as parquet."
 _open: list["Explorer"] = []
 """Explorers whose pictures take memory, which `close` frees."""
 
@@ -158,11 +169,17 @@ class Explorer(ui.VBox):
         for widget in self.controls:
             widget.observe(self._follow, "value")
         self.selections = Selections(self.controls)
-        self.run_button = make_button("", "play", self._run_missing)
-        self.cancel_button = make_button("Cancel", "stop", self.queue.cancel)
+        self.run_button = make_button("", "play", self._run_missing, RUN_TOOLTIP)
+        self.cancel_button = make_button(
+            "Cancel", "stop", self.queue.cancel, CANCEL_TOOLTIP
+        )
         self.cancel_button.disabled = True
-        self.search_button = make_button("Which operation?", "search", self.search)
-        self.save_button = make_button("Save figure", "download", self._save_visibly)
+        self.search_button = make_button(
+            "Which operation?", "search", self.search, SEARCH_TOOLTIP
+        )
+        self.save_button = make_button(
+            "Save figure", "download", self._save_visibly, SAVE_TOOLTIP
+        )
         self.status = ui.HTML()  # what is measured
         self.saved_text = ui.HTML()  # where the shown figure was saved
         self.message = ui.HTML()  # the times, what was not measured, or an error
