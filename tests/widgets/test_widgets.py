@@ -544,7 +544,7 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
         assert "saved explorer-16-" in explorer.saved_text.value
     folder = explorer.experiment.folder / "figures"
     names = sorted(path.stem for path in folder.glob("*.png"))
-    written = json.loads((folder / f"{names[0]}.json").read_text())["about"]
+    written = json.loads((folder / f"{names[0]}.json").read_text())["subtitle"]
     assert "tiny-llama · max_seq_len 16 · T 1 · compress int8-tensor" in written
     assert "tiny-llama" in (folder / f"{names[0]}.svg").read_text()
     setting = "explorer-16-1-int8-tensor-declared-update"
