@@ -34,7 +34,7 @@ KEYS = {
     "part": "layer storage reauthoring quantization precision runtime total",
     "ranges": "ops first_inf first_nan min_headroom_bits worst",
     "plan": "bytes fits chips source shards predicted_misfit",
-    "shard": "shard ops ane cpu gpu rules eligible convolutions",
+    "shard": "shard ops ane cpu gpu ane_if_disputed_hold rules eligible convolutions",
     "rule": "id effect confidence sources advice disputed names",
 }
 
