@@ -2,6 +2,7 @@
 for RED."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,8 @@ SINGLE_COPY = *STAND_IN, "--single-copy"
 KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
-    "export": "bundle family shards layers bytes shard_bytes embedding_bytes converted stamped seconds peak_rss_bytes",
+    "export": "bundle family shards layers bytes shard_bytes embedding_bytes "
+    "tokenizer_bytes calibration_bytes converted stamped tokenizer seconds peak_rss_bytes",
     "validate": "verdict quality gates worst min_cosine mean_cosine rows logits "
     "peak_rss_bytes",
     "golden": "golden tokens layers bytes peak_rss_bytes",
@@ -84,6 +86,29 @@ def test_export_reports_what_it_made(tmp_path, exports):
     assert document["embedding_bytes"] == table.stat().st_size
     packages = [path for path in files if ".mlpackage" in str(path)]
     assert document["shard_bytes"] == sum(path.stat().st_size for path in packages)
+
+
+PART = re.compile(r"size of (\w+) +[\d,.]+ MiB +([\d,]+) bytes")
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_the_sizes_of_an_exports_parts_add_up(tmp_path, calibrate):
+    options = ["--layers-per-shard", 4]
+    if calibrate:
+        words = (DATA / "calibration.txt").read_text()[:2000]
+        (tmp_path / "text").write_text(words)
+        options += ["--compress", "int4-block32", "--calibrate", tmp_path / "text"]
+    text = cli("export", TINY, tmp_path / "b", *options).stdout
+    (total,) = re.findall(r"^size +[\d,.]+ MiB +([\d,]+) bytes$", text, re.MULTILINE)
+    parts = {name: int(size.replace(",", "")) for name, size in PART.findall(text)}
+    expected = {"shards", "embeddings", "tokenizer"}
+    assert parts.keys() == expected | ({"calibration"} if calibrate else set())
+    assert sum(parts.values()) == int(total.replace(",", ""))
+    files = [*(tmp_path / "b").rglob("*")]
+    sizes = [path.stat().st_size for path in files if path.is_file()]
+    manifest = (tmp_path / "b" / "bundle.json").stat().st_size
+    assert sum(parts.values()) == sum(sizes) - manifest
+    assert re.search("^tokenizer +stored$", text, re.MULTILINE)
 
 
 def test_validate_is_complete_with_and_without_a_golden(llama_bundle, golden):

@@ -143,6 +143,8 @@ LABELS = {
     "bytes": "size",
     "shard_bytes": "size of shards",
     "embedding_bytes": "size of embeddings",
+    "tokenizer_bytes": "size of tokenizer",
+    "calibration_bytes": "size of calibration",
     "peak_rss_bytes": "peak memory",
     "converted": "programs converted",
     "stamped": "programs reused",
