@@ -4,7 +4,7 @@
 records this place, this Python (or any, with the option) and the contents of the two files. It
 ignores settings of Python and pip that would install elsewhere, and keeps the user's indexes and
 certificates. It writes .venv/ready once .venv's Python has found the command and the packages
-inside .venv.
+inside .venv, and then prints what can be typed next.
 
 It uses the standard library alone, and syntax that every Python 3 can read."""
 
@@ -86,6 +86,7 @@ def main():
         venv, "-c", "import sys; print(*sys.version_info[:2], sep='.')"
     )
     record_file.write_text(json.dumps(required, indent=1))
+    print("ready: make run, or .venv/bin/workbench --help", flush=True)
 
 
 def describe():

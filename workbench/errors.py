@@ -1,7 +1,7 @@
 """The errors of the workbench: `InputError` and its helpers, which `miltorch.errors` defines,
 and `CellError`; and functions that read the errors of libraries and of the system: whether a
-disk is full, and their message in one line; and `did_you_mean`, the next step for a wrong
-name."""
+disk is full, and their message in one line; and `did_you_mean` and `nearest_names`, for the
+next step after a wrong name."""
 
 import difflib
 import errno
@@ -15,6 +15,7 @@ __all__ = [
     "InputError",
     "check_choice",
     "did_you_mean",
+    "nearest_names",
     "is_full_disk",
     "last_message",
     "one_line",
@@ -47,6 +48,17 @@ def did_you_mean(name: str, names: Iterable[str], step: str) -> str:
         longer for longer in names if name and longer.startswith(name)
     ]
     return f"did you mean {similar[0]}? If not, {step}" if similar else step
+
+
+def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """At most `count` of the names: those that begin with `name`, then similar ones, the
+    most similar first. Upper and lower case are alike."""
+    by_lower_case = {other.lower(): other for other in names}
+    word = name.lower()
+    longer = [other for other in by_lower_case if word and other.startswith(word)]
+    similar = difflib.get_close_matches(word, by_lower_case, n=count)
+    nearest = dict.fromkeys([*longer, *similar])
+    return [by_lower_case[other] for other in nearest][:count]
 
 
 def is_full_disk(problem: BaseException | None) -> bool:

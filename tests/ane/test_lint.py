@@ -129,7 +129,7 @@ def broken_rules(g: rules.LintGraph) -> dict[str, list[str]]:
 @pytest.mark.matrix(24, wide=99)
 @pytest.mark.parametrize("id", LOOKED_FOR)
 def test_every_rule_fires_on_a_program_that_breaks_it(id):
-    """One that is disputed moves nothing."""
+    """One that is disputed moves nothing but the count for the case that it holds."""
     kind = LOOKED_FOR[id].of.split()[0].rstrip("*")  # of a rule of kinds alone
     broken, name = BROKEN.get(id) or (graph(op(kind, x="x")), kind)
     assert name in broken_rules(broken)[id]
@@ -183,6 +183,16 @@ def test_eligible_and_expected_are_told_apart(id, eligible, ane):
     assert placed.ane + placed.cpu == placed.ops
     assert placed.convolutions == (min(ane, 1), 1)
     assert id in {finding.rule.id for finding in placed.findings}
+
+
+@pytest.mark.parametrize("id", ["D3", "D7", "K3", "K13", "K14", "Q4"])
+def test_a_disputed_rule_moves_the_count_for_the_case_that_it_holds(id):
+    """On inputs or states it keeps the whole program off the Neural Engine."""
+    placed = placement.place_operations("shard", BROKEN[id][0])
+    assert placed.ane == placed.ops
+    assert placed.ane_if_disputed_hold < placed.ane
+    if LOOKED_FOR[id].of in placement.PROGRAM_VALUES:
+        assert placed.ane_if_disputed_hold == 0
 
 
 # --- real exports

@@ -2,6 +2,7 @@
 for RED."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tiny import DATA
 from workbench.check.golden import Golden
 from workbench.cli.options import Prompt
 from workbench.cli.output import print_and_exit
+from workbench.cli.validation_text import format_validation
 from workbench.explain import ranges
 from workbench.runtime.portable import PortableModel
 
@@ -23,7 +25,8 @@ SINGLE_COPY = *STAND_IN, "--single-copy"
 KEYS = {
     "doctor": "platform python macos chip memory_bytes coremltools torch coreml_available "
     "ane_available default_runtime notes",
-    "export": "bundle family shards layers bytes shard_bytes embedding_bytes converted stamped seconds peak_rss_bytes",
+    "export": "bundle family shards layers bytes shard_bytes embedding_bytes "
+    "tokenizer_bytes calibration_bytes converted stamped tokenizer seconds peak_rss_bytes",
     "validate": "verdict quality gates worst min_cosine mean_cosine rows logits "
     "peak_rss_bytes",
     "golden": "golden tokens layers bytes peak_rss_bytes",
@@ -34,7 +37,7 @@ KEYS = {
     "part": "layer storage reauthoring quantization precision runtime total",
     "ranges": "ops first_inf first_nan min_headroom_bits worst",
     "plan": "bytes fits chips source shards predicted_misfit",
-    "shard": "shard ops ane cpu gpu rules eligible convolutions",
+    "shard": "shard ops ane cpu gpu ane_if_disputed_hold rules eligible convolutions",
     "rule": "id effect confidence sources advice disputed names",
 }
 
@@ -84,6 +87,29 @@ def test_export_reports_what_it_made(tmp_path, exports):
     assert document["embedding_bytes"] == table.stat().st_size
     packages = [path for path in files if ".mlpackage" in str(path)]
     assert document["shard_bytes"] == sum(path.stat().st_size for path in packages)
+
+
+PART = re.compile(r"size of (\w+) +[\d,.]+ MiB +([\d,]+) bytes")
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_the_sizes_of_an_exports_parts_add_up(tmp_path, calibrate):
+    options = ["--layers-per-shard", 4]
+    if calibrate:
+        words = (DATA / "calibration.txt").read_text()[:2000]
+        (tmp_path / "text").write_text(words)
+        options += ["--compress", "int4-block32", "--calibrate", tmp_path / "text"]
+    text = cli("export", TINY, tmp_path / "b", *options).stdout
+    (total,) = re.findall(r"^size +[\d,.]+ MiB +([\d,]+) bytes$", text, re.MULTILINE)
+    parts = {name: int(size.replace(",", "")) for name, size in PART.findall(text)}
+    expected = {"shards", "embeddings", "tokenizer"}
+    assert parts.keys() == expected | ({"calibration"} if calibrate else set())
+    assert sum(parts.values()) == int(total.replace(",", ""))
+    files = [*(tmp_path / "b").rglob("*")]
+    sizes = [path.stat().st_size for path in files if path.is_file()]
+    manifest = (tmp_path / "b" / "bundle.json").stat().st_size
+    assert sum(parts.values()) == sum(sizes) - manifest
+    assert re.search("^tokenizer +stored$", text, re.MULTILINE)
 
 
 def test_validate_is_complete_with_and_without_a_golden(llama_bundle, golden):
@@ -153,6 +179,49 @@ def test_a_line_of_a_gate_has_the_limit_wherever_it_has_a_value(llama_bundle, go
         (line,) = (line for line in lines if line[12:].startswith(f"{name} "))
         assert (" (limit " in line) == (value is not None), line
     assert "(limit 0.5)" in next(line for line in lines if " max_kl " in line)
+
+
+# an identifier with an underscore, alone among words
+KEY = re.compile(r"(?<![\w.])[a-z0-9]+(_[a-z0-9]+)+(?![\w.])")
+
+
+def test_the_text_of_a_validation_has_words_with_units_and_the_command_of_its_page(
+    small,
+):
+    checkpoint, bundle = small
+    options = bundle.root, "--checkpoint", checkpoint, "--prompt-ids", "1,69,42,4"
+    document = invoke("validate", *options)
+    assert (document["verdict"], document["quality"]) == ("GREEN", "WITHIN")
+    lines = cli("validate", *options).stdout.splitlines()
+    figures = [
+        line for line in lines if not line.startswith(("GREEN", "WITHIN", "not_"))
+    ]
+    step = figures.pop()
+    page = bundle.root.with_name(f"{bundle.root.name}.html")
+    command = f"workbench report {bundle.root} --html {page}"
+    assert step.split(maxsplit=1) == ["next", command]
+    text = "\n".join(figures)
+    assert not KEY.findall(text)
+    assert f"peak signal-to-noise ratio {document['worst']['psnr_db']:.1f} dB" in text
+    assert f"{document['rows']:,} tensors" in text
+    assert f"mean KL {document['logits']['kl_mean']:.4g} nats" in text
+    times = document["worst"]["over_rounding"]
+    assert f"{times:.4g} times what rounding causes" in text
+    (weights,) = (line for line in lines if line[12:].startswith("weights "))
+    assert "halves of" not in weights
+
+
+def test_the_text_of_a_transcript_has_words_with_units():
+    row = {"prompt": "a", "agreed": 1.0, "ties": 0, "first_difference": 3}
+    transcript = {"agreed": 0.5, "interval": [0.25, 0.75], "ties": 2, "sigma": 0.125}
+    transcript |= {"error": 1.5, "prompts": [row | {"cause": "the weights"}]}
+    stop = {"ends": 4, "bundle_ends": 3, "end_tokens": None, "contradiction": None}
+    result = {"verdict": "GREEN", "quality": "OVER", "gates": [], "logits": None}
+    lines = format_validation(result | {"transcript": transcript, "stop": stop}, None)
+    text = "\n".join(lines)
+    assert "50.00% (95% interval 25.00% to 75.00%)" in text
+    assert "by 0.125 (RMS)" in text and "1.5 times what rounding causes" in text
+    assert "3 of these" in text and not KEY.findall(text)
 
 
 def test_what_makes_a_bundle_ends_with_the_command_that_validates_it(tmp_path, exports):

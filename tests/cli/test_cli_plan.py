@@ -121,5 +121,25 @@ def test_the_columns_and_the_effects_of_a_placement_have_legends(llama_bundle):
     assert printed and printed == explained
 
 
+def test_the_table_says_what_the_disputed_rules_would_change(llama_bundle):
+    """A rule of the effect `stays` that the placement does not count is listed apart."""
+    plan = invoke("plan", llama_bundle.root)
+    lines = cli("plan", llama_bundle.root).output.splitlines()
+    (heading,) = [line for line in lines if line.startswith(" ops  eligible")]
+    assert "ane_if_disputed_hold" in heading.split()
+    assert placement.DISPUTED_LEGEND in lines
+    border = lines.index("disputed rules, counted in ane_if_disputed_hold alone")
+    for shard in plan["shards"]:
+        disputed = {rule["id"] for rule in shard["rules"] if rule["disputed"]}
+        assert shard["ane_if_disputed_hold"] <= shard["ane"]
+        for rule in shard["rules"]:
+            row = next(
+                n for n, line in enumerate(lines) if line[:4] == f"{rule['id']:4}"
+            )
+            assert (row > border) == (rule["id"] in disputed)
+            if rule["effect"] == "stays" and rule["id"] in disputed:
+                assert shard["ane_if_disputed_hold"] < shard["ops"]
+
+
 def test_every_rule_has_an_effect_that_the_legend_explains():
     assert {rule.effect for rule in rules.rules()} == {*EFFECTS}

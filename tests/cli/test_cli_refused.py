@@ -119,7 +119,18 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("log pack out.zip --rows", "--rows"),
         ("log pack /proc/x/y.zip", "log pack"),
         ("log pack {tiny}", "a folder"),
-        ("log --sort speed", "--sort"),
+        (
+            "log --sort speed",
+            "--sort: found 'speed'; needs the name of a column. Next: workbench log --json",
+        ),
+        ("log --sort token_s", "did you mean tokens, tokens_per_s or min_tokens?"),
+        ("log --where 'checkpoin == 1'", "did you mean checkpoint or checkpoint_hash?"),
+        (
+            "--verson",
+            "found --verson; needs a command, or an option: --help, --version.",
+        ),
+        ("--verson", "did you mean --version?"),
+        ("--no-such", "Next: see workbench --help."),
         ("log compare a b", "run a: found"),
         ("sweep first-light --T 4", "--T"),
         ("sweep {data}/grid.yaml --runtime portable", "--runtime"),
@@ -132,7 +143,10 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("generate {bundle} --prompt-ids 1 --tokens -1", "--tokens"),
         ("generate {bundle} --prompt-ids 1 --max-new -3", "--max-new"),
         ("generate {bundle} --chat --prompt-ids 1,2", "--prompt"),
-        ("evaluate {bundle} --T 1", "workbench evaluate: found the option --T; needs"),
+        (
+            "evaluate {bundle} --T 1",
+            "workbench evaluate: found --T; needs an option of this command. Next:",
+        ),
         ("export {tiny} out --compres fp16", "did you mean --compress?"),
         ("export {tiny}", "workbench export: found none; needs the argument BUNDLE."),
         ("generate {bundle} --max-new", "needs a value behind --max-new."),
@@ -147,7 +161,7 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
             "generate {bundle} --prompt-ids 1 --temperature -1",
             "--temperature: found -1",
         ),
-        ("log --where \"compres == 'fp16'\"", "did you mean compress?"),
+        ("log --where \"compres == 'fp16'\"", "did you mean compress or"),
         ("export {tiny} {data}", "a folder that is no bundle; needs a new folder."),
     ],
 )
@@ -165,6 +179,13 @@ def test_bad_input_is_refused_by_name(
     assert result.exit_code == 2 and result.stdout == ""
     assert words in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--sort foo", "--where 'foo == 1'"])
+def test_an_unknown_column_does_not_print_all_columns(option):
+    result = cli("log", *shlex.split(option))
+    assert result.exit_code == 2 and "workbench log --json prints all" in result.stderr
+    assert "thermal_pressure" not in result.stderr
 
 
 OLD_SPELLINGS = {

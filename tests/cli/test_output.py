@@ -13,7 +13,7 @@ def clause(layer: int, name: str) -> str:
     """What gate `weights` says of a tensor."""
     tensor = f"model.layers.{layer}.{name}.weight"
     return (
-        f"layers_{layer:02}_{layer:02}: {tensor}: 20 of the half step of int8-channel"
+        f"layers_{layer:02}_{layer:02}: {tensor}: 20 times half a step of int8-channel"
     )
 
 

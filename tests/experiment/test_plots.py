@@ -420,19 +420,44 @@ def test_the_last_of_many_columns_of_a_grid_has_its_label():
     assert labels[-1] == "head" and len(labels) < len(columns)
 
 
-def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
+def marks_of(axes) -> dict[str, list[int]]:
+    """Cache rows by the label of their mark, of a figure with one call."""
+    return {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
+
+
+def test_cache_rows_show_wrong_rows_of_any_layer():
     call = {"T": 2, "pos": 5, "expected": [5, 6]}
     rows = [call | {"changed": [5, 6]}, call | {"changed": [5, 7]}]
     (axes,) = plots.cache_rows(pd.DataFrame(rows)).axes
-    marks = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
-    assert marks == {"written as addressed": [5], "missed": [6], "stray": [7]}
+    assert marks_of(axes) == {
+        "changed as addressed": [5],
+        "addressed and unchanged": [6],
+        "changed and not addressed": [7],
+    }
+
+
+def test_a_changed_cache_row_is_not_said_to_hold_its_own_tokens_values():
+    """One row late, the call of three tokens changes row 7 with the values of row 6."""
+    late = {"T": 3, "pos": 5, "expected": [5, 6, 7], "changed": [5, 7, 8]}
+    figure = plots.cache_rows(pd.DataFrame([late]))
+    assert marks_of(figure.axes[0])["changed as addressed"] == [5, 7]
+    written = " ".join(texts(figure).split())
+    assert "may hold the values of another token" in written
+    assert "written" not in written
+    shapes = {(key.get_marker(), key.get_fillstyle()) for key in keys_of(figure)}
+    assert len(shapes) == 3  # without colours too
+
+
+def keys_of(figure) -> list:
+    """The marks of a figure's legend."""
+    return figure.legends[0].legend_handles
 
 
 def test_the_legend_of_cache_rows_names_what_is_drawn_and_what_lies_outside():
     right = pd.DataFrame([{"T": 1, "pos": 5, "expected": [5], "changed": [5]}])
-    assert "stray" not in texts(plots.cache_rows(right))
+    assert "not addressed" not in texts(plots.cache_rows(right))
     late = right.assign(changed=[[5, plots.MAX_CACHE_ROWS]])
-    assert "stray" not in texts(plots.cache_rows(late))
+    assert "not addressed" not in texts(plots.cache_rows(late))
     assert "1 mark from cache row 24 on" in texts(plots.cache_rows(late))
 
 

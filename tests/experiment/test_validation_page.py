@@ -25,7 +25,7 @@ from workbench.check.record import (
 )
 from workbench.errors import visible
 from workbench.experiment import page
-from workbench.experiment.validation import validation_page
+from workbench.experiment.validation import draw_errors, validation_page
 
 ODD = some.text(
     some.sampled_from("<>&\"'`|*_#\\[]() \n\t\r\0\x1b\u202e\ud800é中😀✗")
@@ -153,6 +153,37 @@ def test_the_page_begins_with_its_answer_the_heatmap_and_the_cost(measured):
     assert "faulty (RED: interface), and its cost is not judged" in faulty
     stated = read(replace(measured, is_noted=False))
     assert "The bundle states: " in stated.text
+
+
+@pytest.mark.parametrize(
+    ("command", "source"),
+    [
+        (["--golden", "g.golden"], "the text of the golden g.golden"),
+        (["--text", "novel.txt", "--tokens", "3"], "the file novel.txt"),
+        (["--prompt-ids", "1,2,3"], "the ids of --prompt-ids"),
+        (["--prompt", "the owl"], "the text of --prompt"),
+        ([], "random ids, since the bundle has no tokenizer"),
+    ],
+)
+def test_the_page_says_of_which_text_the_tokens_are(measured, command, source):
+    record = replace(measured, setup=replace(measured.setup, command=command))
+    text = read(record).text
+    prompt = f"3 tokens of {source}, “<bos> the owl”"
+    assert text.count(prompt) == 2  # below the cost, and under What was run
+    assert f"KL from Hugging Face's logits over {prompt}, layers in a row." in text
+
+
+def test_tokens_that_have_their_spaces_are_joined_as_they_are(measured):
+    record = replace(measured, tokens=["A", "·fer", "ry·"])
+    assert "“A ferry”" in read(record).text
+
+
+def test_both_panels_of_the_page_s_figure_have_a_title(measured):
+    titles = [ax.get_title(loc="left") for ax in draw_errors(measured).axes[:2]]
+    assert titles == [
+        "Size: error over what rounding causes",
+        "Direction: 1 − cosine from Hugging Face's",
+    ]
 
 
 def test_the_caption_says_which_panel_judges_and_where_the_cosine_is_smallest(measured):

@@ -6,6 +6,8 @@ from refusal import refused
 
 from workbench.log.condition import MAX_LENGTH, rows_that_fit
 
+# of the shape of a user's condition, and what pandas would find elsewhere than in columns
+UNKNOWN = "depht == 1", "index == 1", "Timestamp == 1"
 ROWS = pd.DataFrame(
     {
         "T": pd.array([1, 4, None], "Int64"),
@@ -56,8 +58,6 @@ def test_comparisons_of_columns_select_rows(condition, rows):
         "(lambda: 1)() == 1",
         "T == None",
         "T == b'x'",
-        "index == 1",
-        "Timestamp == 1",
         "`T` == 1",
         "T == 4; T == 1",
         "compress == 'a\0'and\0",
@@ -67,7 +67,6 @@ def test_comparisons_of_columns_select_rows(condition, rows):
         "(" * 300 + "T" + ")" * 300,
         "T == " + "-" * (MAX_LENGTH - 5) + "1",
         "T == 4" + " or T == 4" * MAX_LENGTH,
-        "depht == 1",
     ],
 )
 def test_anything_else_is_refused_with_what_is_allowed_and_nothing_runs(
@@ -77,3 +76,16 @@ def test_anything_else_is_refused_with_what_is_allowed_and_nothing_runs(
     with refused("log filter.*comparisons .*joined by and, or, not.*T == 4 and"):
         rows_that_fit(ROWS, condition.format(file=file))
     assert not file.exists()
+
+
+@pytest.mark.parametrize("condition", UNKNOWN)
+def test_an_unknown_column_is_refused_with_the_columns_of_a_small_table(condition):
+    with refused("log filter.*no column.*the name of a column.*T, compress, cosine"):
+        rows_that_fit(ROWS, condition)
+
+
+def test_an_unknown_column_of_a_wide_table_is_refused_with_the_nearest():
+    wide = ROWS.assign(**{f"measured_{number}": 1.0 for number in range(20)})
+    with refused("did you mean cosine\\? If not, workbench log --json") as problem:
+        rows_that_fit(wide, "Cosin == 1")
+    assert "measured_7" not in str(problem.value)

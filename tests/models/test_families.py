@@ -12,6 +12,7 @@ from circle import wide
 from refusal import refused
 
 from workbench.check import golden
+from workbench.checkpoint_checks import FAMILIES
 from workbench.exporter import export
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
@@ -104,6 +105,22 @@ def test_what_is_not_supported_is_refused_by_name(model_type, changed, message):
     with refused(message) as refusal:
         family_of(config).plan(config)
     assert model_type in str(refusal.value)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_another_activation_is_refused_with_those_that_are_supported(model_type):
+    name = "gelu_pytorch_tanh" if model_type.startswith("gemma") else "silu"
+    config = transformers.AutoConfig.for_model(model_type, **tiny.DIMS[model_type])
+    field = (
+        "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
+    )
+    family_of(config).plan(config)
+    setattr(config, field, "relu6")
+    with refused(f"'relu6'; needs '{name}', the one activation") as refusal:
+        family_of(config).plan(config)
+    # the whole list too: each family is in it or is one of all others
+    listed, _, others = str(refusal.value).partition(", 'silu' in every other")
+    assert others and (f" {model_type}" in listed) == (name != "silu")
 
 
 @pytest.mark.parametrize(

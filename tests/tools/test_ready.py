@@ -13,6 +13,9 @@ from tiny import ROOT
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
+READY = "ready: make run, or .venv/bin/workbench --help"
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
     """A checkout whose packages are installed by a stub, which counts."""
@@ -63,6 +66,15 @@ def test_equal_contents_need_no_pip_whatever_their_times(checkout):
     assert installed(checkout) == 3
 
 
+def test_the_last_line_says_what_to_type_where_something_was_installed(
+    checkout, capsys
+):
+    make()
+    assert capsys.readouterr().out.splitlines()[-1] == READY
+    make()
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("name", ["python", "place"])
 def test_another_python_or_place_makes_it_anew_and_says_so(checkout, capsys, name):
     make()
@@ -71,8 +83,9 @@ def test_another_python_or_place_makes_it_anew_and_says_so(checkout, capsys, nam
     (checkout / ".venv" / "old").touch()
     make()
     assert not (checkout / ".venv" / "old").exists() and installed(checkout) == 1
-    said = capsys.readouterr().out
-    assert said == f"Making .venv anew: its {name} was another\n"
+    *_, said, last = capsys.readouterr().out.splitlines()
+    assert said == f"Making .venv anew: its {name} was another"
+    assert last == READY
 
 
 def test_a_python_that_is_not_named_may_be_any(checkout):

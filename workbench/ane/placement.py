@@ -4,12 +4,13 @@ elsewhere a prediction from the rules, labelled as predicted.
 Each shard has one `Placement`. A prediction separates the operations that are
 `eligible` for the Neural Engine, because no rule excludes them, from those expected to
 run there (`ane`), given the shard's size and neighbours. It lists the rules that the
-shard breaks and marks disputed ones."""
+shard breaks. Those that another source disputes do not count in `ane`, only in
+`ane_if_disputed_hold`."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import pandas as pd
 
 import miltorch
 from miltorch.program import read_spec
-from workbench.ane.rules import EFFECTS, RULE_SOURCES, Finding, LintGraph, lint
+from workbench.ane.rules import EFFECTS, RULE_SOURCES, Finding, LintGraph, Rule, lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
 from workbench.runtime.coreml import PlacedOperation, compiled_path, compute_plan
@@ -31,7 +32,10 @@ class Placement:
         source: measured, predicted, or simulated: the plan of a stand-in.
         ops: all operations.
         eligible: those that could run on the Neural Engine.
-        ane, cpu, gpu: those that are expected to run there.
+        ane, cpu, gpu: those that are expected to run there; of a prediction: by the
+            rules that nobody disputes.
+        ane_if_disputed_hold: those that are expected on the Neural Engine if the
+            disputed rules hold too; None for a plan of Core ML.
         convolutions: two counts, those on the Neural Engine and all; experiment 30
             counted these.
         findings: the rules that the shard breaks; none for a plan of Core ML.
@@ -46,6 +50,7 @@ class Placement:
     gpu: int
     convolutions: tuple[int, int]
     findings: list[Finding]
+    ane_if_disputed_hold: int | None = None
 
     def json(self) -> dict:
         """The placement by the keys of `workbench plan --json`."""
@@ -96,30 +101,42 @@ def iter_programs(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[ProgramAd
 
 
 def place_operations(shard: str, graph: LintGraph) -> Placement:
-    """The placement predicted from the rules that a program breaks; disputed rules are
-    only listed."""
+    """The placement predicted from the rules that a program breaks: by the rules that
+    nobody disputes, and the operations that remain on the Neural Engine if the disputed
+    ones hold too."""
+    findings = lint(graph)
+    undisputed = [finding for finding in findings if not finding.rule.disputed]
+    operations = _apply_rules(graph, undisputed)
+    with_disputed = _apply_rules(graph, findings)
+    placement = count_units(shard, operations, "predicted", findings)
+    remaining = sum(op.preferred == "ane" for op in with_disputed)
+    return replace(placement, ane_if_disputed_hold=remaining)
+
+
+def _apply_rules(graph: LintGraph, findings: list[Finding]) -> list[PlacedOperation]:
+    """The operations of a program, each on the unit where it is expected if the rules of
+    the findings hold."""
     # names of operations that rules of the effects `cpu` and `stays` (see `rules`) exclude
     unsupported, staying = set(), set()
-    program_fails = False  # all of it is then off the Neural Engine
-    findings = lint(graph)
+    is_off_ane = False  # the whole program
     for finding in findings:
-        if finding.rule.disputed:
-            continue
         match finding.rule.effect:
             case "cpu":
                 unsupported.update(finding.names)
+            case "stays" if finding.rule.of in PROGRAM_VALUES:
+                is_off_ane = True
             case "stays":
                 staying.update(finding.names)
             case "fails":
-                program_fails = True
+                is_off_ane = True
     operations = []
     for op in graph.ops:
         is_supported = op.name not in unsupported
-        runs_on_ane = is_supported and not program_fails and op.name not in staying
+        runs_on_ane = is_supported and not is_off_ane and op.name not in staying
         preferred = "ane" if runs_on_ane else "cpu"
         supported = ("ane", "cpu") if is_supported else ("cpu",)
         operations.append(PlacedOperation(op.kind, op.name, preferred, supported))
-    return count_units(shard, operations, "predicted", findings)
+    return operations
 
 
 def read_compute_plan(
@@ -192,12 +209,20 @@ def placement_columns(placements: list[Placement], compute_units: str) -> dict:
     return row
 
 
+PROGRAM_VALUES = ("inputs", "states", "interface")
+"""Subjects of rules that are values of the whole program: a rule on them that keeps off
+the Neural Engine keeps every operation off."""
 LEGEND = (
     "operations of a shard (ops): eligible for the Neural Engine; expected on it (ane), "
     "the CPU and the GPU; convolutions: (on the Neural Engine, all); size: shards with "
     "these counts"
 )
 """The columns of the table of placements, in one line."""
+DISPUTED_LEGEND = (
+    "The columns ane, cpu, gpu and convolutions count no rule that another source disputes. "
+    "ane_if_disputed_hold: operations on the Neural Engine if the disputed rules hold too"
+)
+"""A line after `LEGEND` where a shard breaks a disputed rule."""
 CONFIDENCE = {"H": "high", "M": "medium", "L": "low"}
 """The confidence of a rule in the table → in words."""
 
@@ -206,8 +231,17 @@ def describe(placements: list[Placement]) -> list[str]:
     """Placements as text: a table with one line for all shards of the same counts, and
     a legend of its columns. Then, where rules are broken, a legend of their effects, one
     line per rule: id, effect, confidence, statement, advice, sources, disputes; and a
-    line that spells out the sources of the disputes."""
+    line that spells out the sources of the disputes. Disputed rules follow the others,
+    under a line that says so."""
+    rules = {
+        finding.rule.id: finding.rule
+        for placement in placements
+        for finding in placement.findings
+    }
+    disputed = [rule for rule in rules.values() if rule.disputed]
     counts = ["ops", "eligible", "ane", "cpu", "gpu", "convolutions"]
+    if disputed:
+        counts.insert(3, "ane_if_disputed_hold")
     shards = pd.DataFrame(placements).groupby(counts, sort=False)["shard"]
     table = shards.agg(["size", "first", "last"]).reset_index()
     lines = [
@@ -215,28 +249,32 @@ def describe(placements: list[Placement]) -> list[str]:
         *table.to_string(index=False).splitlines(),
         LEGEND,
     ]
-    rules = {
-        finding.rule.id: finding.rule
-        for placement in placements
-        for finding in placement.findings
-    }
+    if disputed:
+        lines.append(DISPUTED_LEGEND)
     if rules:
         present = {rule.effect for rule in rules.values()}
         words = [f"{name}: {EFFECTS[name]}" for name in EFFECTS if name in present]
         lines.append(
             f"rules, by id in data/sources/ane_rules.csv, and effects: {'; '.join(words)}"
         )
-    for rule in rules.values():
-        confidence = CONFIDENCE.get(rule.confidence, rule.confidence)
-        line = f"{rule.id:4}{rule.effect} ({confidence} confidence): {rule.says}."
-        line += f" {rule.advice}. [{'; '.join(rule.sources.values())}]"
-        if rule.disputed:
-            line += f" Disputed: {rule.disputed}."
-        lines.append(line)
-    disputes = " ".join(rule.disputed for rule in rules.values())
+    lines += [_describe_rule(rule) for rule in rules.values() if not rule.disputed]
+    if disputed:
+        lines.append("disputed rules, counted in ane_if_disputed_hold alone")
+        lines += map(_describe_rule, disputed)
+    disputes = " ".join(rule.disputed for rule in disputed)
     cited = dict.fromkeys(re.findall(r"\b[A-Z]{2,3}\b", disputes))
     if sources := [
         f"{key}: {RULE_SOURCES[key]}" for key in cited if key in RULE_SOURCES
     ]:
         lines.append(f"Sources of the disputes: {'; '.join(sources)}.")
     return lines
+
+
+def _describe_rule(rule: Rule) -> str:
+    """A rule in one line, for `describe`."""
+    confidence = CONFIDENCE.get(rule.confidence, rule.confidence)
+    line = f"{rule.id:4}{rule.effect} ({confidence} confidence): {rule.says}."
+    line += f" {rule.advice}. [{'; '.join(rule.sources.values())}]"
+    if rule.disputed:
+        line += f" Disputed: {rule.disputed}."
+    return line

@@ -4,7 +4,8 @@ a program's graph.
 Most rules are measurements that others published of an undocumented unit, so each has a
 source, a confidence (H documented or measured several times, M one good measurement, L
 an anecdote) and advice. `disputed` names a contradicting source; a disputed rule is
-reported and changes no placement. `EFFECTS` has the effects.
+reported, and changes the placement only in the count of operations that remain if the
+disputed rules hold. `EFFECTS` has the effects.
 
 The column `of` names the subjects of a rule, the parts of a program that it is tested on.
 Subjects that are values (a `Type` each) are `inputs`, `states`, `interface` (inputs and
@@ -31,7 +32,7 @@ from workbench.ane.work import is_blocked, is_int4, palette_entries
 
 EFFECTS = {
     "cpu": "cannot run on the Neural Engine",
-    "stays": "could run there and is expected not to",
+    "stays": "could run there and is reported to stay on the CPU",
     "fails": "the program is reported not to compile or not to run there",
     "wrong": "runs and may give wrong or non-finite values",
     "slow": "runs slower than an equivalent program",

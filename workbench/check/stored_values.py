@@ -104,7 +104,7 @@ def worst_deviation(
         return _with_worst_weight(deviation, stored.float(), values, unit, first)
     if preset.is_integer:
         ratio = integer_ratio(parts, values, preset)
-        unit = f"of the half step of {preset.name}"
+        unit = f"times half a step of {preset.name}"
         deviation = Deviation.at(place, ratio, LIMIT, unit)
         if deviation.is_sound:
             return deviation
@@ -158,7 +158,7 @@ def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> De
     ratio = kernels.fp16_ratio(
         stored.float().reshape(-1).numpy(), values.reshape(-1).numpy()
     )
-    return Deviation.at(place, ratio, LIMIT, "halves of an fp16 unit")
+    return Deviation.at(place, ratio, LIMIT, "times half a unit of fp16")
 
 
 def weight_array(parts: Parts, preset: Preset) -> np.ndarray:

@@ -19,6 +19,9 @@ from workbench.errors import InputError, did_you_mean
 KINDS = {"int": "a whole number", "float": "a number"}
 """Python's type of an option → the value that it needs, in words."""
 
+OWN_OPTIONS = ("--help", "--version")
+"""The options that `workbench` takes without a command."""
+
 LIMITS = {">=": "from", ">": "above", "<=": "up to", "<": "below"}
 """A comparison as cyclopts writes it → in words."""
 
@@ -39,9 +42,13 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
             options = _options(problem)
             option = problem.token.keyword or problem.token.value
             step = did_you_mean(option, options, look)
-            return InputError(command, f"the option {option}", "its own options", step)
+            return InputError(command, option, "an option of this command", step)
         case UnknownCommandError():
             word = str((problem.unused_tokens or [""])[0])
+            if word.startswith("-"):
+                step = did_you_mean(word, OWN_OPTIONS, look)
+                needed = f"a command, or an option: {', '.join(OWN_OPTIONS)}"
+                return InputError(command, word, needed, step)
             step = did_you_mean(word, commands, look)
             needed = f"one of {', '.join(commands)}"
             # the message begins with the program's name already

@@ -22,11 +22,21 @@ from workbench.cli.options import (
 from workbench.cli.output import (
     command_line,
     format_result,
+    format_value,
     gates_json,
+    label,
     print_and_exit,
     step_after_red,
 )
 from workbench.progress import stage
+
+SIZES_OF_PARTS = (
+    "shard_bytes",
+    "embedding_bytes",
+    "tokenizer_bytes",
+    "calibration_bytes",
+)
+"""The sizes of a bundle's parts, which add up to `bytes`."""
 
 
 def export(
@@ -82,7 +92,7 @@ def export(
     record = exported.manifest.calibration
     if record:
         result["rounded_to_nearest"] = len(record.nearest)
-    lines = format_result(result)
+    lines = format_result(_format_sizes(result))
     if record and record.nearest:
         lines.append(
             f"Not fitted to the text but rounded to the nearest: {record.nearest[0]} "
@@ -103,10 +113,15 @@ def export(
 
 
 def _describe_bundle(exported, path: Path) -> dict:
-    """A new bundle as JSON; `path` as the user gave it."""
-    shards = exported.manifest.shards
+    """A new bundle as JSON; `path` as the user gave it. The sizes of its parts add up to
+    `bytes`."""
+    manifest, shards = exported.manifest, exported.manifest.shards
     # a table of embeddings can be larger than all layers
     shard_bytes = sum(file.bytes for shard in shards for file in shard.files)
+    embedding_bytes = manifest.embedding.file.bytes
+    tokenizer_bytes = sum(file.bytes for file in manifest.tokens.files)
+    # the rest: the ids of a calibration text, and the records of a search for formats
+    calibration_bytes = exported.bytes - shard_bytes - embedding_bytes - tokenizer_bytes
     converted = len({shard.template for shard in shards})
     return {
         "bundle": str(path),
@@ -115,11 +130,28 @@ def _describe_bundle(exported, path: Path) -> dict:
         "layers": exported.manifest.dims.L,
         "bytes": exported.bytes,
         "shard_bytes": shard_bytes,
-        "embedding_bytes": exported.manifest.embedding.file.bytes,
+        "embedding_bytes": embedding_bytes,
+        "tokenizer_bytes": tokenizer_bytes,
+        "calibration_bytes": calibration_bytes,
         "converted": converted,
         "stamped": len(shards) - converted,
         "tokenizer": exported.tokenizer.is_dir(),
     }
+
+
+def _format_sizes(result: dict) -> dict:
+    """The JSON of a new bundle with the sizes that add up in MiB and in bytes, which have
+    no rounding, and with the tokenizer in words. A part without bytes is left out."""
+    texts = {}
+    for name, value in result.items():
+        if name == "bytes" or name in SIZES_OF_PARTS:
+            size = f"{format_value(value, name):12}{value:>16,} bytes"
+            texts[label(name)] = size if value else None
+        elif name == "tokenizer":
+            texts[name] = "stored" if value else None
+        else:
+            texts[name] = value
+    return texts
 
 
 def golden(

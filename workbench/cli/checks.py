@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from pathlib import Path
-from textwrap import shorten
 
 from cyclopts.types import ExistingFile, NonNegativeFloat
 
@@ -21,17 +20,19 @@ from workbench.cli.options import (
     reject_unused,
 )
 from workbench.cli.output import (
-    format_result,
     print_and_exit,
     step_after_red,
+    step_after_validation,
     validation_json,
 )
 from workbench.cli.validation_record import describe_command, keep_validation
+from workbench.cli.validation_text import (
+    NO_RECOMMENDATION,
+    format_units,
+    format_validation,
+)
 from workbench.errors import InputError
 from workbench.progress import stage
-
-NO_RECOMMENDATION = {"recommendation": None, "tried": None}
-"""`Recommendation.json` where no preset was tried."""
 
 
 def validate(
@@ -146,9 +147,9 @@ def validate(
     labels = token_labels(exported.tokenizer, reference.ids)
     rows = result.rows.assign(over_rounding=result.cost.over_rounding)
     keep_validation(exported, output, command, start, decoder, labels, rows)
-    lines = None if json else _format_validation(output, recommendation)
+    lines = None if json else format_validation(output, recommendation)
     output |= {"peak_rss_bytes": peak_rss()}
-    step = step_after_red(output, bundle, checkpoint, execution.runtime)
+    step = step_after_validation(output, bundle, checkpoint, execution.runtime)
     print_and_exit(output, json, lines, next_command=step)
 
 
@@ -169,17 +170,6 @@ def _store_device_reference(bundle, reference, single_copy: bool) -> None:
     from workbench.check.device import device_reference
 
     device_reference(bundle, reference, single_copy)
-
-
-def _format_validation(output: dict, recommendation) -> list[str]:
-    """The lines of text of a validation."""
-    lines = format_result(_shorten(output))
-    if recommendation:
-        from workbench.recommend import describe_recommendation
-
-        sentences = describe_recommendation(recommendation)
-        lines += ["", *(f"- {sentence}" for sentence in sentences)]
-    return lines
 
 
 def _describe_validation(result, decoder, transcript, recommendation) -> dict:
@@ -226,36 +216,6 @@ def _recommend(source, bundle, results, transcript):
     from workbench.recommend import recommend
 
     return recommend(source, bundle, results, transcript)
-
-
-def _shorten(result: dict) -> dict:
-    """A result whose prompts fit lines of text and whose cost is a table, without the
-    presets that were tried, which sentences describe."""
-    result = result | NO_RECOMMENDATION
-    if cost := result.get("cost"):
-        result |= _cost_lines(cost)
-    if not result.get("transcript"):
-        return result
-    names = ("agreed", "ties", "first_difference", "cause")
-    rows = [
-        {"prompt": shorten(row["prompt"], 40)} | {name: row[name] for name in names}
-        for row in result["transcript"]["prompts"]
-    ]
-    return result | {"transcript": result["transcript"] | {"prompts": rows}}
-
-
-def _cost_lines(cost: dict) -> dict:
-    """The cost as a table, what its columns are, and its other figures."""
-    from workbench.check.cost import COLUMNS, cost_table
-
-    lines = {
-        "cost": cost_table(cost).to_dict("records"),
-        "columns": [COLUMNS],
-        "same_top": cost["same_top"],
-    }
-    if cost["budget"]:
-        lines["budget"] = cost["budget"]["worst"]
-    return lines
 
 
 def _load_transcript_prompts(
@@ -361,7 +321,8 @@ def validate_units(
         "units": gates.records(workbench.log.plain(units)),
     }
     step = step_after_red(result, bundle, checkpoint, runtime)
-    print_and_exit(result, json, next_command=step)
+    lines = None if json else format_units(result)
+    print_and_exit(result, json, lines, next_command=step)
 
 
 def _check_reference_options(

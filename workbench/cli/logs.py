@@ -10,7 +10,6 @@ import workbench
 from workbench import paths
 from workbench.cli.options import Json
 from workbench.cli.output import print_and_exit, print_document
-from workbench.errors import check_choice
 from workbench.progress import stage
 
 
@@ -36,6 +35,7 @@ def log(
         log: Folder of the log.
     """
     stage("log: reading the runs")
+    from workbench.log.condition import unknown_column_error
     from workbench.sweep import summary
     from workbench.sweep.table import table_lines
 
@@ -45,7 +45,8 @@ def log(
         table = summary.summary(log, where)
     if sort:
         column = sort.removeprefix("-")
-        check_choice("--sort", column, table)
+        if column not in table:
+            raise unknown_column_error("--sort", repr(column), column, table.columns)
         table = table.sort_values(column, ascending=column == sort, kind="stable")
     if json:
         print_document(table.to_json(orient="records", date_format="iso"))

@@ -107,6 +107,17 @@ def step_after_red(
     return command_line(*words, *device)
 
 
+def step_after_validation(
+    result: dict, bundle: Path, checkpoint: Path | None, runtime: str
+) -> str | None:
+    """What the user does next after a validation: the command that writes its page after
+    GREEN and WITHIN; else see `step_after_red`."""
+    if (result["verdict"], result["quality"]) == ("GREEN", "WITHIN"):
+        page = f"{Path(bundle).absolute().name}.html"
+        return command_line("report", bundle, "--html", Path(bundle).parent / page)
+    return step_after_red(result, bundle, checkpoint, runtime)
+
+
 def _names_a_layer(gates: list[dict]) -> bool:
     """Whether gate `weights` alone is RED and its reason names so many tensors of one layer
     that they may be another layer's, which `explain variant` finds out."""
@@ -143,6 +154,8 @@ LABELS = {
     "bytes": "size",
     "shard_bytes": "size of shards",
     "embedding_bytes": "size of embeddings",
+    "tokenizer_bytes": "size of tokenizer",
+    "calibration_bytes": "size of calibration",
     "peak_rss_bytes": "peak memory",
     "converted": "programs converted",
     "stamped": "programs reused",

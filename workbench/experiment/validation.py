@@ -4,6 +4,7 @@ nothing else."""
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from os.path import commonprefix
 
 import pandas as pd
@@ -36,6 +37,7 @@ from workbench.files import read_bytes
 from workbench.log.anonymous import anonymize
 
 WORST_CELLS = 6  # rows of the table of the largest errors
+FIRST_TOKENS = 12  # of a prompt that a page shows
 COMMON_CHARACTERS = 160  # of a text before the first difference that a page shows
 NOT_CHECKED = "not checked here"
 TENSORS = {"update": "update", "k": "row of K", "v": "row of V"}
@@ -212,7 +214,7 @@ def _setup_table(record: Record) -> Table:
         "run on": _listed(setup.execution) or "no runtime opened the bundle",
         "parameters": escape.shell(setup.command),
         "files read": _listed(digests),
-        "prompt": f"{len(record.tokens)} tokens" if record.tokens else None,
+        "prompt": _describe_prompt(record) or None,
         "machine": environment.machine,
         "system": environment.platform,
         "versions": _listed(environment.versions),
@@ -222,6 +224,44 @@ def _setup_table(record: Record) -> Table:
         "largest memory": f"{setup.peak_rss_bytes / 2**20:,.0f} MiB",
     }
     return Table(_pairs(rows))
+
+
+def _describe_prompt(record: Record) -> str:
+    """The tokens on which the bundle was compared: their number, their text, where it is
+    from, and its first tokens; empty where nothing was measured."""
+    if not record.tokens:
+        return ""
+    count, has_text = len(record.tokens), bool(record.bundle.manifest.tokens.files)
+    tokens = f"{count} token" if count == 1 else f"{count} tokens"
+    labels = record.tokens[:FIRST_TOKENS]
+    # labels are ids without a tokenizer, and many tokenizers decode a token without the
+    # space before it
+    has_spaces = any("·" in label for label in labels)
+    first = ("" if has_spaces else " ").join(labels).replace("·", " ").strip()
+    more = " …" if count > FIRST_TOKENS else ""
+    source = _prompt_source(record.setup.command, has_text)
+    return f"{tokens} of {source}, “{first}{more}”"
+
+
+def _prompt_source(command: list[str], has_text: bool) -> str:
+    """What gave the prompt of a validation.
+
+    Args:
+        command: with the options of the prompt, see `Setup`.
+        has_text: whether the bundle has a tokenizer.
+    """
+    values = dict(pairwise(command))
+    if "--golden" in values:
+        return f"the text of the golden {values['--golden']}"
+    if "--text" in values:
+        return f"the file {values['--text']}"
+    if "--prompt-ids" in values:
+        return "the ids of --prompt-ids"
+    if "--prompt" in values:
+        return "the text of --prompt"
+    if not has_text:
+        return "random ids, since the bundle has no tokenizer"
+    return "the workbench's own text for this tokenizer"
 
 
 def _heatmap(record: Record) -> list[Block]:
@@ -378,8 +418,8 @@ def _cost(record: Record) -> list[Block]:
     if cost is None:
         return []
     caption = (
-        f"KL from Hugging Face's logits over {len(record.tokens)} tokens, layers in a "
-        f"row. The top token is Hugging Face's at {cost.same_top:.1%} of the positions. "
+        f"KL from Hugging Face's logits over {_describe_prompt(record)}, layers in a row. "
+        f"The top token is Hugging Face's at {cost.same_top:.1%} of the positions. "
     )
     caption += COLUMNS
     smallest = _smallest_cosine(record)

@@ -9,10 +9,13 @@ from collections.abc import Collection
 
 import pandas as pd
 
-from workbench.errors import InputError, did_you_mean
+from workbench.errors import InputError, nearest_names
 
 MAX_LENGTH = 2000
 """Characters of a condition; the parser's memory grows with its depth."""
+MAX_LISTED = 12
+"""Columns that a refusal lists; a table of more is named by the command that prints it."""
+ALL_COLUMNS = "workbench log --json prints all columns, and with --rows those of a run"
 _OPERATORS = (
     *(ast.And, ast.Or, ast.Not, ast.USub),
     *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
@@ -75,22 +78,41 @@ def _words(node: ast.AST) -> str:
     return names.get(type(node), type(node).__name__)
 
 
+def unknown_column_error(
+    subject: str, actual: str, name: str, columns: Collection[str]
+) -> InputError:
+    """The refusal of a name that is no column: the most similar columns, then how to see
+    all.
+
+    Args:
+        actual: the name, with what is wrong with it.
+    """
+    step = describe_columns(columns)
+    if nearest := nearest_names(name, columns):
+        *others, last = nearest
+        words = f"{', '.join(others)} or {last}" if others else last
+        step = f"did you mean {words}? If not, {step}"
+    return InputError(subject, actual, "the name of a column", step)
+
+
+def describe_columns(columns: Collection[str]) -> str:
+    """The columns of a table in words, or where to read them if they are many."""
+    if len(columns) > MAX_LISTED:
+        return ALL_COLUMNS
+    return f"the columns are {', '.join(columns)}"
+
+
 def _unknown_column(condition: str, name: str, columns: Collection[str]) -> InputError:
-    """The refusal of a name that is no column, with the most similar column."""
-    reason = f"{name} is no column"
-    look = "workbench log --json has them all"
-    step = did_you_mean(name, columns, look)
-    if step == look:  # none is similar
-        return _refusal(condition, reason, columns)
-    actual = f"{condition!r} ({reason})"
-    return InputError("log filter", actual, "the name of a column", step)
+    """The refusal of a condition with a name that is no column."""
+    actual = f"{condition!r} ({name} is no column)"
+    return unknown_column_error("log filter", actual, name, columns)
 
 
 def _refusal(condition: str, reason: str, columns: Collection[str]) -> InputError:
     needed = (
         "comparisons (==, !=, <, <=, >, >=, in, not in) of columns with numbers, "
         "'texts', True, False or [lists], joined by and, or, not and parentheses; "
-        f"the columns are {', '.join(columns)}"
+        + describe_columns(columns)
     )
     step = "write for example: T == 4 and compress in ['fp16', 'int8-channel']"
     return InputError("log filter", f"{condition!r} ({reason})", needed, step)

@@ -115,15 +115,12 @@ class Family(Protocol):
         """Final norm and `rows` rows of the vocabulary."""
 
 
-def refuse(config, actual: str, needed: str) -> NoReturn:
+def refuse(
+    config, actual: str, needed: str, step: str = "see README: supported families"
+) -> NoReturn:
     """Raises an InputError for a configuration that the family's layers cannot
     compute."""
-    raise InputError(
-        f"{config.model_type} checkpoint",
-        actual,
-        needed,
-        "see README: supported families",
-    )
+    raise InputError(f"{config.model_type} checkpoint", actual, needed, step)
 
 
 def flag(config, name: str) -> bool:

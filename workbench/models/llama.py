@@ -28,6 +28,12 @@ ROPE_TYPES_AND_YARN = *ROPE_TYPES, "yarn"
 # keys of `rope_parameters`
 GROWTH = "llama_4_scaling_beta"
 LENGTH = "original_max_position_embeddings"
+ACTIVATIONS_STEP = (
+    "choose a checkpoint with a supported activation: 'gelu_pytorch_tanh' in "
+    "gemma3_text, gemma4_text and gemma4_unified_text, 'silu' in every other family; or "
+    "add a family (docs/extend.md)"
+)
+"""The next step for a checkpoint with another activation."""
 
 
 class Norms(NamedTuple):
@@ -179,7 +185,8 @@ def plan(
         config, "hidden_activation", getattr(config, "hidden_act", act)
     )
     if activation != act:
-        refuse(config, f"activation {activation!r}", act)
+        needed = f"{act!r}, the one activation that is supported in this family"
+        refuse(config, f"activation {activation!r}", needed, ACTIVATIONS_STEP)
     return Plan(config, d, rope, layers, **fields)
 
 

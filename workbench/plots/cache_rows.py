@@ -1,4 +1,4 @@
-"""The rows of a cache that the calls of a program wrote."""
+"""The rows of a cache that the calls of a program changed, and those they should."""
 
 from dataclasses import dataclass
 
@@ -12,33 +12,55 @@ from workbench.plots.text import format_count, group_by, label_of
 MAX_CACHE_ROWS = 24
 """Only the first rows of a cache are drawn, this many."""
 MARK_STYLES = {
-    "written": {"color": PALETTE[0], "marker": "s", "label": "written as addressed"},
-    "missed": {
+    "as_addressed": {
+        "color": PALETTE[0],
+        "marker": "s",
+        "label": "changed as addressed",
+    },
+    "unchanged": {
         "color": PALETTE[5],
         "marker": "s",
-        "label": "missed",
+        "label": "addressed and unchanged",
         "fillstyle": "none",
     },
-    "stray": {"color": PALETTE[5], "marker": "x", "label": "stray"},
+    "unaddressed": {
+        "color": PALETTE[5],
+        "marker": "x",
+        "label": "changed and not addressed",
+    },
 }
-"""A field of `Writes` → the mark of its cache rows."""
+"""A field of `ChangedRows` → the mark of its cache rows. The marks differ in shape, so that
+print without colours has them too."""
+VALUES_NOTE = (
+    "Only whether a row changed was tested: a row changed as addressed may hold the values "
+    "of another token of the call."
+)
+"""A note in the legend. A write that is one row late shifts the rows of all later tokens,
+so that a call of three tokens changes the rows of two of them."""
 
 
 @dataclass
-class Writes:
-    """The cache rows of one call."""
+class ChangedRows:
+    """The cache rows that one call changed or should have changed.
 
-    written: set[int]
-    missed: set[int]
-    stray: set[int]
+    Attributes:
+        as_addressed: changed and addressed, whichever token's values they hold.
+        unchanged: addressed, and not changed in one layer or several.
+        unaddressed: changed in one layer or several, and not addressed.
+    """
+
+    as_addressed: set[int]
+    unchanged: set[int]
+    unaddressed: set[int]
 
 
 @returns_figure
 def cache_rows(
     calls: pd.DataFrame, figure: FigureBase, *, by: str | None = None
 ) -> None:
-    """Call × cache row, of the first `MAX_CACHE_ROWS`: a filled mark for a row written as
-    addressed, a hollow mark for a missed row, a cross for a stray one.
+    """Call × cache row, of the first `MAX_CACHE_ROWS`: a filled mark for a row that is
+    changed as addressed, a hollow mark for an addressed row that is unchanged, a cross for
+    a changed row that is not addressed.
 
     Args:
         calls: columns T, pos, expected and changed (lists of row numbers). A call may
@@ -56,9 +78,9 @@ def cache_rows(
     keys, outside = {}, 0
     for ax, (title, panel) in zip(axes, panels):
         for y in range(len(labels)):
-            writes = _writes(panel[call_numbers[panel.index] == y])
+            changed_rows = _changed_rows(panel[call_numbers[panel.index] == y])
             for kind, style in MARK_STYLES.items():
-                rows = sorted(getattr(writes, kind))
+                rows = sorted(getattr(changed_rows, kind))
                 ax.plot(rows, [y] * len(rows), linestyle="", **style)
                 hidden = sum(row >= MAX_CACHE_ROWS for row in rows)
                 outside += hidden
@@ -69,7 +91,7 @@ def cache_rows(
         ax.set_yticks(range(len(labels)), labels)
         ax.set_ylim(len(labels) - 0.5, -0.5)
         ax.label_outer()
-    notes = []
+    notes = [VALUES_NOTE] if "as_addressed" in keys else []
     if outside:
         marks = format_count(outside, "mark")
         notes.append(f"not drawn: {marks} from cache row {MAX_CACHE_ROWS} on")
@@ -82,15 +104,15 @@ def _call_label(T, pos) -> str:
     return label.replace("pos = ", "pos ")
 
 
-def _writes(call: pd.DataFrame) -> Writes:
-    """The cache rows that one call wrote, missed, or wrote astray in any of its layers.
+def _changed_rows(call: pd.DataFrame) -> ChangedRows:
+    """The cache rows that one call changed or should have changed, in any of its layers.
 
     Args:
         call: its rows of the frame, one for each layer.
     """
     addressed = set().union(*call["expected"])
-    missed, stray = set(), set()
+    unchanged, unaddressed = set(), set()
     for expected, changed in zip(call["expected"], call["changed"]):
-        missed |= set(expected) - set(changed)
-        stray |= set(changed) - set(expected)
-    return Writes(addressed - missed, missed, stray)
+        unchanged |= set(expected) - set(changed)
+        unaddressed |= set(changed) - set(expected)
+    return ChangedRows(addressed - unchanged, unchanged, unaddressed)

@@ -81,6 +81,7 @@ class Metric:
 
     Attributes:
         label: of the colour bar.
+        title: of its panels, in a figure that shows several metrics.
         least: the smallest value with a colour of its own; smaller ones are drawn as
             this one.
         marks: values that the colour bar marks and names.
@@ -88,6 +89,7 @@ class Metric:
     """
 
     label: str
+    title: str
     least: float
     marks: dict[float, str] = field(default_factory=dict)
     note: str = ""
@@ -95,9 +97,10 @@ class Metric:
 
 METRICS = {
     # 1 − cosine of equal float32 vectors may differ from 0 by as much
-    "cosine": Metric("1 − cosine", 1e-8),
+    "cosine": Metric("1 − cosine", "Direction: 1 − cosine from Hugging Face's", 1e-8),
     "error": Metric(
         "error ÷ rounding",
+        "Size: error over what rounding causes",
         0.01,
         {1.0: "rounding", TOLERANCE_FACTOR: "tolerance"},
         f"the divisor of an error is {BUDGET_FORMULA}",
@@ -225,7 +228,8 @@ def heatmap(
     drawn, notes = [], []
     for section, scale in zip(sections, scales):
         section_axes = [next(free_axes) for _ in section.panels]
-        drawn.append(_draw_section(figure, section_axes, section, scale))
+        title = section.metric.title if len(sections) > 1 else ""
+        drawn.append(_draw_section(figure, section_axes, section, scale, title))
         notes += _notes(section, scale)
     has_marks = any(section.metric.marks for section in sections)
     panel_width = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
@@ -246,12 +250,17 @@ def _section(rows: pd.DataFrame, name: str, by: str | None) -> Section:
 
 
 def _draw_section(
-    figure: FigureBase, axes: list[Axes], section: Section, scale: Scale
+    figure: FigureBase, axes: list[Axes], section: Section, scale: Scale, title: str
 ) -> DrawnSection:
-    """Draws the panels of a metric, each into its axes."""
+    """Draws the panels of a metric, each into its axes.
+
+    Args:
+        title: of all of them, before the title of each; may be empty.
+    """
     for ax, panel in zip(axes, section.panels):
         mesh = _draw_panel(ax, panel, scale)
-        ax.set_title(wrap(figure, panel.title, 0.85))
+        titles = [words for words in (title, panel.title) if words]
+        ax.set_title(wrap(figure, "; ".join(titles), 0.85))
     return DrawnSection(section.metric, axes, mesh)
 
 
