@@ -32,6 +32,11 @@ from workbench.check.stretches import (
 )
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
+from workbench.explain.sibling_programs import (
+    ProgramDifference,
+    compare_with_sibling,
+    describe_differences,
+)
 from workbench.explain.weight_faults import describe_weight_faults
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import stage
@@ -64,8 +69,8 @@ class ProgramAnswer:
     Attributes:
         conclusion: one or more sentences; None where neither this gate nor gate
             `weights` is RED.
-        cause: the epsilon that fits or the first wrong tensor's fault, in words; None if
-            there is neither.
+        cause: the epsilon that fits, the first difference from a right layer's program,
+            or the first wrong tensor's fault, in words; None if there is none.
     """
 
     gate: Gate
@@ -139,11 +144,29 @@ def judge_program(
             " Where only small inputs show a fault, an epsilon or another small constant "
             "of a norm is wrong."
         )
+    differences = _find_differences(bundle, wrong)
+    if differences:
+        conclusion += f" {describe_differences(differences)}"
     if any(g.name == "weights" and g.verdict == gates.GREEN for g in results):
         conclusion += " The stored weights are right (gate weights)."
     elif weights_answer:
         conclusion += f" {weights_answer.conclusion}"
-    return ProgramAnswer(gate, conclusion, str(fitted) if fitted else None)
+    causes = [str(cause) for cause in (fitted, *differences[:1]) if cause]
+    return ProgramAnswer(gate, conclusion, causes[0] if causes else None)
+
+
+def _find_differences(bundle: Bundle, wrong: pd.DataFrame) -> list[ProgramDifference]:
+    """How the program of a wrong layer differs from that of a right one.
+
+    Args:
+        wrong: the rows of gate `program` over its limit.
+    """
+    layers = sorted({*wrong["layer"].dropna().astype(int)})
+    if not layers or bundle.manifest.options.plugin:  # whose packages are no programs
+        return []
+    if (wrong["mode"] == "chained").all():
+        layers = layers[:1]  # those behind it read its wrong results
+    return compare_with_sibling(bundle, layers)
 
 
 def _judge_weights(
