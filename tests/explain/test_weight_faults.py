@@ -204,7 +204,25 @@ def test_an_exchange_is_named_from_both_sides(sound, tmp_path):
     }
 
 
-def test_tensors_that_are_not_examined_are_counted(sound_fp16):
+def test_a_fault_of_many_layers_has_one_clause(exports):
+    path = exports.checkpoint("llama", num_hidden_layers=6)
+    checkpoint, bundle = Checkpoint(path), exports.bundle(path, compress="fp16")
+    names = [f"{LAYERS}{i}.self_attn.{x}_proj.weight" for x in "qk" for i in range(6)]
+
+    def permute(name: str) -> torch.Tensor:
+        return interleave(checkpoint.tensor(name))
+
+    sentence, faults = describe_weight_faults(bundle, checkpoint, permute, names)
+    assert {fault.tensor for fault in faults} == {*names}
+    assert {fault.kind for fault in faults} == {"rotary order"}
+    assert sentence.startswith(
+        f"each of 12 tensors ({names[0]}, {names[6]}, {names[1]}, …) has the rows of its "
+        "heads permuted from half-split to interleaved rotary order"
+    )
+    assert "; " not in sentence
+
+
+def test_tensors_that_are_not_explained_are_counted(sound_fp16):
     checkpoint, bundle = sound_fp16
     names = [
         f"{LAYERS}{i}.mlp.{x}_proj.weight"
@@ -212,12 +230,14 @@ def test_tensors_that_are_not_examined_are_counted(sound_fp16):
         for x in ("up", "gate", "down")
     ]
 
-    def double(name: str) -> torch.Tensor:
-        return 2 * checkpoint.tensor(name)
+    def draw(name: str) -> torch.Tensor:
+        return torch.randn(checkpoint.shape(name))
 
-    sentence, faults = describe_weight_faults(bundle, checkpoint, double, names)
-    assert [fault.kind for fault in faults] == ["scaled"] * 4
-    assert sentence.endswith(f"; 2 more were not examined ({names[4]}, {names[5]})")
+    sentence, faults = describe_weight_faults(bundle, checkpoint, draw, names)
+    assert [fault.kind for fault in faults] == ["unknown"] * 4
+    # the worst of each place in a layer is examined first
+    assert [fault.tensor for fault in faults] == names[:4]
+    assert sentence.endswith(f"; 2 more were not explained ({names[4]}, {names[5]})")
 
 
 @pytest.mark.parametrize("preset", ["fp16", "int8-channel"])

@@ -32,6 +32,12 @@ Kind = Literal[
     "unknown",
 ]
 MAX_TENSORS = 4  # that are examined: each costs up to a few seconds
+# Elements of further tensors, which are compared with the faults of the first ones alone.
+MAX_ELEMENTS = 1 << 28
+MAX_LISTED = 3  # names in a clause
+# Faults that a converter makes in every layer alike, and the kinds that need a search.
+REPEATED = {"rotary order", "transposed", "reversed", "scaled"}
+SEARCHED = {"shifted", "row order"}
 # Largest distance that an explanation leaves, in parts of the distance from the tensor's
 # own values: unrelated values are √2 of their size away, and those of 4 bits 0.1 to 0.2.
 EXPLAINED = 0.3
@@ -84,8 +90,8 @@ class Explanation:
 def describe_weight_faults(
     bundle: Bundle, checkpoint: Checkpoint, stored: Reader, tensors: Sequence[str]
 ) -> tuple[str, list[WeightFault]]:
-    """A clause for each of the first wrong tensors, joined to a sentence without its
-    stop, and their faults. An exchange of two tensors is one clause.
+    """A clause for each fault of the wrong tensors, joined to a sentence without its stop,
+    and the faults. Tensors with one fault have one clause, as has an exchange of two.
 
     Args:
         stored: reads a tensor as the bundle stores it, decompressed.
@@ -93,38 +99,84 @@ def describe_weight_faults(
     """
     faults = find_weight_faults(bundle, checkpoint, stored, tensors)
     sources = {fault.tensor: fault.source for fault in faults}
-    clauses = []
+    names_of: dict[str, list[str]] = {}  # clause → tensors
     for fault in faults:
-        other = fault.source
-        if other is None or sources.get(other) != fault.tensor:
+        names_of.setdefault(fault.clause, []).append(fault.tensor)
+    clauses = []
+    described = set()
+    for fault in faults:
+        names = names_of[fault.clause]
+        if fault.tensor in described:
+            continue
+        if fault.source and sources.get(fault.source) == fault.tensor:
+            described |= {fault.tensor, fault.source}
+            clauses.append(
+                f"{fault.tensor} and {fault.source} hold the values of each other"
+            )
+        elif len(names) > 1:
+            described |= {*names}
+            clauses.append(
+                f"each of {len(names)} tensors ({_list_names(names)}) {fault.clause}"
+            )
+        else:
             clauses.append(str(fault))
-        elif [*sources].index(fault.tensor) < [*sources].index(other):
-            clauses.append(f"{fault.tensor} and {other} hold the values of each other")
-    named = {fault.tensor for fault in faults}
-    others = [name for name in tensors if name not in named]
-    if others:
-        first = ", ".join(others[: MAX_TENSORS - 1])
-        more = ", …" if len(others) >= MAX_TENSORS else ""
-        clauses.append(f"{len(others)} more were not examined ({first}{more})")
+    if others := [name for name in tensors if name not in sources]:
+        clauses.append(f"{len(others)} more were not explained ({_list_names(others)})")
     return "; ".join(clauses), faults
+
+
+def _list_names(names: list[str]) -> str:
+    """The first names, and an ellipsis for the rest."""
+    return ", ".join([*names[:MAX_LISTED], *(["…"] if len(names) > MAX_LISTED else [])])
 
 
 def find_weight_faults(
     bundle: Bundle, checkpoint: Checkpoint, stored: Reader, tensors: Sequence[str]
 ) -> list[WeightFault]:
-    """The faults of the first `MAX_TENSORS` tensors; of one that holds another's values
-    the other one is examined as well, where it is wrong too, since both may be
-    exchanged. See `describe_weight_faults` for the arguments."""
-    queue = list(tensors)
+    """The faults of `MAX_TENSORS` tensors, and of those others which have the same fault
+    as one of them and the same place in another layer. See `describe_weight_faults` for
+    the arguments.
+
+    The worst tensor of every place in a layer comes first, since a converter that errs in
+    one layer does so in all. A tensor whose values another one holds comes next, if it is
+    wrong too: the two may be exchanged."""
+    manifest = bundle.manifest
+    worst = {_place(name): name for name in reversed(tensors)}
+    first = [name for name in tensors if worst[_place(name)] == name]
+    queue = first + [name for name in tensors if name not in first]
     faults: list[WeightFault] = []
     while queue and len(faults) < MAX_TENSORS:
         name = queue.pop(0)
-        fault = find_weight_fault(bundle.manifest, checkpoint, stored, name)
+        fault = find_weight_fault(manifest, checkpoint, stored, name)
         faults.append(fault)
         if fault.source in queue:
             queue.remove(fault.source)
             queue.insert(0, fault.source)
+    same: dict[str, WeightFault] = {}  # place in a layer → a fault that may be repeated
+    for fault in faults:
+        if fault.kind in REPEATED:
+            same.setdefault(_place(fault.tensor), fault)
+    elements = 0
+    for name in queue:
+        elements += math.prod(checkpoint.shape(name))
+        fault = same.get(_place(name))
+        if fault and elements <= MAX_ELEMENTS:
+            actual = _as_matrix(stored(name).float())
+            values = _as_matrix(checkpoint.tensor(name))
+            limit = EXPLAINED * _distance(actual, values)
+            for explanation in _own_arrangements(manifest, name, actual, values):
+                is_same = explanation.clause == fault.clause
+                if is_same and _distance(actual, explanation.values) <= limit:
+                    faults.append(WeightFault(name, fault.kind, fault.clause))
+                    break
+                if explanation.kind in SEARCHED:  # those that take long come last
+                    break
     return faults
+
+
+def _place(name: str) -> str:
+    """The name of a tensor without its layer."""
+    return split_layer(name)[1]
 
 
 def find_weight_fault(
