@@ -16,6 +16,7 @@ from faults.copies import Copy
 from workbench.bundle import Bundle
 from workbench.check.golden import stored_weights
 from workbench.check.weights import weights_gate
+from workbench.explain import weight_faults
 from workbench.explain.weight_faults import describe_weight_faults, find_weight_fault
 from workbench.models.checkpoint import Checkpoint
 
@@ -222,22 +223,29 @@ def test_a_fault_of_many_layers_has_one_clause(exports):
     assert "; " not in sentence
 
 
-def test_tensors_that_are_not_explained_are_counted(sound_fp16):
+@pytest.mark.parametrize("small, count", [(0, 4), (1 << 25, 12)])
+def test_tensors_that_are_not_explained_are_counted(
+    sound_fp16, monkeypatch, small, count
+):
+    """Large tensors take longer: four of them are examined."""
     checkpoint, bundle = sound_fp16
-    names = [
-        f"{LAYERS}{i}.mlp.{x}_proj.weight"
-        for i in (0, 1)
-        for x in ("up", "gate", "down")
+    monkeypatch.setattr(weight_faults, "SMALL", small)
+    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [
+        f"mlp.{x}_proj" for x in ("up", "gate", "down")
     ]
+    names = [f"{LAYERS}{i}.{part}.weight" for i in (0, 1) for part in parts]
 
     def draw(name: str) -> torch.Tensor:
         return torch.randn(checkpoint.shape(name))
 
     sentence, faults = describe_weight_faults(bundle, checkpoint, draw, names)
-    assert [fault.kind for fault in faults] == ["unknown"] * 4
+    assert {fault.kind for fault in faults} == {"unknown"}
     # the worst of each place in a layer is examined first
-    assert [fault.tensor for fault in faults] == names[:4]
-    assert sentence.endswith(f"; 2 more were not explained ({names[4]}, {names[5]})")
+    assert [fault.tensor for fault in faults] == names[:count]
+    rest = len(names) - count
+    ellipsis = ", …" if rest > 3 else ""
+    listed = ", ".join(names[count:][:3])
+    assert sentence.endswith(f"; {rest} more were not explained ({listed}{ellipsis})")
 
 
 @pytest.mark.parametrize("preset", ["fp16", "int8-channel"])

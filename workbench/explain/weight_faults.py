@@ -31,7 +31,10 @@ Kind = Literal[
     "some rows",
     "unknown",
 ]
-MAX_TENSORS = 4  # that are examined: each costs up to a few seconds
+# Tensors that are examined in any case, and at most where they are small: one of 50
+# million elements takes a few seconds.
+LEAST_TENSORS, MAX_TENSORS = 4, 12
+SMALL = 1 << 25  # elements of all that are examined
 # Elements of further tensors, which are compared with the faults of the first ones alone.
 MAX_ELEMENTS = 1 << 28
 MAX_LISTED = 3  # names in a clause
@@ -133,7 +136,7 @@ def _list_names(names: list[str]) -> str:
 def find_weight_faults(
     bundle: Bundle, checkpoint: Checkpoint, stored: Reader, tensors: Sequence[str]
 ) -> list[WeightFault]:
-    """The faults of `MAX_TENSORS` tensors, and of those others which have the same fault
+    """The faults of the first tensors, and of those others which have the same fault
     as one of them and the same place in another layer. See `describe_weight_faults` for
     the arguments.
 
@@ -145,8 +148,13 @@ def find_weight_faults(
     first = [name for name in tensors if worst[_place(name)] == name]
     queue = first + [name for name in tensors if name not in first]
     faults: list[WeightFault] = []
+    examined = 0  # elements
     while queue and len(faults) < MAX_TENSORS:
         name = queue.pop(0)
+        examined += math.prod(checkpoint.shape(name))
+        if len(faults) >= LEAST_TENSORS and examined > SMALL:
+            queue.insert(0, name)
+            break
         fault = find_weight_fault(manifest, checkpoint, stored, name)
         faults.append(fault)
         if fault.source in queue:
