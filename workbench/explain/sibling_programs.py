@@ -21,9 +21,6 @@ MAX_NUMBERS = 4  # of a constant that a sentence lists
 # A difference counts as one of the same template if at most this share of the operations
 # differ. Programs of two kinds of layers differ in most of them.
 LARGEST_SHARE = 0.25
-# Arrays of other exporters that are larger than this are taken for weights, since the
-# manifest names only those that were recognised.
-FOREIGN_CONSTANT = 16
 LAYER_IN_NAME = re.compile(r"(layers?[._])\d+")
 
 
@@ -64,12 +61,15 @@ def compare_with_sibling(
     Args:
         wrong_layers: those for which a gate is RED.
     """
+    if bundle.manifest.foreign:
+        # adopted packages are parts of one shard, and not all their weights are listed
+        return []
     shards = [s for s in bundle.manifest.shards if s.kind in ("layers", "router")]
     wrong = [s for s in shards if not {*s.layer_range}.isdisjoint(wrong_layers)]
     right = [s for s in shards if {*s.layer_range}.isdisjoint(wrong_layers)]
     for shard in wrong:
         siblings = [s for s in right if _is_sibling(bundle.manifest, shard, s)]
-        # other exporters' shards have templates of their own
+        # an exporter that converts every layer names each shard as its own template
         of_template = [s for s in siblings if s.template == shard.template]
         candidates = [
             differences
@@ -104,8 +104,6 @@ def _is_sibling(manifest: Manifest, shard: Shard, sibling: Shard) -> bool:
         entries = [manifest.layers[i] for i in part.layer_range]
         return [entry.model_copy(update={"source": None}) for entry in entries]
 
-    if shard.foreign and len(shard.foreign.parts) > 1:
-        return False
     return (
         shard.kind == sibling.kind
         and shard.functions == sibling.functions
@@ -176,10 +174,7 @@ class _CanonicalProgram:
             if key in weights or op.kind.startswith("constexpr_"):
                 continue
             if op.kind == "const":
-                value = op.inputs.get("val")
-                is_large = np.size(value) > FOREIGN_CONSTANT
-                if not (shard.foreign and is_large):
-                    constants[_canonical(key)] = value
+                constants[_canonical(key)] = op.inputs.get("val")
             else:
                 operations[_canonical(key)] = op
         return cls(operations, constants)
@@ -203,8 +198,8 @@ def _canonical(name: str) -> str:
 def _weight_names(shard: Shard, program: Program) -> set[str]:
     """Names of the constants that hold weights, and of their parts."""
     names = set()
-    for stored in shard.weights.values():
-        names.update([stored] if isinstance(stored, str) else stored)
+    for constant in shard.weights.values():
+        names.update([constant] if isinstance(constant, str) else constant)
     for op in program.block.walk():
         if op.kind.startswith("constexpr_"):
             names.update(op.reads())
