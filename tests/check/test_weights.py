@@ -13,6 +13,7 @@ from workbench import Bundle
 from workbench.bundle import PRESETS
 from workbench.bundle.presets import find_preset
 from workbench.check import compare
+from workbench.check.deviation import Deviation
 from workbench.check.stored_values import (
     fp16_deviation,
     integer_ratio,
@@ -20,7 +21,7 @@ from workbench.check.stored_values import (
     table_ratios,
     worst_deviation,
 )
-from workbench.check.weights import _is_constant, weights_gate
+from workbench.check.weights import _is_constant, list_problems, weights_gate
 
 
 def remove_weight_from_shard(copy):
@@ -292,3 +293,32 @@ def test_tables_that_no_exporter_makes_are_refused(change, words):
 def test_a_plug_in_may_leave_out_zeros_or_ones():
     tensors = map(torch.tensor, ([0, 0], [1, 1], [0, 1], [2, 2]))
     assert [*map(_is_constant, tensors)] == [True, True, False, False]
+
+
+def test_a_reason_details_three_wrong_tensors_and_names_the_next_ones():
+    unit = "halves of an fp16 unit"
+    wrong = [
+        Deviation.at(f"layers_00_00: model.layers.0.t{i}", 100.0 - i, 1.05, unit)
+        for i in range(12)
+    ]
+    reason = list_problems(["no shard stores x"], wrong)
+    assert reason == (
+        "no shard stores x; layers_00_00: model.layers.0.t0: 100 halves of an fp16 unit; "
+        "layers_00_00: model.layers.0.t1: 99 halves of an fp16 unit; and 10 more: "
+        "model.layers.0.t2, model.layers.0.t3, model.layers.0.t4, model.layers.0.t5, "
+        "model.layers.0.t6, …"
+    )
+    assert list_problems([], wrong[:3]).count(unit) == 3
+    assert "more" not in list_problems([], wrong[:3])
+
+
+def test_a_red_gate_lists_the_worst_tensor_first(broken):
+    def scale_two(copy):
+        for name, factor in ("q", 1.1), ("v", 1.5):
+            copy.weight(f"layers.1.self_attn.{name}_proj.weight").scale(factor)
+
+    folder, checkpoint = broken(scale_two)
+    gate = weights_gate(Bundle.open(folder), checkpoint)
+    assert [name.split(".")[-2] for name in gate.tensors] == ["v_proj", "q_proj"]
+    assert gate.reason.index("v_proj") < gate.reason.index("q_proj")
+    assert "tensors" not in gate.json()

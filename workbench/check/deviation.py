@@ -13,16 +13,23 @@ class Deviation:
             worst of all.
         limit: the largest value of a sound bundle.
         reason: the place, the value and its unit.
+        place: a shard or the host, then ": " and the tensor, mostly.
     """
 
     value: float
     limit: float
     reason: str
+    place: str = ""
 
     @classmethod
     def at(cls, place: str, value: float, limit: float, unit: str) -> "Deviation":
         """The deviation of a place, such as a shard and a tensor."""
-        return cls(value, limit, f"{place}: {value:.4g} {unit}")
+        return cls(value, limit, f"{place}: {value:.4g} {unit}", place)
+
+    @property
+    def tensor(self) -> str:
+        """The tensor of the checkpoint that the place ends with, without its group."""
+        return self.place.split(": ")[-1].split(",")[0]
 
     @property
     def is_sound(self) -> bool:

@@ -69,6 +69,9 @@ class Gate:
         reason: what was compared, or why nothing was compared.
         applies: False for a gate that the bundle's target cannot have: it is named, and
             the export is GREEN without it.
+        tensors: the checkpoint's tensors that a RED gate `weights` found to be stored
+            wrongly, worst first. `explain` looks for their faults; JSON leaves them out,
+            since the reason names them.
     """
 
     name: str
@@ -77,10 +80,12 @@ class Gate:
     threshold: float | None
     reason: str
     applies: bool = True
+    tensors: tuple[str, ...] = ()
 
     def json(self) -> dict:
-        """The fields; `applies` only where it is False."""
+        """The fields but `tensors`; `applies` only where it is False."""
         fields = jsonable(asdict(self))
+        del fields["tensors"]
         if self.applies:
             del fields["applies"]
         return fields

@@ -490,4 +490,4 @@ def matrix_deviations(rows: list[FittedRows], inputs: InputWeights) -> list[Devi
     reason = (
         f"{rows[0].place}: a median of {median:.4g} times the error of nearest values"
     )
-    return [*deviations, Deviation(median, MEDIAN_ERROR_LIMIT, reason)]
+    return [*deviations, Deviation(median, MEDIAN_ERROR_LIMIT, reason, rows[0].place)]

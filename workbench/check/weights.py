@@ -37,6 +37,7 @@ from workbench.models.layerwise import empty_model
 from workbench.progress import bar
 
 MAX_PROBLEMS = 8  # that the gate's reason names
+MAX_DETAILED = 3  # of these problems, the first ones, with their figures
 # Tables in the file of embeddings → tensors of the checkpoint.
 HOST_TENSORS = {
     "weight": "embed_tokens.weight",
@@ -108,18 +109,48 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         required = text_tensors(checkpoint) - host_deviations.keys() | {checkpoint.head}
         problems = _unstored(bundle, checkpoint, required, stored.rows)
     problems = _head_problems(bundle, checkpoint) + problems
-    problems += [d.reason for d in deviations if not d.is_sound]
+    wrong = [d for d in deviations if not d.is_sound]
     if deviations:
         worst = worst_of(deviations)
     else:  # nothing is stored, which is among the problems
         worst = Deviation.at("no weights", inf, LIMIT, "")
-    if not problems:
+    if not problems and not wrong:
         reason = f"{pass_reason}; worst: {worst.reason}{fitted_clause}"
         return Gate("weights", gates.GREEN, worst.value, worst.limit, reason)
-    if len(problems) > MAX_PROBLEMS:
-        problems = [*problems[:MAX_PROBLEMS], "…"]
     # the value is the worst deviation, but a problem without a figure is RED too
-    return Gate("weights", gates.RED, worst.value, worst.limit, "; ".join(problems))
+    return Gate(
+        "weights",
+        gates.RED,
+        worst.value,
+        worst.limit,
+        list_problems(problems, wrong),
+        tensors=tuple(dict.fromkeys(d.tensor for d in _worst_first(wrong))),
+    )
+
+
+def list_problems(problems: list[str], wrong: list[Deviation]) -> str:
+    """The reason of a RED gate: the first problems in full, then how many more there are,
+    and the names of the next ones. Figures of more tensors would hide the first ones.
+
+    Args:
+        problems: clauses without a figure, which come first.
+        wrong: the deviations over their limit, in the order of the bundle. The worst
+            ones are detailed; the others are named in this order, in which the tensors
+            of a layer are neighbours, as where one layer has another's.
+    """
+    detailed = _worst_first(wrong)[: max(0, MAX_DETAILED - len(problems))]
+    clauses = problems[:MAX_DETAILED] + [deviation.reason for deviation in detailed]
+    reason = "; ".join(clauses)
+    more = problems[MAX_DETAILED:] + [d.tensor for d in wrong if d not in detailed]
+    if not more:
+        return reason
+    named = more[: MAX_PROBLEMS - MAX_DETAILED]
+    ellipsis = ", …" if len(more) > len(named) else ""
+    return f"{reason}; and {len(more)} more: {', '.join(named)}{ellipsis}"
+
+
+def _worst_first(deviations: list[Deviation]) -> list[Deviation]:
+    return sorted(deviations, key=lambda deviation: -deviation.ratio_to_limit)
 
 
 def _compare_host_tables(

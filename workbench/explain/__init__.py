@@ -5,6 +5,8 @@
     ranges.py     the range of every operation's results
     variants.py   which variant of Hugging Face's model a faulty bundle computes
     program_fault.py  in which layers gate `program` is RED, and which epsilon explains it
+    sibling_programs.py  where a wrong layer's program differs from that of a right one
+    weight_faults.py  whose values a wrong tensor holds, or in which order it has its own
     calls.py      which functions of other exporters' packages are wrong for several tokens
     operation.py  which operation a runtime computes wrongly
 

@@ -20,7 +20,7 @@ from workbench.bundle import Bundle
 from workbench.check import gates, program
 from workbench.check.bug_gates import shards_to_test
 from workbench.check.gates import Gate
-from workbench.check.golden import stored_weights
+from workbench.check.golden import StoredWeights, stored_weights
 from workbench.check.hf import Reference, recording_cache
 from workbench.check.run import run_passes
 from workbench.check.states import default_ts
@@ -32,7 +32,14 @@ from workbench.check.stretches import (
 )
 from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
+from workbench.explain.sibling_programs import (
+    ProgramDifference,
+    compare_with_sibling,
+    describe_differences,
+)
+from workbench.explain.weight_faults import describe_weight_faults
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import stage
 
 # The names under which transformers' norms keep their epsilon.
 EPSILON_NAMES = "variance_epsilon", "eps"
@@ -42,6 +49,17 @@ REFINED = 2  # candidates whose epsilon is fitted, the nearest ones
 STEPS = 32  # of a fit, each of which narrows an interval of two decades by GOLDEN
 GOLDEN = (math.sqrt(5) - 1) / 2
 MAX_NAMED = 4  # layers that the sentence lists
+PROGRAM_IS_RIGHT = (
+    "The program is right: on the weights that the bundle stores it computes what the "
+    "checkpoint's configuration says (gate program)."
+)
+WEIGHTS_ARE_WRONG = "The stored weights are not the checkpoint's"
+# The manifest does not say whose exporter wrote the files.
+CORRECT_WEIGHTS = (
+    "Where your own exporter wrote this bundle, compare the exporter's weight conversion "
+    "with these tensors: an export without a change of it repeats the fault. Where this "
+    "workbench wrote it, its files were changed since: export again."
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +67,10 @@ class ProgramAnswer:
     """Gate `program` of a bundle, and what its RED rows narrow the fault to.
 
     Attributes:
-        conclusion: one or more sentences; None where the gate is not RED.
-        cause: the epsilon that fits, in words; None if none does.
+        conclusion: one or more sentences; None where neither this gate nor gate
+            `weights` is RED.
+        cause: the epsilon that fits, the first difference from a right layer's program,
+            or the first wrong tensor's fault, in words; None if there is none.
     """
 
     gate: Gate
@@ -100,8 +120,12 @@ def judge_program(
     representatives = shards_to_test(bundle, checkpoint, results)
     table = program.program_errors(decoder, checkpoint, representatives, stretches)
     gate = program.judge_errors(table, bundle.manifest)
+    weights_answer = _judge_weights(bundle, checkpoint, weights, results)
     if gate.verdict != gates.RED:
-        return ProgramAnswer(gate)
+        if weights_answer and gate.verdict == gates.GREEN:
+            sentence = f"{PROGRAM_IS_RIGHT} {weights_answer.conclusion}"
+            weights_answer = replace(weights_answer, conclusion=sentence)
+        return replace(weights_answer or ProgramAnswer(gate), gate=gate)
     limit = program.program_limit(bundle.manifest)
     wrong = _wrong_rows(table, limit)
     conclusion = _describe_place(wrong)
@@ -120,9 +144,50 @@ def judge_program(
             " Where only small inputs show a fault, an epsilon or another small constant "
             "of a norm is wrong."
         )
+    differences = _find_differences(bundle, wrong)
+    if differences:
+        conclusion += f" {describe_differences(differences)}"
     if any(g.name == "weights" and g.verdict == gates.GREEN for g in results):
         conclusion += " The stored weights are right (gate weights)."
-    return ProgramAnswer(gate, conclusion, str(fitted) if fitted else None)
+    elif weights_answer:
+        conclusion += f" {weights_answer.conclusion}"
+    causes = [str(cause) for cause in (fitted, *differences[:1]) if cause]
+    return ProgramAnswer(gate, conclusion, causes[0] if causes else None)
+
+
+def _find_differences(bundle: Bundle, wrong: pd.DataFrame) -> list[ProgramDifference]:
+    """How the program of a wrong layer differs from that of a right one.
+
+    Args:
+        wrong: the rows of gate `program` over its limit.
+    """
+    layers = sorted({*wrong["layer"].dropna().astype(int)})
+    if not layers or bundle.manifest.options.plugin:  # whose packages are no programs
+        return []
+    if (wrong["mode"] == "chained").all():
+        layers = layers[:1]  # those behind it read its wrong results
+    return compare_with_sibling(bundle, layers)
+
+
+def _judge_weights(
+    bundle: Bundle, checkpoint: Checkpoint, weights: StoredWeights, results: list[Gate]
+) -> ProgramAnswer | None:
+    """What is wrong with the stored weights, and what to do; None where gate `weights`
+    has not run or is not RED.
+
+    Args:
+        weights: those that the bundle stores.
+    """
+    gate = next((gate for gate in results if gate.name == "weights"), None)
+    if gate is None or gate.verdict != gates.RED:
+        return None
+    if not gate.tensors:  # a damaged file, or a tensor that no shard stores
+        conclusion = f"{WEIGHTS_ARE_WRONG} (see gate weights). {CORRECT_WEIGHTS}"
+        return ProgramAnswer(gate, conclusion)
+    stage("explain: the faults of the stored weights")
+    clauses, faults = describe_weight_faults(bundle, checkpoint, weights, gate.tensors)
+    conclusion = f"{WEIGHTS_ARE_WRONG}: {clauses}. {CORRECT_WEIGHTS}"
+    return ProgramAnswer(gate, conclusion, str(faults[0]))
 
 
 def _wrong_rows(table: pd.DataFrame, limit: float) -> pd.DataFrame:
