@@ -21,6 +21,9 @@ from workbench.progress import bar, stage
 CORRECT_AND_EXPORT = (
     "read the conclusion: it says where the program is wrong; then export again"
 )
+CORRECT_WEIGHTS = (
+    "read the conclusion: it says what the wrong tensors hold, and where to correct it"
+)
 
 
 def explain(
@@ -183,7 +186,9 @@ def explain_op(
     result = finding.json()
     verdict = gates.GREEN if finding.verdict == "none" else gates.RED
     reduced = result.pop("reduced")
-    print_and_exit({"verdict": verdict, "reduced": reduced, "operation": result}, json)
+    lines = [f"{gates.GREEN}  {finding.summary}"] if verdict == gates.GREEN else None
+    output = {"verdict": verdict, "reduced": reduced, "operation": result}
+    print_and_exit(output, json, lines)
 
 
 def _check_reduced_folder(folder: Path, bundle: Path) -> None:
@@ -226,7 +231,7 @@ def _print_answers(answers: list[Answer], json: bool) -> None:
     step = None
     red = {gate.name for gate in gates.red_gates(all_gates)}
     if gates.names_cause(red):
-        step = READ_AND_EXPORT
+        step = CORRECT_WEIGHTS if "conclusion" in result else READ_AND_EXPORT
     elif "program" in red:
         step = CORRECT_AND_EXPORT
     print_and_exit(result, json, next_command=step)

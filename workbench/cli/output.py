@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from json import dumps
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +22,7 @@ from workbench.check.gates import (
     verdict,
 )
 from workbench.cli import ending
-from workbench.errors import visible
+from workbench.errors import InputError, visible
 from workbench.progress import end_stage
 
 # Wrong tensors of one layer that make another layer's weights likely: more than half of the
@@ -97,7 +97,7 @@ def step_after_red(
     if _names_a_layer(result.get("gates", [])):  # as where layers were exchanged
         words = "explain", "variant", bundle, "--checkpoint", checkpoint or "CHECKPOINT"
         return command_line(*words)
-    if names_cause(red):
+    if names_cause(red) and ("weights" not in red or _is_fitted(bundle)):
         return READ_AND_EXPORT
     if red == {"device"}:  # the program is right, and the runtime computes another
         words = "explain", "op", bundle
@@ -116,6 +116,16 @@ def step_after_validation(
         page = f"{Path(bundle).absolute().name}.html"
         return command_line("report", bundle, "--html", Path(bundle).parent / page)
     return step_after_red(result, bundle, checkpoint, runtime)
+
+
+def _is_fitted(bundle: Path) -> bool:
+    """Whether the weights of a bundle were fitted to a text: `explain` leaves them to
+    `validate`."""
+    from workbench.bundle import Bundle
+
+    with suppress(InputError):
+        return Bundle.open(bundle).manifest.calibration is not None
+    return False
 
 
 def _names_a_layer(gates: list[dict]) -> bool:
