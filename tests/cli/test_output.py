@@ -6,6 +6,7 @@ import pytest
 
 from workbench.cli.output import READ_AND_EXPORT, step_after_red
 
+EXPLAIN = "workbench explain b --checkpoint m"
 NAMES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"
 
 
@@ -25,13 +26,9 @@ def clause(layer: int, name: str) -> str:
             [],
             "workbench explain variant b --checkpoint m",
         ),
-        ([clause(i, name) for i, name in enumerate(NAMES)], [], READ_AND_EXPORT),
-        ([clause(1, "q_proj")] * 5, [], READ_AND_EXPORT),
-        (
-            [clause(1, name) for name in NAMES],
-            ["program"],
-            "workbench explain b --checkpoint m",
-        ),
+        ([clause(i, name) for i, name in enumerate(NAMES)], [], EXPLAIN),
+        ([clause(1, "q_proj")] * 5, [], EXPLAIN),
+        ([clause(1, name) for name in NAMES], ["program"], EXPLAIN),
     ],
     ids=["a layer", "five layers", "one tensor", "the program too"],
 )
@@ -41,3 +38,9 @@ def test_a_layer_of_wrong_weights_leads_to_explain_variant(clauses, others, step
     gates += [{"name": name, "verdict": "RED", "reason": ""} for name in others]
     result = {"verdict": "RED", "gates": gates}
     assert step_after_red(result, Path("b"), Path("m")) == step
+
+
+def test_a_reason_of_interface_names_what_an_export_mends():
+    gates = [{"name": "interface", "verdict": "RED", "reason": "x: dtype"}]
+    step = step_after_red({"verdict": "RED", "gates": gates}, Path("b"), Path("m"))
+    assert step == READ_AND_EXPORT
