@@ -412,7 +412,14 @@ def test_the_answer_of_30_tells_imposed_from_free_choices_of_experts():
 
 def test_the_answer_of_30_concludes_from_undisturbed_rounds_alone():
     names = shipped("30") | {"rounds": rounds_of_30()}
-    says("30", names, "In 3 rounds", "25% to 25%", "10% to 10%", "take 0.497 times")
+    says(
+        "30",
+        names,
+        "In 3 rounds",
+        "25.0% to 25.2%",
+        "10.0% to 10.0%",
+        "take 0.497 times",
+    )
     names["rounds"] = rounds_of_30(of_routed=1.0)
     says("30", names, "less time is not decided; `workbench run 30 --set ROUNDS=5`")
     names["rounds"] = rounds_of_30(disturbed="load 8.9 on 2 cores before it")

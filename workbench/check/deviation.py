@@ -32,6 +32,11 @@ class Deviation:
         return self.place.split(": ")[-1].split(",")[0]
 
     @property
+    def is_of_row(self) -> bool:
+        """Whether it is the figure of one row, and not of a whole tensor."""
+        return ", row " in self.place
+
+    @property
     def is_sound(self) -> bool:
         return self.value <= self.limit  # False for nan
 

@@ -134,14 +134,22 @@ def list_problems(problems: list[str], wrong: list[Deviation]) -> str:
 
     Args:
         problems: clauses without a figure, which come first.
-        wrong: the deviations over their limit, in the order of the bundle. The worst
-            ones are detailed; the others are named in this order, in which the tensors
-            of a layer are neighbours, as where one layer has another's.
+        wrong: the deviations over their limit, in the order of the bundle. The tensors
+            with the worst ones are detailed; the others are named in this order, in
+            which the tensors of a layer are neighbours, as where one layer has another's.
     """
-    detailed = _worst_first(wrong)[: max(0, MAX_DETAILED - len(problems))]
-    clauses = problems[:MAX_DETAILED] + [deviation.reason for deviation in detailed]
+    of_tensors: dict[str, list[Deviation]] = {}
+    for deviation in wrong:
+        of_tensors.setdefault(deviation.tensor, []).append(deviation)
+    tensors = dict.fromkeys(deviation.tensor for deviation in _worst_first(wrong))
+    detailed = [*tensors][: max(0, MAX_DETAILED - len(problems))]
+    clauses = problems[:MAX_DETAILED]
+    for tensor in detailed:
+        worst, *others = _worst_first(of_tensors[tensor])
+        # a figure of the whole tensor tells a fault of all rows from that of one
+        clauses += [d.reason for d in (worst, *others) if d is worst or not d.is_of_row]
     reason = "; ".join(clauses)
-    more = problems[MAX_DETAILED:] + [d.tensor for d in wrong if d not in detailed]
+    more = problems[MAX_DETAILED:] + [t for t in of_tensors if t not in detailed]
     if not more:
         return reason
     named = more[: MAX_PROBLEMS - MAX_DETAILED]
