@@ -54,7 +54,7 @@ SAMPLED_ROWS = 256  # that are looked up among the checkpoint's
 SAMPLED_COLUMNS = 512  # by which rows are compared
 MAX_MATCHED_ROWS = 8192  # of a matrix whose rows are all looked up
 CANDIDATE_ROWS = 16  # by which tensors of the same shape are compared
-FOUND_ROWS = 0.9  # share of rows that have to agree with an order
+LEAST_AGREEMENT = 0.9  # share of rows that have to agree with an order
 MIN_COLUMNS = 8  # of rows that can be told apart
 # Matrices and biases whose rows are in the order of the rotary pairs.
 ROTARY = re.compile(r"\b[qk]_proj\.(weight|bias)$")
@@ -198,13 +198,13 @@ def find_weight_fault(
     low, high = actual.aminmax()
     if low == high and actual.numel() > 1:
         return WeightFault(name, "constant", f"holds {float(low):.6g} in every element")
-    own_distance = _distance(actual, values)
+    distance_from_own_values = _distance(actual, values)
     candidates = [
         *_own_arrangements(manifest, name, actual, values),
         *_other_tensors(checkpoint, name, actual),
     ]
     distances = [_distance(actual, candidate.values) for candidate in candidates]
-    if distances and min(distances) <= EXPLAINED * own_distance:
+    if distances and min(distances) <= EXPLAINED * distance_from_own_values:
         best = candidates[distances.index(min(distances))]
         return WeightFault(name, best.kind, best.clause, best.source)
     fault = _find_wrong_rows(name, actual, values) or _find_factor(name, actual, values)
@@ -360,7 +360,7 @@ def _row_orders(
     matches = _nearest_rows(actual[sample], values)
     shifts = (sample - matches) % count
     shift = int(shifts.mode().values)
-    if shift and float((shifts == shift).float().mean()) >= FOUND_ROWS:
+    if shift and float((shifts == shift).float().mean()) >= LEAST_AGREEMENT:
         signed = shift if shift <= count // 2 else shift - count
         clause = (
             f"has its rows shifted by {signed}: row {max(0, signed)} holds the "
@@ -370,30 +370,32 @@ def _row_orders(
     if count > MAX_MATCHED_ROWS:
         return
     order = _nearest_rows(actual, values)
-    if len(order.unique()) < FOUND_ROWS * count:
+    if len(order.unique()) < LEAST_AGREEMENT * count:
         return
-    moved = torch.nonzero(order != torch.arange(count)).flatten()
-    if not len(moved):
+    displaced = torch.nonzero(order != torch.arange(count)).flatten()
+    if not len(displaced):
         return
     layer, _ = split_layer(name)
     D = manifest.layers[layer].heads(manifest.dims)[1] if layer is not None else count
-    clause = f"has its rows in another order: {_describe_moves(order, moved, 'row')}"
+    clause = (
+        f"has its rows in another order: {_describe_moves(order, displaced, 'row')}"
+    )
     if count % D == 0 and count > D:
         heads = order.reshape(-1, D)
         starts = heads[:, :1]
         if bool((heads == starts + torch.arange(D)).all() and (starts % D == 0).all()):
             heads = (starts // D).ravel()
-            moved = torch.nonzero(heads != torch.arange(len(heads))).flatten()
-            moves = _describe_moves(heads, moved, "block")
+            displaced = torch.nonzero(heads != torch.arange(len(heads))).flatten()
+            moves = _describe_moves(heads, displaced, "block")
             clause = f"has its blocks of {D} rows, its heads, in another order: {moves}"
     yield Explanation("row order", clause, values[order])
 
 
-def _describe_moves(order: torch.Tensor, moved: torch.Tensor, unit: str) -> str:
-    """The first two that were moved, in words."""
+def _describe_moves(order: torch.Tensor, displaced: torch.Tensor, unit: str) -> str:
+    """The first two that were displaced, in words."""
     return ", ".join(
         f"{unit} {int(i)} holds the checkpoint's {unit} {int(order[i])}"
-        for i in moved[:2]
+        for i in displaced[:2]
     )
 
 
