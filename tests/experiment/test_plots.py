@@ -155,9 +155,12 @@ def test_panels_that_look_alike_appear_once():
     rows = fidelity(fault=range(1, 10))
     rows = rows.assign(digest=rows["error"].rank(method="dense").astype(int))
     figure = plots.heatmap(rows, by="panel")
-    alike, fault = (ax.get_title("left") for ax in figure.axes[:-1])
+    equal_title, faulty_title = (ax.get_title("left") for ax in figure.axes[:-1])
     names = "sound, T = 1; sound, T = 4 and faulty, T = 1"
-    assert (alike, fault) == (f"{names}: equal bit for bit", "faulty, T = 4")
+    assert (equal_title, faulty_title) == (
+        f"{names}: equal bit for bit",
+        "faulty, T = 4",
+    )
     assert figure.get_figheight() < 3.3  # a third panel needs 0.6 inches more
 
 
@@ -354,10 +357,10 @@ def test_the_chosen_star_has_a_colour_of_its_own_and_is_the_largest_mark():
 def test_a_preset_has_one_look_in_figures_of_every_kind(vocabulary):
     choices = formats_and_choices()
     choices = choices.assign(kl_mean=0.1, tokens_per_s=choices["mib"], verdict="RED")
-    alone = choices[choices["kind"] == "one format"]
+    single_formats = choices[choices["kind"] == "one format"]
     options = {"hue": "name", "vocabulary": vocabulary}
     figures = [
-        plots.lines(alone, x="mib", y="kl", ylog=True, **options),
+        plots.lines(single_formats, x="mib", y="kl", ylog=True, **options),
         plots.frontier(choices, x="mib", xlabel="MiB", vocabulary=vocabulary),
     ]
     names = {*FORMATS} - {"fp16"}  # its KL of 0 has no place on these axes
@@ -370,7 +373,7 @@ def test_a_preset_has_one_look_in_figures_of_every_kind(vocabulary):
         }
     colours = {
         colour
-        for points in drawn(plots.tradeoff(alone, **options), PathCollection)
+        for points in drawn(plots.tradeoff(single_formats, **options), PathCollection)
         for colour in map(to_hex, points.get_facecolor())
     }
     assert colours <= {colour.lower() for colour, _ in PRESET_LOOKS.values()}
@@ -526,8 +529,8 @@ def test_a_legend_has_no_entry_without_a_point_and_says_what_is_not_drawn():
     assert "not drawn: 1 of 4 rows, without x or y" in words
     rows = {"name": list("ab"), "verdict": "GREEN", "tokens_per_s": 1.0}
     lacking = pd.DataFrame(rows | {"kl_mean": [0.1, None]})
-    said = "not drawn: 1 of 2 rows, without kl_mean or tokens_per_s"
-    assert said in texts(plots.tradeoff(lacking))
+    note = "not drawn: 1 of 2 rows, without kl_mean or tokens_per_s"
+    assert note in texts(plots.tradeoff(lacking))
     exact = plots.tradeoff(pd.DataFrame(rows | {"kl_mean": [0.1, 0.0]}))
     assert "1 with a KL below 1e-08" in texts(exact)
 
@@ -554,12 +557,12 @@ def test_points_at_a_single_x_are_seen_on_a_logarithmic_axis():
 
 def test_a_linear_axis_that_starts_above_0_says_so():
     data = pd.DataFrame({"x": [1, 2], "y": [100.0, 101.0], "T": 1})
-    said = "(axis starts above 0)"
+    axis_note = "(axis starts above 0)"
     for ylabel in (None, "", "ms"):
         figure = plots.lines(data, x="x", y="y", hue="T", ylabel=ylabel)
-        assert said in figure.axes[0].get_ylabel()
+        assert axis_note in figure.axes[0].get_ylabel()
     low = data.assign(y=[0.0, 101.0])
-    assert said not in texts(plots.lines(low, x="x", y="y", hue="T"))
+    assert axis_note not in texts(plots.lines(low, x="x", y="y", hue="T"))
 
 
 def test_the_front_of_a_tradeoff_says_by_how_much_it_is_faster():
