@@ -8,7 +8,7 @@ also rounds to the entries of lookup tables. k-means chooses the entries with sq
 weighted by √E[x²]; after the rounding, entries and indices are improved in turn
 (`_refine_tables`). For fixed indices the best entries are a least-squares problem, and for
 fixed entries the index of one weight after another is exchanged for a better one, so that
-Δ H Δᵀ never rises.
+Δ H Δᵀ never rises before the entries are rounded to fp16 at the end.
 
 `compress_matrix` is the entry: GPTQ is `_gptq_columns`, with one kernel for integers and
 one for tables; the tables are solved in `tables.py`."""
@@ -154,8 +154,8 @@ def _compress_to_tables(
     """See `compress_matrix`.
 
     Tables are refined, so that k-means has half the cells that it has for tables that stay.
-    Measured on five layers of SmolLM2, all cells lower the error Δ H Δᵀ of a matrix by less
-    than 0.1% on average."""
+    Measured on five layers of SmolLM2 with one refinement, all cells change the error
+    Δ H Δᵀ of a matrix by less than 0.1% on average."""
     rows, width = values.shape
     matrix = (values + 0).numpy()  # 0, never -0
     group = preset.group
