@@ -21,7 +21,7 @@ from workbench.progress import bar, stage
 CORRECT_AND_EXPORT = (
     "read the conclusion: it says where the program is wrong; then export again"
 )
-CORRECT_WEIGHTS = (
+READ_WEIGHT_FAULTS = (
     "read the conclusion: it says what the wrong tensors hold, and where to correct it"
 )
 
@@ -231,7 +231,7 @@ def _print_answers(answers: list[Answer], json: bool) -> None:
     step = None
     red = {gate.name for gate in gates.red_gates(all_gates)}
     if gates.names_cause(red):
-        step = CORRECT_WEIGHTS if "conclusion" in result else READ_AND_EXPORT
+        step = READ_WEIGHT_FAULTS if "conclusion" in result else READ_AND_EXPORT
     elif "program" in red:
         step = CORRECT_AND_EXPORT
     print_and_exit(result, json, next_command=step)
