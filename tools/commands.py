@@ -75,11 +75,11 @@ COMMANDS = [
     ),
     Command(
         "workbench explain build/m --checkpoint MODEL",
-        "parts of the error, the variant of the model that fits, fp16 headroom",
+        "parts of the error, the variant of the model that fits, bits left to fp16 overflow",
     ),
     Command(
         "workbench plan build/m --memory 16G --chip M4",
-        "memory, predicted ms per call, predicted placement, rules against it",
+        "memory, predicted ms per call and placement, published rules that apply",
     ),
     Command(
         "workbench run 05 --set CHECKPOINT=MODEL",
