@@ -102,7 +102,7 @@ def test_sizes_of_the_bundle_are_those_of_the_model():
     assert f"{layers} shards of a layer each ({weights / 1e6 + 0.05:.1f} MB" in TEXT
     assert f"an embedding table in fp16 ({2 * V * C / 1e6:.0f} MB)" in TEXT
     assert slices == 3 and "three shards of the head (9.5 MB each, 16,384 rows" in TEXT
-    assert f"the other {layers + slices - 2} shards" in TEXT
+    assert f"The other {layers + slices - 2} shards" in TEXT
     state = groups * 512 * D * 2
     assert f"{state:,} bytes each, {2 * layers * state / 1e6:.1f} MB" in TEXT
 
