@@ -77,7 +77,7 @@ def test_sizes_of_the_bundle_are_those_of_the_model():
     """From the dimensions that the page gives."""
     dims = re.search(
         r"(\d+) layers, (\d+) channels, (\d+) query heads and (\d+) key/value heads of "
-        r"(\d+), an MLP of ([\d,]+), a vocabulary of ([\d,]+)",
+        r"(\d+), an MLP of ([\d,]+), and a vocabulary of ([\d,]+)",
         TEXT,
     )
     sizes = [int(text.replace(",", "")) for text in dims.groups()]
