@@ -615,24 +615,31 @@ def names_of_34(of_T: float = 2.0) -> dict:
 def test_the_answer_of_34_turns_with_its_tables():
     names = names_of_34()
     says("34", names, " 4 has more than 1,", "1024 has fewer than 128", "\n4 of 4")
-    says("34", names, "The fastest is int8_mask, in every round. The closest is")
-    says("34", names, "that pass, int8_mask has the most tokens per second: ")
-    says("34", names, "slice has more tokens per second than mask in 0 of 2 pairs")
+    says("34", names, "int8_mask is the fastest of 4 configurations that pass: ")
+    says("34", names, "It is the fastest in every round. The closest is fp16_mask")
+    says("34", names, "kv_write slice is faster than mask in 0 of 2 pairs")
+    says("34", names, "compress fp16 is faster than int8 in 1 of 2 pairs")
     says(
-        "34", names, "fewer in 2, and 0 are not decided", "int8_mask: 0.0002 and 0.003"
+        "34", names, "mean KL is 0.0002 nats, at most your limit of 0.05; their 99% KL"
     )
+    says("34", names, "medians over 3 processes (the least to the most of them)")
+    assert "workbench run" not in answer("34", names)
+    dearer = names["valid"].assign(kl_mean=[2e-4, 3e-3, 2e-4, 3e-3])
+    says("34", names | {"valid": dearer}, "mean KL is 0.0002 to 0.003 nats")
     slower = names_of_34(of_T=0.5)
     slower["processes"] = processes_of_34(int8_mask=300, int8_slice=400)
-    says("34", slower, " 4 has fewer than 1,", "The fastest is int8_slice")
-    says("34", slower, "slice has more tokens per second than mask in 1 of 1 pairs")
+    says("34", slower, " 4 has fewer than 1,", "int8_slice is the fastest of 2")
+    says("34", slower, "kv_write slice is faster than mask in 1 of 1 pairs")
     names["valid"] = names["valid"].assign(kl_mean=1.0, quality="OVER")
     words = answer("34", names)
-    assert "\n0 of 4 configurations pass" in words and "fastest is" not in words
+    assert words.startswith("0 of 4 configurations pass.\n")
+    assert "is the fastest" not in words
 
 
 def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     names = names_of_34(of_T=1.0)
-    says("34", names, "4 against 1 (3 rounds do not agree)", "--set ROUNDS=5")
+    again = "`workbench run 34 --set ROUNDS=5`"
+    says("34", names, "Not decided (3 rounds do not agree): 4 against 1.", again)
     names = names_of_34()
     reason = "load 8.9 on 2 cores before it"
     names["rates"] = names["rates"].assign(disturbed=reason)
@@ -641,13 +648,25 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     assert " 4 has more than 1," not in words
     close = names_of_34()
     close["processes"] = processes_of_34(int8_mask=400, int8_slice=399, fp16_mask=350)
-    headline = answer("34", close).partition("\n")[0]
-    assert "is not decided: 3 rounds do not agree" in headline
-    assert "the most tokens per second" not in headline
+    words = answer("34", close)
+    headline, second, *_, last = words.splitlines()
+    assert "undecided against int8_" in headline and "is the fastest" not in headline
+    assert second.startswith("Not decided (3 rounds do not agree): its order against")
+    # the one command decides all of them
+    assert words.count("workbench run 34") == 1 and again in last
     one = names_of_34()
     one |= {"EXTRACT": True, "rates": one["rates"][lambda rows: rows.run_id < "001"]}
     says("34", one, "Preliminary", "1 interleaved round of 3", "--set EXTRACT=False")
     assert " 4 has more than 1," not in answer("34", one)
+
+
+def test_the_first_line_of_34_names_no_fastest_where_processes_were_disturbed():
+    names = names_of_34()
+    names["configurations"] = names["configurations"].assign(disturbed=[1, 0, 2, 0])
+    headline = answer("34", names).partition("\n")[0]
+    assert headline == (
+        "4 of 4 configurations pass. Other work disturbed 3 processes, which are left out."
+    )
 
 
 def test_34_draws_configurations_of_one_kl_with_looks_of_their_own():
