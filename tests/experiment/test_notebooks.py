@@ -430,8 +430,7 @@ def test_the_answer_of_30_concludes_from_undisturbed_rounds_alone():
 
 def test_the_answer_of_31_turns_with_its_tables():
     names = shipped("31") | {"kl": KL.copy(), "ranked": RANKED}
-    largest = "of the squared error, whose largest part is"
-    says("31", names, f"{largest} quantization", "within its limit")
+    says("31", names, "Quantization makes up 92.9% of the squared", "within its limit")
     says("31", names, "rounding alone causes is 3: 1.25 times (k, T = 4)")
     layers = len(names["remedies"])
     says(
@@ -440,7 +439,7 @@ def test_the_answer_of_31_turns_with_its_tables():
     names["shares"].loc["precision", "precision"] = 2.0
     names["parts"]["reauthoring"] = 1e-3
     names["remedies"]["fp16"] = names["kl"]["bundle"] = 0.5
-    says("31", names, f"{largest} precision: 200.0%", "beyond its limit")
+    says("31", names, "Precision makes up 200.0% of the squared", "beyond its limit")
     costs = "mean KL of 0.5 nats, Hugging Face's model 0.08 with the stored weights and 4e-06"
     says("31", names, f"in 0 of {layers} layers", costs)
 
@@ -451,36 +450,37 @@ def test_the_answer_of_31_names_the_layers_that_carry_the_error():
     says(
         "31",
         names,
-        "The layers that carry most are 28 (38.1%), 11 (34.7%), 29 (23.3%), together 96.1%, "
-        "where even shares would be 10.0% together. By layer, quantization is the largest part in 25 of 30; its "
+        "The layers that carry most are 28 (38.1%), 11 (34.7%), 29 (23.3%); even shares would "
+        "be 10.0% together. By layer, quantization is the largest part in 25 of 30; its "
         "unweighted mean share over layers is 82.5%.",
     )
     # the line of the page of all experiments has the part and what limits it
     shown = overview.short_answer(answer("31", names))
-    assert "3 of 30 layers carry 96.1% of the squared error, whose largest" in shown
+    assert shown == (
+        "Quantization makes up 92.9% of the squared error, and 3 of 30 layers carry 96.1% of it."
+    )
+    assert "it. Each layer is fed Hugging Face's input" in answer("31", names)
     even = names | {"layer_shares": layer_shares_of_31(6)}
-    says("31", even, "3 of 6 layers carry 50.0% of the squared error")
+    says("31", even, "3 of 6 layers carry 50.0% of it")
     says("31", even, "even shares would be 50.0% together", "largest part in 6 of 6")
     two = names | {"layer_shares": layer_shares_of_31(2)}
-    says("31", two, "2 of 2 layers carry 100.0% of the squared error")
+    says("31", two, "2 of 2 layers carry 100.0% of it")
     # a bundle that equals Hugging Face's model
     none = layer_shares_of_31(6).assign(share=0.0, quantization=0.0, precision=0.0)
     says("31", names | {"layer_shares": none}, "largest part in 0 of 6")
 
 
-def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
+def test_the_answer_of_31_names_the_layer_with_the_largest_error_of_its_weights():
     names = shipped("31") | {"kl": KL, "ranked": RANKED}
-    error = np.linspace(0.3, 0.01, 30)
+    error = np.linspace(0.01, 0.3, 30)
     remedies = {"layer": range(30), "tensors": "q_proj", "error": error}
     names["remedies"] = pd.DataFrame(remedies).assign(fp16=error / 2)
     words = answer("31", names)
-    layers = [line for line in words.splitlines() if line.startswith("Layer ")]
-    assert [line.partition(",")[0] for line in layers] == [
-        f"Layer {i}" for i in range(3)
-    ]
-    assert "in 30 of 30 layers" in words and "the other 27 layers are smaller" in words
-    four = names | {"remedies": names["remedies"].head(4)}
-    says("31", four, "\nThe error of the other layer is smaller.")
+    assert (
+        "in 30 of 30 layers. The largest is that of layer 29: 30.00% as stored" in words
+    )
+    assert "15.00% with q_proj as fp16. Table `remedies` has" in words
+    assert words.count("as stored") == 1
 
 
 def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_error():
