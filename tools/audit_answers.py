@@ -70,6 +70,12 @@ def number(name: str) -> str:
     return rf"(?P<{name}>-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?%?)"
 
 
+def ends(least: str, most: str) -> str:
+    """Groups of these names for the ends of a range, which is one number where both print
+    equal: 4.5 to 46, 11.0%."""
+    return rf"(?={number(least)})(?:\S+ to )?{number(most)}"
+
+
 @dataclass(frozen=True)
 class AnswerCheck:
     """The numbers of an Answer beside those of its data."""
@@ -418,9 +424,8 @@ def first_prompt(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "30",
     label="share of the probe",
-    pattern=rf"take {number('attention_least')} to {number('attention_most')} of the "
-    r"milliseconds of the attention's operations and "
-    rf"{number('all_least')} to {number('all_most')} of those of all operations",
+    pattern=rf"take {ends('attention_least', 'attention_most')} of the milliseconds of the "
+    rf"attention's operations and {ends('all_least', 'all_most')} of those of all operations",
 )
 def probe_shares(tables: Tables, match: re.Match) -> dict[str, float]:
     """The probe's share of the attention's ms, least and most over rounds, and its share of
@@ -515,7 +520,7 @@ def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="layers by their largest part",
-    # reports of before have no sum: "29 (23.3%); even shares would be 10.0%."
+    # reports of before have the sum: "29 (23.3%), together 96.0%, where even shares would be"
     pattern=r"(?P<which_layers>\d+ \([^;]*?\))"
     rf"(?:;|, together {number('carried')}, where) even shares would be "
     rf"{number('even')}(?: together)?\. By layer, (?P<which_part>\w+) is the largest part in "
@@ -641,7 +646,7 @@ def without_query(tables: Tables, match: re.Match) -> dict[str, float]:
     "32",
     label="first inf of q kᵀ",
     pattern=rf"is infinite in fp16 at a query norm of {number('infinite')} "
-    rf"\(at {number('finite')} it is finite\) per head, "
+    rf"\(at {number('finite')} it is finite\)(?: per head, |\. That is with a )"
     r"key bias of norm (?P<which_key>\d+)",
 )
 def first_infinite_product(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -699,7 +704,7 @@ def masks(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "33",
     label="worst difference of the trained model's logits",
-    pattern=rf"The worst relative difference of the logits is {number('difference')}\.\n",
+    pattern=rf"The worst relative difference of the logits is {number('difference')}\.\s",
 )
 def compared_cells(tables: Tables, match: re.Match) -> dict[str, float]:
     """The worst relative difference of the logits."""
@@ -740,11 +745,11 @@ def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "35",
     label="bundle on a third text",
+    # reports of before have the 99% KL and the same top token too
     pattern=rf"On {number('tokens')} tokens of a third text (?P<which_bundle>[\w-]+) has a mean KL "
-    rf"of {number('kl')}, 99% below {number('p99')}, {number('ratio')} times Hugging Face's "
-    rf"perplexity(?: \(95% interval {number('low')} to {number('high')}, from "
-    rf"{number('windows')} windows\)| \([^)]*\))?, and the same top token in "
-    rf"{number('same_top')}",
+    rf"of {number('kl')}(?:, 99% below {number('p99')},|\. Its perplexity is) {number('ratio')} "
+    rf"times Hugging Face's(?: perplexity)?(?: \(95% interval {ends('low', 'high')}, from "
+    rf"{number('windows')} windows\)| \([^)]*\))?(?:, and the same top token in {number('same_top')})?",
 )
 def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
     """Tokens, KL in nats, ratio of perplexities with the ends of its interval, and the share
@@ -767,8 +772,8 @@ def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
     "35",
     label="chosen formats",
     pattern=rf"{number('mib')} MiB of matrices, {number('bits')} bits per weight, keep a mean KL "
-    rf"of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection, 99% of its "
-    rf"tokens below {number('p99')}",
+    rf"of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection"
+    rf"(?:, 99% of its tokens|\. 99% of its tokens lie) below {number('p99')}",
 )
 def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
     """MiB, bits per weight and KL in nats of the choice, as the bundle stores it."""
@@ -791,8 +796,7 @@ def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
     "35",
     label="predicted milliseconds",
     pattern=rf"Predicted for (?P<which_chip>\w+): {number('ms')} in place of "
-    rf"{number('alone_ms')} ms a call, with a 90% interval of {number('low')} to "
-    rf"{number('high')} ms",
+    rf"{number('alone_ms')} ms a call, with a 90% interval of {ends('low', 'high')} ms",
 )
 def smallest_format(tables: Tables, match: re.Match) -> dict[str, float]:
     """MiB of the smallest format alone whose KL is at most the limit, which the Answer's first
