@@ -726,7 +726,7 @@ def report_cells(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "33",
     label="first token",
-    pattern=r"first token (?:of the random Llama, which has \d+ layers, )?"
+    pattern=r"first token (?:of the random Llama(?:, which has \d+ layers,)? )?"
     r"after (?P<which_context>\d+) tokens "
     rf"{number('times')} times (?:faster|slower) than a cold one",
 )
@@ -749,7 +749,8 @@ def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
     pattern=rf"On {number('tokens')} tokens of a third text (?P<which_bundle>[\w-]+) has a mean KL "
     rf"of {number('kl')}(?:, 99% below {number('p99')},|\. Its perplexity is) {number('ratio')} "
     rf"times Hugging Face's(?: perplexity)?(?: \(95% interval {ends('low', 'high')}, from "
-    rf"{number('windows')} windows\)| \([^)]*\))?(?:, and the same top token in {number('same_top')})?",
+    rf"{number('windows')} windows\)| \([^)]*\))?"
+    rf"(?:, and the same top token in {number('same_top')})?",
 )
 def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
     """Tokens, KL in nats, ratio of perplexities with the ends of its interval, and the share
