@@ -129,7 +129,7 @@ def check_medians(
     return findings
 
 
-def print_value(value: float) -> list[str]:
+def printed_forms(value: float) -> list[str]:
     """A value with three digits, or with all digits before the point, and with the four of
     reports of before."""
     digits = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
@@ -141,7 +141,7 @@ def possible_listings(setting: Setting) -> set[ListedSetting]:
     values = setting.measured
     numbers = (values.median(), values.min(), values.max())
     listings = set()
-    for median, least, most in zip(*map(print_value, numbers)):
+    for median, least, most in zip(*map(printed_forms, numbers)):
         ends = ("", "") if len(values) == 1 else (least, "" if least == most else most)
         listings |= {ListedSetting(str(key), median, *ends) for key in setting.values}
     return listings
@@ -230,7 +230,9 @@ def check_fastest(
         printed.append((setting, match["difference"], match["median"]))
     findings = []
     for setting, name, median in printed:
-        needed = print_value(medians[setting]) if setting in medians else ["no setting"]
+        needed = (
+            printed_forms(medians[setting]) if setting in medians else ["no setting"]
+        )
         if median not in needed:
             findings.append(Finding(place, f"median of {name}", median, needed[0]))
     return findings
