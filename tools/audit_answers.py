@@ -70,6 +70,12 @@ def number(name: str) -> str:
     return rf"(?P<{name}>-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?%?)"
 
 
+def ends(least: str, most: str) -> str:
+    """Groups of these names for the ends of a range, which is one number where both print
+    equal: 4.5 to 46, 11.0%."""
+    return rf"(?={number(least)})(?:\S+ to )?{number(most)}"
+
+
 @dataclass(frozen=True)
 class AnswerCheck:
     """The numbers of an Answer beside those of its data."""
@@ -418,9 +424,8 @@ def first_prompt(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "30",
     label="share of the probe",
-    pattern=rf"take {number('attention_least')} to {number('attention_most')} of the "
-    r"milliseconds of the attention's operations and "
-    rf"{number('all_least')} to {number('all_most')} of those of all operations",
+    pattern=rf"take {ends('attention_least', 'attention_most')} of the milliseconds of the "
+    rf"attention's operations and {ends('all_least', 'all_most')} of those of all operations",
 )
 def probe_shares(tables: Tables, match: re.Match) -> dict[str, float]:
     """The probe's share of the attention's ms, least and most over rounds, and its share of
@@ -470,8 +475,19 @@ def routed_bytes(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="largest part",
+    # a report of before, in which this sentence ends with the cross terms
     pattern=rf"whose largest part is \w+: {number('largest')}; products of two parts "
     rf"make up \+?{number('cross_terms')}",
+)
+@claim(
+    "31",
+    label="largest part",
+    pattern=rf"[\w-]+ makes up {number('largest')} of the squared error",
+)
+@claim(
+    "31",
+    label="products of two parts",
+    pattern=rf"input; products of two parts make up \+?{number('cross_terms')}",
 )
 def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
     """Its share of the summed squares, and the share of the cross terms."""
@@ -487,7 +503,7 @@ def largest_part(tables: Tables, match: re.Match) -> dict[str, float]:
     "31",
     label="layers that carry the error",
     pattern=rf"{number('named')} of {number('layers')} layers carry {number('carried')} of "
-    "the squared error",
+    "(?:it|the squared error)",
 )
 def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
     """How many layers are named, how many there are, and the share of the squared error
@@ -504,7 +520,7 @@ def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="layers by their largest part",
-    # reports of before have no sum: "29 (23.3%); even shares would be 10.0%."
+    # reports of before have the sum: "29 (23.3%), together 96.0%, where even shares would be"
     pattern=r"(?P<which_layers>\d+ \([^;]*?\))"
     rf"(?:;|, together {number('carried')}, where) even shares would be "
     rf"{number('even')}(?: together)?\. By layer, (?P<which_part>\w+) is the largest part in "
@@ -577,8 +593,9 @@ def lower_layers(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "31",
     label="remedy",
-    pattern=rf"Layer (?P<which_layer>\d+), [^:]*: {number('stored')} as stored, "
-    rf"{number('fp16')} with these",
+    # in reports of before: "Layer 3, v_proj: 2.46% as stored, 1.34% with these"
+    pattern=rf"[Ll]ayer (?P<which_layer>\d+)[^:]*: {number('stored')} as stored, "
+    rf"{number('fp16')} with ",
 )
 def remedy(tables: Tables, match: re.Match) -> dict[str, float]:
     """The error of one layer as stored, and with its worst tensors in fp16."""
@@ -629,7 +646,7 @@ def without_query(tables: Tables, match: re.Match) -> dict[str, float]:
     "32",
     label="first inf of q kᵀ",
     pattern=rf"is infinite in fp16 at a query norm of {number('infinite')} "
-    rf"\(at {number('finite')} it is finite\) per head, "
+    rf"\(at {number('finite')} it is finite\)(?: per head, |\. That is with a )"
     r"key bias of norm (?P<which_key>\d+)",
 )
 def first_infinite_product(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -687,7 +704,7 @@ def masks(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "33",
     label="worst difference of the trained model's logits",
-    pattern=rf"The worst relative difference of the logits is {number('difference')}\.\n",
+    pattern=rf"The worst relative difference of the logits is {number('difference')}\.\s",
 )
 def compared_cells(tables: Tables, match: re.Match) -> dict[str, float]:
     """The worst relative difference of the logits."""
@@ -709,7 +726,7 @@ def report_cells(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "33",
     label="first token",
-    pattern=r"first token (?:of the random Llama, which has \d+ layers, )?"
+    pattern=r"first token (?:of the random Llama(?:, which has \d+ layers,)? )?"
     r"after (?P<which_context>\d+) tokens "
     rf"{number('times')} times (?:faster|slower) than a cold one",
 )
@@ -728,11 +745,12 @@ def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "35",
     label="bundle on a third text",
+    # reports of before have the 99% KL and the same top token too
     pattern=rf"On {number('tokens')} tokens of a third text (?P<which_bundle>[\w-]+) has a mean KL "
-    rf"of {number('kl')}, 99% below {number('p99')}, {number('ratio')} times Hugging Face's "
-    rf"perplexity(?: \(95% interval {number('low')} to {number('high')}, from "
-    rf"{number('windows')} windows\)| \([^)]*\))?, and the same top token in "
-    rf"{number('same_top')}",
+    rf"of {number('kl')}(?:, 99% below {number('p99')},|\. Its perplexity is) {number('ratio')} "
+    rf"times Hugging Face's(?: perplexity)?(?: \(95% interval {ends('low', 'high')}, from "
+    rf"{number('windows')} windows\)| \([^)]*\))?"
+    rf"(?:, and the same top token in {number('same_top')})?",
 )
 def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
     """Tokens, KL in nats, ratio of perplexities with the ends of its interval, and the share
@@ -755,8 +773,8 @@ def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
     "35",
     label="chosen formats",
     pattern=rf"{number('mib')} MiB of matrices, {number('bits')} bits per weight, keep a mean KL "
-    rf"of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection, 99% of its "
-    rf"tokens below {number('p99')}",
+    rf"of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection"
+    rf"(?:, 99% of its tokens|\. 99% of its tokens lie) below {number('p99')}",
 )
 def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
     """MiB, bits per weight and KL in nats of the choice, as the bundle stores it."""
@@ -779,8 +797,7 @@ def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
     "35",
     label="predicted milliseconds",
     pattern=rf"Predicted for (?P<which_chip>\w+): {number('ms')} in place of "
-    rf"{number('alone_ms')} ms a call, with a 90% interval of {number('low')} to "
-    rf"{number('high')} ms",
+    rf"{number('alone_ms')} ms a call, with a 90% interval of {ends('low', 'high')} ms",
 )
 def smallest_format(tables: Tables, match: re.Match) -> dict[str, float]:
     """MiB of the smallest format alone whose KL is at most the limit, which the Answer's first

@@ -14,17 +14,29 @@ import numpy as np
 import pandas as pd
 from finding import Finding
 
-# "128: 250.1 (248 to 252, 3 processes)": the value of an axis; the median over its processes,
-# the least and the most of several, and their number
+# "128: 250 (248 to 252)": the value of an axis; the median over its processes, and the least and
+# the most of several, which may print equal; a single process is named, and reports of before have
+# the number of several
 LISTED = re.compile(
-    r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+) to ([\d.e+]+), )?(\d+) process(?:es)?\)"
+    r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+)(?: to ([\d.e+]+))?(?:, (\d+) processes)?|1 process)\)"
+)
+# "compress fp16 (29.0 tok/s)": what tells a setting from the fastest one, and its median; and in
+# the first sentence "compress fp16 (29.0)"
+SPEED = re.compile(
+    r"(?:against |, |closest is )(?P<difference>(?:(?!against )[\w./ -])+?) "
+    r"\((?P<median>[\d.]+)(?: tok/s)?\)"
+)
+# the first sentence of an Answer, with the name of the fastest setting and its median
+FASTEST = re.compile(
+    r"(?P<name>.+?) (?:has the highest median of [^(]+ \(|is the fastest of [^:]+: )"
+    r"(?P<median>[\d.]+) tok/s"
 )
 # "1024 has fewer than 128, 0.8 times (0.79 to 0.81, paired over 3 rounds)": the second value of
 # an axis, the direction, the first value, the ratio of second to first, and the rounds
 RATIO = re.compile(
     r"(?P<second>[\w.]+) has (?P<direction>more|fewer) than (?P<first>[\w.]+), "
     r"(?P<ratio>[\d.e+-]+) times "
-    r"\([\d.e+-]+ to [\d.e+-]+, paired over (?P<rounds>\d+) rounds\)"
+    r"\([\d.e+-]+(?: to [\d.e+-]+)?, paired over (?P<rounds>\d+) rounds\)"
 )
 MIN_ROUNDS = 3  # with which an Answer may state a ratio
 
@@ -32,7 +44,7 @@ MIN_ROUNDS = 3  # with which an Answer may state a ratio
 @dataclass(frozen=True)
 class ListedSetting:
     """A setting as an Answer lists it, with the digits that are printed: the median over its
-    processes, their number, and the least and the most of several.
+    processes, and the least and the most of several.
 
     Args:
         key: the value of an axis that stands for the setting.
@@ -40,7 +52,6 @@ class ListedSetting:
 
     key: str
     median: str
-    count: int
     least: str = ""
     most: str = ""
 
@@ -64,9 +75,10 @@ def check_listed_times(
             findings += check_named_setting(place, text, name, rows["value"])
             # the patterns of the other checks would match a part of it
             text = re.sub(pattern_of_named_setting(name), "", text)
+        findings += check_fastest(place, text, named_processes)
     if "median" in text and not LISTED.search(text):
         findings.append(
-            Finding(place, "times", "no number of processes", "a median over processes")
+            Finding(place, "times", "no listed setting", "a median over processes")
         )
     findings += check_medians(place, text, figures)
     return findings + check_ratios(place, text, figures)
@@ -98,32 +110,40 @@ def check_medians(
 ) -> list[Finding]:
     """Checks the settings that an Answer lists by the value of an axis."""
     possible: set[ListedSetting] = set()
+    counts: set[int] = set()  # of processes
     for data in figures.values():
         for setting in group_by_setting(data):
             possible |= possible_listings(setting)
+            counts.add(len(setting.measured))
     findings = []
     for key, median, least, most, count in LISTED.findall(text):
         # least and most are "" where a single process has no range
-        listed = ListedSetting(key, median, int(count), least, most)
+        listed = ListedSetting(key, median, least, most)
         possible_of_key = {setting for setting in possible if setting.key == key}
+        is_possible = listed in possible_of_key and int(count or 0) in {0, *counts}
         # a key that no figure has belongs to another sentence
-        if possible_of_key and listed not in possible_of_key:
-            published = f"{median} of {count}"
+        if possible_of_key and not is_possible:
+            published = f"{median} of {count}" if count else median
             medians = "; ".join(sorted({setting.median for setting in possible_of_key}))
             findings.append(Finding(place, f"median at {key}", published, medians))
     return findings
 
 
+def printed_forms(value: float) -> list[str]:
+    """A value with three digits, or with all digits before the point, and with the four of
+    reports of before."""
+    digits = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+    return [digits, f"{value:.4g}"]
+
+
 def possible_listings(setting: Setting) -> set[ListedSetting]:
-    """The ways in which an Answer may list a setting: by the value of any axis, with or
-    without the least and the most."""
-    median = f"{setting.measured.median():.4g}"
-    least, most = f"{setting.measured.min():.4g}", f"{setting.measured.max():.4g}"
-    count = len(setting.measured)
+    """The ways in which an Answer may list a setting: by the value of any axis."""
+    values = setting.measured
+    numbers = (values.median(), values.min(), values.max())
     listings = set()
-    for key in map(str, setting.values):
-        listings.add(ListedSetting(key, median, count))
-        listings.add(ListedSetting(key, median, count, least, most))
+    for median, least, most in zip(*map(printed_forms, numbers)):
+        ends = ("", "") if len(values) == 1 else (least, "" if least == most else most)
+        listings |= {ListedSetting(str(key), median, *ends) for key in setting.values}
     return listings
 
 
@@ -186,9 +206,41 @@ def undisturbed_processes(
     yield from undisturbed.groupby("name")
 
 
+def check_fastest(
+    place: str, text: str, named_processes: pd.DataFrame
+) -> list[Finding]:
+    """Checks the medians of the fastest setting, which the first sentence names, and of those
+    that are named by what tells them from it."""
+    fastest = FASTEST.match(text)
+    if not fastest:
+        return []
+    medians = {
+        frozenset(name.split(", ")): rows["value"].median()
+        for name, rows in undisturbed_processes(named_processes)
+    }
+    # the name lacks the parts that all settings share
+    shared = frozenset.intersection(*medians)
+    first = frozenset(fastest["name"].split(", ")) | shared
+    printed = [(first, fastest["name"], fastest["median"])]
+    for match in SPEED.finditer(text, fastest.end()):
+        parts = match["difference"].split(" and ")
+        options = {part.rpartition(" ")[0] for part in parts}
+        kept = {part for part in first if part.rpartition(" ")[0] not in options}
+        setting = frozenset(kept | set(parts))
+        printed.append((setting, match["difference"], match["median"]))
+    findings = []
+    for setting, name, median in printed:
+        needed = (
+            printed_forms(medians[setting]) if setting in medians else ["no setting"]
+        )
+        if median not in needed:
+            findings.append(Finding(place, f"median of {name}", median, needed[0]))
+    return findings
+
+
 def pattern_of_named_setting(name: str) -> str:
-    """The pattern of "NAME: median (least to most, N processes)" with a group for each
-    number."""
+    """The pattern of "NAME: median (least to most, N processes)" in reports of before, with a
+    group for each number."""
     return (
         rf"{re.escape(name)}: ([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
         r"(\d+) process(?:es)?\)"

@@ -39,7 +39,10 @@ def simulate_rounds(
 
 
 def describe(rows: pd.DataFrame) -> str:
-    return conclude.describe_axis(rows, "S", "ms per call", COMMAND)
+    statement = conclude.describe_axis({"ms per call": rows}, "S")
+    is_open = "ot decided" in statement.text or "No order" in statement.text
+    assert statement.is_decided is not is_open
+    return statement.text
 
 
 GROWING = {"128": 3.5, "512": 4.0, "1024": 4.4}
@@ -51,7 +54,7 @@ EQUAL = {"128": 4.0, "512": 4.0, "1024": 4.0}
 def test_fewer_than_three_rounds_give_no_order(count, ms):
     text = describe(simulate_rounds(count, ms))
     assert "more than" not in text and "fewer than" not in text
-    assert f"{count} interleaved round" in text and text.endswith(COMMAND)
+    assert f"No order by S is decided: {count} interleaved round" in text
     assert all(f"{key}: " in text for key in (128, 512, 1024))
 
 
@@ -126,7 +129,6 @@ def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
     assert "1024 has more than 128" in text
     assert "every process of S 512 was disturbed: load 8.0 on 2 cores before it" in text
     assert "512 has" not in text and "than 512" not in text
-    assert text.endswith(COMMAND)
 
 
 def test_a_difference_is_that_of_paired_rounds():
@@ -157,45 +159,121 @@ def processes_of(**medians: tuple) -> pd.DataFrame:
 
 def test_the_fastest_is_named_only_where_every_round_says_so():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
-    text = conclude.describe_fastest(rows, COMMAND)
-    assert "The fastest is" not in text and text.endswith(COMMAND)
-    assert "Slower than a1 in every round: b1." in text and "a1 against a2" in text
-    text = conclude.describe_fastest(rows[rows["name"] != "a2"], COMMAND)
-    assert "The fastest is a1" in text and "Not decided" not in text
-    two = rows[rows["run_id"] < "2"]
-    text = conclude.describe_fastest(two, COMMAND)
-    assert "fastest" not in text.lower() and "2 interleaved rounds of 3" in text
+    statement = conclude.describe_fastest(rows)
+    assert statement == conclude.Statement(
+        "Not decided (3 rounds do not agree): its order against a2 (404 tok/s). The other "
+        "is slower in every round.",
+        is_decided=False,
+    )
+    statement = conclude.describe_fastest(rows[rows["name"] != "a2"])
+    assert statement.is_decided
+    assert statement.text.startswith(
+        "It is the fastest in every round. The closest is b1"
+    )
+    statement = conclude.describe_fastest(rows[rows["run_id"] < "2"])
+    assert "fastest" not in statement.text and not statement.is_decided
+    assert "2 interleaved rounds of 3" in statement.text
 
 
 def test_the_first_sentence_says_where_the_order_is_not_decided():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
-    text = conclude.describe_most(rows)
+    text = conclude.describe_most(rows, "3 settings")
     assert text == (
-        "a1 has the highest median of tokens per second, 405; its order against a2 (404) "
-        "is not decided: 3 rounds do not agree."
+        "a1 has the highest median of 3 settings (405 tok/s), undecided against a2 (404)."
     )
     told_apart = rows[rows["name"] != "a2"]
-    text = conclude.describe_most(told_apart)
-    assert text == "a1 has the most tokens per second: 405."
-    text = conclude.describe_most(rows[rows["run_id"] < "1"])
-    assert "1 interleaved round of 3" in text and text.endswith("against 1 more.")
+    text = conclude.describe_most(told_apart, "2 settings")
+    assert text == "a1 is the fastest of 2 settings: 405 tok/s."
+    text = conclude.describe_most(rows[rows["run_id"] < "1"], "3 settings")
+    assert text.endswith("undecided against a2 (398) and 1 other.")
+
+
+def test_a_setting_is_named_by_what_tells_it_from_the_others():
+    """T is equal in all settings, layers_per_shard in two of them."""
+    named = {
+        "a1": "compress int8, layers_per_shard 4, T 1",
+        "b1": "compress fp16, layers_per_shard 4, T 1",
+        "c1": "compress fp16, layers_per_shard 1, T 1",
+    }
+    rows = processes_of(a1=(40, 41, 40.5), b1=(39.8, 41.2, 40), c1=(40, 41.1, 40.4))
+    rows["name"] = rows["name"].map(named)
+    assert conclude.describe_most(rows, "3 settings") == (
+        "compress int8, layers_per_shard 4 has the highest median of 3 settings (40.5 tok/s), "
+        "undecided against compress fp16 and layers_per_shard 1 (40.4) and 1 other."
+    )
+    text = conclude.describe_fastest(rows).text
+    assert (
+        "against compress fp16 and layers_per_shard 1 (40.4 tok/s), compress fp16 (40.0"
+        in text
+    )
+    alone = rows[rows["name"] == named["a1"]]
+    text = conclude.describe_most(alone, "1 setting")
+    assert text == f"{named['a1']} is the fastest of 1 setting: 40.5 tok/s."
+    assert "no other setting" in conclude.describe_fastest(alone).text
+
+
+def test_several_measures_have_a_line_each_and_share_what_is_not_decided():
+    equal, growing = simulate_rounds(3, EQUAL, seed=1), simulate_rounds(3, GROWING)
+    statement = conclude.describe_axis({"ms": equal, "s": equal}, "S")
+    *lines, last = statement.text.splitlines()
+    assert [line.split()[-1] for line in lines] == ["ms.", "s."]
+    assert last == "No order by S is decided: 3 rounds do not agree."
+    statement = conclude.describe_axis({"ms": equal, "s": growing}, "S")
+    assert statement.text.splitlines()[-1] == (
+        "Not decided (3 rounds do not agree): 512 against 128 in ms, 1024 against 512 in ms, "
+        "1024 against 128 in ms."
+    )
+
+
+def test_the_command_is_named_only_where_an_order_is_open():
+    decided, undecided = conclude.Statement("a"), conclude.Statement("b", False)
+    assert conclude.describe_next_step([decided, decided], COMMAND) == ""
+    text = conclude.describe_next_step([decided, undecided, undecided], COMMAND)
+    assert text.count(COMMAND) == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(0.1104, 0.1096, "11.0%"), (0.1104, 0.112, "11.0% to 11.2%")],
+)
+def test_a_range_whose_ends_print_equal_is_one_number(low, high, words):
+    assert conclude.describe_range(low, high, ".1%") == words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (29.0, "29.0"),
+        (30.66, "30.7"),
+        (0.9547, "0.955"),
+        (404.6, "405"),
+        (99.97, "100"),
+    ],
+)
+def test_values_of_one_sentence_have_one_precision(value, text):
+    assert conclude.format_value(value) == text
 
 
 def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
     rows = processes_of(
         a1=(400, 410, 405), b1=(300, 305, 310), a2=(200, 210, 204), b2=(201, 207, 206)
     )
-    text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
-    assert "option b has more tokens per second than a in 0 of 2 pairs" in text
-    assert "fewer in 1, and 1 are not decided" in text and COMMAND in text
+    statement = conclude.describe_options(rows, ["option", "rest"])
+    assert "option b is faster than a in 0 of 2 pairs that differ in" in statement.text
+    assert "slower in 1, undecided in 1." in statement.text
+    assert "rest 2 is faster than 1 in 0 of 2 pairs" in statement.text
+    assert statement.text.endswith("Undecided: 3 rounds do not agree.")
+    assert not statement.is_decided
 
 
 @pytest.mark.parametrize("null", [None, float("nan")])
 def test_a_value_that_is_not_set_is_compared_like_any_other(null):
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310))
     rows["option"] = rows["option"].replace({"b": null}).astype(object)
-    text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
-    assert "option not set has more tokens per second than a in 0 of 1 pairs" in text
-    assert "fewer in 1" in text
-    text = conclude.describe_axis(rows, "option", "tok/s", COMMAND)
+    statement = conclude.describe_options(rows, ["option", "rest"])
+    assert statement == conclude.Statement(
+        "option not set is faster than a in 0 of 1 pairs that differ in nothing else, "
+        "slower in 1."
+    )
+    text = conclude.describe_axis({"tok/s": rows}, "option").text
     assert "not set: " in text

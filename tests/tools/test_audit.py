@@ -1,6 +1,7 @@
 """The audit finds every planted fault, and nothing in a report whose numbers are right."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -55,8 +56,8 @@ def project(tmp_path):
     part = {"kind": "figures", "options": {"ylabel": "tokens per second"}}
     (folder / "figures/speed.json").write_text(json.dumps(part))
     values.to_parquet(folder / "figures/speed.parquet")
-    words = conclude.describe_axis(values, "max_seq_len", "tokens per second", "run 34")
-    (folder / "run.json").write_text(json.dumps({"conclusion": words}))
+    statement = conclude.describe_axis({"tokens per second": values}, "max_seq_len")
+    (folder / "run.json").write_text(json.dumps({"conclusion": statement.text}))
     rows = [
         {
             "name": f"max_seq_len {S}",
@@ -190,6 +191,49 @@ def test_a_planted_fault_is_found(project, plant, place):
     plant(project)
     findings = [str(finding) for finding in audit.audit(project)]
     assert any(place in text for text in findings), findings
+
+
+def named_processes(rates: dict[str, tuple]) -> pd.DataFrame:
+    """The processes of settings, one of each in every round."""
+    rows = [
+        {"name": name, "run_id": f"{number}{place}", "value": value, "disturbed": None}
+        for place, (name, values) in enumerate(rates.items())
+        for number, value in enumerate(values)
+    ]
+    return pd.DataFrame(rows)
+
+
+CLOSE = {
+    "compress int8, layers 4, T 1": (31.2, 30.7, 28.9),
+    "compress fp16, layers 4, T 1": (30.6, 29.0, 27.9),
+    "compress fp16, layers 1, T 1": (31.3, 27.7, 27.5),
+}
+FAR = {
+    "compress int8, layers 4, T 1": (31.2, 30.7, 30.9),
+    "compress fp16, layers 4, T 1": (20.6, 20.0, 20.1),
+}
+
+
+@pytest.mark.parametrize(("rates", "count"), [(CLOSE, 4), (FAR, 2)])
+def test_every_median_of_the_fastest_and_of_those_named_beside_it_is_computed(
+    rates, count
+):
+    processes = named_processes(rates)
+    words = conclude.describe_most(processes, "the settings")
+    words += f"\n{conclude.describe_fastest(processes).text}"
+
+    def find(text: str) -> list:
+        return audit_times.check_fastest("Answer", text, processes)
+
+    assert find(words) == []
+    medians = list(re.finditer(r"(?<= )\(?(\d\d\.\d)(?=\)| tok/s)", words))
+    assert len(medians) == count
+    for match in medians:
+        start, end = match.span(1)
+        (finding,) = find(f"{words[:start]}33.3{words[end:]}")
+        assert finding.actual == "33.3"
+    unknown = words.replace("compress fp16", "compress lut4")
+    assert {finding.needed for finding in find(unknown)} == {"no setting"}
 
 
 @pytest.mark.parametrize("lacking", ["experiments", "samples", "runs"])

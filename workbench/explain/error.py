@@ -102,8 +102,9 @@ class Split:
 
 
 def describe_largest(shares: pd.DataFrame, layer_shares: pd.DataFrame) -> str:
-    """The largest part of the squared error and how few layers carry that error, in one
-    sentence: a part that is large in few layers says little of the others.
+    """The largest part of the squared error and how few layers carry that error, since a
+    part that is large in few layers says little of the others; then what the squared error
+    is of.
 
     Args:
         shares: of `Split.shares`.
@@ -112,11 +113,12 @@ def describe_largest(shares: pd.DataFrame, layer_shares: pd.DataFrame) -> str:
     diagonal = pd.Series({part: shares.loc[part, part] for part in shares.index})
     largest = diagonal.idxmax()
     carrying = layer_shares["share"].nlargest(NAMED_LAYERS)
+    name = largest.replace("reauthoring", "re-authoring").capitalize()
     return (
-        f"Each layer fed Hugging Face's input, {len(carrying)} of {len(layer_shares)} "
-        f"layers carry {carrying.sum():.1%} of the squared error, whose largest part is "
-        f"{largest}: {diagonal[largest]:.1%}; products of two parts make up "
-        f"{1 - diagonal.sum():+.1%}."
+        f"{name} makes up {diagonal[largest]:.1%} of the squared error, and {len(carrying)} "
+        f"of {len(layer_shares)} layers carry {carrying.sum():.1%} of it. Each layer is fed "
+        "Hugging Face's input; products of two parts make up "
+        f"{1 - diagonal.sum():+.1%} of the squared error."
     )
 
 
@@ -134,8 +136,7 @@ def describe_layers(table: pd.DataFrame, part: str) -> str:
     squares = table.drop(columns=["layer", "share"])
     is_largest = squares[part].gt(0) & squares[part].eq(squares.max(axis=1))
     return (
-        f"The layers that carry most are {', '.join(named)}, together "
-        f"{carrying['share'].sum():.1%}, where even shares would be "
+        f"The layers that carry most are {', '.join(named)}; even shares would be "
         f"{len(carrying) / count:.1%} together. By layer, {part} is the largest part in "
         f"{is_largest.sum()} of {count}; its unweighted mean share over layers is "
         f"{squares[part].mean():.1%}."

@@ -2,10 +2,11 @@
 where interleaved rounds decide it.
 
 Input is a table with one row per process (see `results.processes`): run_id, value,
-disturbed (a reason, or null), and the columns that tell settings apart. Output is text.
-The argument `command` is the command that measures further rounds."""
+disturbed (a reason, or null), and the columns that tell settings apart. Output is text,
+and whether it leaves an order undecided. `describe_next_step` names the command that
+measures further rounds, once for all statements of an answer."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -35,12 +36,24 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Statement:
+    """Sentences, and whether they leave no order undecided."""
+
+    text: str
+    is_decided: bool = True
+
+
+@dataclass(frozen=True)
 class Undecided:
     """Two settings that are not told apart."""
 
     pair: str
     """Both, in words."""
     objections: list[str]
+
+    @property
+    def reason(self) -> str:
+        return " and ".join(self.objections)
 
 
 @dataclass
@@ -60,114 +73,217 @@ class Ranking:
         return next(iter(self.medians))
 
 
-def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
-    """Sentences on the dependence of a measured value, such as ms or tokens per second, on
-    an axis: the median over processes at each of its values, and the differences of
-    neighbouring values and of the last from the first."""
-    settings = _group_processes(processes, axis)
+def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
+    """A line for each measure on its dependence on an axis, and a sentence on the orders
+    that are not decided. A line has the median over processes at each value of the axis,
+    and the decided differences of neighbouring values and of the last from the first.
+
+    Args:
+        measures: what was measured, with its unit → the processes.
+    """
+    lines: list[str] = []
+    undecided: list[Undecided] = []
+    count = 0
+    for measure, processes in measures.items():
+        settings = _group_processes(processes, axis)
+        comparisons = _compare_values(settings, axis)
+        count += len(comparisons)
+        lines.append(_describe_measure(measure, settings, axis, comparisons))
+        where = f" in {measure}" if len(measures) > 1 else ""
+        undecided += [
+            Undecided(f"{second} against {first}{where}", comparison.objections)
+            for (first, second), comparison in comparisons.items()
+            if not comparison.is_decided
+        ]
+    if undecided:
+        reasons = {comparison.reason for comparison in undecided}
+        if count == len(undecided) > 1 and len(reasons) == 1:
+            words = f"No order by {axis} is decided: {reasons.pop()}."
+        else:
+            words = _describe_undecided(undecided)
+        # of one measure, the sentence stands in its line
+        lines = [*lines, words] if len(measures) > 1 else [f"{lines[0]} {words}"]
+    return Statement("\n".join(lines), not undecided)
+
+
+def describe_most(processes: pd.DataFrame, group: str) -> str:
+    """A sentence that names the setting (column `name`) with the most tokens per second,
+    and says so where its order against others is not decided.
+
+    Args:
+        group: the settings in words, such as "8 configurations that pass".
+    """
+    ranking = _rank(_group_processes(processes, "name"))
+    name = _shorten_name(ranking.first, ranking.medians)
+    speed = format_value(ranking.medians[ranking.first])
+    if not ranking.undecided:
+        return f"{name} is the fastest of {group}: {speed} tok/s."
+    nearest, *others = ranking.undecided
+    against = f"{_name_difference(nearest, ranking.first)} "
+    against += f"({format_value(ranking.medians[nearest])})"
+    if others:
+        against += f" and {len(others)} other{'s' * (len(others) > 1)}"
+    return (
+        f"{name} has the highest median of {group} ({speed} tok/s), undecided against "
+        f"{against}."
+    )
+
+
+def describe_fastest(processes: pd.DataFrame) -> Statement:
+    """Sentences on how far ahead the setting (column `name`) with the most tokens per
+    second is, and on the settings that are not told apart from it."""
+    ranking = _rank(_group_processes(processes, "name"))
+    first, slower = ranking.first, ranking.slower
+    if len(ranking.medians) < 2:
+        return Statement("There is no other setting to compare.")
+
+    def describe(name: str) -> str:
+        return f"{_name_difference(name, first)} ({format_value(ranking.medians[name])} tok/s)"
+
+    if not ranking.undecided:
+        nearest = max(slower, key=lambda name: slower[name].ratio)
+        return Statement(
+            f"It is the fastest in every round. The closest is {describe(nearest)}, with "
+            f"{_describe_ratio(slower[nearest])} its speed."
+        )
+    # the fastest setting is named once
+    undecided = [
+        Undecided(f"its order against {describe(name)}", objections)
+        if place == 0
+        else Undecided(describe(name), objections)
+        for place, (name, objections) in enumerate(ranking.undecided.items())
+    ]
+    sentences = [_describe_undecided(undecided)]
+    if slower:
+        others = "other is" if len(slower) == 1 else f"other {len(slower)} are"
+        sentences.append(f"The {others} slower in every round.")
+    return Statement(" ".join(sentences), is_decided=False)
+
+
+def describe_options(processes: pd.DataFrame, options: Iterable[str]) -> Statement:
+    """Sentences on whether one value of an option is faster than another, for each option
+    with several values. Settings that differ in nothing else are compared in pairs, and
+    the decided pairs are counted.
+
+    Args:
+        options: the columns that tell settings apart.
+    """
+    options = list(options)
+    sentences: list[str] = []
+    reasons: dict[str, None] = {}
+    for option in options:
+        others = [name for name in options if name != option]
+        for words, comparisons in _pair_settings(processes, option, others).items():
+            sentences.append(f"{words} in {_count_pairs(comparisons)}.")
+            for comparison in comparisons:
+                reasons |= dict.fromkeys(comparison.objections)
+    if reasons:
+        sentences.append(f"Undecided: {'; '.join(reasons)}.")
+    return Statement(" ".join(sentences), not reasons)
+
+
+def describe_next_step(statements: Iterable[Statement], command: str) -> str:
+    """A sentence with the command that measures further rounds; empty where every order is
+    decided."""
+    if all(statement.is_decided for statement in statements):
+        return ""
+    return f"On an idle machine decide the orders left open with: {command}."
+
+
+def describe_range(low: float, high: float, form: str) -> str:
+    """Both ends in words, or one number where they print equal.
+
+    Args:
+        form: of a number, as in a format string: `.1%`.
+    """
+    return join_ends(format(low, form), format(high, form))
+
+
+def join_ends(low: str, high: str) -> str:
+    """The printed ends of a range in words, or one of them where they are equal."""
+    return low if low == high else f"{low} to {high}"
+
+
+def format_value(value: float) -> str:
+    """A measured value with three digits, or with all digits before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def _compare_values(
+    settings: ProcessesBySetting, axis: str
+) -> dict[tuple[Hashable, Hashable], Comparison]:
+    """Two values of an axis → their comparison, for neighbours and for the last with the
+    first, because neighbours may be too close to tell apart where the ends are not."""
     keys = list(settings)
     pairs = list(pairwise(keys))
-    # neighbours may be too close to tell apart where the ends are not
     if len(keys) > 2:
         pairs.append((keys[0], keys[-1]))
-    medians = ", ".join(f"{key}: {_describe_median(settings[key])}" for key in keys)
-    sentences = [f"{axis} {medians} {unit}."]
-    if not pairs:
-        return f"{sentences[0]} One value of {axis} was measured."
-    decided: list[str] = []
-    undecided: list[Undecided] = []
-    for first, second in pairs:
-        comparison = _compare(
-            {f"{axis} {first}": settings[first], f"{axis} {second}": settings[second]}
-        )
+    return {
+        pair: _compare({f"{axis} {key}": settings[key] for key in pair})
+        for pair in pairs
+    }
+
+
+def _describe_measure(
+    measure: str,
+    settings: ProcessesBySetting,
+    axis: str,
+    comparisons: Mapping[tuple[Hashable, Hashable], Comparison],
+) -> str:
+    """The medians of a measure at each value of an axis, and the decided differences."""
+    medians = ", ".join(
+        f"{key}: {_describe_median(rows)}" for key, rows in settings.items()
+    )
+    sentences = [f"{axis} {medians} {measure}."]
+    if not comparisons:
+        sentences.append(f"One value of {axis} was measured.")
+    decided = []
+    for (first, second), comparison in comparisons.items():
         if comparison.is_decided:
             estimate = comparison.estimate
             more = "more" if estimate.ratio > 1 else "fewer"
             decided.append(
                 f"{second} has {more} than {first}, {_describe_ratio(estimate)}"
             )
-        else:
-            pair = f"{second} against {first}"
-            undecided.append(Undecided(pair, comparison.objections))
     if decided:
         sentences.append(f"{'; '.join(decided)}.")
-    return " ".join([*sentences, *_describe_undecided(undecided, command)])
+    return " ".join(sentences)
 
 
-def describe_most(processes: pd.DataFrame) -> str:
-    """A sentence that names the setting (column `name`) with the most tokens per second,
-    and says so where its order against another is not decided."""
-    ranking = _rank(_group_processes(processes, "name"))
-    speed = f"{ranking.medians[ranking.first]:.4g}"
-    if not ranking.undecided:
-        return f"{ranking.first} has the most tokens per second: {speed}."
-    (nearest, objections), *others = ranking.undecided.items()
-    more = f". Nor is that against {len(others)} more" if others else ""
-    return (
-        f"{ranking.first} has the highest median of tokens per second, {speed}; its order "
-        f"against {nearest} ({ranking.medians[nearest]:.4g}) is not decided: "
-        f"{' and '.join(objections)}{more}."
-    )
-
-
-def describe_fastest(processes: pd.DataFrame, command: str) -> str:
-    """Sentences that name the setting (column `name`) with the most tokens per second, how
-    far ahead it is, and the settings that are not told apart from it."""
-    settings = _group_processes(processes, "name")
-    ranking = _rank(settings)
-    first, slower = ranking.first, ranking.slower
-    speeds = "; ".join(
-        f"{name}: {_describe_median(settings[name])} tok/s" for name in ranking.medians
-    )
-    if len(settings) < 2:
-        return f"{speeds}. No other setting was measured."
-    # the fastest setting is named once
-    undecided = [
-        Undecided(name if place else f"{first} against {name}", objections)
-        for place, (name, objections) in enumerate(ranking.undecided.items())
-    ]
-    sentences = [f"{speeds}."]
-    if not undecided:
-        nearest = max(slower, key=lambda name: slower[name].ratio)
-        sentences.append(
-            f"The fastest is {first}, in every round. The closest is {nearest}, with "
-            f"{_describe_ratio(slower[nearest])} its speed."
-        )
-        return " ".join(sentences)
-    if slower:
-        sentences.append(f"Slower than {first} in every round: {'; '.join(slower)}.")
-    return " ".join([*sentences, *_describe_undecided(undecided, command)])
-
-
-def describe_choice(
-    processes: pd.DataFrame, option: str, others: Iterable[str], command: str
-) -> str:
-    """Sentences on whether one value of an option is faster than another. Settings that
-    differ in nothing else are compared in pairs, and the decided pairs are counted.
-
-    Args:
-        others: the columns in which the settings of a pair are equal.
-    """
-    others = list(others)
+def _pair_settings(
+    processes: pd.DataFrame, option: str, others: list[str]
+) -> dict[str, list[Comparison]]:
+    """The beginning of a sentence on two values of an option → the comparisons of the
+    settings with these values that are equal in the columns `others`."""
     column = processes[option].astype(object)
     values = list(dict.fromkeys(column.where(column.notna(), NOT_SET)))
     groups = [
         _group_processes(rows, option)
         for _, rows in processes.groupby(others, dropna=False, sort=False)
     ]
-    sentences = []
+    comparisons = {}
     for first, second in pairwise(values):
-        comparisons = [
+        compared = [
             _compare({first: settings[first], second: settings[second]})
             for settings in groups
             if {first, second} <= settings.keys()
         ]
-        if comparisons:
-            counts = _count_pairs(comparisons, command)
-            sentences.append(
-                f"{option} {second} has more tokens per second than {first} in {counts}."
-            )
-    return " ".join(sentences)
+        if compared:
+            comparisons[f"{option} {second} is faster than {first}"] = compared
+    return comparisons
+
+
+def _shorten_name(name: str, names: Iterable[str]) -> str:
+    """The parts of a setting's name that not all settings have."""
+    shared = set.intersection(*(set(other.split(", ")) for other in names))
+    parts = [part for part in name.split(", ") if part not in shared]
+    return ", ".join(parts) or name
+
+
+def _name_difference(name: str, other: str) -> str:
+    """The parts of a setting's name that another setting's name lacks."""
+    parts = [part for part in name.split(", ") if part not in other.split(", ")]
+    return " and ".join(parts) or name
 
 
 def _rank(settings: ProcessesBySetting) -> Ranking:
@@ -188,22 +304,17 @@ def _rank(settings: ProcessesBySetting) -> Ranking:
     return ranking
 
 
-def _count_pairs(comparisons: list[Comparison], command: str) -> str:
+def _count_pairs(comparisons: list[Comparison]) -> str:
     """The rest of a sentence that counts the pairs in which the second setting is faster,
     slower, or neither."""
     decided = [comparison for comparison in comparisons if comparison.is_decided]
     more = sum(comparison.estimate.ratio > 1 for comparison in decided)
     text = (
-        f"{more} of {len(comparisons)} pairs of settings that differ in nothing else, "
-        f"fewer in {len(decided) - more}, and {len(comparisons) - len(decided)} are not "
-        "decided"
+        f"{more} of {len(comparisons)} pairs that differ in nothing else, slower in "
+        f"{len(decided) - more}"
     )
-    reasons = dict.fromkeys(
-        reason for comparison in comparisons for reason in comparison.objections
-    )
-    if reasons:
-        text += f" ({'; '.join(reasons)}; decide with: {command})"
-    return text
+    undecided = len(comparisons) - len(decided)
+    return f"{text}, undecided in {undecided}" if undecided else text
 
 
 def _group_processes(processes: pd.DataFrame, column: str) -> ProcessesBySetting:
@@ -227,18 +338,19 @@ def _values(rows: pd.DataFrame) -> pd.Series:
 
 
 def _describe_median(rows: pd.DataFrame) -> str:
-    """The median over processes, the least, the most and their number."""
+    """The median over processes, the least and the most of several."""
     values = rows["value"].dropna()
+    median = format_value(values.median())
     if len(values) == 1:
-        return f"{values.median():.4g} (1 process)"
-    extent = f"{values.min():.4g} to {values.max():.4g}"
-    return f"{values.median():.4g} ({extent}, {len(values)} processes)"
+        return f"{median} (1 process)"
+    ends = join_ends(format_value(values.min()), format_value(values.max()))
+    return f"{median} ({ends})"
 
 
 def _describe_ratio(estimate: RatioEstimate) -> str:
+    interval = describe_range(estimate.low, estimate.high, ".3g")
     return (
-        f"{estimate.ratio:.3g} times ({estimate.low:.3g} to {estimate.high:.3g}, paired over "
-        f"{estimate.rounds} rounds)"
+        f"{estimate.ratio:.3g} times ({interval}, paired over {estimate.rounds} rounds)"
     )
 
 
@@ -265,16 +377,12 @@ def _why_undecided(estimate: RatioEstimate) -> str:
     return f"{estimate.rounds} rounds do not agree"
 
 
-def _describe_undecided(undecided: list[Undecided], command: str) -> list[str]:
-    """A sentence on comparisons that are not decided, grouped by their reasons, with the
-    command that decides them on an idle machine; none without any."""
-    if not undecided:
-        return []
+def _describe_undecided(undecided: list[Undecided]) -> str:
+    """A sentence for each reason why comparisons are not decided."""
     by_reason: dict[str, list[str]] = {}
     for comparison in undecided:
-        reason = " and ".join(comparison.objections)
-        by_reason.setdefault(reason, []).append(comparison.pair)
-    groups = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
-    return [
-        f"Not decided: {'; '.join(groups)}. On an idle machine decide with: {command}"
-    ]
+        by_reason.setdefault(comparison.reason, []).append(comparison.pair)
+    return " ".join(
+        f"Not decided ({reason}): {', '.join(pairs)}."
+        for reason, pairs in by_reason.items()
+    )
