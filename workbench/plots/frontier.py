@@ -76,7 +76,7 @@ def frontier(
         keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 10}, label=CHOSEN)
         if max_kl and column == "kl":
             ax.axhline(max_kl, **DASHED)
-            limit = f"your limit on the mean, {max_kl:g} nats"
+            limit = f"your limit, {max_kl:g} nats"
             keys["limit"] = Line2D([], [], **DASHED, label=limit)
         ax.set_yscale("log")
         label_log(ax.yaxis)

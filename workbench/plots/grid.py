@@ -61,7 +61,7 @@ def grid(
     for (y, x), colour in np.ndenumerate(contrasting(mesh)):
         text = texts[y][x]
         ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
-    share = 0.6 / len(table.columns)
+    share = 0.45 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
     max_columns = int(COLUMN_LABELS_PER_INCH * width_of(figure))
     # the last column may be a total, or something that is in no row of the others
