@@ -869,6 +869,22 @@ def test_a_subtitle_is_smaller_and_lighter_than_the_title_and_below_it(width, tm
     assert upper.x0 == pytest.approx(lower.x0, abs=1) and lower.x1 <= figure.bbox.x1
 
 
+@pytest.mark.parametrize("plot", ["bars", "lines"])
+def test_a_note_is_in_the_legend_below_the_notes_of_the_plot(plot):
+    data = pd.DataFrame({"x": [1, 1, 2], "y": [1.0, 2.0, 3.0], "name": "a"})
+    options = {"x": "x", "y": "y", "hue": "name"}
+    if plot == "bars":  # a single column has no legend
+        data, options = data[["y"]], {}
+    figure = getattr(plots, plot)(data, note="see table orders", **options)
+    (legend,) = figure.legends
+    lines = legend.get_title().get_text().splitlines()
+    own = ["points: medians; bars: the least to the most"] if plot == "lines" else []
+    assert lines == [*own, "see table orders"]
+    assert legend.get_title().get_visible() and legend.get_title().get_fontsize() >= 6
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().y1 <= figure.axes[0].get_tightbbox().y0
+
+
 def test_a_legend_has_as_few_rows_as_its_width_allows():
     data = pd.DataFrame(
         {"x": [1, 2] * 6, "y": range(12), "name": [*"aabbccddee", "", ""]}

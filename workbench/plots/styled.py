@@ -120,13 +120,14 @@ class StyledFigure(Figure):
 def returns_figure(draw: Callable) -> Callable:
     """Turns `draw(data, figure, …)` into a function that returns the figure: a new one,
     or the argument `figure`, cleared first, which may be a subfigure of a larger one. The
-    figure gets the common style and the title."""
+    figure gets the common style, the note and the title."""
 
     @wraps(draw)
     def drawn(
         data: pd.DataFrame,
         *,
         title: str = "",
+        note: str = "",
         width: float = PAGE,
         figure: FigureBase | None = None,
         **options,
@@ -139,6 +140,7 @@ def returns_figure(draw: Callable) -> Callable:
             # labels of x axes would overlap those of the next panel
             for ax in figure.axes:
                 ax.xaxis.label.set_text(text.wrap(figure, ax.get_xlabel()))
+            add_note(figure, note)
             set_title(figure, title)
             text.write_code_points(figure)
         return figure
@@ -245,16 +247,30 @@ def add_legend(figure: FigureBase, keys: Sequence, notes: Sequence[str] = ()) ->
     )
     lines = math.ceil(len(keys) / columns) + len(title.splitlines())
     add_height(figure, lines * LINE)
-    legend_options = {"title": title, "alignment": "left"} if title else {}
     legend = figure.legend(
         handles=keys,
         loc="outside lower left",
         ncols=columns,
+        title=title or None,
         title_fontsize=NOTE_FONT["fontsize"],
+        alignment="left",
         **LEGEND_LENGTHS,
-        **legend_options,
     )
     legend.get_title().set_color(MUTED_COLOUR)
+
+
+def add_note(figure: FigureBase, note: str) -> None:
+    """Writes a note below the other notes of the legend."""
+    if not note:
+        return
+    if not figure.legends:
+        add_legend(figure, [], [note])
+        return
+    (legend,) = figure.legends
+    lines = text.wrap(figure, note, TITLE_SHARE, **NOTE_FONT)
+    add_height(figure, LINE * (1 + lines.count("\n")))
+    notes = [words for words in (legend.get_title().get_text(), lines) if words]
+    legend.set_title("\n".join(notes))
 
 
 def _legend_columns(labels: Sequence[str], inches: float) -> int:
