@@ -194,7 +194,8 @@ def add_subtitle(figure: Figure, subtitle: str) -> None:
     lines = lines.replace("\N{NO-BREAK SPACE}", " ")
     height = SUBTITLE_LINE * (1 + lines.count("\n"))
     add_height(figure, height)
-    (title,) = (words for words in figure.texts if words is figure._suptitle)
+    written = figure.get_suptitle()
+    (title,) = (words for words in figure.texts if words.get_text() == written)
     figure.add_artist(
         Annotation(
             lines,
