@@ -39,6 +39,7 @@ from workbench.plots.text import (
     group_by,
     in_code_points,
     label_log,
+    measure_line,
     width_of,
     wrap,
     wrap_at,
@@ -241,6 +242,8 @@ def heatmap(
     panel_width = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
     _label_positions(figure, axes[-1, 0], positions, tokens, panel_width)
     bars = [_draw_bar(figure, section, panel_height) for section in drawn]
+    if not all(DIRECTION in bar.get_ylabel() for bar in bars):
+        notes.insert(0, DIRECTION)
     if len(bars) > 1:
         _align_labels(figure, bars)
     # the cells beyond their tolerance and the cells that are not finite are the same
@@ -279,7 +282,9 @@ def _draw_bar(figure: FigureBase, section: DrawnSection, panel_height: float) ->
     """
     metric, mesh = section.metric, section.mesh
     height = len(section.axes) * (PANEL_GAP + panel_height) - PANEL_GAP
-    label = wrap_at(f"{metric.label} ({DIRECTION})", height)
+    label = f"{metric.label} ({DIRECTION})"
+    if measure_line(label) > height:  # then the legend has the direction
+        label = wrap_at(metric.label, height)
     bar = figure.colorbar(mesh, ax=section.axes, label=label)
     label_log(bar.ax.yaxis)
     if not metric.marks:
