@@ -1,6 +1,7 @@
 """Notebooks: 15 to 30 cells, prose without results; their
 answers are computed from the tables of the run, and turn when the tables do."""
 
+import ast
 import json
 import re
 from itertools import product
@@ -20,6 +21,8 @@ from workbench.check import compare, gates, states, stream
 from workbench.check.cost import describe_cost
 from workbench.experiment import gate_table, overview, run_notebook
 from workbench.explain import error
+from workbench.plots.styled import TITLE_FONT, TITLE_SHARE
+from workbench.plots.text import measure_line
 from workbench.sweep import conclude
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -67,6 +70,23 @@ def test_it_asks_a_question_and_computes_the_answer(path):
     assert answer_code(path)
     question = prose[0].partition("\n")[0].removeprefix(f"# {path.name[:2]} · ")
     assert f"| `{path.stem}` | {question} |" in (ROOT / "README.md").read_text()
+
+
+@each_notebook
+def test_the_title_of_a_figure_is_one_line_on_a_page(path):
+    """With names of four characters in place of a tensor's or a chip's."""
+    trees = [ast.parse(cell) for cell in cells_of(path, "code")]
+    calls = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    drawings = [call for call in calls if ast.unparse(call.func) == "experiment.figure"]
+    assert drawings
+    for call in drawings:
+        (title,) = [word.value for word in call.keywords if word.arg == "title"]
+        parts = title.values if isinstance(title, ast.JoinedStr) else [title]
+        text = "".join(
+            getattr(part, "value", "") if isinstance(part, ast.Constant) else "name"
+            for part in parts
+        )
+        assert measure_line(text, **TITLE_FONT) < TITLE_SHARE * plots.PAGE, text
 
 
 @each_notebook
@@ -493,7 +513,7 @@ def test_the_answer_of_31_names_the_layer_with_the_largest_error_of_its_weights(
 def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_error():
     cells = cells_of(named("31"), "code")
     (figure,) = [cell for cell in cells if '"parts", plots' in cell]
-    assert "Table layer_shares, not this figure, shows which layers" in figure
+    assert "table layer_shares, not this figure, shows which layers" in figure
     (cell,) = [cell for cell in cells if '"layer_shares"' in cell]
     tables = {}
     experiment = SimpleNamespace(
@@ -706,7 +726,7 @@ def test_34_draws_configurations_of_one_kl_with_looks_of_their_own():
     names = {"axes": values | {"layout": ["bct1"]}, "configurations": rows}
     (statement,) = re.findall(r"^names = .*?^    *for row .*?$", table, re.M | re.S)
     names |= {"experiment": experiment, "plots": plots, "gates": gates, "MAX_KL": 0.05}
-    exec(statement + "\n" + figure, names | {"model": "a", "machine": "b"})
+    exec(statement + "\n" + figure, names | {"facts": ["a"], "machine": "b"})
     (legend,) = figures["choice"].legends
     labels = [text.get_text() for text in legend.get_texts()]
     keys = dict(zip(labels, legend.legend_handles))
@@ -783,30 +803,21 @@ def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
 
 def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certain():
     shown = of_35()["table"].assign(predicted_kl=0.1)
-    (setting,) = [c for c in cells_of(named("35"), "code") if "times_subtitle =" in c]
-    lines = [
-        line
-        for line in setting.splitlines()
-        if line.startswith(("subtitle", "times_subtitle"))
-    ]
-    source = SimpleNamespace(name="tiny-llama")
-    text = SimpleNamespace(ids=np.zeros(9), source="a.txt")
-    names = {"source": source, "search": SimpleNamespace(text=text), "CHIP": "M4"}
-    exec("\n".join(lines), names)
-    captions = {name: names[name] for name in ("subtitle", "times_subtitle")}
     parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
-    assert (
-        "M4"
-        not in figures_of_35('"bytes", plots', **captions, **parts)["bytes"].subtitle
-    )
+    facts = {"subtitle": "tiny-llama · 9 tokens of a.txt"}
+    of_bytes = figures_of_35('"bytes", plots', **facts, **parts)["bytes"]
+    assert "M4" not in of_bytes.title + of_bytes.subtitle
     every = pd.concat(parts.values())
     # 0.9 to 1.4 ms, with an interval of half to three times as long
-    times = figures_of_35('"times", plots', **captions, every=every)["times"]
-    assert "M4" in times.subtitle
-    assert "wider than the differences: the order of the choices" in times.subtitle
+    times = figures_of_35('"times", plots', **facts, every=every)["times"]
+    assert "M4" in times.title
+    (legend,) = times.figure.legends
+    words = " ".join(legend.get_title().get_text().split())
+    assert "wider than the differences: the order of the choices" in words
     sure = every.assign(low_ms=0.99 * every["ms"], high_ms=1.01 * every["ms"])
-    times = figures_of_35('"times", plots', **captions, every=sure)["times"]
-    assert "not certain" not in times.subtitle
+    times = figures_of_35('"times", plots', **facts, every=sure)["times"]
+    (legend,) = times.figure.legends
+    assert "not certain" not in legend.get_title().get_text()
 
 
 @pytest.mark.parametrize("count", [2, 60])

@@ -19,6 +19,7 @@ from circle import wide
 from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.path import Path
+from matplotlib.text import Annotation
 from PIL import Image
 from tiny import ROOT
 
@@ -32,8 +33,10 @@ from workbench.plots.styled import (
     PALETTE,
     PRESET_LOOKS,
     SPARE_LOOKS,
+    TITLE_FONT,
     looks_by_name,
 )
+from workbench.plots.text import measure_line, wrap_at
 from workbench.plots.tradeoff import RED_MARK
 
 LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue
@@ -86,7 +89,10 @@ def test_a_heatmap_says_which_colours_are_worse(metric):
     figure = plots.heatmap(
         fidelity([3]), metric=metric, title="1 − cosine of an update"
     )
-    assert "lighter is worse" in texts(figure)
+    assert texts(figure).count("lighter is worse") == 1
+    tall = plots.heatmap(long_text(30, 4), metric=metric, by=None)
+    assert tall.axes[-1].get_ylabel().endswith(" (lighter is worse)")
+    assert texts(tall).count("lighter is worse") == 1
     mesh = drawn(figure, QuadMesh)[0]
     ends = mesh.norm.vmin, mesh.norm.vmax
     least, largest = (np.dot(mesh.to_rgba(v)[:3], (0.3, 0.6, 0.1)) for v in ends)
@@ -599,7 +605,7 @@ def test_a_frontier_draws_predicted_means_and_measured_tails():
     words = texts(figure)
     assert "fp16 has a KL of 0, of storage alone" in words
     assert "which a logarithmic axis cannot show" in " ".join(words.split())
-    assert "your limit on the mean, 0.05 nats" in words
+    assert "your limit, 0.05 nats" in words
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
     assert {"lut6-g16", "lut4-g8", "chosen"} <= set(labels)
@@ -790,6 +796,7 @@ def test_several_metrics_share_layers_and_tokens_and_the_bar_names_its_marks():
     # in lines beside panels that are as low as these
     words = [" ".join(bar.get_ylabel().split()) for bar in bars]
     assert words == ["error ÷ rounding", "1 − cosine"]
+    assert "lighter is worse" in texts(figure).splitlines()  # the bars are too short
     figure.draw_without_rendering()
     edges = [bar.yaxis.label.get_window_extent().x0 for bar in bars]
     assert edges[0] == pytest.approx(edges[1], abs=1)
@@ -825,12 +832,75 @@ def test_layers_have_ticks_at_layers_that_exist():
     ) <= {*range(3, 18)}
 
 
-def test_a_title_has_lines_of_about_one_length():
-    title = f"{'word ' * 20}and the last one"
-    figure = plots.bars(pd.DataFrame({"a": [1.0]}), title=title)
-    first, second = figure.get_suptitle().splitlines()
-    assert abs(len(first) - len(second)) < 8
-    assert f"{first} {second}" == title
+@pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
+def test_a_title_is_wrapped_at_the_width_of_its_figure(width):
+    title = f"{'will it fit, ' * 12}and the last one"
+    figure = plots.bars(pd.DataFrame({"a": [1.0]}), title=title, width=width)
+    lines = figure.get_suptitle().splitlines()
+    assert " ".join(lines) == title
+    widths = [measure_line(line, **TITLE_FONT) for line in lines]
+    assert len(lines) > 1 and max(widths) <= width
+    assert all(line_width > 0.8 * width for line_width in widths[:-1])
+
+
+def test_narrow_characters_fill_a_line_as_wide_ones_do():
+    narrow, wide_ones = (wrap_at(f"{word} " * 40, 3.0) for word in ("ill", "WWW"))
+    first_lines = [text.splitlines()[0] for text in (narrow, wide_ones)]
+    assert len(first_lines[0]) > 2 * len(first_lines[1])
+    assert all(2.5 < measure_line(line) <= 3.0 for line in first_lines)
+
+
+@pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
+def test_a_subtitle_is_smaller_and_lighter_than_the_title_and_below_it(width, tmp_path):
+    data = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "panel": "a"})
+    options = {"x": "x", "y": "y", "hue": "panel", "col": "panel", "title": "a title"}
+    figure = plots.lines(data, **options, width=width)
+    height, facts = figure.get_figheight(), "model · int8-channel · max_seq_len 256"
+    plots.save(figure, tmp_path / "a", subtitle=f"{facts} · {facts}")
+    assert figure.get_suptitle() == "a title"
+    assert figure.get_figheight() > height
+    (title,) = (words for words in figure.texts if words.get_text() == "a title")
+    (subtitle,) = (words for words in figure.findobj(Annotation))
+    assert title.get_fontweight() == "bold" != subtitle.get_fontweight()
+    assert 6 <= subtitle.get_fontsize() < title.get_fontsize()
+    assert to_rgb(title.get_color()) < to_rgb(subtitle.get_color())
+    assert not any(line.startswith("·") for line in subtitle.get_text().splitlines())
+    figure.draw_without_rendering()
+    upper, lower = (words.get_window_extent() for words in (title, subtitle))
+    top_of_axes = figure.axes[0].get_tightbbox().y1
+    assert upper.y0 >= lower.y1 and lower.y0 >= top_of_axes
+    assert upper.x0 == pytest.approx(lower.x0, abs=1) and lower.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize("plot", ["bars", "lines"])
+def test_a_note_is_in_the_legend_below_the_notes_of_the_plot(plot):
+    data = pd.DataFrame({"x": [1, 1, 2], "y": [1.0, 2.0, 3.0], "name": "a"})
+    options = {"x": "x", "y": "y", "hue": "name"}
+    if plot == "bars":  # a single column has no legend
+        data, options = data[["y"]], {}
+    figure = getattr(plots, plot)(data, note="see table orders", **options)
+    (legend,) = figure.legends
+    lines = legend.get_title().get_text().splitlines()
+    own = ["points: medians; bars: the least to the most"] if plot == "lines" else []
+    assert lines == [*own, "see table orders"]
+    assert legend.get_title().get_visible() and legend.get_title().get_fontsize() >= 6
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().y1 <= figure.axes[0].get_tightbbox().y0
+
+
+def test_a_legend_has_as_few_rows_as_its_width_allows():
+    data = pd.DataFrame(
+        {"x": [1, 2] * 6, "y": range(12), "name": [*"aabbccddee", "", ""]}
+    )
+    data["name"] = data["name"].replace("", "a name that is far longer than the others")
+    rows = {}
+    for width in (plots.COLUMN, plots.PAGE):
+        figure = plots.lines(data, x="x", y="y", hue="name", width=width)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        assert legend.get_window_extent().x1 <= figure.bbox.x1
+        rows[width] = len({round(t.get_window_extent().y0) for t in legend.get_texts()})
+    assert rows[plots.PAGE] == 1 < rows[plots.COLUMN] < 4
 
 
 def test_a_mark_hides_none_of_an_earlier_group():

@@ -1,10 +1,10 @@
 """Eight figures, each a function from a DataFrame to a matplotlib Figure, and `save`.
 
 The data come first; everything else is a keyword. All eight functions have the keywords
-`title`, `width` in inches (`COLUMN` or `PAGE`), and `figure`, a figure to draw into,
-such as a widget's canvas, in place of a new one. It may be a subfigure of a figure with
-constrained layout, whose width and height it keeps. pyplot neither keeps nor shows the
-figure that they return.
+`title`, `note` for a sentence in the legend, `width` in inches (`COLUMN` or `PAGE`), and
+`figure`, a figure to draw into, such as a widget's canvas, in place of a new one. It may
+be a subfigure of a figure with constrained layout, whose width and height it keeps.
+pyplot neither keeps nor shows the figure that they return.
 
 Each figure has a module of its own name; `cells` has the coloured cells that `heatmap`
 and `grid` share, `styled` the look of every figure, its legend, and `save`, and `text`

@@ -25,7 +25,7 @@ def bars(table: pd.DataFrame, figure: FigureBase, *, xlabel: str = "") -> None:
     ax.axvline(0, color="black")
     ax.set_yticks(places, labels=[wrap(figure, n) for n in labels_of(table.index)])
     ax.invert_yaxis()
-    ax.margins(x=0.9 / width_of(figure))
+    ax.margins(x=0.9 / width_of(figure), y=0.02)
     ax.set_xlabel(xlabel)
     if count > 1:
         add_legend(figure, ax.get_legend_handles_labels()[0])

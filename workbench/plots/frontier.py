@@ -76,12 +76,12 @@ def frontier(
         keys[CHOSEN] = Line2D([], [], **STAR | {"markersize": 10}, label=CHOSEN)
         if max_kl and column == "kl":
             ax.axhline(max_kl, **DASHED)
-            limit = f"your limit on the mean, {max_kl:g} nats"
+            limit = f"your limit, {max_kl:g} nats"
             keys["limit"] = Line2D([], [], **DASHED, label=limit)
         ax.set_yscale("log")
         label_log(ax.yaxis)
         ax.grid()
-        ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face's model (nats)")
+        ax.set(title=title, xlabel=xlabel, ylabel="KL from Hugging Face (nats)")
         ax.label_outer()
     # The panels share limits that enclose the marks. The line of mixed formats is not
     # enclosed: it goes on to a KL near 0, far below the marks.
@@ -95,9 +95,7 @@ def frontier(
         [], [], **LINE, marker=MIXED_MARK, markersize=3, label="mixed formats"
     )
     notes = [
-        "dots: measured; lines: the mean as predicted, and the 99% quantile from dot to "
-        "dot. Formats were chosen for the mean, so that a single format may have a lower "
-        "quantile."
+        "dots: measured; lines: the mean as predicted, and the 99% quantile from dot to dot"
     ]
     for name in single_formats.loc[single_formats["kl"] == 0, "name"]:
         # the search measures storage alone: the rounding of fp16 arithmetic is not in it

@@ -15,8 +15,9 @@ from workbench.plots.styled import (
     set_height,
     unmeasured_key,
 )
-from workbench.plots.text import labels_of, width_of, wrap
+from workbench.plots.text import labels_of, width_of, wrap, wrap_at
 
+ROW_HEIGHT = 0.25  # inches
 MAX_ROW_LABELS = 40
 COLUMN_LABELS_PER_INCH = 5  # of two digits each
 
@@ -51,7 +52,7 @@ def grid(
         values_table = table.astype(float)
         norm = Normalize(*np.nanquantile(values_table, (0, 1)))
     values = values_table.to_numpy()
-    set_height(figure, 1.1 + 0.25 * len(table))
+    set_height(figure, 1.1 + ROW_HEIGHT * len(table))
     ax = figure.subplots()
     mesh = draw_cells(ax, values_table, norm)
     mesh.set(edgecolor="white", linewidth=1)
@@ -60,7 +61,7 @@ def grid(
     for (y, x), colour in np.ndenumerate(contrasting(mesh)):
         text = texts[y][x]
         ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
-    share = 0.6 / len(table.columns)
+    share = 0.45 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
     max_columns = int(COLUMN_LABELS_PER_INCH * width_of(figure))
     # the last column may be a total, or something that is in no row of the others
@@ -73,7 +74,7 @@ def grid(
         if (values == place).any()
     ]
     if label and not categories:
-        figure.colorbar(mesh, ax=ax, label=label)
+        figure.colorbar(mesh, ax=ax, label=wrap_at(label, ROW_HEIGHT * len(table)))
     if blank:
         ax.patch.set(facecolor="white", hatch=None)
     elif np.isnan(values).any():

@@ -6,7 +6,6 @@ the panels (`_draw_section`), then the labels of positions, the colour bars and 
 legend."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +35,15 @@ from workbench.plots.styled import (
     set_height,
     unmeasured_key,
 )
-from workbench.plots.text import group_by, in_code_points, label_log, width_of, wrap
+from workbench.plots.text import (
+    group_by,
+    in_code_points,
+    label_log,
+    measure_line,
+    width_of,
+    wrap,
+    wrap_at,
+)
 
 HALF_ULP = 2.0**-11  # of an fp16 number, relative to it
 BUDGET_FORMULA = "√(rounding² + 2⁻²²)"
@@ -235,6 +242,8 @@ def heatmap(
     panel_width = width_of(figure) - (MARKED_MARGIN if has_marks else MARGIN)
     _label_positions(figure, axes[-1, 0], positions, tokens, panel_width)
     bars = [_draw_bar(figure, section, panel_height) for section in drawn]
+    if not all(DIRECTION in bar.get_ylabel() for bar in bars):
+        notes.insert(0, DIRECTION)
     if len(bars) > 1:
         _align_labels(figure, bars)
     # the cells beyond their tolerance and the cells that are not finite are the same
@@ -273,8 +282,9 @@ def _draw_bar(figure: FigureBase, section: DrawnSection, panel_height: float) ->
     """
     metric, mesh = section.metric, section.mesh
     height = len(section.axes) * (PANEL_GAP + panel_height) - PANEL_GAP
-    # about as many characters of a label are as long as the bar
-    label = textwrap.fill(metric.label, max(8, int(16 * height)))
+    label = f"{metric.label} ({DIRECTION})"
+    if measure_line(label) > height:  # then the legend has the direction
+        label = wrap_at(metric.label, height)
     bar = figure.colorbar(mesh, ax=section.axes, label=label)
     label_log(bar.ax.yaxis)
     if not metric.marks:
@@ -457,7 +467,7 @@ def _keys(rows: pd.DataFrame, scale: Scale, has_gaps: bool) -> list[Patch]:
 
 def _notes(section: Section, scale: Scale) -> list[str]:
     """The legend's notes on how the cells of a metric are drawn."""
-    notes = [DIRECTION]
+    notes = []
     for count, things in zip(scale.block, ("layers", "positions")):
         if count > 1:
             notes.append(f"a drawn cell is the worst of {count} {things}")

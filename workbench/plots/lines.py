@@ -121,6 +121,8 @@ def lines(
         ax.set_title(title)
         if shares_y:
             ax.label_outer()
+        elif not ax.get_subplotspec().is_last_row():
+            ax.set_xlabel("")
     # in the order of the vocabulary and the groups; a panel may lack the first ones
     legend = [keys[name] for name in line_styles if name in keys]
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]

@@ -11,20 +11,31 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.style
+import numpy as np
 import pandas as pd
 from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 
 from workbench.plots import text
 
 COLUMN = 3.5  # inches: width of a column of a two-column page
 PAGE = 7.1  # inches: width of a page
 LINE = 0.16  # inches: height of a line of a title or a legend
-LEGEND_CHARACTERS_PER_INCH = 16
-MARK_CHARACTERS = 7  # the mark before a label of a legend is as wide as these
+SUBTITLE_LINE = 0.13  # inches: height of a line of a subtitle
+TITLE_SHARE = 0.95
+"""Of a figure's width, for titles and notes. A PNG has text that is up to 3% wider than it
+is measured, since its letters stand on whole pixels."""
+TITLE_FONT = {"fontsize": 9, "fontweight": "bold"}
+SUBTITLE_FONT = {"fontsize": 7.5}
+NOTE_FONT = {"fontsize": 7}
+MUTED_COLOUR = "0.3"
+"""The colour of subtitles and notes."""
+EM = text.FONT_SIZE / 72  # inches: the unit of the lengths in a legend
+LEGEND_LENGTHS = {"handlelength": 2.0, "handletextpad": 0.8, "columnspacing": 2.0}
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """The colours of Okabe and Ito, which colour-blind readers can tell apart."""
 MARKERS = "os^DvPX<>"
@@ -52,8 +63,8 @@ DASHED = {"color": "black", "linestyle": "--", "linewidth": 0.8}
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.7", "hatch": "...."}
 STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8,
+    "font.size": text.FONT_SIZE,
+    "axes.titlesize": text.FONT_SIZE,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -109,13 +120,14 @@ class StyledFigure(Figure):
 def returns_figure(draw: Callable) -> Callable:
     """Turns `draw(data, figure, …)` into a function that returns the figure: a new one,
     or the argument `figure`, cleared first, which may be a subfigure of a larger one. The
-    figure gets the common style and the title."""
+    figure gets the common style, the note and the title."""
 
     @wraps(draw)
     def drawn(
         data: pd.DataFrame,
         *,
         title: str = "",
+        note: str = "",
         width: float = PAGE,
         figure: FigureBase | None = None,
         **options,
@@ -128,6 +140,7 @@ def returns_figure(draw: Callable) -> Callable:
             # labels of x axes would overlap those of the next panel
             for ax in figure.axes:
                 ax.xaxis.label.set_text(text.wrap(figure, ax.get_xlabel()))
+            add_note(figure, note)
             set_title(figure, title)
             text.write_code_points(figure)
         return figure
@@ -163,11 +176,42 @@ def looks_by_name(
     return {name: PRESET_LOOKS.get(name) or next(remaining_looks) for name in all_names}
 
 
-def set_title(figure: FigureBase, *paragraphs: str) -> None:
-    """Writes each paragraph above all axes, wrapped at the width of the figure or
-    before it, so that no line has a single word left."""
-    lines = [text.wrap_evenly(figure, words) for words in paragraphs if words]
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9)
+def set_title(figure: FigureBase, title: str) -> None:
+    """Writes a title above all axes, wrapped at the width of the figure."""
+    lines = text.wrap(figure, title, TITLE_SHARE, **TITLE_FONT)
+    add_height(figure, LINE * lines.count("\n"))
+    figure.suptitle(lines, x=0.01, ha="left", **TITLE_FONT)
+
+
+def add_subtitle(figure: Figure, subtitle: str) -> None:
+    """Writes a subtitle below the title, smaller than it and in grey, wrapped at the
+    width of the figure."""
+    if not subtitle:
+        return
+    # a line ends with the sign between two facts, and none starts with it
+    facts = subtitle.replace(" · ", "\N{NO-BREAK SPACE}· ")
+    lines = text.wrap(figure, facts, TITLE_SHARE, **SUBTITLE_FONT)
+    lines = lines.replace("\N{NO-BREAK SPACE}", " ")
+    height = SUBTITLE_LINE * (1 + lines.count("\n"))
+    add_height(figure, height)
+    written = figure.get_suptitle()
+    (title,) = (words for words in figure.texts if words.get_text() == written)
+    figure.add_artist(
+        Annotation(
+            lines,
+            (0, 0),
+            (0, -2),
+            xycoords=title,
+            textcoords="offset points",
+            va="top",
+            color=MUTED_COLOUR,
+            annotation_clip=False,
+            **SUBTITLE_FONT,
+        )
+    )
+    # the layout makes room for the title alone
+    share = height / figure.get_figheight()
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - share))
 
 
 def set_height(figure: FigureBase, inches: float) -> None:
@@ -198,18 +242,50 @@ def add_legend(figure: FigureBase, keys: Sequence, notes: Sequence[str] = ()) ->
     if not keys and not notes:
         return
     labels = [key.get_label() for key in keys]
-    longest = max(
-        (len(line) for label in labels for line in label.split("\n")), default=0
+    columns = _legend_columns(labels, TITLE_SHARE * text.width_of(figure))
+    title = "\n".join(
+        text.wrap(figure, note, TITLE_SHARE, **NOTE_FONT) for note in notes
     )
-    line_characters = LEGEND_CHARACTERS_PER_INCH * text.width_of(figure)
-    columns = max(1, int(line_characters / (longest + MARK_CHARACTERS)))
-    title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
     lines = math.ceil(len(keys) / columns) + len(title.splitlines())
     add_height(figure, lines * LINE)
-    legend_options = {"title": title, "alignment": "left"} if title else {}
-    figure.legend(
-        handles=keys, loc="outside lower left", ncols=columns, **legend_options
+    legend = figure.legend(
+        handles=keys,
+        loc="outside lower left",
+        ncols=columns,
+        title=title or None,
+        title_fontsize=NOTE_FONT["fontsize"],
+        alignment="left",
+        **LEGEND_LENGTHS,
     )
+    legend.get_title().set_color(MUTED_COLOUR)
+
+
+def add_note(figure: FigureBase, note: str) -> None:
+    """Writes a note below the other notes of the legend."""
+    if not note:
+        return
+    if not figure.legends:
+        add_legend(figure, [], [note])
+        return
+    (legend,) = figure.legends
+    lines = text.wrap(figure, note, TITLE_SHARE, **NOTE_FONT)
+    add_height(figure, LINE * (1 + lines.count("\n")))
+    notes = [words for words in (legend.get_title().get_text(), lines) if words]
+    legend.set_title("\n".join(notes))
+
+
+def _legend_columns(labels: Sequence[str], inches: float) -> int:
+    """The number of columns of a legend that has as few rows as its width allows."""
+    mark = EM * (LEGEND_LENGTHS["handlelength"] + LEGEND_LENGTHS["handletextpad"])
+    gap = EM * LEGEND_LENGTHS["columnspacing"]
+    widths = [mark + text.measure_line(label) + gap for label in labels]
+    for rows in range(1, len(labels)):
+        columns = math.ceil(len(labels) / rows)
+        # matplotlib fills the columns one after the other, the first ones with more keys
+        parts = np.array_split(widths, columns)
+        if sum(part.max() for part in parts) - gap <= inches:
+            return columns
+    return 1
 
 
 def unmeasured_key() -> Patch:
@@ -222,13 +298,13 @@ def save(figure: Figure, stem: Path, *, subtitle: str = "") -> list[Path]:
     give equal bytes.
 
     Args:
-        subtitle: checkpoint, options and machine of the data, which end the title.
+        subtitle: checkpoint, options and machine of the data, in grey below the title.
     """
     title = figure.get_suptitle().replace("\n", " ")
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     with style():
-        set_title(figure, title, subtitle)
+        add_subtitle(figure, subtitle)
         text.write_code_points(figure)
     for suffix in UNDATED:
         paths.append(stem.with_name(f"{stem.name}.{suffix}"))

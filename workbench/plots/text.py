@@ -13,6 +13,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import FigureBase
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.text import Text
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import (
     FixedLocator,
     LogFormatterSciNotation,
@@ -21,32 +22,47 @@ from matplotlib.ticker import (
 )
 
 NOT_SET = "not set"
+FONT_SIZE = 8  # points
+LEAST_CHARACTERS = 8
+"""Characters of a wrapped line, however narrow the figure is."""
 MAX_CODE_POINTS = 3
 """Code points that are written for adjacent characters that the font lacks."""
 
 
-def wrap(figure: FigureBase, text: str, share: float = 0.5) -> str:
-    """A text in lines of a share of the figure's width."""
-    return textwrap.fill(text, _characters_of_line(figure, share))
+def wrap(figure: FigureBase, text: str, share: float = 0.5, **font) -> str:
+    """A text in lines of a share of the figure's width; `font` as in `wrap_at`."""
+    return wrap_at(text, share * width_of(figure), **font)
 
 
-def wrap_evenly(figure: FigureBase, text: str) -> str:
-    """A text in as few lines of the figure's width as it takes, and these of about the
-    same length."""
-    lines = textwrap.wrap(text, _characters_of_line(figure, 1))
-    # textwrap breaks a word that is longer than a line, so that no line is narrower
-    longest_word = max(map(len, text.split()), default=1)
-    for characters in range(max(map(len, lines), default=0), longest_word - 1, -1):
-        narrower = textwrap.wrap(text, characters)
-        if len(narrower) > len(lines):
+def wrap_at(text: str, inches: float, **font) -> str:
+    """A text in lines that are at most this wide, and not much narrower.
+
+    Args:
+        font: keywords of `measure_line`.
+    """
+    lines = []
+    for characters in range(max(LEAST_CHARACTERS, len(text)), LEAST_CHARACTERS - 1, -1):
+        # textwrap breaks a word that is longer than a line
+        lines = textwrap.wrap(text, characters)
+        if all(measure_line(line, **font) <= inches for line in lines):
             break
-        lines = narrower
     return "\n".join(lines)
 
 
-def _characters_of_line(figure: FigureBase, share: float) -> int:
-    # about 14 characters of a text take an inch
-    return max(8, int(14 * share * width_of(figure)))
+@cache
+def measure_line(
+    line: str, fontsize: float = FONT_SIZE, fontweight: str = "normal"
+) -> float:
+    """The width of a line of text in inches.
+
+    Args:
+        fontsize: in points.
+    """
+    font = FontProperties(size=fontsize, weight=fontweight)
+    # the code points that are drawn in place of missing characters are wider
+    drawn = in_code_points(line)
+    points, _, _ = text_to_path.get_text_width_height_descent(drawn, font, ismath=False)
+    return points / 72
 
 
 def width_of(figure: FigureBase) -> float:
@@ -118,10 +134,13 @@ def label_log(axis) -> None:
 
 @cache
 def _characters() -> frozenset[int]:
-    """Code points of the characters that the font of every figure has."""
+    """Code points of the characters that the font of every figure has, in the weight of
+    titles too."""
     # the font does not depend on the rest of the style
     with style.context("default"):
-        return frozenset(get_font(findfont(FontProperties())).get_charmap())
+        fonts = (FontProperties(weight=weight) for weight in ("normal", "bold"))
+        characters = [{*get_font(findfont(font)).get_charmap()} for font in fonts]
+    return frozenset.intersection(*map(frozenset, characters))
 
 
 def _missing_characters(text: str) -> set[str]:

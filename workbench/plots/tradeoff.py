@@ -17,7 +17,7 @@ from workbench.plots.styled import (
     returns_figure,
     set_height,
 )
-from workbench.plots.text import describe_unplaced, group_by, label_log, label_of, wrap
+from workbench.plots.text import describe_unplaced, group_by, label_log, label_of
 
 VERDICTS = ["verdict", "quality"]
 LEAST_KL = 1e-8
@@ -70,12 +70,14 @@ def tradeoff(
         own_name = name if hue else ""
         _draw_points(ax, group, look_of[name], area, own_name, not has_one_verdict)
     best = _pareto_front(measured)
-    _annotate_numbers(ax, figure, best)
+    _annotate_numbers(ax, best)
     if max_kl:
         ax.axvline(max_kl, **DASHED, label=f"your limit, {max_kl:g} nats")
     ax.grid()
     ax.margins(0.1)
-    ax.set(xscale="log", ylabel="tokens per second", ylim=0)
+    ax.set(xscale="log", ylabel="tokens per second")
+    # all of the highest mark and of its number is inside
+    ax.set_ylim(0, 1.15 * measured["tokens_per_s"].max() if len(measured) else None)
     ax.set_xlabel("mean KL from Hugging Face's model (nats)")
     label_log(ax.xaxis)
     notes = []
@@ -86,6 +88,7 @@ def tradeoff(
         notes.append(
             f"numbered: GREEN and WITHIN, and more than {share} faster than all of a lower KL"
         )
+    notes += [f"{number}: {name}" for number, name in enumerate(best["name"], 1)]
     if clipped_count:
         notes.append(
             f"{clipped_count} with a KL below {LEAST_KL:g} are drawn at {LEAST_KL:g}"
@@ -131,14 +134,12 @@ def _verdicts(verdict: str | None, quality: str | None) -> str:
     return words
 
 
-def _annotate_numbers(ax: Axes, figure: FigureBase, best: pd.DataFrame) -> None:
-    """Numbers the best configurations, and names them in the legend."""
+def _annotate_numbers(ax: Axes, best: pd.DataFrame) -> None:
+    """Numbers the best configurations."""
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
         offset = {"textcoords": "offset points", "ha": "right"}
         ax.annotate(str(number), point, (-3, 4), **offset)
-        name = wrap(figure, f"{number}: {row.name}", 0.8)
-        ax.plot([], [], linestyle="", label=name)  # a line of the legend without a mark
 
 
 def _pareto_front(configurations: pd.DataFrame) -> pd.DataFrame:
