@@ -850,6 +850,15 @@ def test_narrow_characters_fill_a_line_as_wide_ones_do():
     assert all(2.5 < measure_line(line) <= 3.0 for line in first_lines)
 
 
+def test_a_figure_that_is_saved_twice_has_one_subtitle(tmp_path):
+    data = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "panel": "a"})
+    figure = plots.lines(data, x="x", y="y", hue="panel")
+    first, *_ = plots.save(figure, tmp_path / "a", subtitle="tiny-llama · fp16")
+    second, *_ = plots.save(figure, tmp_path / "b", subtitle="tiny-llama · fp16")
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_text().count("tiny-llama · fp16") == 1
+
+
 @pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
 def test_a_subtitle_is_smaller_and_lighter_than_the_title_and_below_it(width, tmp_path):
     data = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "panel": "a"})

@@ -31,6 +31,7 @@ TITLE_SHARE = 0.95
 is measured, since its letters stand on whole pixels."""
 TITLE_FONT = {"fontsize": 9, "fontweight": "bold"}
 SUBTITLE_FONT = {"fontsize": 7.5}
+SUBTITLE_ID = "subtitle"
 NOTE_FONT = {"fontsize": 7}
 MUTED_COLOUR = "0.3"
 """The colour of subtitles and notes."""
@@ -185,8 +186,9 @@ def set_title(figure: FigureBase, title: str) -> None:
 
 def add_subtitle(figure: Figure, subtitle: str) -> None:
     """Writes a subtitle below the title, smaller than it and in grey, wrapped at the
-    width of the figure."""
-    if not subtitle:
+    width of the figure. A figure that has a subtitle keeps it, so that it can be saved
+    twice."""
+    if not subtitle or any(part.get_gid() == SUBTITLE_ID for part in figure.artists):
         return
     # a line ends with the sign between two facts, and none starts with it
     facts = subtitle.replace(" · ", "\N{NO-BREAK SPACE}· ")
@@ -206,6 +208,7 @@ def add_subtitle(figure: Figure, subtitle: str) -> None:
             va="top",
             color=MUTED_COLOUR,
             annotation_clip=False,
+            gid=SUBTITLE_ID,
             **SUBTITLE_FONT,
         )
     )
