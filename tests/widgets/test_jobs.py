@@ -63,18 +63,73 @@ def test_a_job_that_is_added_meanwhile_runs_before_the_others(listener):
     assert order == ["f", "l"]
 
 
-@pytest.mark.filterwarnings("error")  # of a thread that ends by an exception
-def test_a_queue_that_is_cancelled_before_it_takes_the_next_job_ends(listener):
-    class CancelledBeforePop(list):
-        def pop(self, index: int) -> Job:
-            if len(self) == 1:
-                listener.queue.cancel()
-            return super().pop(index)
-
-    listener.queue.jobs = CancelledBeforePop()
-    listener.run(Job("a", 1.0, lambda: None), Job("b", 1.0, pytest.fail))
+def test_a_queue_that_is_cancelled_takes_no_further_job(listener):
+    """Also where the running job ends well."""
+    cancels = Job("a", 1.0, listener.queue.cancel)
+    listener.run(cancels, Job("b", 1.0, pytest.fail))
     assert listener.results == 1 and not listener.queue.is_busy
     assert listener.texts[-1] == CANCELLED
+
+
+class Cancellable(Job):
+    """A job that ends once its queue is cancelled."""
+
+    def __init__(self, queue: JobQueue):
+        super().__init__("long", 1.0, self.wait)
+        self.queue, self.has_begun = queue, threading.Event()
+
+    def wait(self) -> None:
+        self.has_begun.set()
+        assert self.queue.cancelled.wait(30)
+        raise process.Cancelled
+
+
+def end(queue: JobQueue) -> None:
+    """Waits for the thread of a queue, and for those that follow it."""
+    while queue.is_busy:
+        queue.thread.join(30)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_jobs_run_in_the_place_of_the_running_one_and_before_those_that_wait(
+    listener, waits
+):
+    order = []
+    long = Cancellable(listener.queue)
+    first, last = (Job(name, 1.0, lambda n=name: order.append(n)) for name in "fl")
+    listener.queue.add_first(long, *[last] * waits)
+    assert long.has_begun.wait(30) and listener.queue.has(long)
+    listener.queue.run_instead(first)
+    end(listener.queue)
+    assert order == ["f", *"l" * waits] and not listener.queue.has(long)
+    # nothing says that the work was cancelled
+    assert CANCELLED not in listener.texts and NOTHING_FINISHED not in listener.texts
+    assert listener.texts[-1] == "" and not listener.errors
+
+
+def test_a_job_that_replaces_nothing_runs(listener):
+    ran = threading.Event()
+    listener.queue.run_instead(Job("a", 1.0, ran.set))
+    end(listener.queue)
+    assert ran.is_set() and listener.results == 1
+
+
+def test_a_job_that_is_added_while_the_queue_is_being_cancelled_runs(listener):
+    long, ran = Cancellable(listener.queue), threading.Event()
+    wait = long.run
+
+    def add_then_end() -> None:
+        try:
+            wait()
+        finally:
+            listener.queue.add_first(Job("next", 1.0, ran.set))
+
+    long.run = add_then_end
+    listener.queue.add_first(long)
+    assert long.has_begun.wait(30)
+    listener.queue.cancel()
+    end(listener.queue)
+    assert ran.is_set() and listener.texts[-1] == ""
 
 
 def test_a_job_that_fails_ends_the_queue(listener):

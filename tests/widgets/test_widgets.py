@@ -494,6 +494,71 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     assert "<b>logits, position " in explorer.place_text.value
 
 
+@pytest.fixture
+def running_split(explorer, monkeypatch):
+    """Starts the split of the clicked cell, which ends only where it is cancelled; has
+    its calls."""
+    began, calls = threading.Event(), []
+
+    def split(*arguments):
+        calls.append(arguments[1])
+        began.set()
+        cancelled(arguments[-1])
+
+    monkeypatch.setattr(explorers, "measure_split", split)
+    click(explorer, 1, 2)
+    assert began.wait(30)
+    yield calls
+    explorer.queue.cancel()
+    explorer.queue.thread.join(30)
+
+
+def test_run_takes_the_place_of_the_split_that_a_click_began(
+    explorer, running_split, monkeypatch
+):
+    measured = []
+    monkeypatch.setattr(explorer, "_measure", measured.append)
+    assert not explorer.run_button.disabled and not explorer.cancel_button.disabled
+    assert explorer.place_text.value.endswith(explorers.SPLITTING)
+    explorer.run_button.click()
+    # the user reads what became of the split
+    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    wait_for(lambda: explorer.cancel_button.disabled)
+    check(explorer)
+    assert len(measured) == explorer.missing_cells == 2
+    assert explorer.status.value == "" and len(running_split) == 1
+
+
+def test_a_second_click_during_a_split_begins_no_second_one(explorer, running_split):
+    click(explorer, 0, 1)
+    assert "layer 0, position 1" in explorer.place_text.value
+    assert explorer.place_text.value.endswith(explorers.SPLITTING)
+    assert not explorer.queue.jobs
+    explorer.cancel_button.click()
+    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    assert len(running_split) == 1
+
+
+def test_a_split_that_waits_says_so(explorer, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
+    monkeypatch.setattr(explorers, "measure_split", lambda *_: None)
+    explorer.run_button.click()
+    wait_for(lambda: explorer.queue.running)
+    click(explorer, 1, 2)
+    assert explorer.place_text.value.endswith(explorers.SPLIT_WAITS)
+    assert explorer.run_button.disabled  # the cells still wait
+    go.set()
+    wait_for(lambda: not explorer.queue.is_busy)
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.slow("searches a program twice")
 def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeypatch):
     assert explorer.search_button.disabled
@@ -634,13 +699,18 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
     assert explorer.cancel_button.disabled and not explorer.run_button.disabled
     explorer.queue.add_first(Job("a <b>", 5.0, lambda: go.wait(30)))
+    # *Run* is for the cells of the grid, which wait for this job
+    assert not explorer.run_button.disabled and not explorer.cancel_button.disabled
+    explorer.run_button.click()
     assert explorer.run_button.disabled and not explorer.cancel_button.disabled
+    assert explorer.run_button.tooltip == explorers.RUN_IS_BUSY
     end = time.monotonic() + 20
     while len(said) < 3 and time.monotonic() < end:
         time.sleep(0.1)
     go.set()
     explorer.queue.thread.join()
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
+    assert explorer.run_button.tooltip == explorers.RUN_TOOLTIP
     assert len({*said[:3]}) == 3
     assert explorer.cancel_button.disabled and not explorer.run_button.disabled
 

@@ -43,11 +43,19 @@ NOTHING_MISSING = "Nothing is missing"
 RUN_MEASURES_THEM = f"<i>{RUN}</i> measures them."
 SAVING = "saving the figure …"
 HINT = "Click on a cell to see its values and its layer's error split."
+SPLITTING = (
+    f"The error of every layer is being split. <i>Cancel</i> ends this, and <i>{RUN}</i> "
+    "takes its place."
+)
+SPLIT_WAITS = "The error of every layer will be split after the running measurement."
+NO_SPLIT = "The log has no error split of this bundle. A click on a cell measures it."
 # what a button does, shown under the pointer
 RUN_TOOLTIP = (
     "Measures every setting of the sliders that the log lacks, the shown bundle's first. "
     "Finished measurements stay in the log."
 )
+RUN_IS_BUSY = "The missing settings are being measured; Cancel ends this."
+RUN_IS_COMPLETE = "The log has every setting of the sliders."
 CANCEL_TOOLTIP = "Ends the running measurement and drops those that wait."
 SEARCH_TOOLTIP = (
     "For the clicked cell: searches the bundle's program for the operation that this "
@@ -128,12 +136,14 @@ class Explorer(ui.VBox):
         self.missing_s: float | None = None  # seconds that they take, if known
         # of the last *Run*; some may be done
         self.cell_jobs: list[tuple[Job, list[Stage]]] = []
+        # of error splits, with the options of their bundles; some may be done
+        self.split_jobs: list[tuple[Job, Options]] = []
         self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # `_search_key` → HTML
         self.drawing: Drawing | None = None  # None where nothing was measured
         self.queue = JobQueue(
             say=self._say,
-            on_change=self._enable,
+            on_change=self._follow_queue,
             on_result=partial(self.guarded, self.refresh),
             on_error=self._show_error,
         )
@@ -291,22 +301,33 @@ class Explorer(ui.VBox):
             mark_stops(self.axes[name], marks)
         self.is_selecting = False
 
+    def _follow_queue(self) -> None:
+        """Says what runs now, on the buttons and below the heatmap."""
+        self._enable()
+        self.guarded(self.describe)
+
     def _enable(self) -> None:
-        """Enables *Cancel* while something is measured, and *Run* while nothing is and
-        the log lacks a cell of the grid; says on *Run* how long it will take."""
+        """Enables *Cancel* while something is measured, and *Run* while no cell of the
+        grid is and the log lacks one; says on *Run* how long it will take."""
         if not self.is_open:
             return
-        is_busy, is_complete = self.queue.is_busy, self.missing_cells == 0
-        self.cancel_button.disabled = not is_busy
-        self.run_button.disabled = is_busy or is_complete
-        words = NOTHING_MISSING if is_complete else RUN
-        # while something is measured, the time left stands in the status alone
-        if not (is_busy or is_complete):
-            if self.missing_s is None:
-                words += f" ({count_measurements(self.missing_cells)})"
-            else:
-                words += f" ({about_seconds(self.missing_s)})"
-        self.run_button.description = words
+        is_measuring = any(self.queue.has(job) for job, _ in self.cell_jobs)
+        is_complete = self.missing_cells == 0
+        self.cancel_button.disabled = not self.queue.is_busy
+        self.run_button.disabled = is_measuring or is_complete
+        if is_complete:
+            words, tooltip = NOTHING_MISSING, RUN_IS_COMPLETE
+        elif is_measuring:  # the time left stands in the status alone
+            words, tooltip = RUN, RUN_IS_BUSY
+        else:
+            words, tooltip = f"{RUN} ({self._describe_missing()})", RUN_TOOLTIP
+        self.run_button.description, self.run_button.tooltip = words, tooltip
+
+    def _describe_missing(self) -> str:
+        """The time that the missing cells take, or their count where it is unknown."""
+        if self.missing_s is None:
+            return count_measurements(self.missing_cells)
+        return about_seconds(self.missing_s)
 
     def _follow(self, _: dict) -> None:
         """Draws what the user has selected."""
@@ -417,10 +438,19 @@ class Explorer(ui.VBox):
             self.place_text.value = HINT
             return
         self.place_text.value = f"<b>{escape.html(text)}</b>"
+        self.place_text.value += f"<br>{self._describe_split()}"
+
+    def _describe_split(self) -> str:
+        """The split of the chosen cell's layer as a table, or why there is none."""
+        if self.checkpoint is None:
+            return ""
         split = self._stored_split()
         if split is not None:
-            table = sentences.split_table(split, self.chosen_place.layer)
-            self.place_text.value += f"<br>{table}"
+            return sentences.split_table(split, self.chosen_place.layer)
+        job = self._find_split_job()
+        if job is None:
+            return NO_SPLIT
+        return SPLITTING if self._is_first(job) else SPLIT_WAITS
 
     def _chosen_values(self) -> str:
         """The values of the chosen cell in words; "" if no drawn cell is chosen."""
@@ -455,9 +485,31 @@ class Explorer(ui.VBox):
         # its values now stand below the picture
         self.heatmap.forget_pointer()
         if self.guarded(self.draw) and self._lacks_split():
-            self.queue.add_first(self._split_job(place))
+            self._split()
 
-    def _split_job(self, place: Place) -> Job:
+    def _split(self) -> None:
+        """Has the error split of the drawn bundle measured, unless it already is."""
+        if self._find_split_job():
+            return
+        self.split_jobs = [pair for pair in self.split_jobs if self.queue.has(pair[0])]
+        job = self._split_job()
+        self.split_jobs.append((job, self.drawing.options))
+        self.queue.add_first(job)
+        self.describe()
+
+    def _find_split_job(self) -> Job | None:
+        """The job, running or waiting, that splits the error of the drawn bundle."""
+        for job, options in self.split_jobs:
+            if options == self.drawing.options and self.queue.has(job):
+                return job
+        return None
+
+    def _is_first(self, job: Job) -> bool:
+        """Whether a job is running, or is the next one while none is."""
+        running = self.queue.running
+        return job is (running or next(iter([*self.queue.jobs]), None))
+
+    def _split_job(self) -> Job:
         """A job that measures the error split of the drawn bundle."""
         split = partial(
             measure_split,
@@ -467,8 +519,9 @@ class Explorer(ui.VBox):
             self.root,
             self.queue.cancelled,
         )
-        layer = sentences.layer_name(place.layer)
-        return Job(f"error split of {layer}", SPLIT_S, split)
+        options = self.drawing.options
+        label = f"error split of {options.compress}, max_seq_len {options.max_seq_len}"
+        return Job(label, SPLIT_S, split)
 
     def search(self) -> None:
         """Searches for the operation that computes the chosen cell wrongly."""
@@ -510,8 +563,15 @@ class Explorer(ui.VBox):
         return jobs
 
     def _run_missing(self) -> None:
+        """Measures the missing cells, in the place of a running error split: a click on a
+        cell, which began it, need not have asked for it."""
         self.cell_jobs = self._plan_jobs()
-        self.queue.add_first(*(job for job, _ in self.cell_jobs))
+        jobs = [job for job, _ in self.cell_jobs]
+        if any(job is self.queue.running for job, _ in self.split_jobs):
+            self.queue.run_instead(*jobs)
+        else:
+            self.queue.add_first(*jobs)
+        self._follow_queue()
 
     def _measure(self, cell: Cell) -> None:
         with self.cell_seconds.timing(cell) as report:
