@@ -181,10 +181,24 @@ def test_a_job_that_takes_longer_says_so_and_shows_no_estimate(listener):
 def test_a_queue_with_a_job_of_unknown_length_counts_what_is_left(listener):
     queue, known = listener.queue, Job("a", 2.0, lambda: None)
     queue.jobs = [Job(name, None, lambda: None) for name in "bc"]
-    assert queue._progress(known, 0) == "measuring a, then 2 more measurements"
-    words = "measuring b, 9 s so far, then 1 more measurement"
+    assert queue._progress(known, 0) == (
+        "measuring a, no estimate yet, then 2 more measurements"
+    )
+    words = "measuring b, no estimate yet, 9 s so far, then 1 more measurement"
     assert queue._progress(queue.jobs.pop(0), 9.0) == words
-    assert queue._progress(queue.jobs.pop(0), 0) == "measuring c"
+    assert queue._progress(queue.jobs.pop(0), 0) == "measuring c, no estimate yet"
+
+
+def test_a_first_estimate_is_named_so_and_long_times_are_in_minutes(listener):
+    queue = listener.queue
+    first = Job("a", 100.0, lambda: None, is_first_estimate=True)
+    assert queue._progress(first, 4.0) == "measuring a, first estimate 96 s to go"
+    # beside an estimate that rests on measurements, too
+    queue.jobs = [first]
+    measured = Job("b", 80.0, lambda: None)
+    assert queue._progress(measured, 0) == "measuring b, first estimate 3 min to go"
+    assert jobs.about_seconds(119.0) == "about 119 s"
+    assert jobs.about_seconds(120.0) == "about 2 min"
 
 
 def test_results_that_wait_for_the_kernel_are_told_once(listener, monkeypatch):

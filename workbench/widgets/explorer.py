@@ -26,11 +26,12 @@ from workbench.widgets.controls import (
     OF_SETTING,
     STYLE,
     Selections,
+    label_button,
     make_button,
     make_control,
     mark_stops,
 )
-from workbench.widgets.estimates import CellSeconds, Stage, plan_stages
+from workbench.widgets.estimates import CellSeconds, Stage, bundle_path, plan_stages
 from workbench.widgets.jobs import Job, JobQueue, about_seconds, count_measurements
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
@@ -42,6 +43,9 @@ RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
 RUN_MEASURES_THEM = f"<i>{RUN}</i> measures them."
 SAVING = "saving the figure …"
+STATUS_HEIGHT = "2.3em"
+"""Of the line that is empty while nothing is measured or saved: what is below stays in its
+place."""
 HINT = "Click on a cell to see its values and its layer's error split."
 SPLITTING = (
     f"The error of every layer is being split. <i>Cancel</i> ends this, and <i>{RUN}</i> "
@@ -49,11 +53,31 @@ SPLITTING = (
 )
 SPLIT_WAITS = "The error of every layer will be split after the running measurement."
 NO_SPLIT = "The log has no error split of this bundle. A click on a cell measures it."
+# what a control decides, shown under the pointer; other axes have none
+CONTROL_TOOLTIPS = {
+    "max_seq_len": "Tokens that the KV cache of the bundle can take",
+    "T": "Tokens in one call",
+    "compress": "Format in which the bundle stores its weights",
+    "precision": "Numbers with which the runtime computes; declared: as the program says",
+    "tensor": (
+        "What is compared with Hugging Face's model: what a layer adds to its input "
+        "(update), its rows of the KV cache (k, v), or the model's output (logits)"
+    ),
+    "metric": (
+        "1 − cosine: how far the directions differ, 0 where they agree; "
+        "error ÷ rounding: a relative error over what rounding alone causes"
+    ),
+}
 # what a button does, shown under the pointer
 RUN_TOOLTIP = (
     "Measures every setting of the sliders that the log lacks, the shown bundle's first. "
     "Finished measurements stay in the log."
 )
+FIRST_ESTIMATE = (
+    "The first estimate rests on the times at which this notebook's bundle was exported "
+    "and validated. It is replaced by the times of this session's measurements."
+)
+NO_ESTIMATE = "Nothing was measured yet on which an estimate of the time could rest."
 RUN_IS_BUSY = "The missing settings are being measured; Cancel ends this."
 RUN_IS_COMPLETE = "The log has every setting of the sliders."
 CANCEL_TOOLTIP = "Ends the running measurement and drops those that wait."
@@ -134,6 +158,7 @@ class Explorer(ui.VBox):
         self.is_selecting = False  # while code, not the user, changes the controls
         self.missing_cells = 0  # number of the grid's cells that the log lacks
         self.missing_s: float | None = None  # seconds that they take, if known
+        self.is_first_estimate = False  # whether a part of them was never measured
         # of the last *Run*; some may be done
         self.cell_jobs: list[tuple[Job, list[Stage]]] = []
         # of error splits, with the options of their bundles; some may be done
@@ -151,6 +176,8 @@ class Explorer(ui.VBox):
         self.heatmap.canvas.mpl_connect("button_press_event", self.click)
         self._make_widgets()
         rows = [self._row(self.controls), self._row(self.buttons)]
+        rows.append(self._row([self.status, self.saved_text]))
+        rows[-1].layout.min_height = STATUS_HEIGHT
         texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         for shown in (
@@ -170,11 +197,15 @@ class Explorer(ui.VBox):
 
     def _make_widgets(self) -> None:
         self.axes = {
-            name: make_control(name, values)
+            name: make_control(name, values, tooltip=CONTROL_TOOLTIPS.get(name))
             for name, values in self.results.axes().items()
         }
-        self.tensor = make_control("tensor", TENSORS)
-        self.metric = make_control("metric", METRICS)
+        self.tensor = make_control(
+            "tensor", TENSORS, tooltip=CONTROL_TOOLTIPS["tensor"]
+        )
+        self.metric = make_control(
+            "metric", METRICS, tooltip=CONTROL_TOOLTIPS["metric"]
+        )
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
             widget.observe(self._follow, "value")
@@ -202,8 +233,6 @@ class Explorer(ui.VBox):
             self.cancel_button,
             self.search_button,
             self.save_button,
-            self.saved_text,
-            self.status,
         ]
 
     @staticmethod
@@ -267,6 +296,9 @@ class Explorer(ui.VBox):
         """Reads the log, moves the controls to the setting at which the most was
         measured, and draws."""
         self.results.refresh()
+        if self.checkpoint:
+            cells = self.results.cells["cell"]
+            self.cell_seconds.read_first(bundle_path(c, self.bundles) for c in cells)
         self.is_selecting = True
         for name, value in self.results.most_measured().items():
             self.axes[name].value = value
@@ -286,14 +318,23 @@ class Explorer(ui.VBox):
         self.runs = log.load("runs", self.root, {"run_id": run_ids})
         cells = self.results.missing(self.setting())
         self.missing_cells = len(cells)
-        stages = chain.from_iterable(plan_stages(cells, self.bundles))
-        self.missing_s = self.cell_seconds.estimate(stages)
+        stages = [*chain.from_iterable(plan_stages(cells, self.bundles))]
+        self.missing_s, self.is_first_estimate = self._estimate(stages)
         # a cell that was measured since *Run* corrects the time left
         for job, stages in self.cell_jobs:
-            job.seconds = self.cell_seconds.estimate(stages)
+            job.seconds, job.is_first_estimate = self._estimate(stages)
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
+
+    def _estimate(self, stages: list[Stage]) -> tuple[float | None, bool]:
+        """The seconds that stages take, if known, and whether this is a first
+        estimate."""
+        measured = self.cell_seconds.estimate(stages)
+        if measured is not None:
+            return measured, False
+        first = self.cell_seconds.first_estimate(stages)
+        return first, first is not None
 
     def _mark_stops(self) -> None:
         self.is_selecting = True
@@ -321,13 +362,18 @@ class Explorer(ui.VBox):
             words, tooltip = RUN, RUN_IS_BUSY
         else:
             words, tooltip = f"{RUN} ({self._describe_missing()})", RUN_TOOLTIP
-        self.run_button.description, self.run_button.tooltip = words, tooltip
+            if self.missing_s is None:
+                tooltip += f" {NO_ESTIMATE}"
+            elif self.is_first_estimate:
+                tooltip += f" {FIRST_ESTIMATE}"
+        label_button(self.run_button, words, tooltip)
 
     def _describe_missing(self) -> str:
-        """The time that the missing cells take, or their count where it is unknown."""
+        """The number of missing cells and the time that they take, if it is known."""
+        count = count_measurements(self.missing_cells)
         if self.missing_s is None:
-            return count_measurements(self.missing_cells)
-        return about_seconds(self.missing_s)
+            return f"{count}, no estimate yet"
+        return f"{count}, {about_seconds(self.missing_s, self.is_first_estimate)}"
 
     def _follow(self, _: dict) -> None:
         """Draws what the user has selected."""
@@ -558,8 +604,9 @@ class Explorer(ui.VBox):
         for cell, stages in zip(cells, plan_stages(cells, self.bundles)):
             options = cell.options
             label = f"{options.compress}, max_seq_len {options.max_seq_len}"
-            seconds = self.cell_seconds.estimate(stages)
-            jobs.append((Job(label, seconds, partial(self._measure, cell)), stages))
+            seconds, is_first = self._estimate(stages)
+            measure = partial(self._measure, cell)
+            jobs.append((Job(label, seconds, measure, is_first), stages))
         return jobs
 
     def _run_missing(self) -> None:

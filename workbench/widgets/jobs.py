@@ -23,6 +23,8 @@ class Job:
     corrected while the job waits."""
     run: Callable[[], None]
     """May raise `process.Cancelled` once the queue was cancelled."""
+    is_first_estimate: bool = False
+    """Whether `seconds` rests on no measurement like it."""
 
 
 class JobQueue:
@@ -172,7 +174,10 @@ class JobQueue:
         seconds = [job.seconds, *(later.seconds for later in later_jobs)]
         words = f"measuring {job.label}"
         if None not in seconds and elapsed_s < job.seconds:
-            return f"{words}, {about_seconds(sum(seconds) - elapsed_s)} to go"
+            is_first = any(j.is_first_estimate for j in [job, *later_jobs])
+            return f"{words}, {about_seconds(sum(seconds) - elapsed_s, is_first)} to go"
+        if None in seconds:
+            words += ", no estimate yet"
         # an estimate of the others would be doubtful beside one that proved wrong
         if elapsed_s:
             words += f", {elapsed_s:.0f} s so far"
@@ -183,8 +188,14 @@ class JobQueue:
         return words
 
 
-def about_seconds(seconds: float) -> str:
-    return f"about {seconds:.0f} s"
+def about_seconds(seconds: float, is_first: bool = False) -> str:
+    """A time that is estimated, in seconds or minutes.
+
+    Args:
+        is_first: whether the estimate rests on no measurement like it.
+    """
+    time_words = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{'first estimate' if is_first else 'about'} {time_words}"
 
 
 def count_measurements(count: int, more: str = "") -> str:
