@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.bundle import Options
+from workbench.check import gates
 from workbench.widgets import estimates
 from workbench.widgets.estimates import (
     EXPORTING,
@@ -116,6 +117,7 @@ def write_bundle(
 def test_a_first_estimate_rests_on_the_files_of_an_export_and_its_validation(
     seconds, tmp_path
 ):
+    assert estimates.VERDICT == gates.VERDICT
     bundle = write_bundle(tmp_path, FP16)
     assert estimates.bundle_path(cell(FP16), tmp_path) == bundle
     first, second = plan_stages([cell(INT8, True), cell(INT8)], tmp_path)

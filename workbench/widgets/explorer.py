@@ -47,10 +47,8 @@ STATUS_HEIGHT = "2.3em"
 """Of the line that is empty while nothing is measured or saved: what is below stays in its
 place."""
 HINT = "Click on a cell to see its values and its layer's error split."
-SPLITTING = (
-    f"The error of every layer is being split. <i>Cancel</i> ends this, and <i>{RUN}</i> "
-    "takes its place."
-)
+SPLITTING = "The error of every layer is being split. <i>Cancel</i> ends this."
+RUN_TAKES_OVER = f"<i>{RUN}</i> ends it, too, and measures the missing settings."
 SPLIT_WAITS = "The error of every layer will be split after the running measurement."
 NO_SPLIT = "The log has no error split of this bundle. A click on a cell measures it."
 # what a control decides, shown under the pointer; other axes have none
@@ -496,7 +494,11 @@ class Explorer(ui.VBox):
         job = self._find_split_job()
         if job is None:
             return NO_SPLIT
-        return SPLITTING if self._is_first(job) else SPLIT_WAITS
+        if not self._is_first(job):
+            return SPLIT_WAITS
+        return (
+            SPLITTING if self.run_button.disabled else f"{SPLITTING} {RUN_TAKES_OVER}"
+        )
 
     def _chosen_values(self) -> str:
         """The values of the chosen cell in words; "" if no drawn cell is chosen."""
