@@ -90,6 +90,29 @@ def end(queue: JobQueue) -> None:
         queue.thread.join(30)
 
 
+@pytest.mark.filterwarnings("error")  # of a thread that ends by an exception
+def test_jobs_are_not_dropped_while_a_thread_takes_the_next_one(listener):
+    taking, dropped = threading.Event(), threading.Event()
+
+    class SlowList(list):
+        def pop(self, index: int) -> Job:
+            taking.set()
+            dropped.wait(0.5)  # the other thread waits for this one
+            return super().pop(index)
+
+    def drop() -> None:
+        assert taking.wait(30)
+        listener.queue.drop_waiting()
+        dropped.set()
+
+    listener.queue.jobs = SlowList()
+    other = threading.Thread(target=drop)
+    other.start()
+    listener.run(Job("a", 1.0, lambda: None))
+    other.join(30)
+    assert listener.results == 1 and not listener.queue.is_busy
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_jobs_run_in_the_place_of_the_running_one_and_before_those_that_wait(
     listener, waits

@@ -271,7 +271,7 @@ class Explorer(ui.VBox):
             action()
             return True
         except Exception as problem:
-            self.queue.jobs.clear()
+            self.queue.drop_waiting()
             self._show_error(problem)
             return False
 

@@ -100,6 +100,11 @@ class JobQueue:
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
+    def drop_waiting(self) -> None:
+        """Drops the jobs that wait. The running one goes on."""
+        with self._lock:
+            self.jobs.clear()
+
     def cancel(self) -> None:
         """Ends the running job, whose child process is killed, and drops the others."""
         with self._lock:
