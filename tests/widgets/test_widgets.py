@@ -866,7 +866,7 @@ def test_nothing_moves_when_a_measurement_begins(explorer, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
     width = explorer.run_button.layout.min_width
-    assert int(width.removesuffix("ch")) > len(explorer.run_button.description)
+    assert int(width.removesuffix("ch")) > len(explorers.RUN)
     explorer.run_button.click()
     assert explorer.run_button.layout.min_width == width
     go.set()
@@ -875,6 +875,10 @@ def test_nothing_moves_when_a_measurement_begins(explorer, monkeypatch):
     assert line.layout.min_height and explorer.saved_text in line.children
 
 
-def test_every_control_says_what_it_decides(explorer):
-    for control in [*explorer.controls, *explorer.buttons]:
+def test_sliders_and_buttons_have_tooltips_and_tensors_are_explained(explorer):
+    sliders = [explorer.axes["max_seq_len"], explorer.axes["T"]]
+    for control in [*sliders, *explorer.buttons]:
         assert control.tooltip, control.description
+    explained = dict(explorer.tensor.options)
+    assert [*explained.values()] == [*explorers.TENSORS]
+    assert all(len(label) > len(name) for label, name in explained.items())

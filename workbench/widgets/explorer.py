@@ -36,7 +36,13 @@ from workbench.widgets.jobs import Job, JobQueue, about_seconds, count_measureme
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
-TENSORS = ("update", "k", "v", "logits")
+TENSORS = {
+    "update": "update (what a layer adds)",
+    "k": "k (rows of the KV cache)",
+    "v": "v (rows of the KV cache)",
+    "logits": "logits (the model's output)",
+}
+"""A tensor that is compared with Hugging Face's → its label in the list."""
 METRICS = [(metric.label, name) for name, metric in plots.METRICS.items()]
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
 RUN = "Run what is missing"
@@ -51,20 +57,10 @@ SPLITTING = "The error of every layer is being split. <i>Cancel</i> ends this."
 RUN_TAKES_OVER = f"<i>{RUN}</i> ends it, too, and measures the missing settings."
 SPLIT_WAITS = "The error of every layer will be split after the running measurement."
 NO_SPLIT = "The log has no error split of this bundle. A click on a cell measures it."
-# what a control decides, shown under the pointer; other axes have none
-CONTROL_TOOLTIPS = {
+# what a slider decides, shown under the pointer; ipywidgets shows no such text on lists
+SLIDER_TOOLTIPS = {
     "max_seq_len": "Tokens that the KV cache of the bundle can take",
     "T": "Tokens in one call",
-    "compress": "Format in which the bundle stores its weights",
-    "precision": "Numbers with which the runtime computes; declared: as the program says",
-    "tensor": (
-        "What is compared with Hugging Face's model: what a layer adds to its input "
-        "(update), its rows of the KV cache (k, v), or the model's output (logits)"
-    ),
-    "metric": (
-        "1 − cosine: how far the directions differ, 0 where they agree; "
-        "error ÷ rounding: a relative error over what rounding alone causes"
-    ),
 }
 # what a button does, shown under the pointer
 RUN_TOOLTIP = (
@@ -195,15 +191,12 @@ class Explorer(ui.VBox):
 
     def _make_widgets(self) -> None:
         self.axes = {
-            name: make_control(name, values, tooltip=CONTROL_TOOLTIPS.get(name))
+            name: make_control(name, values, tooltip=SLIDER_TOOLTIPS.get(name))
             for name, values in self.results.axes().items()
         }
-        self.tensor = make_control(
-            "tensor", TENSORS, tooltip=CONTROL_TOOLTIPS["tensor"]
-        )
-        self.metric = make_control(
-            "metric", METRICS, tooltip=CONTROL_TOOLTIPS["metric"]
-        )
+        labels = [(label, name) for name, label in TENSORS.items()]
+        self.tensor = make_control("tensor", labels)
+        self.metric = make_control("metric", METRICS)
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
             widget.observe(self._follow, "value")
