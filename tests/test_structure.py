@@ -15,7 +15,8 @@ ROOT = Path(workbench.__file__).parents[1]
 PACKAGES = ("miltorch", "workbench")
 # modules at the root that every room may import; they import no room
 STANDALONE_MODULES = set(
-    "checkpoint_checks core_ml_log errors escape files heap paths plugins process progress".split()
+    "checkpoint_checks core_ml_log errors escape files heap nbformat_import paths plugins "
+    "process progress".split()
 )
 LEAVES = {
     "miltorch.errors",

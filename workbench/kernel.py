@@ -24,6 +24,7 @@ from zmq import ZMQError
 
 from workbench.errors import CellError, InputError, one_line
 from workbench.escape import path_template
+from workbench.nbformat_import import import_nbformat
 from workbench.progress import STAGE_FILE_VARIABLE, shows_bars, tick
 
 POLL_S = 1.0
@@ -111,6 +112,7 @@ def execute(
         CellError: a cell raised another error, or the kernel did not start, ended or
             gave no answer.
     """
+    import_nbformat()  # before papermill imports it
     import papermill
     from papermill.exceptions import PapermillExecutionError
     from traitlets.config import Config

@@ -4,8 +4,10 @@ what disturbed a process is recognised and left out where others are there."""
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from workbench import log, sweep
+from workbench.log import times
 from workbench.sweep import summary
 from workbench.sweep.table import table_lines
 
@@ -102,3 +104,14 @@ def test_figures_get_one_value_of_each_process(tmp_path):
     assert result["run_id"].tolist() == ["1", "3"]
     assert result["value"].tolist() == pytest.approx([40, 40])
     assert result["disturbed"].notna().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 8])
+def test_the_interval_has_the_quantile_of_student_s_distribution(pairs):
+    ratios = np.linspace(1.1, 1.3, pairs)
+    estimate = times.compare_settings(pd.Series(np.ones(pairs)), pd.Series(ratios))
+    logs = np.log(ratios)
+    quantile = stats.t.ppf((1 + times.CONFIDENCE) / 2, pairs - 1)
+    half_width = quantile * logs.std(ddof=1) / pairs**0.5
+    interval = np.exp([logs.mean() - half_width, logs.mean() + half_width])
+    np.testing.assert_array_equal([estimate.low, estimate.high], interval)

@@ -63,18 +63,96 @@ def test_a_job_that_is_added_meanwhile_runs_before_the_others(listener):
     assert order == ["f", "l"]
 
 
-@pytest.mark.filterwarnings("error")  # of a thread that ends by an exception
-def test_a_queue_that_is_cancelled_before_it_takes_the_next_job_ends(listener):
-    class CancelledBeforePop(list):
-        def pop(self, index: int) -> Job:
-            if len(self) == 1:
-                listener.queue.cancel()
-            return super().pop(index)
-
-    listener.queue.jobs = CancelledBeforePop()
-    listener.run(Job("a", 1.0, lambda: None), Job("b", 1.0, pytest.fail))
+def test_a_queue_that_is_cancelled_takes_no_further_job(listener):
+    """Also where the running job ends well."""
+    cancels = Job("a", 1.0, listener.queue.cancel)
+    listener.run(cancels, Job("b", 1.0, pytest.fail))
     assert listener.results == 1 and not listener.queue.is_busy
     assert listener.texts[-1] == CANCELLED
+
+
+class Cancellable(Job):
+    """A job that ends once its queue is cancelled."""
+
+    def __init__(self, queue: JobQueue):
+        super().__init__("long", 1.0, self.wait)
+        self.queue, self.has_begun = queue, threading.Event()
+
+    def wait(self) -> None:
+        self.has_begun.set()
+        assert self.queue.cancelled.wait(30)
+        raise process.Cancelled
+
+
+def end(queue: JobQueue) -> None:
+    """Waits for the thread of a queue, and for those that follow it."""
+    while queue.is_busy:
+        queue.thread.join(30)
+
+
+@pytest.mark.filterwarnings("error")  # of a thread that ends by an exception
+def test_jobs_are_not_dropped_while_a_thread_takes_the_next_one(listener):
+    taking, dropped = threading.Event(), threading.Event()
+
+    class SlowList(list):
+        def pop(self, index: int) -> Job:
+            taking.set()
+            dropped.wait(0.5)  # the other thread waits for this one
+            return super().pop(index)
+
+    def drop() -> None:
+        assert taking.wait(30)
+        listener.queue.drop_waiting()
+        dropped.set()
+
+    listener.queue.jobs = SlowList()
+    other = threading.Thread(target=drop)
+    other.start()
+    listener.run(Job("a", 1.0, lambda: None))
+    other.join(30)
+    assert listener.results == 1 and not listener.queue.is_busy
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_jobs_run_in_the_place_of_the_running_one_and_before_those_that_wait(
+    listener, waits
+):
+    order = []
+    long = Cancellable(listener.queue)
+    first, last = (Job(name, 1.0, lambda n=name: order.append(n)) for name in "fl")
+    listener.queue.add_first(long, *[last] * waits)
+    assert long.has_begun.wait(30) and listener.queue.has(long)
+    listener.queue.run_instead(first)
+    end(listener.queue)
+    assert order == ["f", *"l" * waits] and not listener.queue.has(long)
+    # nothing says that the work was cancelled
+    assert CANCELLED not in listener.texts and NOTHING_FINISHED not in listener.texts
+    assert listener.texts[-1] == "" and not listener.errors
+
+
+def test_a_job_that_replaces_nothing_runs(listener):
+    ran = threading.Event()
+    listener.queue.run_instead(Job("a", 1.0, ran.set))
+    end(listener.queue)
+    assert ran.is_set() and listener.results == 1
+
+
+def test_a_job_that_is_added_while_the_queue_is_being_cancelled_runs(listener):
+    long, ran = Cancellable(listener.queue), threading.Event()
+    wait = long.run
+
+    def add_then_end() -> None:
+        try:
+            wait()
+        finally:
+            listener.queue.add_first(Job("next", 1.0, ran.set))
+
+    long.run = add_then_end
+    listener.queue.add_first(long)
+    assert long.has_begun.wait(30)
+    listener.queue.cancel()
+    end(listener.queue)
+    assert ran.is_set() and listener.texts[-1] == ""
 
 
 def test_a_job_that_fails_ends_the_queue(listener):
@@ -126,10 +204,24 @@ def test_a_job_that_takes_longer_says_so_and_shows_no_estimate(listener):
 def test_a_queue_with_a_job_of_unknown_length_counts_what_is_left(listener):
     queue, known = listener.queue, Job("a", 2.0, lambda: None)
     queue.jobs = [Job(name, None, lambda: None) for name in "bc"]
-    assert queue._progress(known, 0) == "measuring a, then 2 more measurements"
-    words = "measuring b, 9 s so far, then 1 more measurement"
+    assert queue._progress(known, 0) == (
+        "measuring a, no estimate yet, then 2 more measurements"
+    )
+    words = "measuring b, no estimate yet, 9 s so far, then 1 more measurement"
     assert queue._progress(queue.jobs.pop(0), 9.0) == words
-    assert queue._progress(queue.jobs.pop(0), 0) == "measuring c"
+    assert queue._progress(queue.jobs.pop(0), 0) == "measuring c, no estimate yet"
+
+
+def test_a_first_estimate_is_named_so_and_long_times_are_in_minutes(listener):
+    queue = listener.queue
+    first = Job("a", 100.0, lambda: None, is_first_estimate=True)
+    assert queue._progress(first, 4.0) == "measuring a, first estimate 96 s to go"
+    # beside an estimate that rests on measurements, too
+    queue.jobs = [first]
+    measured = Job("b", 80.0, lambda: None)
+    assert queue._progress(measured, 0) == "measuring b, first estimate 3 min to go"
+    assert jobs.about_seconds(119.0) == "about 119 s"
+    assert jobs.about_seconds(120.0) == "about 2 min"
 
 
 def test_results_that_wait_for_the_kernel_are_told_once(listener, monkeypatch):

@@ -24,7 +24,7 @@ from workbench.check import fidelity, gates
 from workbench.experiment import Experiment
 from workbench.explain import operation
 from workbench.sweep import identity
-from workbench.widgets import Explorer, planner, planning, results, sentences
+from workbench.widgets import Explorer, estimates, planner, planning, results, sentences
 from workbench.widgets import explorer as explorers
 from workbench.widgets.controls import OF_SETTING, STALE
 from workbench.widgets.estimates import EXPORTING, MEASURING, Stage
@@ -52,7 +52,9 @@ def root(tmp_path_factory):
     assert "not measured at this setting" in view.message.value
     assert view.cancel_button.disabled
     # nothing was measured on which an estimate could rest
-    assert view.run_button.description == "Run what is missing (2 measurements)"
+    assert view.run_button.description == (
+        "Run what is missing (2 measurements, no estimate yet)"
+    )
     said = []
     view.status.observe(lambda change: said.append(change["new"]), names="value")
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +63,9 @@ def root(tmp_path_factory):
         view.queue.thread.join()
     check(view)
     job = "measuring int8-tensor, max_seq_len 16"
-    assert said[0] == f"{job}, then 1 more measurement" and said[-2].startswith(job)
+    assert said[0] == f"{job}, no estimate yet, then 1 more measurement" and said[
+        -2
+    ].startswith(job)
     stages = [(stage.name, stage.validates) for stage, _ in view.cell_seconds._measured]
     measured = {(MEASURING, True), (MEASURING, False)}
     assert stages[0] == (EXPORTING, False) and {*stages[1:]} == measured
@@ -476,7 +480,7 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     explorer.queue.thread.join()
     check(explorer)
     assert "quantization" in explorer.place_text.value
-    assert "Layer 1, all positions together" in explorer.place_text.value
+    assert "Layer 1, its update at all positions together" in explorer.place_text.value
     click(explorer, 0, 0)
     assert not explorer.queue.thread.is_alive()
     assert (
@@ -492,6 +496,74 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     click(explorer, 0, 1)
     check(explorer)
     assert "<b>logits, position " in explorer.place_text.value
+
+
+@pytest.fixture
+def running_split(explorer, monkeypatch):
+    """Starts the split of the clicked cell, which ends only where it is cancelled; has
+    its calls."""
+    began, calls = threading.Event(), []
+
+    def split(*arguments):
+        calls.append(arguments[1])
+        began.set()
+        cancelled(arguments[-1])
+
+    monkeypatch.setattr(explorers, "measure_split", split)
+    click(explorer, 1, 2)
+    assert began.wait(30)
+    yield calls
+    explorer.queue.cancel()
+    explorer.queue.thread.join(30)
+
+
+def test_run_takes_the_place_of_the_split_that_a_click_began(
+    explorer, running_split, monkeypatch
+):
+    measured = []
+    monkeypatch.setattr(explorer, "_measure", measured.append)
+    assert not explorer.run_button.disabled and not explorer.cancel_button.disabled
+    assert explorer.place_text.value.endswith(explorers.RUN_TAKES_OVER)
+    explorer.run_button.click()
+    # the user reads what became of the split
+    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    wait_for(lambda: explorer.cancel_button.disabled)
+    check(explorer)
+    assert len(measured) == explorer.missing_cells == 2
+    assert explorer.status.value == "" and len(running_split) == 1
+
+
+def test_a_second_click_during_a_split_begins_no_second_one(explorer, running_split):
+    click(explorer, 0, 1)
+    assert "layer 0, position 1" in explorer.place_text.value
+    assert explorers.SPLITTING in explorer.place_text.value
+    assert not explorer.queue.jobs
+    explorer.missing_cells = 0  # *Run* is disabled, and nothing names it
+    explorer._follow_queue()
+    assert explorer.place_text.value.endswith(explorers.SPLITTING)
+    explorer.cancel_button.click()
+    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    assert len(running_split) == 1
+
+
+def test_a_split_that_waits_says_so(explorer, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
+    monkeypatch.setattr(explorers, "measure_split", lambda *_: None)
+    explorer.run_button.click()
+    wait_for(lambda: explorer.queue.running)
+    click(explorer, 1, 2)
+    assert explorer.place_text.value.endswith(explorers.SPLIT_WAITS)
+    assert explorer.run_button.disabled  # the cells still wait
+    go.set()
+    wait_for(lambda: not explorer.queue.is_busy)
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.slow("searches a program twice")
@@ -634,13 +706,18 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
     assert explorer.cancel_button.disabled and not explorer.run_button.disabled
     explorer.queue.add_first(Job("a <b>", 5.0, lambda: go.wait(30)))
+    # *Run* is for the cells of the grid, which wait for this job
+    assert not explorer.run_button.disabled and not explorer.cancel_button.disabled
+    explorer.run_button.click()
     assert explorer.run_button.disabled and not explorer.cancel_button.disabled
+    assert explorer.run_button.tooltip == explorers.RUN_IS_BUSY
     end = time.monotonic() + 20
     while len(said) < 3 and time.monotonic() < end:
         time.sleep(0.1)
     go.set()
     explorer.queue.thread.join()
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
+    assert explorer.run_button.tooltip.startswith(explorers.RUN_TOOLTIP)
     assert len({*said[:3]}) == 3
     assert explorer.cancel_button.disabled and not explorer.run_button.disabled
 
@@ -662,12 +739,16 @@ def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
 
     monkeypatch.setattr(explorer, "_measure", measure)
     assert explorer.missing_cells == 2
-    assert explorer.run_button.description == "Run what is missing (2 measurements)"
+    assert explorer.run_button.description == (
+        "Run what is missing (2 measurements, no estimate yet)"
+    )
     for name, seconds in recorded.items():
         record(name, seconds)
     explorer.refresh()
     # one export and two measurements
-    assert explorer.run_button.description == "Run what is missing (about 15 s)"
+    assert explorer.run_button.description == (
+        "Run what is missing (2 measurements, about 15 s)"
+    )
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
     explorer.run_button.click()
     explorer.queue.thread.join()
@@ -677,7 +758,27 @@ def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
     assert any(text.endswith(", about 2 s to go") for text in texts)
     assert buttons == ["Run what is missing"] * 2
     # nothing reached the log
-    assert explorer.run_button.description == "Run what is missing (about 13 s)"
+    assert explorer.run_button.description == (
+        "Run what is missing (2 measurements, about 13 s)"
+    )
+
+
+def test_before_the_first_measurement_the_notebook_s_validation_gives_an_estimate(
+    explorer, monkeypatch
+):
+    monkeypatch.setattr(estimates, "_times_of_files", lambda _: (4.0, 8.0))
+    view = Explorer(GRID, explorer.experiment, root=explorer.root)
+    check(view)
+    # one export, one validation and the times of two cells
+    words = "2 measurements, first estimate 16 s"
+    assert view.run_button.description == f"Run what is missing ({words})"
+    assert view.run_button.tooltip.endswith(explorers.FIRST_ESTIMATE)
+    said = []
+    view.status.observe(lambda change: said.append(change["new"]), names="value")
+    monkeypatch.setattr(view, "_measure", lambda _: None)
+    view.run_button.click()
+    wait_for(lambda: not view.queue.is_busy)
+    assert said[0].endswith(", first estimate 16 s to go")
 
 
 def test_the_metric_of_errors_has_the_name_that_the_colour_bar_has(explorer):
@@ -756,5 +857,28 @@ def test_making_it_again_frees_the_picture_of_the_one_before(explorer):
 
 
 def test_no_box_has_a_scroll_bar(explorer):
-    boxes = [explorer, *explorer.children[:2]]
+    boxes = [explorer, *explorer.children[:3]]
     assert {box.layout.overflow for box in boxes} == {"visible"}
+
+
+def test_nothing_moves_when_a_measurement_begins(explorer, monkeypatch):
+    """Neither the buttons beside *Run* nor what is below them."""
+    go = threading.Event()
+    monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
+    width = explorer.run_button.layout.min_width
+    assert int(width.removesuffix("ch")) > len(explorers.RUN)
+    explorer.run_button.click()
+    assert explorer.run_button.layout.min_width == width
+    go.set()
+    wait_for(lambda: not explorer.queue.is_busy)
+    (line,) = [box for box in explorer.children[:3] if explorer.status in box.children]
+    assert line.layout.min_height and explorer.saved_text in line.children
+
+
+def test_sliders_and_buttons_have_tooltips_and_tensors_are_explained(explorer):
+    sliders = [explorer.axes["max_seq_len"], explorer.axes["T"]]
+    for control in [*sliders, *explorer.buttons]:
+        assert control.tooltip, control.description
+    explained = dict(explorer.tensor.options)
+    assert [*explained.values()] == [*explorers.TENSORS]
+    assert all(len(label) > len(name) for label, name in explained.items())

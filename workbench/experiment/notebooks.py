@@ -5,6 +5,7 @@ from pathlib import Path
 
 from workbench.errors import InputError
 from workbench.files import checkout
+from workbench.nbformat_import import import_nbformat
 
 # copies beside a notebook have other names: `05_slug-Copy1`, `05_slug.nbconvert`
 STEM = re.compile(r"(\d\d)_\w+")
@@ -50,9 +51,8 @@ def named_notebook(name: str) -> Path | None:
 
 def cells_of(path: Path) -> list:
     """The cells of a notebook."""
-    import nbformat  # 1.4 s of CPU, which no page of a bundle needs
-
-    return nbformat.read(path, as_version=4).cells
+    # takes a moment, which no page of a bundle needs
+    return import_nbformat().read(path, as_version=4).cells
 
 
 def title_of(name: str) -> str:

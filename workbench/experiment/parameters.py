@@ -21,6 +21,7 @@ from workbench.errors import InputError
 from workbench.experiment.notebooks import cells_of, find_notebook, named_notebook
 from workbench.experiment.sources import Source
 from workbench.files import checkout, sha256
+from workbench.nbformat_import import import_nbformat
 
 TAG = "parameters"
 LENGTHS = {
@@ -189,9 +190,8 @@ def _literals(source: str) -> dict | None:
 
 def _evaluate(source: str, names: list[str], folder: Path) -> Parameters:
     """The values of the cell in a kernel that executes it alone."""
-    import nbformat  # see `cells_of`
-    from nbformat.v4 import new_code_cell, new_notebook
-
+    nbformat = import_nbformat()  # here: see `cells_of`
+    new_code_cell, new_notebook = nbformat.v4.new_code_cell, nbformat.v4.new_notebook
     report_values = REPORT_VALUES_CELL.format(names=names)
     cells = [new_code_cell(source), new_code_cell(report_values)]
     words = {"name": "python3", "display_name": "Python 3", "language": "python"}

@@ -38,17 +38,21 @@ STYLE = f"""<style>
 `mark_stops`), and of pictures that are being drawn."""
 
 
-def make_control(label: str, values: list, initial: int | None = None) -> ui.Widget:
+def make_control(
+    label: str, values: list, initial: int | None = None, tooltip: str | None = None
+) -> ui.Widget:
     """A slider over whole numbers, or a list of other values.
 
     Args:
+        tooltip: what a slider decides, shown under the pointer.
         initial: the number at which a slider begins; default: the first one. A list
             begins at its first value.
     """
     appearance = {"description": label, "style": {"description_width": "initial"}}
     if type(values[0]) is int:  # not a truth value
         value = values[0] if initial is None else initial
-        return ui.SelectionSlider(options=sorted(values), value=value, **appearance)
+        appearance |= {"value": value, "tooltip": tooltip}
+        return ui.SelectionSlider(options=sorted(values), **appearance)
     return ui.Dropdown(options=values, **appearance)
 
 
@@ -127,6 +131,17 @@ def make_button(
     widget = ui.Button(description=label, icon=icon, tooltip=tooltip, layout=layout)
     widget.on_click(lambda _: action())
     return widget
+
+
+def label_button(button: ui.Button, label: str, tooltip: str) -> None:
+    """Labels a button, which never becomes narrower: the buttons beside it stay where
+    they are."""
+    button.description, button.tooltip = label, tooltip
+    # most letters are narrower than the digit of this unit; the rest is the icon and
+    # the padding
+    width = round(0.85 * len(label)) + 6
+    if width > int((button.layout.min_width or "0ch").removesuffix("ch")):
+        button.layout.min_width = f"{width}ch"
 
 
 def make_canvas() -> ui.DOMWidget:

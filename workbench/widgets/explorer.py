@@ -26,28 +26,54 @@ from workbench.widgets.controls import (
     OF_SETTING,
     STYLE,
     Selections,
+    label_button,
     make_button,
     make_control,
     mark_stops,
 )
-from workbench.widgets.estimates import CellSeconds, Stage, plan_stages
+from workbench.widgets.estimates import CellSeconds, Stage, bundle_path, plan_stages
 from workbench.widgets.jobs import Job, JobQueue, about_seconds, count_measurements
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
-TENSORS = ("update", "k", "v", "logits")
+TENSORS = {
+    "update": "update (what a layer adds)",
+    "k": "k (rows of the KV cache)",
+    "v": "v (rows of the KV cache)",
+    "logits": "logits (the model's output)",
+}
+"""A tensor that is compared with Hugging Face's → its label in the list."""
 METRICS = [(metric.label, name) for name, metric in plots.METRICS.items()]
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
 RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
 RUN_MEASURES_THEM = f"<i>{RUN}</i> measures them."
 SAVING = "saving the figure …"
+STATUS_HEIGHT = "2.3em"
+"""Of the line that is empty while nothing is measured or saved: what is below stays in its
+place."""
 HINT = "Click on a cell to see its values and its layer's error split."
+SPLITTING = "The error of every layer is being split. <i>Cancel</i> ends this."
+RUN_TAKES_OVER = f"<i>{RUN}</i> ends it, too, and measures the missing settings."
+SPLIT_WAITS = "The error of every layer will be split after the running measurement."
+NO_SPLIT = "The log has no error split of this bundle. A click on a cell measures it."
+# what a slider decides, shown under the pointer; ipywidgets shows no such text on lists
+SLIDER_TOOLTIPS = {
+    "max_seq_len": "Tokens that the KV cache of the bundle can take",
+    "T": "Tokens in one call",
+}
 # what a button does, shown under the pointer
 RUN_TOOLTIP = (
     "Measures every setting of the sliders that the log lacks, the shown bundle's first. "
     "Finished measurements stay in the log."
 )
+FIRST_ESTIMATE = (
+    "The first estimate rests on the times at which this notebook's bundle was exported "
+    "and validated. It is replaced by the times of this session's measurements."
+)
+NO_ESTIMATE = "Nothing was measured yet on which an estimate of the time could rest."
+RUN_IS_BUSY = "The missing settings are being measured; Cancel ends this."
+RUN_IS_COMPLETE = "The log has every setting of the sliders."
 CANCEL_TOOLTIP = "Ends the running measurement and drops those that wait."
 SEARCH_TOOLTIP = (
     "For the clicked cell: searches the bundle's program for the operation that this "
@@ -126,14 +152,17 @@ class Explorer(ui.VBox):
         self.is_selecting = False  # while code, not the user, changes the controls
         self.missing_cells = 0  # number of the grid's cells that the log lacks
         self.missing_s: float | None = None  # seconds that they take, if known
+        self.is_first_estimate = False  # whether a part of them was never measured
         # of the last *Run*; some may be done
         self.cell_jobs: list[tuple[Job, list[Stage]]] = []
+        # of error splits, with the options of their bundles; some may be done
+        self.split_jobs: list[tuple[Job, Options]] = []
         self.chosen_place: Place | None = None
         self.search_results: dict[tuple, str] = {}  # `_search_key` → HTML
         self.drawing: Drawing | None = None  # None where nothing was measured
         self.queue = JobQueue(
             say=self._say,
-            on_change=self._enable,
+            on_change=self._follow_queue,
             on_result=partial(self.guarded, self.refresh),
             on_error=self._show_error,
         )
@@ -141,6 +170,8 @@ class Explorer(ui.VBox):
         self.heatmap.canvas.mpl_connect("button_press_event", self.click)
         self._make_widgets()
         rows = [self._row(self.controls), self._row(self.buttons)]
+        rows.append(self._row([self.status, self.saved_text]))
+        rows[-1].layout.min_height = STATUS_HEIGHT
         texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         for shown in (
@@ -160,10 +191,11 @@ class Explorer(ui.VBox):
 
     def _make_widgets(self) -> None:
         self.axes = {
-            name: make_control(name, values)
+            name: make_control(name, values, tooltip=SLIDER_TOOLTIPS.get(name))
             for name, values in self.results.axes().items()
         }
-        self.tensor = make_control("tensor", TENSORS)
+        labels = [(label, name) for name, label in TENSORS.items()]
+        self.tensor = make_control("tensor", labels)
         self.metric = make_control("metric", METRICS)
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
@@ -192,8 +224,6 @@ class Explorer(ui.VBox):
             self.cancel_button,
             self.search_button,
             self.save_button,
-            self.saved_text,
-            self.status,
         ]
 
     @staticmethod
@@ -234,7 +264,7 @@ class Explorer(ui.VBox):
             action()
             return True
         except Exception as problem:
-            self.queue.jobs.clear()
+            self.queue.drop_waiting()
             self._show_error(problem)
             return False
 
@@ -257,6 +287,9 @@ class Explorer(ui.VBox):
         """Reads the log, moves the controls to the setting at which the most was
         measured, and draws."""
         self.results.refresh()
+        if self.checkpoint:
+            cells = self.results.cells["cell"]
+            self.cell_seconds.read_first(bundle_path(c, self.bundles) for c in cells)
         self.is_selecting = True
         for name, value in self.results.most_measured().items():
             self.axes[name].value = value
@@ -276,14 +309,23 @@ class Explorer(ui.VBox):
         self.runs = log.load("runs", self.root, {"run_id": run_ids})
         cells = self.results.missing(self.setting())
         self.missing_cells = len(cells)
-        stages = chain.from_iterable(plan_stages(cells, self.bundles))
-        self.missing_s = self.cell_seconds.estimate(stages)
+        stages = [*chain.from_iterable(plan_stages(cells, self.bundles))]
+        self.missing_s, self.is_first_estimate = self._estimate(stages)
         # a cell that was measured since *Run* corrects the time left
         for job, stages in self.cell_jobs:
-            job.seconds = self.cell_seconds.estimate(stages)
+            job.seconds, job.is_first_estimate = self._estimate(stages)
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
+
+    def _estimate(self, stages: list[Stage]) -> tuple[float | None, bool]:
+        """The seconds that stages take, if known, and whether this is a first
+        estimate."""
+        measured = self.cell_seconds.estimate(stages)
+        if measured is not None:
+            return measured, False
+        first = self.cell_seconds.first_estimate(stages)
+        return first, first is not None
 
     def _mark_stops(self) -> None:
         self.is_selecting = True
@@ -291,22 +333,38 @@ class Explorer(ui.VBox):
             mark_stops(self.axes[name], marks)
         self.is_selecting = False
 
+    def _follow_queue(self) -> None:
+        """Says what runs now, on the buttons and below the heatmap."""
+        self._enable()
+        self.guarded(self.describe)
+
     def _enable(self) -> None:
-        """Enables *Cancel* while something is measured, and *Run* while nothing is and
-        the log lacks a cell of the grid; says on *Run* how long it will take."""
+        """Enables *Cancel* while something is measured, and *Run* while no cell of the
+        grid is and the log lacks one; says on *Run* how long it will take."""
         if not self.is_open:
             return
-        is_busy, is_complete = self.queue.is_busy, self.missing_cells == 0
-        self.cancel_button.disabled = not is_busy
-        self.run_button.disabled = is_busy or is_complete
-        words = NOTHING_MISSING if is_complete else RUN
-        # while something is measured, the time left stands in the status alone
-        if not (is_busy or is_complete):
+        is_measuring = any(self.queue.has(job) for job, _ in self.cell_jobs)
+        is_complete = self.missing_cells == 0
+        self.cancel_button.disabled = not self.queue.is_busy
+        self.run_button.disabled = is_measuring or is_complete
+        if is_complete:
+            words, tooltip = NOTHING_MISSING, RUN_IS_COMPLETE
+        elif is_measuring:  # the time left stands in the status alone
+            words, tooltip = RUN, RUN_IS_BUSY
+        else:
+            words, tooltip = f"{RUN} ({self._describe_missing()})", RUN_TOOLTIP
             if self.missing_s is None:
-                words += f" ({count_measurements(self.missing_cells)})"
-            else:
-                words += f" ({about_seconds(self.missing_s)})"
-        self.run_button.description = words
+                tooltip += f" {NO_ESTIMATE}"
+            elif self.is_first_estimate:
+                tooltip += f" {FIRST_ESTIMATE}"
+        label_button(self.run_button, words, tooltip)
+
+    def _describe_missing(self) -> str:
+        """The number of missing cells and the time that they take, if it is known."""
+        count = count_measurements(self.missing_cells)
+        if self.missing_s is None:
+            return f"{count}, no estimate yet"
+        return f"{count}, {about_seconds(self.missing_s, self.is_first_estimate)}"
 
     def _follow(self, _: dict) -> None:
         """Draws what the user has selected."""
@@ -417,10 +475,23 @@ class Explorer(ui.VBox):
             self.place_text.value = HINT
             return
         self.place_text.value = f"<b>{escape.html(text)}</b>"
+        self.place_text.value += f"<br>{self._describe_split()}"
+
+    def _describe_split(self) -> str:
+        """The split of the chosen cell's layer as a table, or why there is none."""
+        if self.checkpoint is None:
+            return ""
         split = self._stored_split()
         if split is not None:
-            table = sentences.split_table(split, self.chosen_place.layer)
-            self.place_text.value += f"<br>{table}"
+            return sentences.split_table(split, self.chosen_place.layer)
+        job = self._find_split_job()
+        if job is None:
+            return NO_SPLIT
+        if not self._is_first(job):
+            return SPLIT_WAITS
+        return (
+            SPLITTING if self.run_button.disabled else f"{SPLITTING} {RUN_TAKES_OVER}"
+        )
 
     def _chosen_values(self) -> str:
         """The values of the chosen cell in words; "" if no drawn cell is chosen."""
@@ -455,9 +526,31 @@ class Explorer(ui.VBox):
         # its values now stand below the picture
         self.heatmap.forget_pointer()
         if self.guarded(self.draw) and self._lacks_split():
-            self.queue.add_first(self._split_job(place))
+            self._split()
 
-    def _split_job(self, place: Place) -> Job:
+    def _split(self) -> None:
+        """Has the error split of the drawn bundle measured, unless it already is."""
+        if self._find_split_job():
+            return
+        self.split_jobs = [pair for pair in self.split_jobs if self.queue.has(pair[0])]
+        job = self._split_job()
+        self.split_jobs.append((job, self.drawing.options))
+        self.queue.add_first(job)
+        self.describe()
+
+    def _find_split_job(self) -> Job | None:
+        """The job, running or waiting, that splits the error of the drawn bundle."""
+        for job, options in self.split_jobs:
+            if options == self.drawing.options and self.queue.has(job):
+                return job
+        return None
+
+    def _is_first(self, job: Job) -> bool:
+        """Whether a job is running, or is the next one while none is."""
+        running = self.queue.running
+        return job is (running or next(iter([*self.queue.jobs]), None))
+
+    def _split_job(self) -> Job:
         """A job that measures the error split of the drawn bundle."""
         split = partial(
             measure_split,
@@ -467,8 +560,9 @@ class Explorer(ui.VBox):
             self.root,
             self.queue.cancelled,
         )
-        layer = sentences.layer_name(place.layer)
-        return Job(f"error split of {layer}", SPLIT_S, split)
+        options = self.drawing.options
+        label = f"error split of {options.compress}, max_seq_len {options.max_seq_len}"
+        return Job(label, SPLIT_S, split)
 
     def search(self) -> None:
         """Searches for the operation that computes the chosen cell wrongly."""
@@ -505,13 +599,21 @@ class Explorer(ui.VBox):
         for cell, stages in zip(cells, plan_stages(cells, self.bundles)):
             options = cell.options
             label = f"{options.compress}, max_seq_len {options.max_seq_len}"
-            seconds = self.cell_seconds.estimate(stages)
-            jobs.append((Job(label, seconds, partial(self._measure, cell)), stages))
+            seconds, is_first = self._estimate(stages)
+            measure = partial(self._measure, cell)
+            jobs.append((Job(label, seconds, measure, is_first), stages))
         return jobs
 
     def _run_missing(self) -> None:
+        """Measures the missing cells, in the place of a running error split: a click on a
+        cell, which began it, need not have asked for it."""
         self.cell_jobs = self._plan_jobs()
-        self.queue.add_first(*(job for job, _ in self.cell_jobs))
+        jobs = [job for job, _ in self.cell_jobs]
+        if any(job is self.queue.running for job, _ in self.split_jobs):
+            self.queue.run_instead(*jobs)
+        else:
+            self.queue.add_first(*jobs)
+        self._follow_queue()
 
     def _measure(self, cell: Cell) -> None:
         with self.cell_seconds.timing(cell) as report:

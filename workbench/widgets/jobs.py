@@ -23,6 +23,8 @@ class Job:
     corrected while the job waits."""
     run: Callable[[], None]
     """May raise `process.Cancelled` once the queue was cancelled."""
+    is_first_estimate: bool = False
+    """Whether `seconds` rests on no measurement like it."""
 
 
 class JobQueue:
@@ -31,13 +33,15 @@ class JobQueue:
     A job that raises an error, or is cancelled, ends the queue.
 
     Threads: jobs and `on_error` run on `thread`, which takes jobs from `jobs`, and clears
-    it after an error. `add_first`, `cancel`, `on_result` and `on_change` run on the
-    kernel's thread, which alone changes `is_busy`, and changes `jobs` too.
+    it after an error. `add_first`, `run_instead`, `cancel`, `on_result` and `on_change`
+    run on the kernel's thread, which alone changes `is_busy`, and changes `jobs` too. A
+    thread takes no job once the queue is cancelled: jobs that are added from then on run
+    on the next thread.
 
     Args:
         say: is given a text on the running job and the time left, every second and from
             threads of the queue; in the end "", or that the queue was cancelled.
-        on_change: is called when work begins or ends; see `is_busy`.
+        on_change: is called when a thread begins, and when work ends; see `is_busy`.
         on_result: is called after jobs that ended well, once for several that end before
             the kernel's thread is free.
         on_error: is given the error of a job that failed.
@@ -54,31 +58,58 @@ class JobQueue:
         self.say, self.on_change = say, on_change
         self.on_result, self.on_error = on_result, on_error
         self.jobs: list[Job] = []
+        self.running: Job | None = None
         self.is_busy = False
         self._has_finished_job = False  # since work began
         self._result_waits = False  # for `on_result`, which the kernel has yet to call
         self.thread: threading.Thread | None = None
         self.cancelled = threading.Event()
-        """Is set once the queue is cancelled; jobs watch it."""
+        """Is set once the running job is to end; jobs watch it."""
+        # a job is either in `jobs` or the running one when `cancelled` is set
+        self._lock = threading.Lock()
 
     def add_first(self, *jobs: Job) -> None:
         """Puts jobs before all others, and starts a thread unless one is at work."""
-        self.jobs[:0] = jobs
+        with self._lock:
+            self.jobs[:0] = jobs
         self._start_if_needed()
+
+    def run_instead(self, *jobs: Job) -> None:
+        """Ends the running job, whose child process is killed, and runs jobs in its
+        place. Those that wait run after them."""
+        with self._lock:
+            self.jobs[:0] = jobs
+            if self.running:
+                self.cancelled.set()
+        self._start_if_needed()
+
+    def has(self, job: Job) -> bool:
+        """Whether a job is running or waits."""
+        with self._lock:
+            return job is self.running or job in self.jobs
 
     def _start_if_needed(self) -> None:
         if self.jobs and not self.is_busy:
             self.is_busy = True
-            self._has_finished_job = False
-            self.cancelled.clear()
-            self.on_change()
-            self.thread = threading.Thread(target=self._work, daemon=True)
-            self.thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._has_finished_job = False
+        self.cancelled.clear()
+        self.on_change()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def drop_waiting(self) -> None:
+        """Drops the jobs that wait. The running one goes on."""
+        with self._lock:
+            self.jobs.clear()
 
     def cancel(self) -> None:
         """Ends the running job, whose child process is killed, and drops the others."""
-        self.jobs.clear()
-        self.cancelled.set()
+        with self._lock:
+            self.jobs.clear()
+            self.cancelled.set()
         if self.is_busy:
             self.say(CANCELLING)
 
@@ -94,7 +125,7 @@ class JobQueue:
                 self._has_finished_job = True
                 self._announce_result()
             except process.Cancelled:
-                self.jobs.clear()
+                pass  # no further job is taken
             except Exception as problem:
                 self.jobs.clear()
                 self.on_error(problem)
@@ -116,16 +147,19 @@ class JobQueue:
         self.on_result()
 
     def _take_next(self) -> Job | None:
-        try:
-            return self.jobs.pop(0)
-        except IndexError:  # `cancel` may empty the list after any test of its length
-            return None
+        with self._lock:
+            is_over = self.cancelled.is_set() or not self.jobs
+            self.running = None if is_over else self.jobs.pop(0)
+            return self.running
 
     def _end(self) -> None:
+        # jobs that came while the thread ended, or that take the place of its job
+        if self.jobs:
+            self._start()
+            return
         self.is_busy = False
         self.say(self._describe_end())
         self.on_change()
-        self._start_if_needed()  # for jobs that came while the thread ended
 
     def _describe_end(self) -> str:
         if not self.cancelled.is_set():
@@ -145,7 +179,10 @@ class JobQueue:
         seconds = [job.seconds, *(later.seconds for later in later_jobs)]
         words = f"measuring {job.label}"
         if None not in seconds and elapsed_s < job.seconds:
-            return f"{words}, {about_seconds(sum(seconds) - elapsed_s)} to go"
+            is_first = any(j.is_first_estimate for j in [job, *later_jobs])
+            return f"{words}, {about_seconds(sum(seconds) - elapsed_s, is_first)} to go"
+        if None in seconds:
+            words += ", no estimate yet"
         # an estimate of the others would be doubtful beside one that proved wrong
         if elapsed_s:
             words += f", {elapsed_s:.0f} s so far"
@@ -156,8 +193,14 @@ class JobQueue:
         return words
 
 
-def about_seconds(seconds: float) -> str:
-    return f"about {seconds:.0f} s"
+def about_seconds(seconds: float, is_first: bool = False) -> str:
+    """A time that is estimated, in seconds or minutes.
+
+    Args:
+        is_first: whether the estimate rests on no measurement like it.
+    """
+    time_words = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{'first estimate' if is_first else 'about'} {time_words}"
 
 
 def count_measurements(count: int, more: str = "") -> str:

@@ -124,15 +124,16 @@ class GridResults:
             cells = cells[cells[name].isin(values)]
         fidelity, samples = self.tables["fidelity"], self.tables["samples"]
         names = [name for name in self.axes() if name not in TIME_AXES]
-        is_validated = cells["values"].isin(fidelity["values"])
+        # these tables have many rows of a few cells
+        is_validated = cells["values"].isin(fidelity["values"].unique())
         groups = [cells[name].map(str) for name in names]
-        has_T = cells["T"].isin(fidelity["T"])
+        has_T = cells["T"].isin(fidelity["T"].unique())
         is_validated_T = [
             cell.run.T in validated_ts(cell.options) for cell in cells["cell"]
         ]
         return cells.assign(
             has_errors=is_validated.groupby(groups).transform("any") & has_T,
-            has_times=cells["setting"].isin(samples["setting"]),
+            has_times=cells["setting"].isin(samples["setting"].unique()),
             is_validated_T=is_validated_T,
         )
 

@@ -111,11 +111,11 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
 
 
 def split_table(parts: pd.DataFrame, layer: int | None) -> str:
-    """The error split of a layer, as HTML; an empty table for the logits."""
+    """The error split of a layer's update, as HTML; an empty table for the logits."""
     row = parts[parts["layer"] == layer] if layer is not None else parts[:0]
     table = _rounded(row[[*PARTS]].astype(float).rename(columns=PARTS), 3)
     title = "logits" if layer is None else layer_name(layer).capitalize()
-    words = f"{title}, all positions together: relative RMS that each step adds:"
+    words = f"{title}, its update at all positions together: relative RMS that each step adds:"
     return words + html_table(table)
 
 
