@@ -271,9 +271,24 @@ def test_a_table_of_frequencies_of_no_model_is_named(exports, checkpoint_of, tmp
     source = checkpoint_of("llama")
     change = "rope/0/inv_freq", zero_last_quarter
     bundle = tiny.edited_copy(exports.bundle(source), tmp_path / "bundle", change)
+    fit = variants.find_variant(bundle, Checkpoint(source))
+    assert fit.variant == "rope frequencies of the bundle's manifest"
+    # the tiny model has heads of 32 channels, of which the last 4 of 16 pairs are zeroed
     assert (
-        fitting_variant(bundle, source) == "rope frequencies of the bundle's manifest"
+        "4 of 16 frequencies are not Hugging Face's: number 12 is 0" in fit.conclusion
     )
+
+
+def test_a_factor_of_a_table_is_named(exports, checkpoint_of, tmp_path):
+    """A scaled table that no base and no scaling of its own explains."""
+    source = checkpoint_of("llama")
+    change = "rope/0/inv_freq", lambda table: [0.98 * entry for entry in table]
+    bundle = tiny.edited_copy(exports.bundle(source), tmp_path / "bundle", change)
+    config = Checkpoint(source).config
+    words = model_changes.describe_tables(bundle.manifest, config)
+    assert words == "frequencies are 0.98 times Hugging Face's"
+    sound = exports.bundle(source).manifest
+    assert model_changes.describe_tables(sound, config) == ""
 
 
 # --- no variant, and the configured one ---------------------------------------------------

@@ -19,7 +19,7 @@ from workbench.errors import InputError
 from workbench.progress import bar, stage
 
 CORRECT_AND_EXPORT = (
-    "read the conclusion: it says where the program is wrong; then export again"
+    "read the conclusion: it says what is wrong, and where; then export again"
 )
 READ_WEIGHT_FAULTS = (
     "read the conclusion: it says what the wrong tensors hold, and where to correct it"

@@ -18,12 +18,18 @@ from workbench.check import compare, gates, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.check.trace import Trace
 from workbench.decode import Decoder
-from workbench.explain.model_changes import Variant, list_variants, variant_with_tables
+from workbench.explain.model_changes import (
+    Variant,
+    describe_tables,
+    list_variants,
+    variant_with_tables,
+)
 from workbench.models import layerwise
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
 CONFIGURED = "as configured"
+TABLES = "rope frequencies of the bundle's manifest"
 FITS = 1e-5  # relative RMS that fp32 rounding explains
 # Relative RMS above which stored weights are not those of a layer. A compressed copy
 # differs less.
@@ -47,10 +53,12 @@ class Fit:
     Attributes:
         errors: every variant's `name` and `relative_rms`, best first.
         variant: the name of the one that fits; None if none does.
+        detail: what the name leaves out, such as the values that are wrong.
     """
 
     errors: pd.DataFrame
     variant: str | None
+    detail: str = ""
 
     @property
     def conclusion(self) -> str:
@@ -60,7 +68,8 @@ class Fit:
             return f"No variant explains this bundle: {cause}."
         if self.variant == CONFIGURED:
             return "Layers compute what the checkpoint's configuration says."
-        return f"The bundle computes another model: {self.variant}."
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"The bundle computes another model: {self.variant}{detail}."
 
 
 def find_variant(bundle: Bundle, checkpoint: Checkpoint) -> Fit:
@@ -89,7 +98,13 @@ def find_variant(bundle: Bundle, checkpoint: Checkpoint) -> Fit:
     frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     best_name, least = frame.iloc[0]
-    return Fit(frame, best_name if least <= fit_limit else None)
+    if least > fit_limit:
+        return Fit(frame, None)
+    detail = ""
+    if best_name == TABLES:
+        tables = describe_tables(bundle.manifest, checkpoint.config)
+        detail = f"rope in bundle.json: {tables}"
+    return Fit(frame, best_name, detail)
 
 
 def largest_fit(bundle: Bundle) -> float:
@@ -137,8 +152,7 @@ def _try_variants(
             errors[name] = comparison.worst_error(L, variant)
     if min(errors.values()) > fit_limit:
         tables = variant_with_tables(manifest, checkpoint.config)
-        name = "rope frequencies of the bundle's manifest"
-        errors[name] = comparison.worst_error(L, tables)
+        errors[TABLES] = comparison.worst_error(L, tables)
     return errors
 
 
