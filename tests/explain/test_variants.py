@@ -6,6 +6,7 @@ named."""
 
 import itertools
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,11 @@ import pytest
 import tiny
 import torch
 from in_process import cli
+
+sys.path.append(str(Path(__file__).parents[1] / "check"))  # for its planted faults
+
+from faults.copies import Copy
+from faults.programs import replace_silu, scale_scores
 
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
@@ -289,6 +295,31 @@ def test_a_factor_of_a_table_is_named(exports, checkpoint_of, tmp_path):
     assert words == "frequencies are 0.98 times Hugging Face's"
     sound = exports.bundle(source).manifest
     assert model_changes.describe_tables(sound, config) == ""
+
+
+@pytest.mark.parametrize("factor", [1.05, 0.3])
+def test_an_attention_scale_of_no_name_is_fitted(
+    exports, checkpoint_of, tmp_path, factor
+):
+    """As of a converter that misreads the scale, in every layer alike."""
+    source = checkpoint_of("llama")
+    planted = Copy(exports.bundle(source, compress="fp16").root, tmp_path / "planted")
+    for layer in range(CHANGED_DIMS["llama"]["num_hidden_layers"]):
+        scale_scores(factor)(planted, layer)
+    variant = fitting_variant(Bundle.open(planted.seal()), source, clearly=True)
+    assert variant and variant.endswith(" times the configured one")
+    # the constant of the program is rounded to fp16
+    fitted = float(variant.split()[3])
+    assert fitted == pytest.approx(factor, rel=2**-10)
+
+
+def test_a_relu_in_every_layer_is_named(exports, checkpoint_of, tmp_path):
+    source = checkpoint_of("llama")
+    planted = Copy(exports.bundle(source, compress="fp16").root, tmp_path / "planted")
+    for layer in range(CHANGED_DIMS["llama"]["num_hidden_layers"]):
+        replace_silu("relu")(planted, layer)
+    bundle = Bundle.open(planted.seal())
+    assert fitting_variant(bundle, source, clearly=True) == "activation ReLU"
 
 
 # --- no variant, and the configured one ---------------------------------------------------

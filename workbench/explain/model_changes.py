@@ -29,7 +29,13 @@ FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 TABLE_ROUNDING = 1e-5  # relative difference of equal frequencies, rounded to fp32
 # The function in transformers' modules that rotates q and k.
 ROTATE = "apply_rotary_pos_emb"
-ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
+ACTIVATIONS = {
+    "gelu": "exact GELU",
+    "gelu_pytorch_tanh": "tanh GELU",
+    "quick_gelu": "sigmoid GELU",
+    "silu": "SiLU",
+    "relu": "ReLU",
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -107,6 +113,17 @@ def variant_with_tables(manifest: Manifest, config) -> Variant:
     """The variant with the rope tables of a bundle's manifest, for a fault that no named
     base or scaling explains."""
     return Variant(change=partial(_set_tables, manifest, config))
+
+
+def configured_scale(config) -> float:
+    """What Hugging Face's model multiplies q kᵀ by, in its first layer with attention."""
+    layers = layerwise.empty_model(config).model.layers
+    return next(filter(hf.has_attention, layers)).self_attn.scaling
+
+
+def variant_with_scale(scale: float) -> Variant:
+    """The variant whose attention multiplies q kᵀ by `scale`."""
+    return Variant(change=partial(_set_scale, scale))
 
 
 @dataclass(frozen=True)
