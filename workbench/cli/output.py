@@ -169,6 +169,9 @@ LABELS = {
     "peak_rss_bytes": "peak memory",
     "converted": "programs converted",
     "stamped": "programs reused",
+    "kl": "KL (nats)",
+    "same_top": "same top token",
+    "resumed": "windows resumed",
 }
 """Labels of JSON keys whose own words would be unclear."""
 
