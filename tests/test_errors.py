@@ -8,7 +8,7 @@ from tiny import edit_json
 
 from workbench import Bundle
 from workbench.cli.output import print_and_exit
-from workbench.errors import InputError, visible
+from workbench.errors import InputError, did_you_mean, nearest_names, propose, visible
 
 NAME = "\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202eeman\x7f"
 SHOWN = r"\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202eeman\x7f"
@@ -47,3 +47,21 @@ def test_names_in_a_bundle_are_printed_so(llama_bundle, tmp_path):
         result = cli(command, copy)
         assert result.exit_code == 0
         assert not {"\x1b", "\x9b"} & {*result.output}
+
+
+def test_a_name_in_the_wrong_case_is_answered_with_the_right_one():
+    step = did_you_mean("checkpoint", ["T_MAX", "CHECKPOINT"], "see --help")
+    assert step == "did you mean CHECKPOINT? If not, see --help"
+
+
+def test_names_that_begin_with_a_word_come_before_similar_ones():
+    names = ["taken", "tokens_per_s", "tokens", "kl"]
+    assert nearest_names("token", names) == ["tokens_per_s", "tokens", "taken"]
+    assert nearest_names("token", names, count=1) == ["tokens_per_s"]
+    assert nearest_names("", names) == nearest_names("zzz", names) == []
+
+
+def test_a_step_proposes_all_names_before_the_usual_step():
+    assert propose([], "look") == "look"
+    assert propose(["a"], "look") == "did you mean a? If not, look"
+    assert propose(["a", "b", "c"], "look") == "did you mean a, b or c? If not, look"

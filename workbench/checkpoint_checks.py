@@ -90,11 +90,34 @@ def check_family(checkpoint: Path) -> None:
     # transformers gives a text part without a type the default of the outer configuration
     if kind in FAMILIES or (kind is None and config.get("text_config")):
         return
-    actual = f"model_type {kind!r}"
+    if not config:
+        actual, needed = "no JSON object with fields", "the file of the checkpoint"
+        raise InputError(str(checkpoint / CONFIG), actual, needed, DOWNLOAD_HINT)
+    actual = "no model_type in config.json" if kind is None else f"model_type {kind!r}"
     if "auto_map" in config:
         actual += " with auto_map, Python code in the checkpoint, which is never run"
     needed, step = f"one of {', '.join(FAMILIES)}", "see README: supported families"
     raise InputError(f"checkpoint {checkpoint}", actual, needed, step)
+
+
+def check_exported_family(checkpoint: Path, name: str, bundle) -> None:
+    """Refuses a checkpoint whose config.json names another family than a `Bundle` has. One
+    of the same family may still be another checkpoint, which its weights show.
+
+    Args:
+        name: the checkpoint's, for the message.
+    """
+    kind = _text_config(checkpoint).get("model_type")
+    manifest = bundle.manifest
+    if kind not in FAMILIES or kind == manifest.family:
+        return
+    raise InputError(
+        f"checkpoint {name}",
+        f"a {kind} checkpoint",
+        f"{manifest.checkpoint['name']}, the {manifest.family} checkpoint that bundle "
+        f"{bundle.root.name} was exported from",
+        "give that checkpoint, or a golden of it, or export this one",
+    )
 
 
 def check_positions(checkpoint: Path, max_seq_len: int) -> None:

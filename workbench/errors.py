@@ -1,12 +1,12 @@
 """The errors of the workbench: `InputError` and its helpers, which `miltorch.errors` defines,
 and `CellError`; and functions that read the errors of libraries and of the system: whether a
-disk is full, and their message in one line; and `did_you_mean` and `nearest_names`, for the
-next step after a wrong name."""
+disk is full, and their message in one line; and `nearest_names`, `propose` and
+`did_you_mean`, for the next step after a wrong name."""
 
 import difflib
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from miltorch.errors import InputError, check_choice, visible
 
@@ -15,10 +15,11 @@ __all__ = [
     "InputError",
     "check_choice",
     "did_you_mean",
-    "nearest_names",
     "is_full_disk",
     "last_message",
+    "nearest_names",
     "one_line",
+    "propose",
     "visible",
 ]
 
@@ -40,14 +41,19 @@ class CellError(RuntimeError):
 
 
 def did_you_mean(name: str, names: Iterable[str], step: str) -> str:
-    """The next step for a name that is none of `names`: the most similar one, or the first
-    one that begins with it, if there is one, otherwise `step`."""
-    names = [*names]
-    similar = difflib.get_close_matches(name, names, n=1)
-    similar = similar or [
-        longer for longer in names if name and longer.startswith(name)
-    ]
-    return f"did you mean {similar[0]}? If not, {step}" if similar else step
+    """The next step for a name that is none of `names`: the nearest of them, if there is
+    one, and `step`."""
+    return propose(nearest_names(name, names, count=1), step)
+
+
+def propose(nearest: Sequence[object], step: str) -> str:
+    """The next step that names what a user may have meant before `step`; `step` alone where
+    `nearest` is empty."""
+    if not nearest:
+        return step
+    *others, last = map(str, nearest)
+    words = f"{', '.join(others)} or {last}" if others else last
+    return f"did you mean {words}? If not, {step}"
 
 
 def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:

@@ -4,7 +4,6 @@ there, and what is there instead. `checkpoint_checks.py` checks what a checkpoin
 Reads names and small files and imports nothing heavy, so that a wrong path is refused
 before torch is loaded."""
 
-import difflib
 import os
 import re
 import tempfile
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workbench.checkpoint_checks import CONFIG, DOWNLOAD_HINT, check_weights_format
-from workbench.errors import InputError
+from workbench.errors import InputError, nearest_names, propose
 from workbench.files import project_root, read_bytes
 
 # size of a file of text; its token ids take several times as much
@@ -83,8 +82,7 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
             step = f"give the folder {folder}"
             break
     else:
-        if similar := _similar_folders(path, file):
-            step = f"did you mean {' or '.join(map(str, similar))}? If not, {step}"
+        step = propose(_similar_folders(path, file), step)
     return InputError(f"{subject} {path}", actual, f"{needed} with {file}", step)
 
 
@@ -97,10 +95,7 @@ def _similar_folders(path: Path, file: str) -> list[Path]:
         names = sorted(p.parent.name for p in path.parent.glob(f"*/{file}"))
     except OSError:  # a folder that may not be read
         return []
-    similar = difflib.get_close_matches(path.name, names)
-    # a name that was not written to its end is too short to be similar
-    begun = [name for name in names if path.name and name.startswith(path.name)]
-    return [path.parent / name for name in dict.fromkeys([*begun, *similar])][:3]
+    return [path.parent / name for name in nearest_names(path.name, names)]
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:

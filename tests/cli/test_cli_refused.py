@@ -123,6 +123,10 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
             "log --sort speed",
             "--sort: found 'speed'; needs the name of a column. Next: workbench log --json",
         ),
+        ("log --log nowhere", "--log nowhere: found no such folder; needs the folder"),
+        ("log --log {some_text}", "found a file; needs the folder of a log"),
+        ("report {bundle} --html {weights}", "found another file that is there; needs"),
+        ("report {bundle} --markdown {weights}", "one that ends in .md or"),
         ("log --sort token_s", "did you mean tokens, tokens_per_s or min_tokens?"),
         ("log --where 'checkpoin == 1'", "did you mean checkpoint or checkpoint_hash?"),
         (
@@ -174,6 +178,7 @@ def test_bad_input_is_refused_by_name(
         "bundle": llama_bundle.root,
         "data": DATA,
         "some_text": DATA / "README.md",
+        "weights": DATA / "tiny-llama" / "model.safetensors",
     }
     result = cli(*shlex.split(command.format_map(paths)))
     assert result.exit_code == 2 and result.stdout == ""

@@ -240,7 +240,7 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
         "RED",
         "tokens 9",
         "size 3.0 MiB",
-        "kl mean 0.001234567, p99 -",
+        "KL (nats) mean 0.001234567, p99 -",
         "RED weights nan one is lost",
         "GREEN host 1 (limit 2) it agrees",
         "- It holds.",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.cli.output import READ_AND_EXPORT, step_after_red
+from workbench.cli.output import READ_AND_EXPORT, format_result, step_after_red
 
 EXPLAIN = "workbench explain b --checkpoint m"
 NAMES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"
@@ -44,3 +44,10 @@ def test_a_reason_of_interface_names_what_an_export_mends():
     gates = [{"name": "interface", "verdict": "RED", "reason": "x: dtype"}]
     step = step_after_red({"verdict": "RED", "gates": gates}, Path("b"), Path("m"))
     assert step == READ_AND_EXPORT
+
+
+def test_the_figures_of_an_evaluation_have_units_and_whole_words():
+    lines = format_result({"kl": {"mean": 0.5}, "same_top": 0.9, "resumed": 0})
+    assert lines[0].split("mean")[0].strip() == "KL (nats)"
+    assert lines[1].startswith("same top token ")
+    assert lines[2].startswith("windows resumed ")

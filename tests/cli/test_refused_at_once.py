@@ -12,6 +12,7 @@ from refusal import refused
 from tiny import DATA
 
 from workbench import kernel
+from workbench.ane import chips
 from workbench.experiment import parameters
 
 TINY = DATA / "tiny-llama"
@@ -50,6 +51,8 @@ COMMANDS = {
     "adopt {bundle} --checkpoint {tiny} --out {bundle}": "found a finished bundle",
     "generate {bundle} --prompt-ids 1,b": "--prompt-ids: found 'b'",
     "validate {bundle} --checkpoint {tiny} --precision fp16": "declared, exact, narrow",
+    "explain {bundle} --checkpoint {data}/tiny-qwen2": "found a qwen2 checkpoint",
+    "evaluate {bundle} --prompt-ids 1 --checkpoint {data}/tiny-zaya": "found a zaya",
     "plan {tiny} --max-seq-len 100000": "max_position_embeddings",
     "plan {tiny} --compress lut6-g1x": "lut6-g1x",
     "plan {tiny} --memory lots": "lots",
@@ -86,6 +89,45 @@ def test_an_option_is_refused_before_torch_is_imported(
     assert COMMANDS[command] in process.stderr
     assert process.stdout == "False\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [MIXED + " --ms-on M99", "plan {tiny} --chip M99"])
+def test_a_chip_is_refused_before_pandas_is_imported(command, tmp_path):
+    """pandas takes most of the time of a refusal without torch."""
+    arguments = shlex.split(command.format(tiny=TINY, data=DATA))
+    program = CHILD.format(arguments=arguments).replace("torch", "pandas")
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert (process.returncode, process.stdout) == (2, "False\n")
+    assert "chip: found 'M99'; needs one of A17 Pro" in process.stderr
+
+
+def test_the_chips_of_a_refusal_are_those_with_rates():
+    rated = [*chips.chips()["chip"]]
+    for chip in rated:
+        chips.check_chip(chip)
+    with refused("chip: .* needs one of " + ", ".join(sorted(rated)) + "\\."):
+        chips.check_chip("M99")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "config.json: found no JSON object with fields; needs the file of the"),
+        ("[]", "config.json: found no JSON object with fields; needs the file of the"),
+        ('{"hidden_size": 8}', "found no model_type in config.json; needs one of"),
+    ],
+)
+def test_a_damaged_config_is_called_damaged(config, words, tmp_path):
+    copy = shutil.copytree(TINY, tmp_path / "copy")
+    (copy / "config.json").write_text(config)
+    result = cli("export", copy, tmp_path / "bundle")
+    assert result.exit_code == 2 and words in result.stderr
 
 
 @pytest.mark.parametrize("command", ["validate", "validate units"])

@@ -116,6 +116,31 @@ def test_the_sentence_says_which_layers_tensors_and_calls_are_wrong(rows, senten
     assert program_fault._describe_place(wrong_rows(*rows)) == sentence
 
 
+RIGHT = {"layer": 1, "tensor": "k", "T": 1, "mode": "isolated", "ratio": 0.1}
+
+
+@pytest.mark.parametrize(
+    "tensors, words",
+    [
+        (["update"], "K and V are right"),
+        (["k", "update"], "k_proj, its norm or rope"),
+        (["v"], "v_proj or its norm"),
+        (["k", "v", "update"], "the layer's first norm"),
+    ],
+)
+def test_the_wrong_tensors_say_which_parts_can_be_wrong(tensors, words):
+    wrong = pd.DataFrame([RIGHT | {"tensor": name, "ratio": 2.0} for name in tensors])
+    table = pd.concat([wrong, pd.DataFrame([RIGHT | {"ratio": 0.1}])])
+    assert words in program_fault._describe_suspects(wrong, table)
+    # behind a wrong layer of a chained pass everything is wrong
+    chained = wrong.assign(mode="chained")
+    assert program_fault._describe_suspects(chained, table) is None
+    # a layer with a recurrent state has no K and no V
+    without = table.assign(tensor="update")
+    other = wrong.assign(tensor="update")
+    assert program_fault._describe_suspects(other, without) is None
+
+
 def test_an_epsilon_is_found_between_those_that_are_tried_first():
     found, distance = program_fault._minimize(
         lambda eps: abs(eps / 3e-6 - 1), 1e-6, 1e-5

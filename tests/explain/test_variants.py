@@ -6,6 +6,7 @@ named."""
 
 import itertools
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,11 @@ import pytest
 import tiny
 import torch
 from in_process import cli
+
+sys.path.append(str(Path(__file__).parents[1] / "check"))  # for its planted faults
+
+from faults.copies import Copy
+from faults.programs import replace_silu, scale_scores
 
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
@@ -271,9 +277,49 @@ def test_a_table_of_frequencies_of_no_model_is_named(exports, checkpoint_of, tmp
     source = checkpoint_of("llama")
     change = "rope/0/inv_freq", zero_last_quarter
     bundle = tiny.edited_copy(exports.bundle(source), tmp_path / "bundle", change)
+    fit = variants.find_variant(bundle, Checkpoint(source))
+    assert fit.variant == "rope frequencies of the bundle's manifest"
+    # the tiny model has heads of 32 channels, of which the last 4 of 16 pairs are zeroed
     assert (
-        fitting_variant(bundle, source) == "rope frequencies of the bundle's manifest"
+        "4 of 16 frequencies are not Hugging Face's: number 12 is 0" in fit.conclusion
     )
+
+
+def test_a_factor_of_a_table_is_named(exports, checkpoint_of, tmp_path):
+    """A scaled table that no base and no scaling of its own explains."""
+    source = checkpoint_of("llama")
+    change = "rope/0/inv_freq", lambda table: [0.98 * entry for entry in table]
+    bundle = tiny.edited_copy(exports.bundle(source), tmp_path / "bundle", change)
+    config = Checkpoint(source).config
+    words = model_changes.describe_tables(bundle.manifest, config)
+    assert words == "frequencies are 0.98 times Hugging Face's"
+    sound = exports.bundle(source).manifest
+    assert model_changes.describe_tables(sound, config) == ""
+
+
+@pytest.mark.parametrize("factor", [1.05, 0.3])
+def test_an_attention_scale_of_no_name_is_fitted(
+    exports, checkpoint_of, tmp_path, factor
+):
+    """As of a converter that misreads the scale, in every layer alike."""
+    source = checkpoint_of("llama")
+    planted = Copy(exports.bundle(source, compress="fp16").root, tmp_path / "planted")
+    for layer in range(CHANGED_DIMS["llama"]["num_hidden_layers"]):
+        scale_scores(factor)(planted, layer)
+    variant = fitting_variant(Bundle.open(planted.seal()), source, clearly=True)
+    assert variant and variant.endswith(" times the configured one")
+    # the constant of the program is rounded to fp16
+    fitted = float(variant.split()[3])
+    assert fitted == pytest.approx(factor, rel=2**-10)
+
+
+def test_a_relu_in_every_layer_is_named(exports, checkpoint_of, tmp_path):
+    source = checkpoint_of("llama")
+    planted = Copy(exports.bundle(source, compress="fp16").root, tmp_path / "planted")
+    for layer in range(CHANGED_DIMS["llama"]["num_hidden_layers"]):
+        replace_silu("relu")(planted, layer)
+    bundle = Bundle.open(planted.seal())
+    assert fitting_variant(bundle, source, clearly=True) == "activation ReLU"
 
 
 # --- no variant, and the configured one ---------------------------------------------------

@@ -162,6 +162,41 @@ def test_a_wrong_row_is_named(sound_fp16, tmp_path):
     assert "1 wrong rows of 64; the worst is number 7, scaled by 1.3" in fault.clause
 
 
+@pytest.mark.parametrize("tensor", ["1.self_attn.v_proj", "0.self_attn.q_proj"])
+@pytest.mark.parametrize("preset", ["fp16", "int8-channel"])
+def test_a_zeroed_head_is_named_by_its_number(exports, tmp_path, tensor, preset):
+    """Half of the rows are wrong where a tensor has two heads. No table of lut4-g8 has a
+    zero."""
+    path = exports.checkpoint("llama")
+    bundle = exports.bundle(path, max_seq_len=64, compress=preset)
+
+    def plant(copy):
+        weight = copy.weight(f"layers.{tensor}.weight")
+        values = weight.read()
+        values[D : 2 * D] = 0
+        weight.write(values)
+
+    fault = name_fault((Checkpoint(path), bundle), tmp_path, f"{tensor}.weight", plant)
+    assert fault.kind == "some rows", fault
+    assert "has 32 wrong rows of" in fault.clause
+    assert fault.clause.endswith(", numbers 32 to 63 (head 1); they hold zeros")
+
+
+def test_the_zeroed_columns_of_a_head_are_named(sound_fp16, tmp_path):
+    tensor = "1.self_attn.o_proj.weight"
+
+    def plant(copy):
+        weight = copy.weight(f"layers.{tensor}")
+        values = weight.read()
+        values[:, D : 2 * D] = 0
+        weight.write(values)
+
+    fault = name_fault(sound_fp16, tmp_path, tensor, plant)
+    assert fault.clause == (
+        "has 32 wrong columns of 128, numbers 32 to 63 (head 1); they hold zeros"
+    )
+
+
 def test_ones_in_a_norm_and_noise_are_named(sound_fp16, tmp_path):
     tensor = "0.mlp.up_proj.weight"
 

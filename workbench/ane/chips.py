@@ -1,20 +1,21 @@
 """Published figures of Neural Engines: the tables of `data/sources`, and the rates of each
 chip."""
 
+import csv
 import re
 from functools import cache
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from workbench.errors import InputError, check_choice
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 FIGURE_SOURCES = Path(__file__).parents[2] / "data" / "sources"
+WEIGHT_STREAM = "weight stream through Core ML"
 # quantity in `chips.csv` → its column in `chips`
-QUANTITIES = {
-    "weight stream through Core ML": "weights_gb_s",
-    "fp16 convolution": "tflops",
-}
+QUANTITIES = {WEIGHT_STREAM: "weights_gb_s", "fp16 convolution": "tflops"}
 ASSUMED = "assumed"
 """Begins the condition of a rate that nobody measured."""
 PHONE_GENERATIONS = {"A17 Pro": 3, "A19 Pro": 5}
@@ -22,17 +23,28 @@ PHONE_GENERATIONS = {"A17 Pro": 3, "A19 Pro": 5}
 
 
 @cache
-def published(name: str) -> pd.DataFrame:
+def published(name: str) -> "pd.DataFrame":
     """A table of published figures; empty fields are empty texts."""
+    import pandas as pd
+
+    return pd.read_csv(_source_file(name), keep_default_na=False)
+
+
+def _source_file(name: str) -> Path:
+    """The file of a table of published figures.
+
+    Raises:
+        InputError: it is not there.
+    """
     path = FIGURE_SOURCES / name
     if not path.is_file():
         needed = "the published figures in data/sources"
         raise InputError("plan", f"no {path}", needed, "run from a checkout")
-    return pd.read_csv(path, keep_default_na=False)
+    return path
 
 
 @cache
-def chips() -> pd.DataFrame:
+def chips() -> "pd.DataFrame":
     """Chips with a rate of weights, in the order of `chip_order`. A missing peak is that
     of the same generation, else of the latest one before it.
 
@@ -52,7 +64,7 @@ def chips() -> pd.DataFrame:
     return rates[has_rate].reset_index()
 
 
-def _read_rates() -> pd.DataFrame:
+def _read_rates() -> "pd.DataFrame":
     """The published rates: a row for each measurement and chip, with quantity (a column of
     `chips`, null: another quantity), rate (the middle of its range) and is_assumed."""
     rows = published("chips.csv")
@@ -65,7 +77,7 @@ def _read_rates() -> pd.DataFrame:
     return rows.explode("chip")
 
 
-def _assumed_figures(rows: pd.DataFrame, rates: pd.DataFrame) -> pd.Series:
+def _assumed_figures(rows: "pd.DataFrame", rates: "pd.DataFrame") -> "pd.Series":
     """Chip → the names of the figures that nobody measured on it, separated by commas: a
     figure that is missing, or one of whose rows is assumed.
 
@@ -89,7 +101,16 @@ def chip_order(chip: str) -> tuple[str, int, str]:
 
 def check_chip(chip: str) -> None:
     """Raises an InputError unless a chip has a published rate."""
-    check_choice("chip", chip, sorted(chips()["chip"]))
+    check_choice("chip", chip, sorted(_chip_names()))
+
+
+def _chip_names() -> set[str]:
+    """The chips of `chips`. They are read without pandas, whose import would take most of
+    the time until a wrong name is refused."""
+    with _source_file("chips.csv").open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    streams = [row["chip"] for row in rows if row["quantity"] == WEIGHT_STREAM]
+    return {chip for names in streams for chip in names.split(" and ")}
 
 
 def generation(chip: str) -> int:

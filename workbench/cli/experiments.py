@@ -205,6 +205,10 @@ def _print_run(result: dict) -> None:
 OptionalFile = Annotated[list[Path] | None, Parameter(consume_multiple=(0, 1))]
 
 
+PAGE_ENDINGS = {"--html": (".html", ".htm"), "--markdown": (".md", ".markdown", ".txt")}
+"""Option of a page → the endings of files that it replaces."""
+
+
 @dataclass(frozen=True)
 class HtmlOption:
     """The option `--html` of a report.
@@ -262,6 +266,7 @@ def report(
     for option, path in outputs.items():
         if path:
             _check_folder(option, path)
+            _check_replaced(option, path)
             paths.prepare_output(option, path)
     if re.fullmatch(r"\d{1,2}", subject):
         reject_unused("a bundle", markdown=markdown, figure=figure)
@@ -281,6 +286,16 @@ def _check_folder(option: str, path: Path) -> None:
     if not path.parent.is_dir():
         actual, step = f"no folder {path.parent}", "make the folder, or name another"
         raise InputError(f"{option} {path}", actual, "a folder that is there", step)
+
+
+def _check_replaced(option: str, path: Path) -> None:
+    """Refuses to replace a file whose ending is not that of the page: a path that was
+    written by mistake would destroy another file. --figure checks its endings itself."""
+    endings = PAGE_ENDINGS.get(option)
+    if endings and path.is_file() and path.suffix.lower() not in endings:
+        needed = f"a new file, or one that ends in {' or '.join(endings)}"
+        actual = "another file that is there"
+        raise InputError(f"{option} {path}", actual, needed, "name another file")
 
 
 def _report_experiment(

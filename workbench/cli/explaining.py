@@ -7,6 +7,7 @@ from pathlib import Path
 import workbench
 from workbench import paths
 from workbench.check import gates
+from workbench.cli.explaining_text import format_explanation
 from workbench.cli.options import (
     Device,
     Json,
@@ -19,7 +20,7 @@ from workbench.errors import InputError
 from workbench.progress import bar, stage
 
 CORRECT_AND_EXPORT = (
-    "read the conclusion: it says where the program is wrong; then export again"
+    "read the conclusion: it says what is wrong, and where; then export again"
 )
 READ_WEIGHT_FAULTS = (
     "read the conclusion: it says what the wrong tensors hold, and where to correct it"
@@ -234,7 +235,8 @@ def _print_answers(answers: list[Answer], json: bool) -> None:
         step = READ_WEIGHT_FAULTS if "conclusion" in result else READ_AND_EXPORT
     elif "program" in red:
         step = CORRECT_AND_EXPORT
-    print_and_exit(result, json, next_command=step)
+    lines = None if json else format_explanation(result)
+    print_and_exit(result, json, lines, next_command=step)
 
 
 def _compare_weights(bundle, checkpoint) -> Answer:
@@ -312,7 +314,7 @@ def _judge_program(
     narrowed = {}
     if answer.conclusion and variant_json["fits"] in (None, variants.CONFIGURED):
         conclusion = answer.conclusion
-        if variant_json["fits"] is None:
+        if variant_json["fits"] is None and answer.cause is None:
             conclusion = f"{variant_json['conclusion']} {conclusion}"
         narrowed = {"fits": answer.cause, "conclusion": conclusion}
     return Answer(narrowed, [answer.gate])

@@ -10,6 +10,7 @@ import workbench
 from workbench import paths
 from workbench.cli.options import Json
 from workbench.cli.output import print_and_exit, print_document
+from workbench.errors import InputError
 from workbench.progress import stage
 
 
@@ -34,6 +35,10 @@ def log(
         rows: Every run with all its columns.
         log: Folder of the log.
     """
+    if log is not None and not log.is_dir():
+        actual = "a file" if log.exists() else "no such folder"
+        needed, step = "the folder of a log", "check the path, or leave --log out"
+        raise InputError(f"--log {log}", actual, needed, step)
     stage("log: reading the runs")
     from workbench.log.condition import unknown_column_error
     from workbench.sweep import summary

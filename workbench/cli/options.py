@@ -11,7 +11,7 @@ from cyclopts.types import ExistingFile, NonNegativeInt, PositiveInt
 from cyclopts.validators import Number
 
 import workbench
-from workbench import paths
+from workbench import checkpoint_checks, paths
 from workbench.check.gates import MIN_AGREED, MIN_STOPS
 from workbench.errors import InputError
 from workbench.progress import stage
@@ -371,6 +371,10 @@ def load_exported_checkpoint(path: Path | None, bundle, command: str):
     if path is None:
         stage(f"{command}: opening the bundle")
         return None
+    # before the imports that take seconds
+    folder = paths.locate_checkpoint(path)
+    name = paths.model_name(folder)
+    checkpoint_checks.check_exported_family(folder, name, bundle)
     source = load_checkpoint(path, command)
     from workbench.check.golden import check_exported_from
 

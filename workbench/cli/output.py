@@ -169,6 +169,9 @@ LABELS = {
     "peak_rss_bytes": "peak memory",
     "converted": "programs converted",
     "stamped": "programs reused",
+    "kl": "KL (nats)",
+    "same_top": "same top token",
+    "resumed": "windows resumed",
 }
 """Labels of JSON keys whose own words would be unclear."""
 
@@ -269,11 +272,18 @@ def format_value(value, name: str = "") -> str:
 
 
 def format_table(rows: list[dict]) -> list[str]:
-    """Rows as lines of text, without columns that have no value at all."""
+    """Rows as lines of text, without columns that have no value at all. Texts begin at the
+    left of their column, numbers end at its right."""
     import pandas as pd
 
     frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
-    text = frame.to_string(
+    titles = {}
+    for name, column in frame.items():
+        if column.map(lambda value: isinstance(value, str)).all():
+            width = max(len(name), column.str.len().max())
+            frame[name] = column.str.ljust(width)
+            titles[name] = name.ljust(width)
+    text = frame.rename(columns=titles).to_string(
         index=False, na_rep="-", float_format=lambda number: f"{number:.4g}"
     )
-    return text.splitlines()
+    return [line.rstrip() for line in text.splitlines()]

@@ -7,6 +7,8 @@
     program_fault.py  in which layers gate `program` is RED, and which epsilon explains it
     sibling_programs.py  where a wrong layer's program differs from that of a right one
     weight_faults.py  whose values a wrong tensor holds, or in which order it has its own
+    arrangements.py  what a tensor may store in place of its own values
+    wrong_rows.py  which rows or columns of a tensor are wrong
     calls.py      which functions of other exporters' packages are wrong for several tokens
     operation.py  which operation a runtime computes wrongly
 

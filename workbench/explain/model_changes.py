@@ -26,9 +26,16 @@ Change = Callable[[nn.Module], AbstractContextManager | None]
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 EPSILONS = 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
+TABLE_ROUNDING = 1e-5  # relative difference of equal frequencies, rounded to fp32
 # The function in transformers' modules that rotates q and k.
 ROTATE = "apply_rotary_pos_emb"
-ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
+ACTIVATIONS = {
+    "gelu": "exact GELU",
+    "gelu_pytorch_tanh": "tanh GELU",
+    "quick_gelu": "sigmoid GELU",
+    "silu": "SiLU",
+    "relu": "ReLU",
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -106,6 +113,17 @@ def variant_with_tables(manifest: Manifest, config) -> Variant:
     """The variant with the rope tables of a bundle's manifest, for a fault that no named
     base or scaling explains."""
     return Variant(change=partial(_set_tables, manifest, config))
+
+
+def configured_scale(config) -> float:
+    """What Hugging Face's model multiplies q kᵀ by, in its first layer with attention."""
+    layers = layerwise.empty_model(config).model.layers
+    return next(filter(hf.has_attention, layers)).self_attn.scaling
+
+
+def variant_with_scale(scale: float) -> Variant:
+    """The variant whose attention multiplies q kᵀ by `scale`."""
+    return Variant(change=partial(_set_scale, scale))
 
 
 @dataclass(frozen=True)
@@ -386,12 +404,50 @@ class CurrentNorms:
 
 def _set_tables(manifest, config, base: nn.Module) -> None:
     """Gives Hugging Face's model the rope tables of the bundle."""
-    kinds = getattr(config, "layer_types", None) or [""] * len(manifest.layers)
     tables = {rope.name: torch.tensor(rope.inv_freq) for rope in manifest.rope}
+    for rope, name in _table_names(manifest, config, base).items():
+        setattr(base.rotary_emb, name, tables[rope])
+
+
+def _table_names(manifest, config, base: nn.Module) -> dict[str, str]:
+    """Name of a rope table in the manifest → that of the table in Hugging Face's model."""
+    kinds = getattr(config, "layer_types", None) or [""] * len(manifest.layers)
+    names = {}
     for layer, kind in zip(manifest.layers, kinds, strict=True):
         if layer.rope != "nope":
             # a model with two kinds of rope has a table for each
             name = f"{kind}_inv_freq"
-            if not hasattr(base.rotary_emb, name):
-                name = "inv_freq"
-            setattr(base.rotary_emb, name, tables[layer.rope])
+            names[layer.rope] = name if hasattr(base.rotary_emb, name) else "inv_freq"
+    return names
+
+
+def describe_tables(manifest: Manifest, config) -> str:
+    """How the rope tables of a bundle differ from those of Hugging Face's model, in
+    words."""
+    base = layerwise.empty_model(config).model
+    tables = {rope.name: torch.tensor(rope.inv_freq) for rope in manifest.rope}
+    clauses = []
+    for rope, name in _table_names(manifest, config, base).items():
+        actual, expected = tables[rope], getattr(base.rotary_emb, name).float()
+        where = f" of table {rope}" if rope else ""
+        if actual.shape != expected.shape:
+            clauses.append(
+                f"{len(actual)} frequencies{where}, in place of {len(expected)}"
+            )
+            continue
+        # a frequency may be zero
+        factors = torch.where(actual == expected, 1.0, actual / expected)
+        is_wrong = (factors - 1).abs() > TABLE_ROUNDING
+        if not is_wrong.any():
+            continue
+        factor = float(factors.median())
+        if bool(((factors - factor).abs() <= TABLE_ROUNDING * abs(factor)).all()):
+            clauses.append(f"frequencies{where} are {factor:.5g} times Hugging Face's")
+            continue
+        first = int(is_wrong.nonzero()[0])
+        clauses.append(
+            f"{int(is_wrong.sum())} of {len(expected)} frequencies{where} are not "
+            f"Hugging Face's: number {first} is {float(actual[first]):.6g} in place of "
+            f"{float(expected[first]):.6g}"
+        )
+    return "; ".join(clauses)

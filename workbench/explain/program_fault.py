@@ -62,6 +62,24 @@ CORRECT_WEIGHTS = (
 )
 
 
+SUSPECTS = {
+    (False, False): (
+        "K and V are right, so the fault is in the queries, the scores, the mask, o_proj, "
+        "the MLP or a norm after the first."
+    ),
+    (
+        True,
+        False,
+    ): "V is right and K is wrong, so the fault is in k_proj, its norm or rope.",
+    (False, True): "K is right and V is wrong, so the fault is in v_proj or its norm.",
+    (True, True): (
+        "K and V are wrong, so the fault is before them: in the layer's first norm, or in "
+        "how q, k and v are divided."
+    ),
+}
+"""Whether K and whether V is wrong → the parts of a layer that can be wrong, in words."""
+
+
 @dataclass(frozen=True)
 class ProgramAnswer:
     """Gate `program` of a bundle, and what its RED rows narrow the fault to.
@@ -152,6 +170,9 @@ def judge_program(
     elif weights_answer:
         conclusion += f" {weights_answer.conclusion}"
     causes = [str(cause) for cause in (fitted, *differences[:1]) if cause]
+    if not causes and (parts := _describe_suspects(wrong, table)):
+        code = type(reference.base).__module__
+        conclusion += f" {parts} Compare the exporter's code for it with {code}."
     return ProgramAnswer(gate, conclusion, causes[0] if causes else None)
 
 
@@ -224,6 +245,22 @@ def _describe_place(wrong: pd.DataFrame) -> str:
         f"{subject} something else than the checkpoint's configuration says{where} "
         f"({tensors}; T = {sizes})."
     )
+
+
+def _describe_suspects(wrong: pd.DataFrame, table: pd.DataFrame) -> str | None:
+    """The sentence that says which parts of a layer with attention can be wrong, by which
+    of its K, V and update are; None where a wrong layer shows no K and V, or was not fed
+    Hugging Face's input.
+
+    Args:
+        wrong: the rows of `table` over the limit.
+    """
+    layers = {*wrong["layer"].dropna()}
+    with_keys = {*table.loc[table["tensor"] == "k", "layer"]}
+    if not layers or not layers <= with_keys or (wrong["mode"] == "chained").all():
+        return None
+    tensors = {*wrong["tensor"]}
+    return SUSPECTS["k" in tensors, "v" in tensors]
 
 
 @dataclass(frozen=True, eq=False)

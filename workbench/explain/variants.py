@@ -12,18 +12,27 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from scipy.optimize import minimize_scalar
 
 from workbench.bundle import Bundle, Manifest
 from workbench.check import compare, gates, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.check.trace import Trace
 from workbench.decode import Decoder
-from workbench.explain.model_changes import Variant, list_variants, variant_with_tables
+from workbench.explain.model_changes import (
+    Variant,
+    configured_scale,
+    describe_tables,
+    list_variants,
+    variant_with_scale,
+    variant_with_tables,
+)
 from workbench.models import layerwise
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
 CONFIGURED = "as configured"
+TABLES = "rope frequencies of the bundle's manifest"
 FITS = 1e-5  # relative RMS that fp32 rounding explains
 # Relative RMS above which stored weights are not those of a layer. A compressed copy
 # differs less.
@@ -31,6 +40,10 @@ UNRELATED = 0.5
 # An update counts as at least this part of the stream: both sides round the stream in
 # fp32, and the rounding enters the update.
 STREAM_SHARE = 2.0**-5
+# Powers of two that the configured attention scale is multiplied by in a first search, and
+# the precision of the exponent in the second.
+SCALE_EXPONENTS = -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0
+SCALE_PRECISION = 1e-7
 # Matrices by which layers are told apart. Every layer of a family has the same one of them.
 MATRICES = (
     "mlp.down_proj.weight",
@@ -47,10 +60,12 @@ class Fit:
     Attributes:
         errors: every variant's `name` and `relative_rms`, best first.
         variant: the name of the one that fits; None if none does.
+        detail: what the name leaves out, such as the values that are wrong.
     """
 
     errors: pd.DataFrame
     variant: str | None
+    detail: str = ""
 
     @property
     def conclusion(self) -> str:
@@ -60,7 +75,8 @@ class Fit:
             return f"No variant explains this bundle: {cause}."
         if self.variant == CONFIGURED:
             return "Layers compute what the checkpoint's configuration says."
-        return f"The bundle computes another model: {self.variant}."
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"The bundle computes another model: {self.variant}{detail}."
 
 
 def find_variant(bundle: Bundle, checkpoint: Checkpoint) -> Fit:
@@ -89,7 +105,13 @@ def find_variant(bundle: Bundle, checkpoint: Checkpoint) -> Fit:
     frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     best_name, least = frame.iloc[0]
-    return Fit(frame, best_name if least <= fit_limit else None)
+    if least > fit_limit:
+        return Fit(frame, None)
+    detail = ""
+    if best_name == TABLES:
+        tables = describe_tables(bundle.manifest, checkpoint.config)
+        detail = f"rope in bundle.json: {tables}"
+    return Fit(frame, best_name, detail)
 
 
 def largest_fit(bundle: Bundle) -> float:
@@ -137,9 +159,36 @@ def _try_variants(
             errors[name] = comparison.worst_error(L, variant)
     if min(errors.values()) > fit_limit:
         tables = variant_with_tables(manifest, checkpoint.config)
-        name = "rope frequencies of the bundle's manifest"
-        errors[name] = comparison.worst_error(L, tables)
+        errors[TABLES] = comparison.worst_error(L, tables)
+    # a scale that no name stands for shows in several layers
+    if min(errors.values()) > fit_limit and (configured > fit_limit).sum() > 1:
+        scale, factor = _fit_scale(comparison, count)
+        name = f"attention scale {scale:.5g}, {factor:.5g} times the configured one"
+        errors[name] = comparison.worst_error(L, variant_with_scale(scale))
     return errors
+
+
+def _fit_scale(comparison: "Comparison", count: int) -> tuple[float, float]:
+    """The attention scale with which the first layers are nearest to the bundle's, and
+    its factor of the configured one."""
+    configured = configured_scale(comparison.checkpoint.config)
+
+    def squared_error(exponent: float) -> float:
+        variant = variant_with_scale(configured * 2.0**exponent)
+        # the error is proportional to the distance from the scale, its square is smooth
+        return comparison.worst_error(count, variant) ** 2
+
+    errors = [squared_error(exponent) for exponent in SCALE_EXPONENTS]
+    nearest = SCALE_EXPONENTS[int(np.argmin(errors))]
+    step = SCALE_EXPONENTS[1] - SCALE_EXPONENTS[0]
+    fitted = minimize_scalar(
+        squared_error,
+        bounds=(nearest - step, nearest + step),
+        method="bounded",
+        options={"xatol": SCALE_PRECISION},
+    )
+    factor = 2.0 ** float(fitted.x)
+    return configured * factor, factor
 
 
 def _count_first_layers(config, configured: np.ndarray, fit_limit: float) -> int:

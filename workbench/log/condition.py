@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import pandas as pd
 
-from workbench.errors import InputError, nearest_names
+from workbench.errors import InputError, nearest_names, propose
 
 MAX_LENGTH = 2000
 """Characters of a condition; the parser's memory grows with its depth."""
@@ -87,11 +87,7 @@ def unknown_column_error(
     Args:
         actual: the name, with what is wrong with it.
     """
-    step = describe_columns(columns)
-    if nearest := nearest_names(name, columns):
-        *others, last = nearest
-        words = f"{', '.join(others)} or {last}" if others else last
-        step = f"did you mean {words}? If not, {step}"
+    step = propose(nearest_names(name, columns), describe_columns(columns))
     return InputError(subject, actual, "the name of a column", step)
 
 
