@@ -95,16 +95,16 @@ def chunk(m, names, span, window, rotate, prefill, future, caches, x, pos, mask,
         future: whether a rotated cache is read without the rows that left it, under the
             mask of the others.
     """
-    T, found = x.shape[1], dict(zip(dict.fromkeys(names), caches))
+    T, caches_by_name = x.shape[1], dict(zip(dict.fromkeys(names), caches))
 
     def append(i, *new):
         name, seen = names[i], []
-        cache = found[name]
+        cache = caches_by_name[name]
         first, step = names[:i].count(name), names.count(name)
         for rows, plane in zip(new, (first, first + step)):
-            own = cache[plane : plane + 1]
+            plane_rows = cache[plane : plane + 1]
             if "local" in name and rotate:
-                every = torch.cat([own, rows], 2)
+                every = torch.cat([plane_rows, rows], 2)
                 cache[plane : plane + 1] = every[:, :, T:]
                 seen.append(every[:, :, T:] if future else every)
             else:

@@ -126,11 +126,11 @@ DIM = """explorer => {
     const bar = explorer.querySelector(".workbench-selection-0 .progress-bar")
     const picture = explorer.querySelector("canvas").closest(".workbench-of-setting > *")
     const opacity = () => Number(getComputedStyle(picture).opacity)
-    const drawn = bar.getAttribute("style"), found = [opacity()]
+    const drawn = bar.getAttribute("style"), opacities = [opacity()]
     bar.style.width = "99%"
-    found.push(opacity())
+    opacities.push(opacity())
     bar.setAttribute("style", drawn)
-    return [...found, opacity()]
+    return [...opacities, opacity()]
 }"""
 """Moves the hidden bar of the first control, as `Selections` does when its value changes."""
 

@@ -95,12 +95,12 @@ def test_layers_and_head_do_not_add_up_to_the_time_of_a_token(
 ):
     """The rest is in no figure; a sum of parts corrects no speed."""
     f, _ = figures("experiment30")
-    known_ms = f("layers per token", experiment) + f("head per token", experiment)
+    listed_ms = f("layers per token", experiment) + f("head per token", experiment)
     rows = read("experiment30", dtype=str)
     assert (rows.loc[rows["quantity"] == "decode", "correction"] == "").all()
     text = (FOLDER / "README.md").read_text()
-    assert f"{known_ms:g}" in text and f"{unaccounted_ms:g}" in text
-    rest = 1000 / f("decode", experiment) - known_ms
+    assert f"{listed_ms:g}" in text and f"{unaccounted_ms:g}" in text
+    rest = 1000 / f("decode", experiment) - listed_ms
     assert rest == pytest.approx(unaccounted_ms, abs=0.05)
 
 

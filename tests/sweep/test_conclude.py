@@ -223,6 +223,11 @@ def test_several_measures_have_a_line_each_and_share_what_is_not_decided():
         "Not decided (3 rounds do not agree): 512 against 128 in ms, 1024 against 512 in ms, "
         "1024 against 128 in ms."
     )
+    measures = {"ms": equal, "s": growing, "min": equal}
+    *_, last = conclude.describe_axis(measures, "S").text.splitlines()
+    assert last == (
+        "The other 6 of 9 orders by S are not decided: 3 rounds do not agree."
+    )
 
 
 def test_the_command_is_named_only_where_an_order_is_open():

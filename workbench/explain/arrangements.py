@@ -52,7 +52,7 @@ class Explanation:
     source: str | None = None
 
 
-def own_arrangements(
+def list_arrangements(
     manifest: Manifest, name: str, actual: torch.Tensor, values: torch.Tensor
 ) -> Iterator[Explanation]:
     """What may be stored of a tensor's own values, in another order, multiplied or with
@@ -167,7 +167,7 @@ def _nearest_rows(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([(part @ targets.T).argmax(1) for part in directions.split(1024)])
 
 
-def other_tensors(
+def list_other_tensors(
     checkpoint: Checkpoint, name: str, actual: torch.Tensor
 ) -> Iterator[Explanation]:
     """The tensor of the same shape whose values are nearest."""

@@ -15,7 +15,7 @@ import torch
 
 from workbench.bundle import Bundle, Manifest
 from workbench.bundle.names import split_layer
-from workbench.explain.arrangements import Kind, other_tensors, own_arrangements
+from workbench.explain.arrangements import Kind, list_arrangements, list_other_tensors
 from workbench.explain.weight_values import (
     CORRELATED,
     EXPLAINED,
@@ -171,7 +171,7 @@ def _has_fault(
     """Whether the arrangement of a tensor's own values with this clause explains what it
     stores."""
     limit = EXPLAINED * measure_distance(actual, values)
-    for explanation in own_arrangements(manifest, name, actual, values):
+    for explanation in list_arrangements(manifest, name, actual, values):
         is_same = explanation.clause == clause
         if is_same and measure_distance(actual, explanation.values) <= limit:
             return True
@@ -198,8 +198,8 @@ def find_weight_fault(
         return WeightFault(name, "constant", f"holds {float(low):.6g} in every element")
     distance_from_own_values = measure_distance(actual, values)
     candidates = [
-        *own_arrangements(manifest, name, actual, values),
-        *other_tensors(checkpoint, name, actual),
+        *list_arrangements(manifest, name, actual, values),
+        *list_other_tensors(checkpoint, name, actual),
     ]
     distances = [measure_distance(actual, candidate.values) for candidate in candidates]
     if distances and min(distances) <= EXPLAINED * distance_from_own_values:

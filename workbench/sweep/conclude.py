@@ -19,6 +19,8 @@ ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
 NOT_SET = "not set"
 """Stands for a null, as in the figures."""
+MAX_NAMED_PAIRS = 3
+"""Pairs of values without a decided order that a sentence names; it counts more of them."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,14 @@ def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
             if not comparison.is_decided
         ]
     if undecided:
-        reasons = {comparison.reason for comparison in undecided}
-        if count == len(undecided) > 1 and len(reasons) == 1:
-            words = f"No order by {axis} is decided: {reasons.pop()}."
+        reasons = "; ".join(dict.fromkeys(pair.reason for pair in undecided))
+        has_one_reason = len({pair.reason for pair in undecided}) == 1
+        is_long = len(undecided) > MAX_NAMED_PAIRS
+        if count == len(undecided) > 1 and (has_one_reason or is_long):
+            words = f"No order by {axis} is decided: {reasons}."
+        elif is_long:
+            rest = f"The other {len(undecided)} of {count} orders by {axis}"
+            words = f"{rest} are not decided: {reasons}."
         else:
             words = _describe_undecided(undecided)
         # of one measure, the sentence stands in its line
