@@ -200,7 +200,7 @@ def mean_kl(tables: Tables, column: str) -> float:
     label="error over rounding",
     pattern=r"With (?P<which_fault>[^,.]*?), T = (?P<which_T>\d+) and each layer fed Hugging "
     r"Face's input, the error of (?P<which_tensor>an update|a row of [KV]) is at most "
-    rf"{number('faulty')} times what rounding alone causes, "
+    rf"{number('faulty')} times what rounding (?:alone )?causes, "
     rf"(?:beside {number('sound')} in|as in)",
 )
 def worst_ratio(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -231,8 +231,8 @@ def rows_of_fault(tables: Tables, fault: str, T: int) -> pd.DataFrame:
     "05",
     label="tokens of Hugging Face's text",
     pattern=r"Bundle “(?P<which_bundle>[^”]*)”: export [^.]*\. Along Hugging Face's own text "
-    rf"it takes {number('tokens')} of the tokens; the error of its logits is "
-    rf"{number('ratio')} times",
+    rf"it takes {number('tokens')} of the tokens; the error of its logits"
+    rf"(?:, in exact arithmetic,)? is {number('ratio')} times",
 )
 def bundle_text(tables: Tables, match: re.Match) -> dict[str, float]:
     """The share of tokens that a bundle agrees on, and its error over that of rounding."""

@@ -220,7 +220,7 @@ def test_the_text_of_a_transcript_has_words_with_units():
     lines = format_validation(result | {"transcript": transcript, "stop": stop}, None)
     text = "\n".join(lines)
     assert "50.00% (95% interval 25.00% to 75.00%)" in text
-    assert "by 0.125 (RMS)" in text and "1.5 times what rounding causes" in text
+    assert "by 0.125 (RMS)" in text and "1.5 times what rounding to fp16" in text
     assert "3 of these" in text and not KEY.findall(text)
 
 

@@ -136,7 +136,8 @@ def stored(number: str, folder: Path) -> dict:
     paths = sorted(folder.glob("*/*.parquet"))
     files = {path.stem: pd.read_parquet(path) for path in paths}
     all_gates = [SimpleNamespace(**gate) for gate in run["gates"]]
-    names = run["parameters"] | files | {"all_gates": all_gates, "decoder": None}
+    names = run["parameters"] | files | {"all_gates": all_gates}
+    names["decoder"] = SimpleNamespace(is_device=False)
     names |= {name: files.get(file) for name, file in FILES.get(number, {}).items()}
     names |= {"result": SimpleNamespace(rows=None), "runtime": "portable"}
     names["golden"] = None
@@ -306,14 +307,16 @@ def test_the_answer_of_05_turns_with_its_rows():
         "05",
         told,
         f"“{late}”",
-        "takes 60.0% of the tokens; the error of its logits is 238 times",
+        "takes 60.0% of the tokens; the error of its logits, in exact arithmetic, is 238",
     )
     says(
         "05",
         told,
         f"“{turned}”",
-        "takes 100.0% of the tokens; the error of its logits is 15 times",
+        "takes 100.0% of the tokens; the error of its logits, in exact arithmetic, is 15",
     )
+    device = told | {"decoder": SimpleNamespace(is_device=True)}
+    assert "exact arithmetic" not in answer("05", device)
     unasked = verdicts_of_05().assign(**{"tokens agreed": None})
     assert "own text" not in answer("05", names | {"verdicts": unasked})
     texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})

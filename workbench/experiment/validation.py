@@ -447,7 +447,8 @@ def _transcript(record: Record) -> list[Block]:
     if figures.error is not None:
         caption += (
             f" Beside Hugging Face's model with the stored weights, the bundle's error "
-            f"is {figures.error:.3g} times what rounding causes."
+            f"is {figures.error:.3g} times what rounding to fp16 causes; that of a right "
+            "program in exact arithmetic is far below 1."
         )
     table = _prompt_table(figures.prompts)
     blocks: list[Block] = [Heading("Transcript"), Table(table, caption)]
