@@ -63,7 +63,7 @@ COMMANDS = [
     ),
     Command(
         "workbench report build/m --html build/m.html",
-        "both verdicts and the heatmap as one page to send",
+        "both verdicts and the heatmap as one HTML file to send",
     ),
     Command(
         'workbench generate build/m --prompt "A ferry is"',

@@ -180,6 +180,7 @@ def test_the_next_run_after_an_extract_is_of_the_same_model(monkeypatch):
 
 
 EXPORT = "workbench export data/tiny-llama build/tiny-llama-fp16 --compress fp16"
+PAGE = "workbench report 31 --html"
 RECOMMENDED = {
     "compress": "fp16",
     "outcome": KEPT,
@@ -193,7 +194,7 @@ RECOMMENDED = {
 
 
 @pytest.mark.parametrize(
-    ("quality", "step"), [("OVER", EXPORT), ("WITHIN", "make lab")]
+    ("quality", "step"), [("OVER", EXPORT), ("WITHIN", PAGE)]
 )
 def test_the_next_command_after_over_is_the_recommended_export(
     quality, step, monkeypatch
@@ -214,6 +215,17 @@ def test_the_next_command_after_over_is_the_recommended_export(
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
     last = cli("run", "31").output.splitlines()[-1]
     assert last == f"{'next':20}{step}"
+
+
+def test_a_run_names_the_folder_of_its_figures_once(monkeypatch):
+    figures = [{"path": f"build/figures/{name}.png", "alt": name} for name in "ab"]
+    result = {"experiment": "31", "verdict": "GREEN", "quality": "WITHIN"}
+    result |= {"judges_export": True, "conclusion": "Yes.", "figures": figures}
+    result |= {"report": "build/report.md", "executed": "build/notebook.ipynb"}
+    monkeypatch.setattr("workbench.experiment.run_notebook", lambda *_, **__: result)
+    output = cli("run", "31").output
+    assert output.count("build/figures") == 1
+    assert "a.png: a" in output and "b.png: b" in output
 
 
 def test_a_parameter_has_the_type_of_its_default():

@@ -91,7 +91,8 @@ def run(
     not_about_cost = [r for r in results if r["experiment"][:2] not in ASK_THE_COST]
     counted_quality = _worst_word(not_about_cost, "quality", QUALITIES)
     code = ending.verdict_code(verdict, counted_quality)
-    step = _recommended_export(results) or _full_run(settings, set_ or []) or "make lab"
+    page = command_line("report", numbers[0], "--html")
+    step = _recommended_export(results) or _full_run(settings, set_ or []) or page
     result = words | {"experiments": results}
     print_and_exit(
         result, json, _verdict_lines(words, results), code, next_command=step
@@ -193,7 +194,11 @@ def _no_value_error(name: str) -> InputError:
 def _print_run(result: dict) -> None:
     """Prints verdict, conclusion, figures and files of one notebook's run."""
     lines = result["conclusion"].splitlines()
-    lines += [f"{figure['path']}: {figure['alt']}" for figure in result["figures"]]
+    # all figures are in one folder
+    for folder in {Path(figure["path"]).parent: None for figure in result["figures"]}:
+        lines.append(f"figures   {folder}")
+    for figure in result["figures"]:
+        lines.append(f"  {Path(figure['path']).name}: {figure['alt']}")
     lines += [f"report    {result['report']}", f"notebook  {result['executed']}"]
     end_stage()
     print(f"experiment {result['experiment']}")
