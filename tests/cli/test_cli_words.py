@@ -193,9 +193,7 @@ RECOMMENDED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("quality", "step"), [("OVER", EXPORT), ("WITHIN", PAGE)]
-)
+@pytest.mark.parametrize(("quality", "step"), [("OVER", EXPORT), ("WITHIN", PAGE)])
 def test_the_next_command_after_over_is_the_recommended_export(
     quality, step, monkeypatch
 ):
