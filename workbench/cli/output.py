@@ -75,6 +75,11 @@ def print_and_exit(
         sys.exit(code)
 
 
+def has_wrong_weights(gates: list[dict]) -> bool:
+    """Whether gate `weights` is RED."""
+    return any(g["name"] == "weights" and g["verdict"] == "RED" for g in gates)
+
+
 def command_line(*words: str | Path) -> str:
     """A command of `workbench` as a shell takes it."""
     return shlex.join(["workbench", *map(str, words)])
