@@ -132,18 +132,29 @@ def _memory_lines(result: dict, memory: str | None) -> list[str]:
     Args:
         memory: the option of this name; None: this machine's.
     """
-    machine, fit = "this machine's memory", "fits this machine"
+    from workbench.ane.memory import MAC_SHARE
+
+    machine, owner = "this machine's memory", "this machine"
     if memory is not None:
-        machine, fit = "the target's memory", "fits"
+        machine, owner = "the target's memory", "the target"
     sizes = dict(result["bytes"])
     memory_bytes = sizes.pop("machine")
-    fits = {fit: result["fits"], "fits mac": result["fits_mac"]}
+    fits = {"fits in memory": f"{_yes_or_no(result['fits'])}, of {owner}"}
+    if result["fits_mac"] is not None:
+        fits["fits in a Mac"] = (
+            f"{_yes_or_no(result['fits_mac'])}, in {MAC_SHARE:.0%} of a Mac's memory, "
+            "beyond which macOS swaps"
+        )
     lines = format_result(fits | {"bytes": sizes | {machine: memory_bytes}})
     if result["fits_mac"] is None:
         lines.append(
             "give --memory, such as --memory 16G, to see whether a Mac fits it"
         )
     return lines
+
+
+def _yes_or_no(is_true: bool) -> str:
+    return "yes" if is_true else "no"
 
 
 @dataclass(frozen=True)
