@@ -8,6 +8,7 @@ from in_process import cli, invoke
 from tiny import DATA
 
 from workbench.ane import placement, rules
+from workbench.ane.roofline import ASSUMED_RATES
 from workbench.ane.rules import EFFECTS
 
 TINY = DATA / "tiny-llama"
@@ -32,6 +33,16 @@ def test_every_time_has_an_interval_and_says_what_no_measured_row_is_like(llama_
         assert "context" in by_chip["M4 Max"]
     output = cli("plan", TINY).output
     assert "extrapolated: " in output and "repeats no K and V" in output
+
+
+def test_the_table_of_chips_fits_80_columns_and_assumed_rates_have_lines():
+    plan, lines = invoke("plan", TINY), cli("plan", TINY).output.splitlines()
+    start = lines.index("chips") + 1
+    assert max(map(len, lines[start : start + 1 + len(plan["chips"])])) <= 80
+    for name, words in ASSUMED_RATES.items():
+        (line,) = (line for line in lines if line.endswith(f": {words}"))
+        named = line.removeprefix("assumed: ").partition(":")[0].split(", ")
+        assert named == [row["chip"] for row in plan["chips"] if name in row["assumed"]]
 
 
 def test_a_faster_export_is_named_with_both_times():

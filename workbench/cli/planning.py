@@ -222,7 +222,9 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
     result["chips"] = speeds.to_dict("records")
     result["predicted_misfit"] = roofline.calibration().median_error
     result["assumes"] = roofline.describe_fit()
-    table = speeds.drop(columns="extrapolates").to_dict("records")
+    # a table with these columns would be wider than a terminal of 80 columns
+    table = speeds.drop(columns=["extrapolates", "assumed"])
+    table = table.rename(columns={"tokens_per_s": "tok/s"}).to_dict("records")
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]
     lines = []
@@ -231,6 +233,7 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
         lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
     lines += format_result({"chips": table, "assumes": result["assumes"]})
     lines += ["", *roofline.describe_extrapolations(speeds)]
+    lines += roofline.describe_assumed_rates(speeds)
     if drafts.draft_acceptance is not None:
         gains = _predicted_gain(source, options, work, drafts, placed_on)
         result["speculation"] = asdict(gains)
