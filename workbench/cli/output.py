@@ -125,7 +125,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 def has_wrong_weights(gates: list[dict]) -> bool:
     """Whether gate `weights` is RED."""
-    return any(g["name"] == "weights" and g["verdict"] == "RED" for g in gates)
+    return any((gate["name"], gate["verdict"]) == ("weights", "RED") for gate in gates)
 
 
 def command_line(*words: str | Path) -> str:

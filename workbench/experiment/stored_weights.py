@@ -4,8 +4,8 @@ figures are relative to the stored weights, and cannot show that these are wrong
 from workbench.check.cost import COLUMNS
 
 IN_A_CELL = (
-    "Error and rounding budget of a cell both contain the fault of the stored weights, so "
-    "that these cells can show faults of the program alone, and no fault of the weights."
+    "The error and the rounding budget of a cell both contain this fault. These cells "
+    "compare the program with the stored weights, and cannot show a fault of the weights."
 )
 """What an error over its rounding budget says of wrong weights."""
 COLUMNS_OF_WRONG = COLUMNS.replace(
