@@ -139,7 +139,7 @@ def positions_error(
     )
     return InputError(
         f"max_seq_len = {max_seq_len}",
-        f"a {model_type or 'Hugging Face'} checkpoint",
+        f"a {model_type or 'Hugging Face'} checkpoint with {trained} positions",
         f"at most {trained}, the max_position_embeddings of its config.json",
         step,
     )

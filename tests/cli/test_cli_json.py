@@ -14,7 +14,7 @@ from tiny import DATA
 from workbench.check.golden import Golden
 from workbench.cli.options import Prompt
 from workbench.cli.output import print_and_exit
-from workbench.cli.validation_text import format_validation
+from workbench.cli.validation_text import STORED_WEIGHTS, format_validation
 from workbench.explain import ranges
 from workbench.runtime.portable import PortableModel
 
@@ -222,6 +222,30 @@ def test_the_text_of_a_transcript_has_words_with_units():
     assert "50.00% (95% interval 25.00% to 75.00%)" in text
     assert "by 0.125 (RMS)" in text and "1.5 times what rounding to fp16" in text
     assert "3 of these" in text and not KEY.findall(text)
+
+
+@pytest.mark.parametrize("verdict, count", [("RED", 2), ("GREEN", 0)])
+def test_errors_beside_wrong_weights_are_said_to_be_of_the_stored_weights(
+    verdict, count
+):
+    gate = {"name": "weights", "verdict": verdict, "reason": "a tensor"}
+    place = {"tensor": "k", "layer": 0, "position": 1, "T": 1, "ratio": 2.0}
+    figures = {"error": 0.1, "over_rounding": 2.0, "cosine": 1.0}
+    figures |= {"psnr_db": 40.0, "max_abs": 0.1}
+    kl = dict.fromkeys(("mean", "median", "p99", "max"), 0.1)
+    cost = {"kl": kl, "same_top": 1.0, "budget": {"kl": kl, "worst": place}}
+    result = {
+        "verdict": verdict,
+        "quality": "not_run",
+        "gates": [gate | {"value": 9.0, "threshold": 1.0}],
+        "worst": place | figures,
+        "logits": None,
+        "cost": cost,
+    }
+    text = "\n".join(format_validation(result, None))
+    assert text.count("2 times what rounding causes") == 2
+    assert text.count(f"2 times what rounding causes{STORED_WEIGHTS}") == count
+    assert ("the cost of compression" in text) == (verdict == "GREEN")
 
 
 def test_what_makes_a_bundle_ends_with_the_command_that_validates_it(tmp_path, exports):

@@ -149,11 +149,23 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("generate {bundle} --chat --prompt-ids 1,2", "--prompt"),
         (
             "evaluate {bundle} --T 1",
-            "workbench evaluate: found --T; needs an option of this command. Next:",
+            "evaluate: found --T; needs an option of this command. Next:",
         ),
         ("export {tiny} out --compres fp16", "did you mean --compress?"),
-        ("export {tiny}", "workbench export: found none; needs the argument BUNDLE."),
-        ("generate {bundle} --max-new", "needs a value behind --max-new."),
+        ("export {tiny}", "export: found no BUNDLE; needs this argument."),
+        ("golden {tiny}", "golden: found no --out; needs this option."),
+        (
+            "generate {bundle} --max-new",
+            "found --max-new without a value; needs a value behind --max-new.",
+        ),
+        (
+            "validate {bundle} --checkpoint {tiny} --prompts {some_text}",
+            "needs --transcript. Next: add --transcript, or leave --prompts out",
+        ),
+        (
+            "export {tiny} out --max-seq-len 100000",
+            "found a llama checkpoint with 1024 positions; needs at most 1024,",
+        ),
         ("generate {bundle} --max-new abc", "found abc; needs a whole number. Next:"),
         ("validte {bundle}", "did you mean validate?"),
         (

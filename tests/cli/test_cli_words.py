@@ -1,5 +1,6 @@
 """What a command prints: whole help pages, figures in plain numbers, each figure once."""
 
+import dataclasses
 import inspect
 import re
 import shlex
@@ -11,6 +12,7 @@ from tiny import DATA
 
 from workbench import plugins
 from workbench.cli.app import SUBCOMMANDS, app
+from workbench.cli.mixed import FormatTarget
 from workbench.cli.output import format_result
 from workbench.experiment import parse_value
 from workbench.log import project
@@ -85,6 +87,19 @@ def test_help_of_export_describes_both_of_its_arguments():
     page = read_page("export", 200)
     assert re.search(r"CHECKPOINT +The folder of a model", page)
     assert re.search(r"BUNDLE +Folder of the new bundle", page)
+
+
+def test_help_of_export_says_which_options_are_for_mixed_alone():
+    descriptions = OPTION.findall(read_page("export", 200))
+    marked = [text for text in descriptions if text.startswith("For mixed only: ")]
+    assert len(marked) == len(dataclasses.fields(FormatTarget))
+
+
+def test_help_says_of_exit_code_3_what_the_guide_says():
+    page = " ".join(cli("--help", columns=200).stdout.split())
+    assert "3 crashed or cut short" in page
+    guide = (DATA.parent / "docs" / "guide.md").read_text()
+    assert "| 3 | something crashed or was cut short" in guide
 
 
 def test_help_is_in_groups():

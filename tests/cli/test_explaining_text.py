@@ -1,6 +1,10 @@
 """The text of `explain` answers first and says what its tables mean."""
 
-from workbench.cli.explaining_text import MAX_VARIANTS, format_explanation
+from workbench.cli.explaining_text import (
+    MAX_VARIANTS,
+    WRONG_WEIGHTS,
+    format_explanation,
+)
 from workbench.cli.output import format_table
 
 PART = {"layer": 0, "storage": 0.0, "quantization": 0.01, "total": 0.01}
@@ -47,6 +51,14 @@ def test_every_table_says_what_its_columns_mean():
         assert f"{name}: " in text
     assert "65504" in text and "bits below fp16's overflow" in text
     assert "first nan" in text and "first inf" not in text
+
+
+def test_wrong_weights_are_said_to_be_among_the_errors_of_quantization():
+    gate = {"name": "weights", "value": 9.0, "threshold": 1.0, "reason": "a tensor"}
+    red = RESULT | {"verdict": "RED", "gates": [gate | {"verdict": "RED"}]}
+    green = RESULT | {"gates": [gate | {"verdict": "GREEN"}]}
+    assert WRONG_WEIGHTS in "\n".join(format_explanation(red))
+    assert WRONG_WEIGHTS not in "\n".join(format_explanation(green))
 
 
 def test_a_cut_table_of_variants_says_where_the_rest_is():

@@ -1,10 +1,16 @@
 """The next step that `validate` prints after a RED result."""
 
+import io
 from pathlib import Path
 
 import pytest
 
-from workbench.cli.output import READ_AND_EXPORT, format_result, step_after_red
+from workbench.cli.output import (
+    READ_AND_EXPORT,
+    fit_terminal,
+    format_result,
+    step_after_red,
+)
 
 EXPLAIN = "workbench explain b --checkpoint m"
 NAMES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"
@@ -44,6 +50,50 @@ def test_a_reason_of_interface_names_what_an_export_mends():
     gates = [{"name": "interface", "verdict": "RED", "reason": "x: dtype"}]
     step = step_after_red({"verdict": "RED", "gates": gates}, Path("b"), Path("m"))
     assert step == READ_AND_EXPORT
+
+
+REASON = "the reason of a gate goes on for several words " * 6
+GATE = f"{'RED':12}{'weights':20}{'9 (limit 1)':28}{REASON}".rstrip()
+COMMAND = (
+    "workbench validate '/a folder/of a bundle' --checkpoint /models/of/someone/else"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "line, indent",
+    [(GATE, 12), (f"- {REASON}", 2), (f"{'conclusion':20}{REASON}", 20), (REASON, 2)],
+    ids=["gate", "sentence", "labelled", "text"],
+)
+def test_a_line_is_wrapped_to_the_terminal_with_a_hanging_indent(
+    monkeypatch, line, indent, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    first, *others = rows = fit_terminal([line])
+    assert others and max(map(len, rows)) <= columns
+    assert all(row[:indent].isspace() and row[indent] != " " for row in others)
+    assert " ".join(rows).split() == line.split() and line.startswith(first)
+
+
+def test_a_pipe_has_one_line_for_each_gate(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert fit_terminal([GATE]) == [GATE]
+
+
+def test_a_command_and_a_page_are_not_broken(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout", Terminal())
+    step, page = f"{'next':20}{COMMAND}", f"| {REASON} |\n| - |"
+    assert fit_terminal([step, page, "", "a"]) == [step, page, "", "a"]
+    rows = fit_terminal([f"- {REASON}To export it: {COMMAND}"])
+    assert rows[-1] == f"  {COMMAND}" and max(map(len, rows[:-1])) <= 60
 
 
 def test_the_figures_of_an_evaluation_have_units_and_whole_words():

@@ -85,6 +85,18 @@ def test_a_red_export_withholds_the_quality_and_keeps_the_figures(record):
     assert verdicts == {"budget": "✗ RED", "max_kl": "– not judged"}
 
 
+def test_the_name_of_a_shard_at_the_beginning_of_a_reason_is_not_capitalised(record):
+    reason = "layers_01_01: model.layers.1.mlp.up_proj.weight: wrong"
+    red = Gate("weights", "RED", 9.0, 1.0, reason)
+    results = replace(record.results, verdict="RED", gates=[red])
+    text = read(replace(record, results=results)).text
+    assert f"weights: {reason}." in text and "Layers_01_01" not in text
+    reason = "layers_01_01 has no program"
+    missing = replace(not_run("weights", reason), applies=True)
+    results = replace(record.results, verdict="not_run", gates=[missing])
+    assert f"weights: {reason}." in read(replace(record, results=results)).text
+
+
 def test_texts_that_utf_8_cannot_hold_are_written_as_escapes(record):
     """Reasons of gates, causes, labels of tokens and names of presets."""
     odd = "a\ud800"
@@ -153,6 +165,22 @@ def test_the_page_begins_with_its_answer_the_heatmap_and_the_cost(measured):
     assert "faulty (RED: interface), and its cost is not judged" in faulty
     stated = read(replace(measured, is_noted=False))
     assert "The bundle states: " in stated.text
+
+
+def test_wrong_weights_are_named_before_the_cells_which_cannot_show_them(measured):
+    tensor = "model.layers.1.mlp.up_proj.weight"
+    red = Gate("weights", "RED", 9.0, 1.0, f"layers_01_01: {tensor}: wrong")
+    results = replace(measured.results, verdict="RED")
+    results = replace(results, gates=[*measured.results.gates, red])
+    text = read(replace(measured, results=results)).text
+    section = text.partition("Where the error lies")[2].partition("Cost")[0]
+    assert section.strip().startswith("The stored weights are wrong")
+    assert section.index(tensor) < section.index("The cells whose error is the largest")
+    assert "cannot show a fault of the weights" in section
+    assert "the cost of the stored weights, which are wrong" in text
+    assert "the cost of compression" not in text
+    right = read(measured).text
+    assert "the cost of compression" in right and "weights are wrong" not in right
 
 
 @pytest.mark.parametrize(

@@ -214,15 +214,18 @@ PROGRAM_VALUES = ("inputs", "states", "interface")
 the Neural Engine keeps every operation off."""
 LEGEND = (
     "operations of a shard (ops): eligible for the Neural Engine; expected on it (ane), "
-    "the CPU and the GPU; convolutions: (on the Neural Engine, all); size: shards with "
-    "these counts"
+    "the CPU and the GPU; conv: convolutions (on the Neural Engine/all); size: shards "
+    "with these counts"
 )
 """The columns of the table of placements, in one line."""
 DISPUTED_LEGEND = (
-    "The columns ane, cpu, gpu and convolutions count no rule that another source disputes. "
-    "ane_if_disputed_hold: operations on the Neural Engine if the disputed rules hold too"
+    "The columns ane, cpu, gpu and conv count no rule that another source disputes. "
+    "disputed: operations on the Neural Engine if the disputed rules hold too"
 )
 """A line after `LEGEND` where a shard breaks a disputed rule."""
+TITLES = {"ane_if_disputed_hold": "disputed", "convolutions": "conv"}
+"""A column of the table → its title, where its name would make the table wider than a
+terminal of 80 columns."""
 CONFIDENCE = {"H": "high", "M": "medium", "L": "low"}
 """The confidence of a rule in the table → in words."""
 
@@ -244,6 +247,8 @@ def describe(placements: list[Placement]) -> list[str]:
         counts.insert(3, "ane_if_disputed_hold")
     shards = pd.DataFrame(placements).groupby(counts, sort=False)["shard"]
     table = shards.agg(["size", "first", "last"]).reset_index()
+    table["convolutions"] = table["convolutions"].map("{0[0]}/{0[1]}".format)
+    table = table.rename(columns=TITLES)
     lines = [
         f"{placements[0].source} placement",
         *table.to_string(index=False).splitlines(),
@@ -259,7 +264,7 @@ def describe(placements: list[Placement]) -> list[str]:
         )
     lines += [_describe_rule(rule) for rule in rules.values() if not rule.disputed]
     if disputed:
-        lines.append("disputed rules, counted in ane_if_disputed_hold alone")
+        lines.append("disputed rules, counted in the column disputed alone")
         lines += map(_describe_rule, disputed)
     disputes = " ".join(rule.disputed for rule in disputed)
     cited = dict.fromkeys(re.findall(r"\b[A-Z]{2,3}\b", disputes))
@@ -274,7 +279,7 @@ def _describe_rule(rule: Rule) -> str:
     """A rule in one line, for `describe`."""
     confidence = CONFIDENCE.get(rule.confidence, rule.confidence)
     line = f"{rule.id:4}{rule.effect} ({confidence} confidence): {rule.says}."
-    line += f" {rule.advice}. [{'; '.join(rule.sources.values())}]"
+    line += f" {rule.advice}. [{'; '.join(dict.fromkeys(rule.sources.values()))}]"
     if rule.disputed:
         line += f" Disputed: {rule.disputed}."
     return line

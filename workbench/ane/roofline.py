@@ -313,6 +313,24 @@ def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
     return lines
 
 
+ASSUMED_RATES = {
+    "tflops": "the rate of fp16 convolutions",
+    "weights_gb_s": "the rate at which weights are read",
+}
+"""A figure of a chip (see `chips.chips`) → in words."""
+
+
+def describe_assumed_rates(speeds: pd.DataFrame) -> list[str]:
+    """The figures of chips that are assumed, a line for each, with their chips (see
+    `by_chip`)."""
+    lines = []
+    for name, words in ASSUMED_RATES.items():
+        chips = speeds.loc[speeds["assumed"].str.contains(name), "chip"]
+        if len(chips):
+            lines.append(f"assumed: {', '.join(chips)}: {words}")
+    return lines
+
+
 def describe_fit() -> str:
     """Sentences on the assumptions of the predictions, and their distance from public
     measurements."""

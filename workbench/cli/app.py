@@ -62,8 +62,8 @@ app = App(
     "workbench",
     help="Export transformer layers as stateful Core ML shards, compare them with "
     "Hugging Face's model, measure how fast they decode. Begin with `workbench export` "
-    "and `workbench validate`. Exit codes: 0 not RED, 1 RED, 2 bad input, 3 did not end, "
-    "4 OVER.",
+    "and `workbench validate`. Exit codes: 0 not RED, 1 RED, 2 bad input, 3 crashed or "
+    "cut short, 4 OVER.",
     default_parameter=Parameter(negative=()),
     group_commands="Options",
     result_action="return_value",

@@ -32,8 +32,10 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
     Args:
         commands: the names of all commands.
     """
-    command = " ".join(["workbench", *(problem.command_chain or ())])
-    look = f"see {command} --help"
+    words = problem.command_chain or ()
+    # the message begins with the program's name already
+    command = " ".join(words) or "command"
+    look = f"see {' '.join(['workbench', *words])} --help"
     cause = problem.__cause__
     if isinstance(cause, InputError):  # of a validator of an option
         return InputError(_name(problem), cause.actual, cause.needed, cause.next_step)
@@ -51,13 +53,15 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
                 return InputError(command, word, needed, step)
             step = did_you_mean(word, commands, look)
             needed = f"one of {', '.join(commands)}"
-            # the message begins with the program's name already
-            return InputError("command", repr(word), needed, step)
+            return InputError(command, repr(word), needed, step)
         case MissingArgumentError():
             name = _name(problem)
-            is_option = name.startswith("-")
-            needed = f"a value behind {name}" if is_option else f"the argument {name}"
-            return InputError(command, "none", needed, f"give it; {look}")
+            step = f"give it; {look}"
+            if problem.argument and problem.argument.tokens or problem.keyword:
+                needed = f"a value behind {name}"
+                return InputError(command, f"{name} without a value", needed, step)
+            kind = "option" if name.startswith("-") else "argument"
+            return InputError(command, f"no {name}", f"this {kind}", step)
         case UnusedCliTokensError():
             words = " ".join(problem.unused_tokens or [])
             step = f"leave it out; {look}"

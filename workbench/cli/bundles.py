@@ -181,7 +181,7 @@ def golden(
     prompt.check()
     paths.check_output("--out", out)
     if not transcript:
-        reject_unused("--transcript", prompts=prompts)
+        reject_unused("--transcript", to_add="--transcript", prompts=prompts)
     bundle = workbench.Bundle.open(for_) if for_ else None
     if bundle:
         source = load_exported_checkpoint(checkpoint, bundle, "golden")

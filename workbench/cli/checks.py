@@ -206,7 +206,7 @@ def _check_options(
             needed += ", or a --golden that has it"
             reject_unused(needed, transcript=transcript_options.transcript)
     if not transcript_options.transcript:
-        reject_unused("--transcript", transcript_options)
+        reject_unused("--transcript", transcript_options, to_add="--transcript")
 
 
 def _recommend(source, bundle, results, transcript):

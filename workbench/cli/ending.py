@@ -2,10 +2,10 @@
 `--json` a refusal is one JSON object on stdout as well.
 
 0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
-(a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
-unit's process, a fault of the workbench); 4: an export that is not RED and costs more
-than the user's limit (OVER); 130: interrupted; 141: the reader of stdout has closed
-it."""
+(a full disk, no permission, no memory); 3: a run that crashed or was cut short (a
+cell, a kernel, a unit's process, a fault of the workbench); 4: an export that is not RED
+and costs more than the user's limit (OVER); 130: interrupted; 141: the reader of stdout
+has closed it."""
 
 import errno
 import json

@@ -16,6 +16,7 @@ from workbench.cli import ending
 from workbench.cli.options import Json, reject_unused
 from workbench.cli.output import (
     command_line,
+    fit_terminal,
     format_result,
     format_verdicts,
     print_and_exit,
@@ -202,8 +203,9 @@ def _print_run(result: dict) -> None:
     lines += [f"report    {result['report']}", f"notebook  {result['executed']}"]
     end_stage()
     print(f"experiment {result['experiment']}")
-    print("\n".join(f"  {line}" for line in _verdict_lines(result, [result])))
-    print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
+    lines = [*_verdict_lines(result, [result]), *lines]
+    lines = fit_terminal([f"  {line}" for line in lines])
+    print(visible("\n".join(lines)), end="\n\n")
 
 
 # As cyclopts gives it: None without the option, [] for `--html`, [FILE] for `--html FILE`.

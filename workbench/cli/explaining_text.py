@@ -1,7 +1,12 @@
 """The text of an explanation: the answer first, then each table with what its columns
 mean."""
 
-from workbench.cli.output import format_judgement, format_result, format_table
+from workbench.cli.output import (
+    format_judgement,
+    format_result,
+    format_table,
+    has_wrong_weights,
+)
 
 PARTS_LEGEND = (
     "Relative RMS error of what each layer adds to the stream, without a unit. storage: "
@@ -9,6 +14,11 @@ PARTS_LEGEND = (
     "reauthoring: the bundle's program in place of Hugging Face's; precision: results "
     "rounded to fp16; runtime: the device; total: all parts together."
 )
+WRONG_WEIGHTS = (
+    "The stored weights are wrong (gate weights is RED): quantization and total contain "
+    "this fault."
+)
+"""What follows `PARTS_LEGEND` where gate `weights` is RED."""
 TABLES = {
     "parts": ("error by part, each layer fed Hugging Face's input", PARTS_LEGEND),
     "chained": (
@@ -44,6 +54,8 @@ def format_explanation(result: dict) -> list[str]:
         rows = result.get(name)
         if not rows:
             continue
+        if name == "parts" and has_wrong_weights(result.get("gates", [])):
+            legend = f"{legend} {WRONG_WEIGHTS}"
         if name == "variants" and len(rows) > MAX_VARIANTS:
             title += f" ({MAX_VARIANTS} of {len(rows)}; --json prints all)"
             rows = rows[:MAX_VARIANTS]

@@ -30,16 +30,16 @@ class FormatTarget:
     """What --compress mixed aims at, and the text that it chooses formats on.
 
     Args:
-        max_kl: Minimize the bytes and keep the mean KL from Hugging Face's model, in
-            nats on the text of --select, at or below this.
-        size: Minimize the mean KL and keep the matrices of the layers and the head
-            within this many bytes, such as 90M. The embedding table and the programs
-            come on top.
-        ms_on: Minimize the predicted time of a call on this chip, such as M4, and keep
-            the mean KL at or below --max-kl (default: 0.05).
-        select: File of text, UTF-8, about 2,500 tokens, on which formats are chosen;
-            default: data/selection.txt, where the checkout has it.
-        select_ids: The text as token ids: a NumPy file, or a JSON list.
+        max_kl: For mixed only: minimize the bytes and keep the mean KL from Hugging
+            Face's model, in nats on the text of --select, at or below this.
+        size: For mixed only: minimize the mean KL and keep the matrices of the layers
+            and the head within this many bytes, such as 90M. The embedding table and
+            the programs come on top.
+        ms_on: For mixed only: minimize the predicted time of a call on this chip, such
+            as M4, and keep the mean KL at or below --max-kl (default: 0.05).
+        select: For mixed only: file of text, UTF-8, about 2,500 tokens, on which formats
+            are chosen; default: data/selection.txt, where the checkout has it.
+        select_ids: For mixed only: that text as token ids: a NumPy file, or a JSON list.
     """
 
     max_kl: NonNegativeFloat | None = None

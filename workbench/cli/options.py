@@ -319,7 +319,7 @@ class TranscriptOptions:
     min_stops: Share = MIN_STOPS
 
 
-def reject_unused(needed: str, *groups, **options) -> None:
+def reject_unused(needed: str, *groups, to_add: str | None = None, **options) -> None:
     """Refuses options that have no effect, because another value decides that they are
     not read.
 
@@ -328,6 +328,7 @@ def reject_unused(needed: str, *groups, **options) -> None:
         groups: groups of options such as `Prompt`; a field that differs from its
             default counts as given. One that is given with the default's value cannot
             be recognised.
+        to_add: the option that would give them an effect, where the user may add it.
         options: by name, whether (or with which value) the option is given; None and
             False: it is not.
 
@@ -341,6 +342,8 @@ def reject_unused(needed: str, *groups, **options) -> None:
         if value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"
             step = f"leave {option} out"
+            if to_add:
+                step = f"add {to_add}, or {step}"
             actual = "an option that has no effect here"
             raise InputError(option, actual, needed, step)
 

@@ -3,7 +3,9 @@ verdicts."""
 
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -30,6 +32,14 @@ from workbench.progress import end_stage
 MANY_TENSORS = 5
 READ_AND_EXPORT = "read the RED lines: they name what is wrong; then export again"
 """The next step where the reasons of the RED gates name the cause."""
+LEAST_WIDTH = 40
+"""Columns of the narrowest terminal that lines are wrapped to."""
+LONGEST_LABEL = 20  # characters, with the spaces behind it
+# What the further rows of a wrapped line are indented by: the sign of a list, the id of a
+# rule, or a label with the spaces up to its value.
+LABEL = re.compile(r"- |[A-Z]+\d+ +|\S+(?: \S+)* {2,}| +")
+COMMAND = re.compile(r"(?<=: |  )workbench .*$")
+"""A command at the end of a line."""
 # The stream for results while `libraries_on_stderr` is active; None: stdout.
 document_stream: TextIO | None = None
 
@@ -68,11 +78,54 @@ def print_and_exit(
         lines = lines or format_result(result)
         if next_command:
             lines = [*lines, f"{'next':20}{next_command}"]
+        lines = fit_terminal(lines)
     print_document("\n".join(lines))
     if code is None:
         code = ending.verdict_code(result.get("verdict"), result.get("quality"))
     if code:
         sys.exit(code)
+
+
+def fit_terminal(lines: list[str]) -> list[str]:
+    """The lines at the width of the terminal on stdout. Elsewhere they stay as they are: a
+    pipe has one line for each gate, which `grep` finds. A text that has line breaks, such as
+    a page in Markdown, stays too."""
+    if not sys.stdout.isatty():
+        return lines
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
+    return [
+        row
+        for line in lines
+        for row in ([line] if "\n" in line else _wrap(line, width))
+    ]
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    """A line in rows of at most `width` characters. Every row but the first is indented to
+    the text behind the first label. A command at the end is not broken, since a shell would
+    run its first row alone."""
+    if len(line) <= width:
+        return [line]
+    label = LABEL.match(line)
+    indent = " " * (label.end() if label and label.end() <= LONGEST_LABEL else 2)
+    command = COMMAND.search(line)
+    if command and label and command.start() == label.end():
+        return [line]
+    rows = textwrap.wrap(
+        line[: command.start()] if command else line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
+    return [*rows, f"{indent}{command[0]}"] if command else rows
+
+
+def has_wrong_weights(gates: list[dict]) -> bool:
+    """Whether gate `weights` is RED."""
+    return any((gate["name"], gate["verdict"]) == ("weights", "RED") for gate in gates)
 
 
 def command_line(*words: str | Path) -> str:

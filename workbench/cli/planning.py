@@ -132,18 +132,29 @@ def _memory_lines(result: dict, memory: str | None) -> list[str]:
     Args:
         memory: the option of this name; None: this machine's.
     """
-    machine, fit = "this machine's memory", "fits this machine"
+    from workbench.ane.memory import MAC_SHARE
+
+    machine, owner = "this machine's memory", "this machine"
     if memory is not None:
-        machine, fit = "the target's memory", "fits"
+        machine, owner = "the target's memory", "the target"
     sizes = dict(result["bytes"])
     memory_bytes = sizes.pop("machine")
-    fits = {fit: result["fits"], "fits mac": result["fits_mac"]}
+    fits = {"fits in memory": f"{_yes_or_no(result['fits'])}, of {owner}"}
+    if result["fits_mac"] is not None:
+        fits["fits in a Mac"] = (
+            f"{_yes_or_no(result['fits_mac'])}, in {MAC_SHARE:.0%} of a Mac's memory, "
+            "beyond which macOS swaps"
+        )
     lines = format_result(fits | {"bytes": sizes | {machine: memory_bytes}})
     if result["fits_mac"] is None:
         lines.append(
             "give --memory, such as --memory 16G, to see whether a Mac fits it"
         )
     return lines
+
+
+def _yes_or_no(is_true: bool) -> str:
+    return "yes" if is_true else "no"
 
 
 @dataclass(frozen=True)
@@ -211,7 +222,9 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
     result["chips"] = speeds.to_dict("records")
     result["predicted_misfit"] = roofline.calibration().median_error
     result["assumes"] = roofline.describe_fit()
-    table = speeds.drop(columns="extrapolates").to_dict("records")
+    # a table with these columns would be wider than a terminal of 80 columns
+    table = speeds.drop(columns=["extrapolates", "assumed"])
+    table = table.rename(columns={"tokens_per_s": "tok/s"}).to_dict("records")
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]
     lines = []
@@ -220,6 +233,7 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
         lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
     lines += format_result({"chips": table, "assumes": result["assumes"]})
     lines += ["", *roofline.describe_extrapolations(speeds)]
+    lines += roofline.describe_assumed_rates(speeds)
     if drafts.draft_acceptance is not None:
         gains = _predicted_gain(source, options, work, drafts, placed_on)
         result["speculation"] = asdict(gains)

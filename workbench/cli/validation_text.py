@@ -3,13 +3,17 @@
 from math import isnan
 from textwrap import shorten
 
-from workbench.cli.output import format_result, format_value
+from workbench.cli.output import format_result, format_value, has_wrong_weights
 
 NO_RECOMMENDATION = {"recommendation": None, "tried": None}
 """`Recommendation.json` where no preset was tried."""
 
 TENSORS = {"update": "the update", "k": "a row of K", "v": "a row of V"}
 """A tensor of the table `fidelity` → in words."""
+
+STORED_WEIGHTS = " with the stored weights (gate weights judges the weights)"
+"""What follows an error over what rounding causes where the stored weights are wrong: they
+change the error and what rounding causes alike."""
 
 UNIT_COLUMNS = {
     "over_rounding": "error over rounding",
@@ -53,12 +57,13 @@ def format_units(result: dict) -> list[str]:
 def _replace_keys(result: dict) -> dict:
     """A result whose figures have names and units in words; tables stay tables."""
     texts = {}
+    is_wrong = has_wrong_weights(result.get("gates", []))
     for name, value in result.items():
         match name:
             case "min_cosine":  # stands in the line of the mean
                 pass
             case "worst" if value:
-                texts["worst value"] = _describe_worst(value)
+                texts["worst value"] = _describe_worst(value, is_wrong)
             case "mean_cosine":
                 texts["cosine"] = (
                     f"mean {format_value(value)}, lowest {format_value(result['min_cosine'])}"
@@ -71,7 +76,8 @@ def _replace_keys(result: dict) -> dict:
             case "logits" if value:
                 texts[name] = _describe_logits(value)
             case "cost" if value:
-                texts |= _describe_cost(value, has_logits=bool(result["logits"]))
+                has_logits = bool(result["logits"])
+                texts |= _describe_cost(value, is_wrong, has_logits=has_logits)
             case "transcript" if value:
                 texts[name] = _describe_transcript(value)
             case "stop" if value:
@@ -81,8 +87,12 @@ def _replace_keys(result: dict) -> dict:
     return texts
 
 
-def _describe_worst(worst: dict) -> str:
-    """The value that is furthest from Hugging Face's."""
+def _describe_worst(worst: dict, is_wrong: bool) -> str:
+    """The value that is furthest from Hugging Face's.
+
+    Args:
+        is_wrong: whether the stored weights are wrong.
+    """
     place = (
         f"{TENSORS.get(worst['tensor'], worst['tensor'])} of layer {worst['layer']} at "
         f"position {worst['position']}, T = {worst['T']}"
@@ -92,6 +102,8 @@ def _describe_worst(worst: dict) -> str:
         ratio = ""
     else:
         ratio = f", {excess:.4g} times what rounding causes"
+        if is_wrong:
+            ratio += STORED_WEIGHTS
     return (
         f"{place}: relative error {worst['error']:.4g}{ratio}; cosine "
         f"{worst['cosine']:.7g}, peak signal-to-noise ratio {worst['psnr_db']:.1f} dB, "
@@ -108,15 +120,18 @@ def _describe_logits(logits: dict) -> str:
     )
 
 
-def _describe_cost(cost: dict, has_logits: bool) -> dict:
+def _describe_cost(cost: dict, is_wrong: bool, has_logits: bool) -> dict:
     """The cost as a table, what its columns are, and its other figures.
 
     Args:
+        is_wrong: whether the stored weights are wrong.
         has_logits: whether another line has the share of equal top tokens.
     """
     from workbench.check.cost import COLUMNS, cost_table
+    from workbench.experiment.stored_weights import COLUMNS_OF_WRONG
 
-    texts = {"cost": cost_table(cost).to_dict("records"), "columns": [COLUMNS]}
+    columns = COLUMNS_OF_WRONG if is_wrong else COLUMNS
+    texts = {"cost": cost_table(cost).to_dict("records"), "columns": [columns]}
     if not has_logits:
         texts["same top token"] = f"at {cost['same_top']:.2%} of the positions"
     if cost["budget"]:
@@ -124,7 +139,7 @@ def _describe_cost(cost: dict, has_logits: bool) -> dict:
         texts["worst layer"] = (
             f"{TENSORS.get(worst['tensor'], worst['tensor'])} of layer {worst['layer']}, "
             f"T = {worst['T']}: over positions, the RMS error is {worst['ratio']:.4g} "
-            "times what rounding causes"
+            f"times what rounding causes{STORED_WEIGHTS if is_wrong else ''}"
         )
     return texts
 

@@ -32,6 +32,7 @@ from workbench.experiment.page import (
     Verdict,
     Verdicts,
 )
+from workbench.experiment.stored_weights import COLUMNS_OF_WRONG, IN_A_CELL
 from workbench.experiment.tables import gate_table, table_of, words_of
 from workbench.files import read_bytes
 from workbench.log.anonymous import anonymize
@@ -85,6 +86,12 @@ def _portable_gates(results: Results) -> list[Gate]:
     return [replace(gate, reason=anonymize(gate.reason)) for gate in results.gates]
 
 
+def _wrong_weights(record: Record) -> Gate | None:
+    """Gate `weights` where it is RED, with its reason as a page has it."""
+    faults = gates.red_gates(_portable_gates(record.results))
+    return next((gate for gate in faults if gate.name == "weights"), None)
+
+
 def _verdicts(record: Record) -> Verdicts:
     results = record.results
     all_gates = _portable_gates(results)
@@ -105,7 +112,7 @@ def _export_reason(all_gates: list[Gate]) -> str:
     """A sentence on the gates that decide the verdict on the export."""
     if faults := gates.red_gates(all_gates):
         first, *others = faults
-        reason = f"{first.name}: {_sentence(first.reason)}"
+        reason = f"{first.name}: {_end_sentence(first.reason)}"
         if others:
             reason += f" Also RED: {', '.join(gate.name for gate in others)}."
         return reason
@@ -118,7 +125,7 @@ def _export_reason(all_gates: list[Gate]) -> str:
     rest = f" Not run: {', '.join(names)}." if names else ""
     if missing := gates.missing_gates(all_gates):
         reasons = {gate.name: gate.reason for gate in all_gates}
-        return f"{_sentence(reasons[missing[0]])}{rest}"
+        return f"{missing[0]}: {_end_sentence(reasons[missing[0]])}{rest}"
     return f"{count} gates ran and found no fault.{rest}"
 
 
@@ -175,7 +182,13 @@ def _quality_answer(results: Results) -> str:
 
 def _sentence(text: str) -> str:
     """A text that begins with a capital letter and ends with a full stop."""
-    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "."
+    return _end_sentence(f"{text[:1].upper()}{text[1:]}")
+
+
+def _end_sentence(text: str) -> str:
+    """A text that ends with a full stop. A gate's reason keeps its first letter, which may be
+    that of an identifier, such as a shard's name."""
+    return text.rstrip(".") + "."
 
 
 def _pairs(rows: Mapping[str, object]) -> pd.DataFrame:
@@ -269,8 +282,16 @@ def _heatmap(record: Record) -> list[Block]:
     figure = draw_errors(record)
     if figure is None:
         return []
+    warning: list[Block] = []
+    if fault := _wrong_weights(record):
+        reason = _end_sentence(fault.reason)
+        words = (
+            f"The stored weights are wrong (gate weights is RED): {reason} {IN_A_CELL}"
+        )
+        warning.append(Paragraph(words))
     return [
         Heading("Where the error lies"),
+        *warning,
         Picture(plots.encode(figure, "svg"), _caption(record)),
         _worst_cells(record.rows, _has_budget(record), record.tokens),
     ]
@@ -421,7 +442,7 @@ def _cost(record: Record) -> list[Block]:
         f"KL from Hugging Face's logits over {_describe_prompt(record)}, layers in a row. "
         f"The top token is Hugging Face's at {cost.same_top:.1%} of the positions. "
     )
-    caption += COLUMNS
+    caption += COLUMNS_OF_WRONG if _wrong_weights(record) else COLUMNS
     smallest = _smallest_cosine(record)
     if smallest and record.results.mean_cosine is not None:
         caption += (

@@ -206,9 +206,9 @@ def _judge_weights(
         conclusion = f"{WEIGHTS_ARE_WRONG} (see gate weights). {CORRECT_WEIGHTS}"
         return ProgramAnswer(gate, conclusion)
     stage("explain: the faults of the stored weights")
-    clauses, faults = describe_weight_faults(bundle, checkpoint, weights, gate.tensors)
-    conclusion = f"{WEIGHTS_ARE_WRONG}: {clauses}. {CORRECT_WEIGHTS}"
-    return ProgramAnswer(gate, conclusion, str(faults[0]))
+    clauses, _ = describe_weight_faults(bundle, checkpoint, weights, gate.tensors)
+    conclusion = f"{WEIGHTS_ARE_WRONG}: {'; '.join(clauses)}. {CORRECT_WEIGHTS}"
+    return ProgramAnswer(gate, conclusion, clauses[0])
 
 
 def _wrong_rows(table: pd.DataFrame, limit: float) -> pd.DataFrame:

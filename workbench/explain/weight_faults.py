@@ -66,9 +66,9 @@ class WeightFault:
 
 def describe_weight_faults(
     bundle: Bundle, checkpoint: Checkpoint, stored: Reader, tensors: Sequence[str]
-) -> tuple[str, list[WeightFault]]:
-    """A clause for each fault of the wrong tensors, joined to a sentence without its stop,
-    and the faults. Tensors with one fault have one clause, as has an exchange of two.
+) -> tuple[list[str], list[WeightFault]]:
+    """A clause for each fault of the wrong tensors, and the faults. Tensors with one fault
+    have one clause, as has an exchange of two.
 
     Args:
         stored: reads a tensor as the bundle stores it, decompressed.
@@ -99,7 +99,7 @@ def describe_weight_faults(
             clauses.append(str(fault))
     if others := [name for name in tensors if name not in sources]:
         clauses.append(f"{len(others)} more were not explained ({_list_names(others)})")
-    return "; ".join(clauses), faults
+    return clauses, faults
 
 
 def _list_names(names: list[str]) -> str:
