@@ -478,7 +478,7 @@ class Explorer(ui.VBox):
         options = {"tensor": tensor, "mode": mode_of(tensor)}
         options |= {"metric": drawing.metric, "limits": drawing.limits}
         options["tokens"] = self._find_tokens(drawing.rows)
-        options["title"] = sentences.heatmap_title(tensor, drawing.metric)
+        options["title"] = sentences.describe_heatmap(tensor, drawing.metric)
         validated_ts = self.results.validated_ts(self.setting())
         options["note"] = sentences.describe_gaps(tensor, validated_ts)
         self.heatmap.draw(drawing.rows, options, self.chosen_place)

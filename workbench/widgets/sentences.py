@@ -73,7 +73,7 @@ def describe_no_rounding(tensor: str) -> str:
     return f"No {wanted} for {tensor}: its rounding budget is not measured; {shown} is shown."
 
 
-def heatmap_title(tensor: str, metric: str) -> str:
+def describe_heatmap(tensor: str, metric: str) -> str:
     """The title of a heatmap. Its panels name their T."""
     of_tensor = "the logits" if tensor == "logits" else f"each layer's {tensor}"
     if metric == "error":
