@@ -219,7 +219,8 @@ class Explorer(ui.VBox):
         for widget in self._fixed_controls():
             widget.layout.display = "none"
         self.selections = Selections(self.controls)
-        self.metric_text = ui.HTML()  # why the selected metric is not drawn
+        # why the selected metric is not drawn
+        self.metric_text = ui.HTML(layout={"margin": "0 1.5em 0 0"})
         self.fixed_text = ui.HTML(self._describe_fixed())
         self.run_button = make_button("", "play", self._run_missing, RUN_TOOLTIP)
         self.cancel_button = make_button(
