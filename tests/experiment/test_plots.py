@@ -806,6 +806,29 @@ def test_several_metrics_share_layers_and_tokens_and_the_bar_names_its_marks():
     assert distances.max() == 1 - rows["cosine"].min()
 
 
+def test_figures_with_common_limits_have_one_colour_scale():
+    """Values beyond the limits extend it."""
+    sound, faulty = (
+        fidelity([3], names=[name]).query("T == 4") for name in ("sound", "faulty")
+    )
+    together = pd.concat([sound, faulty])
+    for metric in plots.METRICS:
+        limits = plots.find_limits(together, metric)
+        figures = [
+            plots.heatmap(rows, metric=metric, limits=limits)
+            for rows in (sound, faulty, together)
+        ]
+        norms = [drawn(figure, QuadMesh)[0].norm for figure in figures]
+        assert len({(norm.vmin, norm.vmax) for norm in norms}) == 1
+        alone = drawn(plots.heatmap(faulty, metric=metric), QuadMesh)[0].norm
+        wider = plots.heatmap(faulty, metric=metric, limits=[alone.vmin, alone.vmin])
+        assert drawn(wider, QuadMesh)[0].norm.vmax == alone.vmax
+    broken = sound.assign(finite=False)
+    assert plots.find_limits(broken, "cosine") == ()
+    with pytest.raises(ValueError, match="limits of 2 metrics"):
+        plots.heatmap(sound, metric=["error", "cosine"], limits=[0.1, 1.0])
+
+
 @pytest.mark.parametrize("plot", ["heatmap", "lines", "bars"])
 def test_a_plot_is_drawn_into_a_subfigure_whose_size_it_keeps(plot):
     data, options = fidelity(names=["sound"]), {}

@@ -130,6 +130,37 @@ def test_jobs_run_in_the_place_of_the_running_one_and_before_those_that_wait(
     assert listener.texts[-1] == "" and not listener.errors
 
 
+def test_a_running_job_that_is_queued_again_runs_from_its_beginning(listener):
+    order, began = [], []
+    long = Cancellable(listener.queue)
+    wait = long.run
+
+    def run() -> None:
+        began.append(listener.queue.count_before(long))
+        if len(began) == 1:
+            wait()
+        order.append("long")
+
+    long.run = run
+    counts = []
+    first = Job("f", 1.0, lambda: counts.append(listener.queue.count_before(long)))
+    listener.queue.add_first(long)
+    assert long.has_begun.wait(30)
+    listener.queue.run_instead(first, long)
+    end(listener.queue)
+    assert began == [0, 0] and counts == [1] and order == ["long"]
+    assert first.is_finished and long.is_finished
+    assert listener.queue.count_before(long) == 0  # it has ended
+
+
+def test_a_result_is_told_once_its_job_no_longer_runs(listener):
+    """The text on what is next would name the finished job."""
+    running = []
+    listener.queue.on_result = lambda: running.append(listener.queue.running)
+    listener.run(*(Job(name, 1.0, lambda: None) for name in "ab"))
+    assert running == [None, None]
+
+
 def test_a_job_that_replaces_nothing_runs(listener):
     ran = threading.Event()
     listener.queue.run_instead(Job("a", 1.0, ran.set))

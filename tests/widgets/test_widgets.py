@@ -63,9 +63,8 @@ def root(tmp_path_factory):
         view.queue.thread.join()
     check(view)
     job = "measuring int8-tensor, max_seq_len 16"
-    assert said[0] == f"{job}, no estimate yet, then 1 more measurement" and said[
-        -2
-    ].startswith(job)
+    first = f"0 of 2 measured; {job}, no estimate yet, then 1 more measurement"
+    assert said[0] == first and said[-2].startswith(f"1 of 2 measured; {job}")
     stages = [(stage.name, stage.validates) for stage, _ in view.cell_seconds._measured]
     measured = {(MEASURING, True), (MEASURING, False)}
     assert stages[0] == (EXPORTING, False) and {*stages[1:]} == measured
@@ -146,8 +145,13 @@ def test_a_T_whose_errors_were_not_measured_shows_the_next_larger_one_and_says_s
     check(explorer)
     said = "<br>Errors: not measured at T = 2; those at T = 4 are shown. "
     assert explorer.message.value.endswith(said + explorers.RUN_MEASURES_THEM)
-    title = explorer.heatmap.canvas.figure.get_suptitle()
-    assert title == "update against Hugging Face, T = 4"
+    figure = explorer.heatmap.canvas.figure
+    # the panels alone name their T
+    assert (
+        figure.get_suptitle() == "1 − cosine of each layer's update from Hugging Face's"
+    )
+    shown = " ".join(ax.get_title("left") for ax in explorer.heatmap.axes())
+    assert "T = 1" in shown and "T = 4" in shown and "T = 2" not in shown
     assert set(explorer.shown_rows["T"]) == {1, 4}
     assert ", T = 4:" in explorer.heatmap.describe(Place(1, 2))
     explorer.save_button.click()
@@ -329,14 +333,18 @@ def test_the_ranks_tell_values_near_1_apart(explorer):
 
 def test_logits_without_a_budget_are_drawn_as_cosine_and_the_page_says_why(explorer):
     explorer.metric.value = "error"
-    assert "No error" not in explorer.message.value
+    assert explorer.metric_text.value == ""
     explorer.tensor.value = "logits"
     check(explorer)
-    said = (
-        "<br>No error ÷ rounding for logits: its rounding budget is not measured; "
+    assert explorer.metric_text.value == (
+        "No error ÷ rounding for logits: its rounding budget is not measured; "
         "1 − cosine is shown."
     )
-    assert explorer.message.value.endswith(said)
+    # beside the list
+    assert any(
+        {explorer.metric, explorer.metric_text} <= {*row.children}
+        for row in explorer.children[:2]
+    )
     rows = explorer.shown_rows[explorer.shown_rows["T"] == 1].sort_values("position")
     np.testing.assert_allclose(
         mesh(explorer).ravel(), (1 - rows["cosine"]).clip(lower=1e-8)
@@ -349,7 +357,87 @@ def test_logits_without_a_budget_are_drawn_as_cosine_and_the_page_says_why(explo
     # the choice of the user holds again where the metric exists
     explorer.tensor.value = "k"
     assert explorer.heatmap.options["metric"] == "error"
-    assert "No error" not in explorer.message.value
+    assert explorer.metric_text.value == ""
+
+
+def test_logits_say_why_a_panel_lacks_positions(explorer):
+    def notes() -> str:
+        (legend,) = explorer.heatmap.canvas.figure.legends
+        return " ".join(legend.get_title().get_text().split())
+
+    assert "take turns" not in notes()
+    explorer.tensor.value = "logits"
+    check(explorer)
+    said = "in which calls of T = 1 and 2 take turns; a panel has the positions"
+    assert said in notes()
+    # what the note says is so
+    rows = explorer.results.measured("logits")
+    assert set(rows["T"]) == {1, 2} and rows["position"].is_unique
+
+
+def test_all_measured_settings_have_one_colour_scale_in_the_page_and_in_a_file(
+    explorer, monkeypatch
+):
+    export = PART["export"] | {"compress": ["int8-tensor", "fp16"]}
+    view = Explorer(PART | {"export": export}, explorer.experiment, root=explorer.root)
+    check(view)
+
+    def scale() -> tuple[float, float]:
+        norm = view.heatmap.axes()[0].collections[0].norm
+        return norm.vmin, norm.vmax
+
+    cells = view.results.cells
+    (hash_,) = {
+        cell.columns()["values"] for cell in cells[cells["compress"] == "fp16"]["cell"]
+    }
+    rows = view.results.tables["fidelity"]
+    alone = scale()
+    distance = (1 - rows["cosine"]) / 200
+    of_fp16 = rows.assign(values=hash_, cosine=1 - distance, compress="fp16")
+    # a measurement of another setting extends the scale of the shown one
+    view.results.tables["fidelity"] = pd.concat([rows, of_fp16])
+    view.draw()
+    shared = scale()
+    of_updates = rows["tensor"].eq("update") & rows["mode"].eq("isolated")
+    least, largest = distance[of_updates].min(), 200 * distance[of_updates].max()
+    np.testing.assert_allclose(shared, (least, largest))
+    assert shared[0] < alone[0] / 50 and mesh(view).max() > shared[1] / 50
+    view.axes["compress"].value = "fp16"
+    check(view)
+    assert scale() == shared and mesh(view).max() < shared[1] / 50
+    view.save_button.click()
+    check(view)
+    (written,) = (view.experiment.folder / "figures").glob("explorer-*.json")
+    saved = plots.heatmap(view.shown_rows, **json.loads(written.read_text())["options"])
+    norm = saved.axes[0].collections[0].norm
+    assert (norm.vmin, norm.vmax) == shared
+    # each metric and tensor has a scale for itself
+    view.metric.value = "error"
+    assert scale() != shared
+
+
+def test_a_control_of_one_value_is_text(explorer):
+    precision = explorer.axes["precision"]
+    assert len(precision.options) == 1 and precision.layout.display == "none"
+    said = "tiny-llama · compress int8-tensor · precision declared"
+    assert explorer.fixed_text.value == said
+    for name in ("max_seq_len", "T"):
+        assert explorer.axes[name].layout.display is None and name not in said
+
+
+def test_a_ratio_that_half_a_unit_of_fp16_does_not_change_is_stated_once():
+    row = pd.Series({"T": 1, "cosine": 0.99, "budget": 0.1, "error": 0.101})
+    words = sentences.describe_cell(row, Place(0, 3), None)
+    assert words.count("1.01") == 1 and words.endswith(
+        "1.01 × the rounding budget, tolerance 6"
+    )
+    row["error"], row["budget"] = 0.0181, 0.0186  # 0.97312 and 0.97278
+    words = sentences.describe_cell(row, Place(0, 3), None)
+    assert words.endswith("0.973 × the rounding budget, tolerance 6")
+    row["error"], row["budget"] = 0.101, 2**-11
+    words = sentences.describe_cell(row, Place(0, 3), None)
+    assert "207 × the rounding budget" in words
+    assert f"{sentences.EXCESS_LABEL} 146, tolerance 6" in words
 
 
 def test_a_measurement_that_changes_the_picture_clears_where_the_last_was_saved(
@@ -422,7 +510,9 @@ def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
     )
     explorer.axes["T"].value = 2
     assert "not measured at T = 2; those at T = 1 are shown." in explorer.message.value
-    assert explorer.heatmap.canvas.figure.get_suptitle().endswith("T = 1")
+    (panel,) = explorer.heatmap.axes()
+    assert panel.get_title("left") == "T = 1"
+    assert "T =" not in explorer.heatmap.canvas.figure.get_suptitle()
 
 
 def hollow_points(ax) -> list[float]:
@@ -517,20 +607,28 @@ def running_split(explorer, monkeypatch):
     explorer.queue.thread.join(30)
 
 
-def test_run_takes_the_place_of_the_split_that_a_click_began(
+def test_run_stops_the_split_that_a_click_began_and_starts_it_again_afterwards(
     explorer, running_split, monkeypatch
 ):
-    measured = []
-    monkeypatch.setattr(explorer, "_measure", measured.append)
+    measured, go = [], threading.Event()
+    monkeypatch.setattr(
+        explorer, "_measure", lambda cell: (go.wait(30), measured.append(cell))
+    )
     assert not explorer.run_button.disabled and not explorer.cancel_button.disabled
     assert explorer.place_text.value.endswith(explorers.RUN_TAKES_OVER)
     explorer.run_button.click()
     # the user reads what became of the split
-    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
-    wait_for(lambda: explorer.cancel_button.disabled)
-    check(explorer)
+    waits = "will be split after 2 measurements."
+    wait_for(lambda: explorer.place_text.value.endswith(waits))
+    assert len(running_split) == 1
+    go.set()
+    wait_for(lambda: len(running_split) == 2)
     assert len(measured) == explorer.missing_cells == 2
-    assert explorer.status.value == "" and len(running_split) == 1
+    wait_for(lambda: explorers.SPLITTING in explorer.place_text.value)
+    explorer.cancel_button.click()
+    wait_for(lambda: explorer.cancel_button.disabled)
+    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    check(explorer)
 
 
 def test_a_second_click_during_a_split_begins_no_second_one(explorer, running_split):
@@ -616,9 +714,14 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
         assert "saved explorer-16-" in explorer.saved_text.value
     folder = explorer.experiment.folder / "figures"
     names = sorted(path.stem for path in folder.glob("*.png"))
-    written = json.loads((folder / f"{names[0]}.json").read_text())["subtitle"]
-    assert "tiny-llama · max_seq_len 16 · T 1 · compress int8-tensor" in written
-    assert "tiny-llama" in (folder / f"{names[0]}.svg").read_text()
+    written = json.loads((folder / f"{names[0]}.json").read_text())
+    setting = "max_seq_len 16 · compress int8-tensor · precision declared"
+    assert written["subtitle"] == f"tiny-llama · {setting} · portable runtime"
+    title = "1 − cosine of each layer's update from Hugging Face's"
+    assert written["options"]["title"] == title and title in written["alt"]
+    assert "T = 1:" in written["alt"]
+    drawing = (folder / f"{names[0]}.svg").read_text()
+    assert "portable runtime" in drawing and title in drawing
     setting = "explorer-16-1-int8-tensor-declared-update"
     assert names == [f"{setting}-{metric}" for metric in ("cosine", "error")]
     saved = pd.read_parquet(folder / f"{names[0]}.parquet")

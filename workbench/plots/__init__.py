@@ -23,6 +23,7 @@ from workbench.plots.heatmap import BUDGET_FORMULA as BUDGET_FORMULA
 from workbench.plots.heatmap import HALF_ULP as HALF_ULP
 from workbench.plots.heatmap import METRICS as METRICS
 from workbench.plots.heatmap import TOLERANCE_FACTOR as TOLERANCE_FACTOR
+from workbench.plots.heatmap import find_limits as find_limits
 from workbench.plots.heatmap import heatmap
 from workbench.plots.lines import lines
 from workbench.plots.predictions import predictions

@@ -191,6 +191,7 @@ def heatmap(
     tensor: str = "update",
     mode: str = "isolated",
     tokens: Sequence[str] | None = None,
+    limits: Sequence[float] = (),
 ) -> None:
     """Layer × token position against Hugging Face's values, on a log scale; a panel for
     each value of the column `by`, or one panel of the worst.
@@ -212,14 +213,20 @@ def heatmap(
         by: a column of `rows`; None: one panel, each of whose cells is the worst row.
         tensor, mode: the values of these columns whose rows are drawn.
         tokens: the text of the token at each position.
+        limits: values that the colours of a single metric include, so that several
+            figures have one scale (see `find_limits`). Values of `rows` beyond them
+            extend the scale.
 
     Raises:
-        ValueError: there are no rows of this tensor and mode, or no such metric.
+        ValueError: there are no rows of this tensor and mode, or no such metric;
+            several metrics have `limits`.
     """
     metrics = [metric] if isinstance(metric, str) else [*metric]
     for name in metrics:
         if name not in METRICS:
             raise ValueError(f"metric {name!r}; needs one of {', '.join(METRICS)}")
+    if limits and len(metrics) > 1:
+        raise ValueError(f"limits of {len(metrics)} metrics; needs one metric")
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
@@ -230,7 +237,9 @@ def heatmap(
     set_height(figure, 1.2 + len(all_panels) * (PANEL_GAP + panel_height))
     axes = figure.subplots(len(all_panels), squeeze=False, sharex=True, sharey=True)
     panel_size = width_of(figure), panel_height
-    scales = [_scale(section, panel_size, len(all_panels)) for section in sections]
+    scales = [
+        _scale(section, panel_size, len(all_panels), limits) for section in sections
+    ]
     free_axes = iter(axes[:, 0])
     drawn, notes = [], []
     for section, scale in zip(sections, scales):
@@ -251,6 +260,14 @@ def heatmap(
     has_gaps = any(panel.cells["value"].isna().any() for panel in all_panels)
     keys = _keys(sections[0].rows, scales[0], has_gaps)
     add_legend(figure, keys, [*dict.fromkeys(notes)])
+
+
+def find_limits(rows: pd.DataFrame, metric: str) -> tuple[float, ...]:
+    """The least and the largest finite value of a metric in rows of `fidelity`, as the
+    argument `limits` of `heatmap`; empty where there is none."""
+    values = _with_values(rows, metric)["value"]
+    finite = values[np.isfinite(values)]
+    return () if finite.empty else (float(finite.min()), float(finite.max()))
 
 
 def _section(rows: pd.DataFrame, name: str, by: str | None) -> Section:
@@ -404,18 +421,24 @@ def _are_equal(parts: Sequence[pd.DataFrame], columns: Sequence[str]) -> bool:
     return all(table.equals(tables[0]) for table in tables[1:])
 
 
-def _scale(section: Section, panel_size: tuple[float, float], count: int) -> Scale:
+def _scale(
+    section: Section,
+    panel_size: tuple[float, float],
+    count: int,
+    limits: Sequence[float],
+) -> Scale:
     """The look of the cells of a metric.
 
     Args:
         panel_size: width of the figure and height of a panel, in inches.
         count: of the panels of all metrics.
+        limits: values that the colours include.
     """
     width, panel_height = panel_size
     layers, positions = len(section.panels[0].layers), len(section.panels[0].positions)
     marks = section.metric.marks
     finite = section.rows["value"].replace(np.inf, np.nan).dropna()
-    values = [*finite, *marks] or [1.0]
+    values = [*finite, *marks, *limits] or [1.0]
     low, high = min(values), max(values)
     if not marks:
         # a decade at least, so that cells of about the same value look alike

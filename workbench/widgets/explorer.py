@@ -54,8 +54,11 @@ STATUS_HEIGHT = "2.3em"
 place."""
 HINT = "Click on a cell to see its values and its layer's error split."
 SPLITTING = "The error of every layer is being split. <i>Cancel</i> ends this."
-RUN_TAKES_OVER = f"<i>{RUN}</i> ends it, too, and measures the missing settings."
+RUN_TAKES_OVER = (
+    f"<i>{RUN}</i> stops it, measures the missing settings, and then starts it again."
+)
 SPLIT_WAITS = "The error of every layer will be split after the running measurement."
+SPLIT_WAITS_FOR = "The error of every layer will be split after {count} measurements."
 NO_SPLIT = "The log has no error split of this bundle. A click on a cell measures it."
 # what a slider decides, shown under the pointer; ipywidgets shows no such text on lists
 SLIDER_TOOLTIPS = {
@@ -94,6 +97,9 @@ class Drawing:
     """The options of the export whose rows are drawn."""
     metric: str
     """The selected metric, or the cosine where the rows lack the selected one."""
+    limits: tuple[float, ...]
+    """The least and the largest value of the metric at all settings in the log, which
+    thus have one colour scale (see `plots.find_limits`)."""
 
     @property
     def T(self) -> int:
@@ -104,7 +110,14 @@ class Drawing:
         """Whether both give the same picture."""
         if other is None or not self.rows.equals(other.rows):
             return False
-        return (self.options, self.metric) == (other.options, other.metric)
+        shown = self.options, self.metric, self.limits
+        return shown == (other.options, other.metric, other.limits)
+
+    @property
+    def runtimes(self) -> str:
+        """What ran the bundle, as in the subtitles of notebooks."""
+        names = self.rows["runtime"].dropna().unique()
+        return ", ".join(f"{name} runtime" for name in names)
 
 
 class Explorer(ui.VBox):
@@ -169,13 +182,15 @@ class Explorer(ui.VBox):
         self.heatmap, self.speed = Heatmap(), Speed()
         self.heatmap.canvas.mpl_connect("button_press_event", self.click)
         self._make_widgets()
-        rows = [self._row(self.controls), self._row(self.buttons)]
+        rows = [self._row([*self.controls, self.metric_text, self.fixed_text])]
+        rows.append(self._row(self.buttons))
         rows.append(self._row([self.status, self.saved_text]))
         rows[-1].layout.min_height = STATUS_HEIGHT
         texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
         pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
         for shown in (
             self.message,
+            self.metric_text,
             *texts[:-1],
             self.heatmap.canvas,
             self.speed.canvas,
@@ -200,7 +215,13 @@ class Explorer(ui.VBox):
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for widget in self.controls:
             widget.observe(self._follow, "value")
+        # a control of one value decides nothing; its value stands in `fixed_text`
+        for widget in self._fixed_controls():
+            widget.layout.display = "none"
         self.selections = Selections(self.controls)
+        # why the selected metric is not drawn
+        self.metric_text = ui.HTML(layout={"margin": "0 1.5em 0 0"})
+        self.fixed_text = ui.HTML(self._describe_fixed())
         self.run_button = make_button("", "play", self._run_missing, RUN_TOOLTIP)
         self.cancel_button = make_button(
             "Cancel", "stop", self.queue.cancel, CANCEL_TOOLTIP
@@ -225,6 +246,16 @@ class Explorer(ui.VBox):
             self.search_button,
             self.save_button,
         ]
+
+    def _fixed_controls(self) -> list[ui.Widget]:
+        """The controls of axes that have one value in the grid."""
+        return [widget for widget in self.axes.values() if len(widget.options) == 1]
+
+    def _describe_fixed(self) -> str:
+        """The checkpoint and what all settings have in common, as HTML."""
+        controls = self._fixed_controls()
+        facts = [f"{control.description} {control.value}" for control in controls]
+        return escape.html(" · ".join([self.name, *facts]))
 
     @staticmethod
     def _row(widgets: list[ui.Widget]) -> ui.HBox:
@@ -275,7 +306,16 @@ class Explorer(ui.VBox):
 
     def _say(self, text: str) -> None:
         if self.is_open:
-            self.status.value = escape.html(text)
+            counted = [self._count_finished(), text] if text else [text]
+            self.status.value = escape.html("; ".join(filter(None, counted)))
+
+    def _count_finished(self) -> str:
+        """The number of the cells of the last *Run* that are measured, in words; ""
+        where none of them is running or waits."""
+        jobs = [job for job, _ in self.cell_jobs]
+        if not any(self.queue.has(job) for job in jobs):
+            return ""
+        return f"{sum(job.is_finished for job in jobs)} of {len(jobs)} measured"
 
     # what is shown
 
@@ -388,7 +428,8 @@ class Explorer(ui.VBox):
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
         rows = self.results.fidelity(setting, tensor)
-        drawing = _find_drawing(rows, options, self.metric.value)
+        measured = self.results.measured(tensor)
+        drawing = _find_drawing(rows, options, self.metric.value, measured)
         # a measurement changes what is drawn, too: neither the saved figure nor the cell
         # under the pointer is in the new picture
         if drawing is None or not drawing.equals(self.drawing):
@@ -403,8 +444,10 @@ class Explorer(ui.VBox):
         validated_ts = self.results.validated_ts(setting)
         place = options.max_seq_len, setting["T"]
         self.message.value = _message(times, *place, self.drawing, validated_ts)
-        if self.drawing and self.drawing.metric != self.metric.value:
-            self.message.value += f"<br>{sentences.describe_no_rounding(tensor)}"
+        is_replaced = self.drawing and self.drawing.metric != self.metric.value
+        self.metric_text.value = (
+            sentences.describe_no_rounding(tensor) if is_replaced else ""
+        )
         self.save_button.disabled = self.drawing is None
         self.heatmap.canvas.layout.display = "none" if self.drawing is None else None
         self.ranks_text.value = ranks
@@ -434,10 +477,12 @@ class Explorer(ui.VBox):
 
     def _draw_heatmap(self, drawing: Drawing, tensor: str) -> None:
         options = {"tensor": tensor, "mode": mode_of(tensor)}
-        options["metric"] = drawing.metric
+        options |= {"metric": drawing.metric, "limits": drawing.limits}
         options["tokens"] = self._find_tokens(drawing.rows)
-        title = f"{tensor} against Hugging Face, T = {drawing.T}"
-        self.heatmap.draw(drawing.rows, options, title, self.chosen_place)
+        options["title"] = sentences.describe_heatmap(tensor, drawing.metric)
+        validated_ts = self.results.validated_ts(self.setting())
+        options["note"] = sentences.describe_gaps(tensor, validated_ts)
+        self.heatmap.draw(drawing.rows, options, self.chosen_place)
 
     def _find_tokens(self, rows: pd.DataFrame) -> list[str] | None:
         """The texts of the tokens of a validation, one by position: those that its run
@@ -487,8 +532,8 @@ class Explorer(ui.VBox):
         job = self._find_split_job()
         if job is None:
             return NO_SPLIT
-        if not self._is_first(job):
-            return SPLIT_WAITS
+        if count := self.queue.count_before(job):
+            return SPLIT_WAITS if count == 1 else SPLIT_WAITS_FOR.format(count=count)
         return (
             SPLITTING if self.run_button.disabled else f"{SPLITTING} {RUN_TAKES_OVER}"
         )
@@ -545,22 +590,16 @@ class Explorer(ui.VBox):
                 return job
         return None
 
-    def _is_first(self, job: Job) -> bool:
-        """Whether a job is running, or is the next one while none is."""
-        running = self.queue.running
-        return job is (running or next(iter([*self.queue.jobs]), None))
-
     def _split_job(self) -> Job:
         """A job that measures the error split of the drawn bundle."""
-        split = partial(
-            measure_split,
-            self.checkpoint,
-            self.drawing.options,
-            self.grid,
-            self.root,
-            self.queue.cancelled,
-        )
         options = self.drawing.options
+        arguments = self.checkpoint, options, self.grid, self.root
+
+        def split() -> None:
+            # a split that *Run* queues again may have ended before *Run* stopped it
+            if stored_split(*arguments) is None:
+                measure_split(*arguments, self.queue.cancelled)
+
         label = f"error split of {options.compress}, max_seq_len {options.max_seq_len}"
         return Job(label, SPLIT_S, split)
 
@@ -605,12 +644,13 @@ class Explorer(ui.VBox):
         return jobs
 
     def _run_missing(self) -> None:
-        """Measures the missing cells, in the place of a running error split: a click on a
-        cell, which began it, need not have asked for it."""
+        """Measures the missing cells. A running error split is stopped and starts again
+        after them: a click on a cell, which began it, need not have asked for it."""
         self.cell_jobs = self._plan_jobs()
         jobs = [job for job, _ in self.cell_jobs]
-        if any(job is self.queue.running for job, _ in self.split_jobs):
-            self.queue.run_instead(*jobs)
+        running = self.queue.running
+        if any(job is running for job, _ in self.split_jobs):
+            self.queue.run_instead(*jobs, running)
         else:
             self.queue.add_first(*jobs)
         self._follow_queue()
@@ -642,28 +682,23 @@ class Explorer(ui.VBox):
     def save(self) -> None:
         """Saves the shown heatmap among the experiment's figures. Its name holds the
         setting, the tensor and the metric."""
-        values, settings = ["explorer"], [self.name]
-        for widget in self.controls:
-            name, value = widget.description, str(widget.value)
-            label = value  # and not the widget's, which may have a mark
-            if widget is self.metric:
-                value = self.drawing.metric
-                label = plots.METRICS[value].label
-            if name == "max_seq_len":
-                value = label = str(self.drawing.options.max_seq_len)
-            if name == "T":
-                value = label = str(self.drawing.T)
-            values.append(value)
-            settings.append(f"{name} {label}")
-        name, description = "-".join(values), " · ".join(settings)
-        alt = f"By layer and token: {description}."
-        options = self.heatmap.options
+        drawing, options = self.drawing, self.heatmap.options
+        shown = self.setting() | {"max_seq_len": drawing.options.max_seq_len}
+        shown |= {"T": drawing.T, "tensor": self.tensor.value, "metric": drawing.metric}
+        name = "-".join(["explorer", *map(str, shown.values())])
+        # title and panels have the others
+        in_title = "T", "tensor", "metric", "runtime"
+        facts = [
+            f"{key} {value}" for key, value in shown.items() if key not in in_title
+        ]
+        subtitle = " · ".join(filter(None, [self.name, *facts, drawing.runtimes]))
+        Ts = " and ".join(map(str, sorted(drawing.rows["T"].unique())))
         self.experiment.figure(
             name,
             plots.heatmap,
-            self.drawing.rows,
-            alt=alt,
-            subtitle=description,
+            drawing.rows,
+            alt=f"{options['title']}, by layer and token, T = {Ts}: {subtitle}.",
+            subtitle=subtitle,
             **options,
         )
         folder = self.experiment.folder / "figures"
@@ -682,20 +717,26 @@ def _widgets_within(box: ui.Widget) -> Iterator[ui.Widget]:
         yield from _widgets_within(widget)
 
 
-def _find_drawing(rows: pd.DataFrame, options: Options, metric: str) -> Drawing | None:
+def _find_drawing(
+    rows: pd.DataFrame, options: Options, metric: str, measured: pd.DataFrame
+) -> Drawing | None:
     """What the heatmap draws at a setting; None where it has no rows.
 
     Args:
         rows: of the max_seq_len of the setting, or of the nearest one that was measured.
         options: of the bundle at the setting.
         metric: the selected one.
+        measured: the rows of the tensor at all settings, whose values the colours
+            include.
     """
     if rows.empty:
         return None
     shown_S = int(rows["max_seq_len"].iloc[0])
     if rows["budget"].isna().all():
         metric = "cosine"  # an error is drawn over its budget
-    return Drawing(rows, options.model_copy(update={"max_seq_len": shown_S}), metric)
+    limits = plots.find_limits(measured, metric)
+    shown_options = options.model_copy(update={"max_seq_len": shown_S})
+    return Drawing(rows, shown_options, metric, limits)
 
 
 def _message(

@@ -25,6 +25,8 @@ class Job:
     """May raise `process.Cancelled` once the queue was cancelled."""
     is_first_estimate: bool = False
     """Whether `seconds` rests on no measurement like it."""
+    is_finished: bool = False
+    """Whether it ended well; the queue sets this."""
 
 
 class JobQueue:
@@ -76,7 +78,8 @@ class JobQueue:
 
     def run_instead(self, *jobs: Job) -> None:
         """Ends the running job, whose child process is killed, and runs jobs in its
-        place. Those that wait run after them."""
+        place. Those that wait run after them. The running job itself may be among the
+        jobs: then it runs again from its beginning."""
         with self._lock:
             self.jobs[:0] = jobs
             if self.running:
@@ -87,6 +90,15 @@ class JobQueue:
         """Whether a job is running or waits."""
         with self._lock:
             return job is self.running or job in self.jobs
+
+    def count_before(self, job: Job) -> int:
+        """The number of jobs that end before a job begins; 0 for the running one and for
+        one that ended."""
+        with self._lock:
+            if job is self.running or job not in self.jobs:
+                return 0
+            before = [self.running] if self.running else []
+            return len(before) + self.jobs.index(job)
 
     def _start_if_needed(self) -> None:
         if self.jobs and not self.is_busy:
@@ -115,6 +127,7 @@ class JobQueue:
 
     def _work(self) -> None:
         while job := self._take_next():
+            job.is_finished = False
             ended = threading.Event()
             clock = threading.Thread(target=self._count_down, args=(job, ended))
             clock.daemon = True
@@ -122,8 +135,7 @@ class JobQueue:
             clock.start()
             try:
                 job.run()
-                self._has_finished_job = True
-                self._announce_result()
+                job.is_finished = True
             except process.Cancelled:
                 pass  # no further job is taken
             except Exception as problem:
@@ -132,6 +144,11 @@ class JobQueue:
             finally:
                 ended.set()
                 clock.join()
+            if job.is_finished:
+                self._has_finished_job = True
+                # `on_result` may describe which job is the next one
+                self.running = None
+                self._announce_result()
         call_on_kernel_thread(self._end)
 
     def _announce_result(self) -> None:

@@ -149,6 +149,11 @@ class GridResults:
         rows = _at_nearest_length(rows, self.options(setting).max_seq_len)
         return self._at_T(rows, setting["T"]).sort_values("T")
 
+    def measured(self, tensor: str) -> pd.DataFrame:
+        """The rows of a tensor at every setting of the grid that the log has."""
+        rows = self.tables["fidelity"]
+        return rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode_of(tensor))]
+
     def _at_T(self, rows: pd.DataFrame, T: int) -> pd.DataFrame:
         """The rows of this T, or of the one that takes its place (see `fidelity`), and
         of the smallest T of the grid."""

@@ -14,6 +14,8 @@ SPEED, LAYER = "tokens per second", "ms per layer"
 EXCESS_LABEL = f"error ÷ {plots.BUDGET_FORMULA}"
 """Ranks the cells and layers of one bundle. It does not rank settings: it contains the
 rounding of a setting's own weights."""
+SAME_RATIO = 0.01
+"""Two ratios of a cell that differ by a smaller share are stated once."""
 PARTS = {
     "storage": "storage",
     "quantization": "quantization",
@@ -47,10 +49,12 @@ def describe_cell(row: pd.Series, place, token: str | None) -> str:
     )
     if row["budget"] > 0:
         # the column `budget` alone, without half a unit of fp16
-        over_rounding = row["error"] / row["budget"]
+        over_rounding, excess = row["error"] / row["budget"], error_over_budget(row)
         words += f", relative error {_three_digits(row['error'])}, "
         words += f"{_three_digits(over_rounding)} × the rounding budget, "
-        words += f"{EXCESS_LABEL} {_three_digits(error_over_budget(row))}, "
+        # half a unit of fp16 changes small budgets alone
+        if over_rounding > (1 + SAME_RATIO) * excess:
+            words += f"{EXCESS_LABEL} {_three_digits(excess)}, "
         words += f"tolerance {plots.TOLERANCE_FACTOR:g}"
     return words
 
@@ -67,6 +71,30 @@ def describe_no_rounding(tensor: str) -> str:
     """Says why a heatmap of a tensor shows another metric than the selected one."""
     wanted, shown = (plots.METRICS[name].label for name in ("error", "cosine"))
     return f"No {wanted} for {tensor}: its rounding budget is not measured; {shown} is shown."
+
+
+def describe_heatmap(tensor: str, metric: str) -> str:
+    """The title of a heatmap. Its panels name their T."""
+    of_tensor = "the logits" if tensor == "logits" else f"each layer's {tensor}"
+    if metric == "error":
+        return f"Error of {of_tensor} over what rounding causes"
+    return f"{plots.METRICS[metric].label} of {of_tensor} from Hugging Face's"
+
+
+def describe_gaps(tensor: str, validated_ts: Sequence[int]) -> str:
+    """Says why a panel of a tensor lacks positions; "" where it has all of them.
+
+    Args:
+        validated_ts: the T at which a validation measures errors.
+    """
+    if tensor != "logits" or len(validated_ts) == 1:
+        return ""
+    *others, last = map(str, validated_ts)
+    return (
+        "logits are compared in one pass over the prompt, in which calls of "
+        f"T = {', '.join(others)} and {last} take turns; a panel has the positions of the "
+        "calls of its T alone"
+    )
 
 
 def describe_ranks(rows: pd.DataFrame) -> str:

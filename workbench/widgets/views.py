@@ -49,15 +49,13 @@ class Heatmap(Picture):
         self._layers: list[int] = []
         self._positions: list[int] = []
 
-    def draw(
-        self, rows: pd.DataFrame, options: dict, title: str, chosen: Place | None
-    ) -> None:
+    def draw(self, rows: pd.DataFrame, options: dict, chosen: Place | None) -> None:
         """Draws rows, and a frame around the chosen cell."""
         layers = rows["layer"].fillna(LOGITS).astype(int)
         self.rows = rows.assign(layer=layers)
         self.options = options
         figure = self.canvas.figure
-        plots.heatmap(self.rows, **options, title=title, figure=figure)
+        plots.heatmap(self.rows, **options, figure=figure)
         self._layers = sorted(self.rows["layer"].unique())
         self._positions = sorted(self.rows["position"].unique())
         for ax in self.axes():
