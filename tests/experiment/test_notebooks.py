@@ -688,7 +688,7 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     words = answer("34", close)
     headline, second, *_, last = words.splitlines()
     assert "undecided against int8_" in headline and "is the fastest" not in headline
-    assert second.startswith("Not decided (3 rounds do not agree): its order against")
+    assert second.startswith("Not decided (all 3 rounds agree, but the ratio, 0.993,")
     # the one command decides all of them
     assert words.count("workbench run 34") == 1 and again in last
     one = names_of_34()
