@@ -24,7 +24,7 @@ LISTED = re.compile(
 # "compress fp16 (29.0 tok/s)": what tells a setting from the fastest one, and its median; and in
 # the first sentence "compress fp16 (29.0)"
 SPEED = re.compile(
-    r"(?:against |, |closest is )(?P<difference>(?:(?!against )[\w./ -])+?) "
+    r"(?:against |, |\): |closest is )(?P<difference>(?:(?!against )[\w./ -])+?) "
     r"\((?P<median>[\d.]+)(?: tok/s)?\)"
 )
 # the first sentence of an Answer, with the name of the fastest setting and its median

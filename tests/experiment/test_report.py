@@ -189,7 +189,8 @@ def test_a_figure_is_drawn_in_another_width_with_its_stored_options(project):
 
 @pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
 def test_a_figure_that_is_drawn_again_has_its_subtitle(project, width):
-    path = next((example().folder / "figures").glob("*.json"))
+    experiment = example()
+    path = next((experiment.folder / "figures").glob("*.json"))
     stored = "tiny-llama · fp16 · portable runtime · 64 tokens in the cache"
     contents = json.loads(path.read_text()) | {"subtitle": stored}
     path.write_text(json.dumps(contents))

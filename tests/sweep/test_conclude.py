@@ -317,6 +317,14 @@ def test_values_of_one_sentence_have_one_precision(value, text):
     assert conclude.format_value(value) == text
 
 
+def test_a_rounded_column_has_three_significant_digits_and_the_others_all():
+    table = pd.DataFrame({"ms": [1.23456, 1234.56, np.nan], "kl": [0.12345, 1, 2]})
+    rounded = conclude.round_columns(table, ["ms"])
+    assert rounded["ms"].dropna().tolist() == [1.23, 1230.0]
+    assert rounded["ms"].isna().tolist() == [False, False, True]
+    assert rounded["kl"].equals(table["kl"]) and table["ms"][0] == 1.23456
+
+
 def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
     rows = processes_of(
         a1=(400, 410, 405), b1=(300, 305, 310), a2=(200, 210, 204), b2=(201, 207, 206)

@@ -296,7 +296,7 @@ def _draw_bar(figure: FigureBase, section: DrawnSection, panel_height: float) ->
     # the end, the largest value of all cells, before the powers of ten
     for value in (mesh.norm.vmax, *powers):
         if all(abs(np.log10(value / other)) > distance for other in labels):
-            labels[value] = f"{value:.2g}" if value < 100 else f"{value:.3g}"
+            labels[value] = f"{float(f'{value:.3g}'):g}"  # 1000, not 1e+03
     bar.ax.yaxis.set_major_locator(FixedLocator([*labels]))
     bar.ax.yaxis.set_major_formatter(FixedFormatter([*labels.values()]))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())

@@ -242,6 +242,16 @@ def format_value(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 
+def round_columns(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
+    """A table whose columns with these names have three significant digits: those of a
+    prediction with a wide interval say nothing beyond."""
+
+    def round_value(value: float) -> float:
+        return float(f"{value:.3g}")
+
+    return table.assign(**{name: table[name].map(round_value) for name in columns})
+
+
 def _compare_values(
     settings: ProcessesBySetting, axis: str
 ) -> dict[tuple[Hashable, Hashable], Comparison]:
