@@ -8,11 +8,12 @@ Answer lists a setting by its value on an axis, or by its name."""
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 import pandas as pd
 from finding import Finding
+from scipy.stats import sem, t
 
 # "128: 250 (248 to 252)": the value of an axis; the median over its processes, and the least and
 # the most of several, which may print equal; a single process is named, and reports of before have
@@ -23,7 +24,7 @@ LISTED = re.compile(
 # "compress fp16 (29.0 tok/s)": what tells a setting from the fastest one, and its median; and in
 # the first sentence "compress fp16 (29.0)"
 SPEED = re.compile(
-    r"(?:against |, |closest is )(?P<difference>(?:(?!against )[\w./ -])+?) "
+    r"(?:against |, |\): |closest is )(?P<difference>(?:(?!against )[\w./ -])+?) "
     r"\((?P<median>[\d.]+)(?: tok/s)?\)"
 )
 # the first sentence of an Answer, with the name of the fastest setting and its median
@@ -38,6 +39,11 @@ RATIO = re.compile(
     r"(?P<ratio>[\d.e+-]+) times "
     r"\([\d.e+-]+(?: to [\d.e+-]+)?, paired over (?P<rounds>\d+) rounds\)"
 )
+# "all 3 rounds agree, but the 95% interval of the ratio, 0.82 to 1.05, includes 1": both ends
+INTERVAL = re.compile(
+    r"the 95% interval of the ratio, (?P<low>[\d.e+-]+) to (?P<high>[\d.e+-]+), includes 1"
+)
+CONFIDENCE = 0.95  # of the intervals in an Answer
 MIN_ROUNDS = 3  # with which an Answer may state a ratio
 
 
@@ -81,7 +87,8 @@ def check_listed_times(
             Finding(place, "times", "no listed setting", "a median over processes")
         )
     findings += check_medians(place, text, figures)
-    return findings + check_ratios(place, text, figures)
+    findings += check_ratios(place, text, figures)
+    return findings + check_intervals(place, text, figures, named_processes)
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,46 @@ def mean_log_ratio(first: pd.Series, second: pd.Series) -> float:
     count = min(len(first), len(second))
     ratios = second.to_numpy()[:count] / first.to_numpy()[:count]
     return float(np.log(ratios).mean())
+
+
+def check_intervals(
+    place: str,
+    text: str,
+    figures: dict[str, pd.DataFrame],
+    named_processes: pd.DataFrame | None,
+) -> list[Finding]:
+    """Checks the intervals with which an Answer leaves an order undecided: each is that of two
+    settings, and has 1 inside."""
+    groups = [
+        [setting.measured for setting in group_by_setting(data)]
+        for data in figures.values()
+    ]
+    if named_processes is not None:
+        rows_by_name = undisturbed_processes(named_processes.sort_values("run_id"))
+        groups.append([rows["value"] for _, rows in rows_by_name])
+    possible = {
+        interval_of_ratio(first, second)
+        for settings in groups
+        for first, second in permutations(settings, 2)
+    }
+    findings = []
+    for low, high in INTERVAL.findall(text):
+        if (low, high) not in possible or not float(low) <= 1 <= float(high):
+            published = f"{low} to {high}"
+            needed = "the interval of two settings, with 1 inside"
+            findings.append(Finding(place, "interval of a ratio", published, needed))
+    return findings
+
+
+def interval_of_ratio(first: pd.Series, second: pd.Series) -> tuple[str, str]:
+    """Both ends, as they are printed, of Student's interval of `mean_log_ratio`."""
+    count = min(len(first), len(second))
+    if count < MIN_ROUNDS:
+        return "", ""
+    logs = np.log(second.to_numpy()[:count] / first.to_numpy()[:count])
+    ends = t.interval(CONFIDENCE, count - 1, logs.mean(), sem(logs))
+    low, high = (f"{end:.3g}" for end in np.exp(ends))
+    return low, high
 
 
 def undisturbed_processes(

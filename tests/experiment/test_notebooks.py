@@ -15,7 +15,7 @@ from experiment import small
 from refusal import refused
 from tiny import ROOT
 
-from workbench import InputError, log, plots, recommend
+from workbench import InputError, log, plots, recommend, roofline
 from workbench.bundle.presets import PRESETS
 from workbench.check import compare, gates, states, stream
 from workbench.check.cost import describe_cost
@@ -691,7 +691,7 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     words = answer("34", close)
     headline, second, *_, last = words.splitlines()
     assert "undecided against int8_" in headline and "is the fastest" not in headline
-    assert second.startswith("Not decided (3 rounds do not agree): its order against")
+    assert second.startswith("Not decided (all 3 rounds agree, but the ratio, 0.993,")
     # the one command decides all of them
     assert words.count("workbench run 34") == 1 and again in last
     one = names_of_34()
@@ -707,6 +707,68 @@ def test_the_first_line_of_34_names_no_fastest_where_processes_were_disturbed():
     assert headline == (
         "4 of 4 configurations pass. Other work disturbed 3 processes, which are left out."
     )
+
+
+def figures_of_34(start: str, **names) -> dict[str, SimpleNamespace]:
+    """The figures that the cell of 34 with this text draws from these names."""
+    (cell,) = [cell for cell in cells_of(named("34"), "code") if start in cell]
+    figures = {}
+
+    def figure(name, draw, data, *, alt, subtitle, **options):
+        figures[name] = draw(data, **options)
+
+    names |= {"experiment": SimpleNamespace(figure=figure), "plots": plots, "pd": pd}
+    exec(cell, names | {"machine": "a machine"})
+    return figures
+
+
+def test_34_draws_all_times_on_linear_axes_that_say_where_they_start():
+    rows = pd.DataFrame({"run_id": ["1", "2", "3"], "max_seq_len": [128, 512, 1024]})
+    rows = rows.assign(T=1, value=[38.0, 44.0, 52.0])
+    names = dict.fromkeys(("rates", "layers", "calls"), rows)
+    names |= {"T": [1], "ROUNDS": 1, "growth": {}, "conditions": "", "spread": ""}
+    names |= {"figure_columns": [*rows], "speeds": lambda grid, phase: rows}
+    names |= {"sweep_part": lambda *arguments, **options: None}
+    for name in ("paths", "layer_ms"):
+        (figure,) = figures_of_34(f'"{name}", plots.lines', **names).values()
+        assert {ax.get_yscale() for ax in figure.axes} == {"linear"}
+        assert "(axis starts above 0)" in figure.axes[0].get_ylabel()
+
+
+def test_34_explains_filled_marks_beside_hollow_ones():
+    figures = figures_of_34('"predictions", plots', roofline=roofline)
+    (legend,) = figures["predictions"].legends
+    notes = legend.get_title().get_text().splitlines()
+    filled = notes.index("filled: predicted without the rows of their author")
+    assert notes[filled - 1] == "hollow: in no fit"
+
+
+def test_34_and_35_print_predictions_with_three_digits():
+    for number, start in (("34", '"predicted", '), ("35", '"choices", table')):
+        (cell,) = [cell for cell in cells_of(named(number), "code") if start in cell]
+        (columns,) = re.findall(r"conclude\.round_columns\(\w+, \[(.*?)\]\)", cell)
+        assert {'"ms"', '"low_ms"', '"high_ms"'} <= set(columns.split(", "))
+
+
+def test_a_heatmap_says_what_its_layers_are_fed():
+    cells = [cell for path in NOTEBOOKS for cell in cells_of(path, "code")]
+    drawn = [cell for cell in cells if "plots.heatmap" in cell]
+    assert len(drawn) >= 5
+    for cell in drawn:
+        assert "each layer fed Hugging Face's input" in cell, cell
+
+
+def test_35_names_the_conditions_of_its_heatmap():
+    rows = pd.DataFrame({"layer": [0, 1], "position": 0, "tensor": "update", "T": 1})
+    rows = rows.assign(mode="isolated", cosine=0.999, finite=True)
+    rows = rows.assign(error=0.0, budget=0.0, max_abs=1.0, digest=["a", "b"])
+    names = {"results": {"mixed": SimpleNamespace(rows=rows)}, "MAX_SEQ_LEN": 256}
+    names |= {"golden": SimpleNamespace(tokens=["a"])}
+    names |= {"source": SimpleNamespace(name="tiny-llama")}
+    names |= {"decoder": SimpleNamespace(runtime="portable")}
+    subtitle = figures_of_35('"cosine", plots', **names)["cosine"].subtitle
+    facts = "tiny-llama · T = 1 · max_seq_len 256 · portable runtime · "
+    assert subtitle == facts + "each layer fed Hugging Face's input"
 
 
 def test_34_draws_configurations_of_one_kl_with_looks_of_their_own():

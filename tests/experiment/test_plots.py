@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from circle import wide
-from matplotlib.collections import PathCollection, QuadMesh
+from matplotlib.collections import LineCollection, PathCollection, QuadMesh
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.path import Path
 from matplotlib.text import Annotation
@@ -574,7 +574,66 @@ def test_a_linear_axis_that_starts_above_0_says_so():
 def test_the_front_of_a_tradeoff_says_by_how_much_it_is_faster():
     rows = {"name": list("ab"), "verdict": "GREEN", "kl_mean": [0.1, 0.2]}
     figure = plots.tradeoff(pd.DataFrame(rows | {"tokens_per_s": [1.0, 2.0]}))
-    assert "more than 2% faster than all of a lower KL" in texts(figure)
+    words = texts(figure)
+    assert "with a median more than 2% above all of a lower KL (no test of the" in words
+    assert "bars" not in words
+
+
+def test_a_tradeoff_draws_the_range_of_the_processes_of_each_configuration():
+    """Four configurations of one KL; one of them has a single process."""
+    rows = pd.DataFrame({"name": list("abcd"), "verdict": "GREEN", "kl_mean": 0.1})
+    rows = rows.assign(quality="WITHIN", tokens_per_s=[28.2, 26.6, 25.7, 24.6])
+    rows = rows.assign(slowest=[28.1, 25.5, 21.8, 24.6], fastest=[29.2, 26.7, 60, 24.6])
+    figure = plots.tradeoff(rows, hue="name")
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    bars = [part for part in ax.collections if isinstance(part, LineCollection)]
+    spans = [bar.get_segments()[0][:, 1].tolist() for bar in bars]
+    assert spans == [[28.1, 29.2], [25.5, 26.7], [21.8, 60]]
+    ends = (bar.get_transform().transform(bar.get_segments()[0]) for bar in bars)
+    places = [points[0, 0] for points in ends]
+    (mark,) = ax.transData.transform([(0.1, 28.2)])
+    assert mark[0] < places[0] < places[1] < places[2]  # none lies upon another
+    assert ax.get_ylim()[1] > 60
+    assert "bars to the right of the marks: the slowest to the fastest" in texts(figure)
+
+
+@pytest.mark.parametrize(
+    ("largest", "label"), [(86.25, "86.2"), (12.0, "12"), (2500.0, "2500")]
+)
+def test_the_bar_of_a_heatmap_names_its_largest_value(largest, label):
+    rows = long_text(30, 48).assign(budget=0.0, error=plots.HALF_ULP)
+    rows.loc[rows.index[0], "error"] = largest * plots.HALF_ULP
+    figure = plots.heatmap(rows, metric="error", by=None)
+    figure.draw_without_rendering()
+    bar = figure.axes[-1]
+    assert label in [text.get_text() for text in bar.get_yticklabels()]
+    assert not labels_overlap(bar.yaxis)
+
+
+def test_a_largest_value_beside_a_mark_of_the_bar_has_no_label():
+    rows = long_text(30, 48).assign(budget=0.0, error=6.1 * plots.HALF_ULP)
+    bar = plots.heatmap(rows, metric="error", by=None).axes[-1]
+    labels = [text.get_text() for text in bar.get_yticklabels()]
+    assert labels == ["1 rounding", f"{plots.TOLERANCE_FACTOR:g} tolerance"]
+
+
+@pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
+@pytest.mark.parametrize("count", [12, 30, 60])
+def test_labels_of_layers_and_head_do_not_run_together(width, count):
+    layers = [str(layer) for layer in range(count)]
+    gap = [" " * place for place in range(1 + count // 32)]
+    table = pd.DataFrame(
+        "a", index=["down_proj", "head"], columns=[*layers, *gap, "head"]
+    )
+    figure = plots.grid(table, categories=["a"], width=width)
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    shown = [text for text in ax.get_xticklabels() if text.get_text().strip()]
+    assert shown[-1].get_text() == "head" and len(shown) >= 4
+    boxes = [text.get_window_extent() for text in shown]
+    space = 0.04 * figure.dpi  # inches: less looks like one label
+    assert all(b.x0 - a.x1 >= space for a, b in zip(boxes, boxes[1:]))
 
 
 def formats_and_choices() -> pd.DataFrame:

@@ -6,10 +6,12 @@ import shlex
 import shutil
 
 import pandas as pd
+import pytest
 from bs4 import BeautifulSoup
 from experiment import toy
 from experiment.toy import NAME, example, run_of
 from in_process import cli
+from matplotlib.figure import Figure
 from refusal import refused
 
 from workbench import plots
@@ -178,9 +180,29 @@ def test_a_figure_is_drawn_in_another_width_with_its_stored_options(project):
     assert options["title"] in figure.get_suptitle().replace("\n", " ")
     assert draw_figure(str(path)).get_figwidth() == plots.PAGE
     assert draw_figure(path, title="").get_suptitle() == ""
+    part = Figure(layout="constrained").subfigures()
+    assert draw_figure(path, figure=part) is part and not part.artists
     for no_figure in (experiment.folder / "report.md", path.with_name("other.svg")):
         with refused("no figure of a run"):
             draw_figure(no_figure)
+
+
+@pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
+def test_a_figure_that_is_drawn_again_has_its_subtitle(project, width):
+    experiment = example()
+    path = next((experiment.folder / "figures").glob("*.json"))
+    stored = "tiny-llama · fp16 · portable runtime · 64 tokens in the cache"
+    contents = json.loads(path.read_text()) | {"subtitle": stored}
+    path.write_text(json.dumps(contents))
+
+    def subtitles(**options) -> list[str]:
+        figure = draw_figure(path, width=width, **options)
+        parts = figure.findobj(lambda part: part.get_gid() == "subtitle")
+        return [" ".join(part.get_text().split()) for part in parts]
+
+    assert subtitles() == subtitles(title="") == [stored]
+    assert subtitles(subtitle="fp16") == ["fp16"]
+    assert subtitles(subtitle="") == []
 
 
 def test_a_run_of_before_reports_had_these_keys_is_written_again(project):

@@ -175,6 +175,64 @@ def test_the_fastest_is_named_only_where_every_round_says_so():
     assert "2 interleaved rounds of 3" in statement.text
 
 
+def test_rounds_that_agree_are_not_said_to_disagree():
+    """In every round the first setting has more, by ratios that differ much."""
+    rows = processes_of(a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7))
+    assert conclude.describe_fastest(rows).text == (
+        "Not decided (all 3 rounds agree, but the 95% interval of the ratio, 0.633 to 1.17, "
+        "includes 1): its order against b1 (25.7 tok/s)."
+    )
+    same_words = "all 3 rounds agree, but the 95% interval of the ratio, 0.633 to 1.17,"
+    text = conclude.describe_axis({"tok/s": rows}, "option").text
+    assert f"Not decided ({same_words} includes 1): b against a." in text
+    text = conclude.describe_options(rows, ["option", "rest"]).text
+    assert text.endswith(f"Undecided: {same_words} includes 1.")
+
+
+def test_pairs_with_several_intervals_share_a_reason_without_numbers():
+    rows = processes_of(
+        a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7), c1=(22.0, 26.1, 25.6)
+    )
+    assert conclude.describe_fastest(rows).text == (
+        "Not decided (all 3 rounds agree, but the 95% interval of the ratio includes 1): its "
+        "order against b1 (25.7 tok/s), c1 (25.6 tok/s)."
+    )
+
+
+def test_several_reasons_have_the_numbers_of_their_pairs():
+    rows = processes_of(
+        a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7), a2=(28.9, 28.2, 28.0)
+    )
+    text = conclude.describe_options(rows, ["option", "rest"]).text
+    assert text.endswith(
+        "Undecided: all 3 rounds agree, but the 95% interval of the ratio includes 1 "
+        "(1 pair); 3 rounds do not agree (1 pair)."
+    )
+    text = conclude.describe_axis({"1": rows, "2": rows, "3": rows}, "name").text
+    assert text.splitlines()[-1] == (
+        "No order by name is decided: 3 rounds do not agree (3 orders); all 3 rounds agree, "
+        "but the 95% interval of the ratio includes 1 (6 orders)."
+    )
+
+
+def test_a_small_difference_that_every_round_shows_is_called_small():
+    rows = processes_of(a1=(402, 401, 400), b1=(400, 399, 398))
+    text = conclude.describe_fastest(rows).text
+    assert (
+        "all 3 rounds agree, but the ratio, 0.995, differs from 1 by at most 2%" in text
+    )
+
+
+def test_rounds_against_the_order_of_the_medians_are_no_disagreement():
+    """The first setting has further processes, which are faster than its first ones."""
+    first = (400, 401, 402, 450, 450, 450, 450)
+    rows = processes_of(a1=first, b1=(440, 441, 442, 0, 0, 0, 0))
+    text = conclude.describe_fastest(rows[rows["value"] > 0]).text
+    assert text.startswith(
+        "Not decided (the rounds contradict the order of the medians)"
+    )
+
+
 def test_the_first_sentence_says_where_the_order_is_not_decided():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
     text = conclude.describe_most(rows, "3 settings")
@@ -257,6 +315,14 @@ def test_a_range_whose_ends_print_equal_is_one_number(low, high, words):
 )
 def test_values_of_one_sentence_have_one_precision(value, text):
     assert conclude.format_value(value) == text
+
+
+def test_a_rounded_column_has_three_significant_digits_and_the_others_all():
+    table = pd.DataFrame({"ms": [1.23456, 1234.56, np.nan], "kl": [0.12345, 1, 2]})
+    rounded = conclude.round_columns(table, ["ms"])
+    assert rounded["ms"].dropna().tolist() == [1.23, 1230.0]
+    assert rounded["ms"].isna().tolist() == [False, False, True]
+    assert rounded["kl"].equals(table["kl"]) and table["ms"][0] == 1.23456
 
 
 def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():

@@ -236,6 +236,22 @@ def test_every_median_of_the_fastest_and_of_those_named_beside_it_is_computed(
     assert {finding.needed for finding in find(unknown)} == {"no setting"}
 
 
+def test_the_interval_of_an_undecided_order_is_computed():
+    rates = {"compress int8, T 1": (29.2, 28.1, 28.2)}
+    rates["compress fp16, T 1"] = (21.8, 26.3, 25.7)
+    processes = named_processes(rates)
+    text = conclude.describe_fastest(processes).text
+    (match,) = audit_times.INTERVAL.finditer(text)
+
+    def find(text: str) -> list:
+        return audit_times.check_intervals("Answer", text, {}, processes)
+
+    assert find(text) == []
+    for end in match.groups():
+        (finding,) = find(text.replace(end, "0.5"))
+        assert "0.5" in finding.actual
+
+
 @pytest.mark.parametrize("lacking", ["experiments", "samples", "runs"])
 def test_a_project_without_a_log_is_refused(project, lacking, monkeypatch, capsys):
     shipped = project / "experiments/log/shipped"

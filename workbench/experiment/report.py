@@ -39,11 +39,13 @@ BUNDLE_GATES = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
 question."""
 
 
-def draw_figure(path: str | Path, **options) -> Figure:
-    """A figure of a run, drawn from its saved data with its saved options.
+def draw_figure(path: str | Path, subtitle: str | None = None, **options) -> Figure:
+    """A figure of a run, drawn from its saved data with its saved options and subtitle.
 
     Args:
         path: of any of the figure's files, such as `RUN/figures/NAME.svg`.
+        subtitle: in place of the saved one; "" for none. A figure that `options` give
+            gets no subtitle.
         options: keywords of the plot in place of the saved ones, such as `width` in
             inches or `title`.
 
@@ -60,15 +62,18 @@ def draw_figure(path: str | Path, **options) -> Figure:
         raise InputError(f"figure {path}", "no figure of a run", needed, step)
     artifact = artifacts.read_artifact(path.parent.parent, FIGURES, description.stem)
     data = pd.read_parquet(path.with_suffix(".parquet"))
-    return getattr(plots, artifact.plot)(data, **artifact.options | options)
+    figure = getattr(plots, artifact.plot)(data, **artifact.options | options)
+    if "figure" not in options:  # a caller's figure may be a part of a larger one
+        saved = artifact.subtitle or ""
+        plots.add_subtitle(figure, saved if subtitle is None else subtitle)
+    return figure
 
 
 def redraw_figure(folder: Path, name: str) -> Path:
     """Draws a figure of the run in `folder` from its saved data as SVG, PDF and PNG;
     returns the path of the SVG."""
-    artifact = artifacts.read_artifact(folder, FIGURES, name)
     figure = draw_figure(artifact_path(folder, FIGURES, name, ".json"))
-    svg, *_ = plots.save(figure, folder / FIGURES / name, subtitle=artifact.subtitle)
+    svg, *_ = plots.save(figure, folder / FIGURES / name)
     return svg
 
 

@@ -44,6 +44,8 @@ class RatioEstimate:
     """Student's interval of that mean (nan: fewer than two pairs)."""
     rounds: int
     """See `count_rounds`."""
+    has_one_direction: bool
+    """Whether every pair lies on the same side of 1."""
     is_decided: bool
     """Whether the settings differ: at least `MIN_ROUNDS` rounds, every pair and the
     interval on one side of 1, and a mean that differs from 1 by more than
@@ -125,11 +127,11 @@ def compare_settings(first: pd.Series, second: pd.Series) -> RatioEstimate:
         # as scipy.stats.t.ppf, whose import takes half a second
         quantile = stdtrit(pairs - 1, (1 + CONFIDENCE) / 2)
         half_width = float(quantile * logs.std(ddof=1) / pairs**0.5)
-    agree = bool((logs > 0).all() or (logs < 0).all())
+    has_one_direction = bool((logs > 0).all() or (logs < 0).all())
     is_large = abs(mean) > max(half_width, np.log(MIN_CHANGE))
-    is_decided = bool(rounds >= MIN_ROUNDS and agree and is_large)
+    is_decided = bool(rounds >= MIN_ROUNDS and has_one_direction and is_large)
     ratio, low, high = np.exp([mean, mean - half_width, mean + half_width]).tolist()
-    return RatioEstimate(ratio, low, high, rounds, is_decided)
+    return RatioEstimate(ratio, low, high, rounds, has_one_direction, is_decided)
 
 
 def vary_too_much(values: Sequence[float]) -> bool:

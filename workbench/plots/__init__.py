@@ -33,6 +33,7 @@ from workbench.plots.styled import MARKERS as MARKERS
 from workbench.plots.styled import PAGE as PAGE
 from workbench.plots.styled import UNDATED as UNDATED
 from workbench.plots.styled import StyledFigure as StyledFigure
+from workbench.plots.styled import add_subtitle as add_subtitle
 from workbench.plots.styled import encode as encode
 from workbench.plots.styled import save
 from workbench.plots.tradeoff import tradeoff

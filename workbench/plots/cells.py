@@ -174,7 +174,8 @@ def label_cells(
     Args:
         round_step: label every 2nd, 5th, 10th, 20th … cell, and no other step, so that
             the labels of numbered cells are round numbers.
-        last: always label the last cell, if need be in place of the label before it.
+        last: always label the last cell, if need be in place of the label before it. A
+            label with more characters than the one before it needs more room.
     """
     count = len(labels)
     max_labels = max(max_labels, 1)  # a subfigure may have room for none
@@ -182,12 +183,14 @@ def label_cells(
     if round_step:
         power = 10 ** math.floor(math.log10(step))
         step = next(power * k for k in (1, 2, 5, 10) if power * k >= step)
-    places = [*range(0, count, step)]
-    if last and places[-1] != count - 1:
-        if len(places) > 1 and count - 1 - places[-1] < count / max_labels / 2:
+    labels = [str(label) for label in labels]
+    places = [place for place in range(0, count, step) if labels[place].strip()]
+    if last and places and places[-1] != count - 1:
+        room = count / max_labels / 2 * len(labels[-1]) / len(labels[places[-1]])
+        if len(places) > 1 and count - 1 - places[-1] < room:
             del places[-1]
         places.append(count - 1)
     ticks = np.array(places) + 0.5
-    axis.set_ticks(ticks, labels=[str(labels[place]) for place in places])
+    axis.set_ticks(ticks, labels=[labels[place] for place in places])
     for text in axis.get_ticklabels():
         text.set_parse_math(False)

@@ -15,11 +15,12 @@ from workbench.plots.styled import (
     set_height,
     unmeasured_key,
 )
-from workbench.plots.text import labels_of, width_of, wrap, wrap_at
+from workbench.plots.text import labels_of, measure_line, width_of, wrap, wrap_at
 
 ROW_HEIGHT = 0.25  # inches
 MAX_ROW_LABELS = 40
-COLUMN_LABELS_PER_INCH = 5  # of two digits each
+COLUMN_LABELS_PER_INCH = 5.25  # of two digits each
+ROW_LABEL_MARGIN = 0.45  # inches beside the labels of rows, with the name of the axis
 
 
 @returns_figure
@@ -63,10 +64,12 @@ def grid(
         ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
     share = 0.45 / len(table.columns)
     columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
-    max_columns = int(COLUMN_LABELS_PER_INCH * width_of(figure))
+    rows = labels_of(table.index)
+    row_width = max(map(measure_line, rows), default=0.0) + ROW_LABEL_MARGIN
+    max_columns = int(COLUMN_LABELS_PER_INCH * (width_of(figure) - row_width))
     # the last column may be a total, or something that is in no row of the others
     label_cells(ax.xaxis, columns, max_columns, last=True)
-    label_cells(ax.yaxis, labels_of(table.index), MAX_ROW_LABELS)
+    label_cells(ax.yaxis, rows, MAX_ROW_LABELS)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
     keys = [
         Patch(facecolor=mesh.to_rgba(place), label=name)

@@ -309,9 +309,11 @@ def _draw_bar(figure: FigureBase, section: DrawnSection, panel_height: float) ->
     low, high = np.log10([mesh.norm.vmin, mesh.norm.vmax])
     distance = BAR_TICK_DISTANCE / height * (high - low)
     labels = {mark: f"{mark:g} {name}" for mark, name in metric.marks.items()}
-    for exponent in range(math.ceil(low), math.floor(high) + 1):
-        if all(abs(exponent - np.log10(mark)) > distance for mark in metric.marks):
-            labels[10.0**exponent] = f"{10.0**exponent:g}"
+    powers = [10.0**e for e in range(math.ceil(low), math.floor(high) + 1)]
+    # the end, the largest value of all cells, before the powers of ten
+    for value in (mesh.norm.vmax, *powers):
+        if all(abs(np.log10(value / other)) > distance for other in labels):
+            labels[value] = f"{float(f'{value:.3g}'):g}"  # 1000, not 1e+03
     bar.ax.yaxis.set_major_locator(FixedLocator([*labels]))
     bar.ax.yaxis.set_major_formatter(FixedFormatter([*labels.values()]))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())

@@ -190,6 +190,12 @@ def add_subtitle(figure: Figure, subtitle: str) -> None:
     twice."""
     if not subtitle or any(part.get_gid() == SUBTITLE_ID for part in figure.artists):
         return
+    with style():
+        _write_subtitle(figure, subtitle)
+        text.write_code_points(figure)
+
+
+def _write_subtitle(figure: Figure, subtitle: str) -> None:
     # a line ends with the sign between two facts, and none starts with it
     facts = subtitle.replace(" · ", "\N{NO-BREAK SPACE}· ")
     lines = text.wrap(figure, facts, TITLE_SHARE, **SUBTITLE_FONT)
@@ -306,8 +312,8 @@ def save(figure: Figure, stem: Path, *, subtitle: str = "") -> list[Path]:
     title = figure.get_suptitle().replace("\n", " ")
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
+    add_subtitle(figure, subtitle)
     with style():
-        add_subtitle(figure, subtitle)
         text.write_code_points(figure)
     for suffix in UNDATED:
         paths.append(stem.with_name(f"{stem.name}.{suffix}"))

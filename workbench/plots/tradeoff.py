@@ -1,12 +1,13 @@
 """Speed against fidelity."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
+from matplotlib.transforms import ScaledTranslation
 
 from workbench.plots.styled import (
     DASHED,
@@ -28,8 +29,10 @@ LARGEST_MARK, SMALLEST_MARK = 90, 18
 """Areas of marks, in points². Each group has smaller ones than the group before it, so that
 a mark hides none that was drawn at its place."""
 FASTER = 1.02
-"""A numbered configuration is more than this many times as fast as all of a lower KL:
-smaller differences are noise."""
+"""The median of a numbered configuration is more than this many times those of a lower
+KL: smaller differences are noise."""
+BAR_PLACE, BAR_DISTANCE = 9, 6
+"""Points from the marks of a KL to the first bar beside them, and from bar to bar."""
 
 
 @returns_figure
@@ -42,12 +45,13 @@ def tradeoff(
     max_kl: float | None = None,
 ) -> None:
     """Tokens per second over mean KL. The best configurations that pass both verdicts
-    are numbered, and the legend names them.
+    are numbered by their medians, and the legend names them.
 
     Args:
         configurations: name, kl_mean (nats), tokens_per_s, verdict, quality (absent
-            from older data: judged by `max_kl`), and the column `hue`, which gives the
-            colours.
+            from older data: judged by `max_kl`), the column `hue`, which gives the
+            colours, and slowest and fastest, the ends of a bar over the processes of a
+            configuration (absent or null: no bar).
         vocabulary: all names that `hue` may have, as in `lines`.
         max_kl: the user's limit on the mean KL, drawn as a dashed line.
     """
@@ -69,6 +73,7 @@ def tradeoff(
     for (name, group), area in zip(groups, areas):
         own_name = name if hue else ""
         _draw_points(ax, group, look_of[name], area, own_name, not has_one_verdict)
+    has_bars = _draw_ranges(ax, groups, look_of)
     best = _pareto_front(measured)
     _annotate_numbers(ax, best)
     if max_kl:
@@ -77,16 +82,22 @@ def tradeoff(
     ax.margins(0.1)
     ax.set(xscale="log", ylabel="tokens per second")
     # all of the highest mark and of its number is inside
-    ax.set_ylim(0, 1.15 * measured["tokens_per_s"].max() if len(measured) else None)
+    highest = measured.reindex(columns=["tokens_per_s", "fastest"]).max().max()
+    ax.set_ylim(0, 1.15 * highest if len(measured) else None)
     ax.set_xlabel("mean KL from Hugging Face's model (nats)")
     label_log(ax.xaxis)
     notes = []
+    if has_bars:
+        notes.append(
+            "bars to the right of the marks: the slowest to the fastest process"
+        )
     if has_one_verdict:
         notes.append(f"all configurations: {verdicts.pop()}")
     if len(best) > 1:
         share = f"{FASTER - 1:.0%}"
         notes.append(
-            f"numbered: GREEN and WITHIN, and more than {share} faster than all of a lower KL"
+            f"numbered: GREEN and WITHIN, with a median more than {share} above all of a lower "
+            "KL (no test of the order)"
         )
     notes += [f"{number}: {name}" for number, name in enumerate(best["name"], 1)]
     if clipped_count:
@@ -124,6 +135,38 @@ def _draw_points(
         words = _verdicts(verdict, quality) if names_verdicts else ""
         style["label"] = ", ".join(filter(None, [name, words]))
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
+
+
+def _draw_ranges(
+    ax: Axes,
+    groups: Sequence[tuple[str, pd.DataFrame]],
+    look_of: Mapping[str, tuple[str, str]],
+) -> bool:
+    """Draws a bar from the slowest to the fastest process of each configuration, with the
+    mark of its group at the median. Bars lie to the right of the marks and beside each
+    other, since many configurations have one KL. Returns whether there are bars."""
+    has_bars = False
+    for place, (name, group) in enumerate(groups):
+        group = group.reindex(columns=["kl_mean", "tokens_per_s", "slowest", "fastest"])
+        rows = group[group["fastest"] > group["slowest"]]
+        if rows.empty:
+            continue
+        has_bars = True
+        median = rows["tokens_per_s"]
+        colour, marker = look_of[name]
+        inches = (BAR_PLACE + BAR_DISTANCE * place) / 72
+        ax.errorbar(
+            rows["kl_mean"],
+            median,
+            [median - rows["slowest"], rows["fastest"] - median],
+            fmt=marker,
+            color=colour,
+            markersize=3,
+            elinewidth=1,
+            transform=ax.transData
+            + ScaledTranslation(inches, 0, ax.get_figure().dpi_scale_trans),
+        )
+    return has_bars
 
 
 def _verdicts(verdict: str | None, quality: str | None) -> str:

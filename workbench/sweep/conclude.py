@@ -6,6 +6,7 @@ disturbed (a reason, or null), and the columns that tell settings apart. Output 
 and whether it leaves an order undecided. `describe_next_step` names the command that
 measures further rounds, once for all statements of an answer."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,7 +14,7 @@ from itertools import pairwise
 import pandas as pd
 
 from workbench import log
-from workbench.log.times import MIN_ROUNDS, RatioEstimate
+from workbench.log.times import CONFIDENCE, MIN_CHANGE, MIN_ROUNDS, RatioEstimate
 
 ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
@@ -24,12 +25,25 @@ MAX_NAMED_PAIRS = 3
 
 
 @dataclass(frozen=True)
+class Objection:
+    """A reason why nothing is concluded from two settings."""
+
+    reason: str
+    """In words that all pairs with this cause share."""
+    detailed: str = ""
+    """The reason with the numbers of the pair; default: `reason`."""
+
+    def describe(self, *, detailed: bool) -> str:
+        return (detailed and self.detailed) or self.reason
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two settings, compared."""
 
     estimate: RatioEstimate
     """The ratio of the second setting to the first."""
-    objections: list[str]
+    objections: list[Objection]
     """Reasons why nothing is concluded from it."""
 
     @property
@@ -51,11 +65,20 @@ class Undecided:
 
     pair: str
     """Both, in words."""
-    objections: list[str]
+    objections: list[Objection]
 
     @property
     def reason(self) -> str:
-        return " and ".join(self.objections)
+        return self._join_objections(detailed=False)
+
+    @property
+    def detailed(self) -> str:
+        """The reason with the numbers of the pair."""
+        return self._join_objections(detailed=True)
+
+    def _join_objections(self, *, detailed: bool) -> str:
+        words = (objection.describe(detailed=detailed) for objection in self.objections)
+        return " and ".join(words)
 
 
 @dataclass
@@ -66,7 +89,7 @@ class Ranking:
     """Tokens per second of each setting, the most first."""
     slower: dict[Hashable, RatioEstimate] = field(default_factory=dict)
     """Settings that are slower than the first in every round, with their ratio to it."""
-    undecided: dict[Hashable, list[str]] = field(default_factory=dict)
+    undecided: dict[Hashable, list[Objection]] = field(default_factory=dict)
     """The other settings, with the reasons why nothing is concluded from them."""
 
     @property
@@ -98,7 +121,7 @@ def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
             if not comparison.is_decided
         ]
     if undecided:
-        reasons = "; ".join(dict.fromkeys(pair.reason for pair in undecided))
+        reasons = _describe_reasons(undecided, "order")
         has_one_reason = len({pair.reason for pair in undecided}) == 1
         is_long = len(undecided) > MAX_NAMED_PAIRS
         if count == len(undecided) > 1 and (has_one_reason or is_long):
@@ -177,16 +200,19 @@ def describe_options(processes: pd.DataFrame, options: Iterable[str]) -> Stateme
     """
     options = list(options)
     sentences: list[str] = []
-    reasons: dict[str, None] = {}
+    undecided: list[Undecided] = []
     for option in options:
         others = [name for name in options if name != option]
         for words, comparisons in _pair_settings(processes, option, others).items():
             sentences.append(f"{words} in {_count_pairs(comparisons)}.")
-            for comparison in comparisons:
-                reasons |= dict.fromkeys(comparison.objections)
-    if reasons:
-        sentences.append(f"Undecided: {'; '.join(reasons)}.")
-    return Statement(" ".join(sentences), not reasons)
+            undecided += [
+                Undecided(words, comparison.objections)
+                for comparison in comparisons
+                if not comparison.is_decided
+            ]
+    if undecided:
+        sentences.append(f"Undecided: {_describe_reasons(undecided, 'pair')}.")
+    return Statement(" ".join(sentences), not undecided)
 
 
 def describe_next_step(statements: Iterable[Statement], command: str) -> str:
@@ -214,6 +240,16 @@ def join_ends(low: str, high: str) -> str:
 def format_value(value: float) -> str:
     """A measured value with three digits, or with all digits before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def round_columns(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
+    """A table whose columns with these names have three significant digits: those of a
+    prediction with a wide interval say nothing beyond."""
+
+    def round_value(value: float) -> float:
+        return float(f"{value:.3g}")
+
+    return table.assign(**{name: table[name].map(round_value) for name in columns})
 
 
 def _compare_values(
@@ -306,8 +342,10 @@ def _rank(settings: ProcessesBySetting) -> Ranking:
             ranking.slower[name] = estimate
         else:
             # a decided ratio above 1 contradicts the medians: nothing is concluded
-            objections = comparison.objections or [_why_undecided(estimate)]
-            ranking.undecided[name] = objections
+            contradiction = "the rounds contradict the order of the medians"
+            ranking.undecided[name] = comparison.objections or [
+                Objection(contradiction)
+            ]
     return ranking
 
 
@@ -361,7 +399,7 @@ def _describe_ratio(estimate: RatioEstimate) -> str:
     )
 
 
-def _objections(settings: ProcessesBySetting) -> list[str]:
+def _objections(settings: ProcessesBySetting) -> list[Objection]:
     """The reasons why nothing is concluded from settings, whatever their values are."""
     reasons = []
     for key, rows in settings.items():
@@ -372,24 +410,54 @@ def _objections(settings: ProcessesBySetting) -> list[str]:
         elif log.vary_too_much(rows["value"]):
             ratio = rows["value"].max() / rows["value"].min()
             reasons.append(f"the processes of {key} lie {ratio:.2f} times apart")
-    return reasons
+    return [Objection(reason) for reason in reasons]
 
 
-def _why_undecided(estimate: RatioEstimate) -> str:
+def _why_undecided(estimate: RatioEstimate) -> Objection:
     """The reason why a difference is not decided."""
     if estimate.rounds < MIN_ROUNDS:
         plural = "" if estimate.rounds == 1 else "s"
         measured = f"{estimate.rounds} interleaved round{plural}"
-        return f"{measured} of {MIN_ROUNDS} that an order needs"
-    return f"{estimate.rounds} rounds do not agree"
+        return Objection(f"{measured} of {MIN_ROUNDS} that an order needs")
+    if not estimate.has_one_direction:
+        return Objection(f"{estimate.rounds} rounds do not agree")
+    beginning = f"all {estimate.rounds} rounds agree, but the"
+    if estimate.low <= 1 <= estimate.high:
+        interval = describe_range(estimate.low, estimate.high, ".3g")
+        words = f"{beginning} {CONFIDENCE:.0%} interval of the ratio"
+        return Objection(f"{words} includes 1", f"{words}, {interval}, includes 1")
+    limit = f"differs from 1 by at most {MIN_CHANGE - 1:.0%}"
+    words = f"{beginning} ratio"
+    return Objection(f"{words} {limit}", f"{words}, {estimate.ratio:.3g}, {limit}")
+
+
+def _describe_reasons(undecided: list[Undecided], thing: str) -> str:
+    """The reasons why comparisons are not decided. Several reasons have the numbers of
+    their comparisons.
+
+    Args:
+        thing: that is not decided, such as "order".
+    """
+    if len(undecided) == 1:
+        return undecided[0].detailed
+    counts = Counter(comparison.reason for comparison in undecided)
+    if len(counts) == 1:
+        return undecided[0].reason
+    return "; ".join(
+        f"{reason} ({count} {thing}{'s' * (count > 1)})"
+        for reason, count in counts.items()
+    )
 
 
 def _describe_undecided(undecided: list[Undecided]) -> str:
-    """A sentence for each reason why comparisons are not decided."""
-    by_reason: dict[str, list[str]] = {}
+    """A sentence for each reason why comparisons are not decided. It has the numbers of a
+    comparison that alone has this reason."""
+    by_reason: dict[str, list[Undecided]] = {}
     for comparison in undecided:
-        by_reason.setdefault(comparison.reason, []).append(comparison.pair)
-    return " ".join(
-        f"Not decided ({reason}): {', '.join(pairs)}."
-        for reason, pairs in by_reason.items()
-    )
+        by_reason.setdefault(comparison.reason, []).append(comparison)
+    sentences = []
+    for reason, comparisons in by_reason.items():
+        words = comparisons[0].detailed if len(comparisons) == 1 else reason
+        pairs = ", ".join(comparison.pair for comparison in comparisons)
+        sentences.append(f"Not decided ({words}): {pairs}.")
+    return " ".join(sentences)
