@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from audit_times import CONFIDENCE
 from finding import Finding
+from scipy.stats import sem
+from scipy.stats import t as student
 
 # rounding to fp16 moves a value by at most 2^-11 of its size
 HALF_ULP = 2.0**-11
@@ -446,15 +449,19 @@ def probe_shares(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "30",
     label="time of routed experts",
-    pattern=rf"Routed experts take {number('times')} times",
+    pattern=rf"Routed experts take {number('times')} times "
+    rf"(?:\({number('low')} to {number('high')}\) )?",
 )
 def routed_time(tables: Tables, match: re.Match) -> dict[str, float]:
     """The time of routed experts over that of dense ones: the geometric mean of the rounds'
-    ratios."""
+    ratios, and both ends of Student's interval of it."""
     rounds = tables["tables/rounds"]
     dense = rounds.loc[rounds["form"].eq("dense"), "experts"].to_numpy()
     routed = rounds.loc[rounds["form"].eq("routed"), "experts"].to_numpy()
-    return {"times": float(np.exp(np.log(routed / dense).mean()))}
+    logs = np.log(routed / dense)
+    interval = student.interval(CONFIDENCE, len(logs) - 1, logs.mean(), sem(logs))
+    low, high = np.exp(interval)
+    return {"times": float(np.exp(logs.mean())), "low": float(low), "high": float(high)}
 
 
 @claim(
