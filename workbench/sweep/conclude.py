@@ -393,7 +393,7 @@ def _describe_median(rows: pd.DataFrame) -> str:
 
 
 def _describe_ratio(estimate: RatioEstimate) -> str:
-    interval = describe_range(estimate.low, estimate.high, ".3g")
+    interval = describe_range(estimate.low, estimate.high, ".4g")
     return (
         f"{estimate.ratio:.3g} times ({interval}, paired over {estimate.rounds} rounds)"
     )
