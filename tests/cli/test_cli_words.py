@@ -135,7 +135,7 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
     assert [line.split() for line in result.output.splitlines()[-3:]] == [
         ["export", "GREEN"],
         ["quality", "WITHIN"],
-        ["next", "make", "lab"],
+        ["next", "workbench", "report", "05", "--html"],
     ]
     first, _, second = result.output.partition("34 starts")
     assert first.startswith("05 starts\nexperiment 05\n  export")
