@@ -139,9 +139,9 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
     ]
     first, _, second = result.output.partition("34 starts")
     assert first.startswith("05 starts\nexperiment 05\n  export")
-    for line in ("05 holds.", "It is small.", "05/a.png: picture of 05"):
+    for line in ("05 holds.", "It is small.", "  a.png: picture of 05"):
         assert f"  {line}" in first
-    assert "  34/a.png: picture of 34" in second
+    assert "figures   34\n    a.png: picture of 34" in second
     lines = [line.split() for line in cli("run", "34").output.splitlines()]
     assert ["export", "not", "run"] in lines
 
