@@ -709,7 +709,7 @@ def test_settings_of_the_user_change_no_byte_and_stay_as_they_are(tmp_path):
             for number, figure in enumerate(figures):
                 stem = tmp_path / name / str(number)
                 saved = plots.save(figure, stem, subtitle="tiny-llama")
-                saved.append(stem.with_suffix(".own.png"))
+                saved.append(stem.with_suffix(".user.png"))
                 figure.savefig(saved[-1])  # as the README does
                 written.append([path.read_bytes() for path in saved])
                 assert figure._repr_png_().startswith(b"\x89PNG")
@@ -972,8 +972,10 @@ def test_a_note_is_in_the_legend_below_the_notes_of_the_plot(plot):
     figure = getattr(plots, plot)(data, note="see table orders", **options)
     (legend,) = figure.legends
     lines = legend.get_title().get_text().splitlines()
-    own = ["points: medians; bars: the least to the most"] if plot == "lines" else []
-    assert lines == [*own, "see table orders"]
+    plot_notes = (
+        ["points: medians; bars: the least to the most"] if plot == "lines" else []
+    )
+    assert lines == [*plot_notes, "see table orders"]
     assert legend.get_title().get_visible() and legend.get_title().get_fontsize() >= 6
     figure.draw_without_rendering()
     assert legend.get_window_extent().y1 <= figure.axes[0].get_tightbbox().y0

@@ -251,8 +251,8 @@ def test_a_first_estimate_is_named_so_and_long_times_are_in_minutes(listener):
     queue.jobs = [first]
     measured = Job("b", 80.0, lambda: None)
     assert queue._progress(measured, 0) == "measuring b, first estimate 3 min to go"
-    assert jobs.about_seconds(119.0) == "about 119 s"
-    assert jobs.about_seconds(120.0) == "about 2 min"
+    assert jobs.describe_seconds(119.0) == "about 119 s"
+    assert jobs.describe_seconds(120.0) == "about 2 min"
 
 
 def test_results_that_wait_for_the_kernel_are_told_once(listener, monkeypatch):

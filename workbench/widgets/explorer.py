@@ -32,7 +32,7 @@ from workbench.widgets.controls import (
     mark_stops,
 )
 from workbench.widgets.estimates import CellSeconds, Stage, bundle_path, plan_stages
-from workbench.widgets.jobs import Job, JobQueue, about_seconds, count_measurements
+from workbench.widgets.jobs import Job, JobQueue, count_measurements, describe_seconds
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
 
@@ -404,7 +404,7 @@ class Explorer(ui.VBox):
         count = count_measurements(self.missing_cells)
         if self.missing_s is None:
             return f"{count}, no estimate yet"
-        return f"{count}, {about_seconds(self.missing_s, self.is_first_estimate)}"
+        return f"{count}, {describe_seconds(self.missing_s, self.is_first_estimate)}"
 
     def _follow(self, _: dict) -> None:
         """Draws what the user has selected."""

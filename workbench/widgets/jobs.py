@@ -197,7 +197,9 @@ class JobQueue:
         words = f"measuring {job.label}"
         if None not in seconds and elapsed_s < job.seconds:
             is_first = any(j.is_first_estimate for j in [job, *later_jobs])
-            return f"{words}, {about_seconds(sum(seconds) - elapsed_s, is_first)} to go"
+            return (
+                f"{words}, {describe_seconds(sum(seconds) - elapsed_s, is_first)} to go"
+            )
         if None in seconds:
             words += ", no estimate yet"
         # an estimate of the others would be doubtful beside one that proved wrong
@@ -210,7 +212,7 @@ class JobQueue:
         return words
 
 
-def about_seconds(seconds: float, is_first: bool = False) -> str:
+def describe_seconds(seconds: float, is_first: bool = False) -> str:
     """A time that is estimated, in seconds or minutes.
 
     Args:
