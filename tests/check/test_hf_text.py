@@ -19,6 +19,7 @@ from workbench.check.hf import Reference, round_stream
 from workbench.check.transcript import Transcript
 from workbench.decode.tokenizer import unknown_share
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import plain_stage_lines
 
 TASKS = ["set garden carrot ; get", "set palace onion ; get", "1 0 + 9 9 ="]
 TASKS += ["the cow near the happy pigs"]
@@ -434,3 +435,19 @@ def test_end_tokens_that_contradict_each_other_are_named(
     assert ends.has_template and ends.configuration == tiny_llama.tokens.configured_eos
     sentence = end_tokens.describe_contradictions(ends, checkpoint)
     assert clause in sentence and bool(sentence) == bool(clause)
+
+
+def test_texts_are_counted_token_by_token_where_no_bar_is_shown(
+    tiny_llama, monkeypatch, capsys
+):
+    monkeypatch.setattr("workbench.progress.TICK_S", 0.0)
+    encoded = [
+        (text, transcript.encode(tiny_llama.tokenizer, text)) for text in PROMPTS
+    ]
+    with plain_stage_lines():
+        greedy.write_texts(tiny_llama, encoded, 3, batched=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"Hugging Face's text: 0 of {len(PROMPTS)} texts written, token {count} of 3"
+        for count in (1, 2, 3)
+    ]

@@ -6,7 +6,7 @@ position (`rank_tokens`: `RankedText`), and a bundle is compared with it (`trans
 `ComparedText`). Each record has all fields of the one before."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from workbench.check.hf import Reference, round_stream, whole_model
 from workbench.decode.sampling import suppress
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar
+from workbench.progress import bar, tick
 
 METADATA = "workbench-transcript"  # the texts' JSON in a golden's metadata
 ARRAYS = tuple(
@@ -175,10 +175,16 @@ def write_texts(
     size = len(encoded) if batched else 1
     texts = []
     with bar(total=len(encoded), desc="text", unit="prompt") as progress:
+
+        def report(count: int) -> None:
+            progress.set_postfix_str(f"token {count} of {new_tokens}")
+            written = f"{len(texts)} of {len(encoded)} texts written"
+            tick(f"Hugging Face's text: {written}, token {count} of {new_tokens}")
+
         for start in range(0, len(encoded), size):
             group = encoded[start : start + size]
             suppressed = checkpoint.tokens.suppressed
-            rows = _generate(model, group, ends, suppressed, new_tokens)
+            rows = _generate(model, group, ends, suppressed, new_tokens, report)
             for (prompt, ids), row in zip(group, rows):
                 end = next((i for i, token in enumerate(row) if token in ends), None)
                 tokens = row if end is None else row[: end + 1]
@@ -193,15 +199,23 @@ def _generate(
     ends: set[int],
     suppressed: list[int],
     new_tokens: int,
+    report: Callable[[int], None],
 ) -> list[list[int]]:
-    """The greedy tokens after each prompt, all of one count."""
+    """The greedy tokens after each prompt, all of one count. `report` is called with the
+    count of new tokens behind each of them."""
     longest = max(len(ids) for _, ids in group)
     padding = [longest - len(ids) for _, ids in group]
     ids = torch.tensor([[0] * n + ids for n, (_, ids) in zip(padding, group)])
     mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
+
+    def count_token(ids: torch.Tensor, _) -> torch.Tensor:
+        report(ids.shape[1] - longest)
+        return torch.zeros(len(ids), dtype=torch.bool)  # no sequence ends here
+
     with torch.inference_mode():
         output = model.generate(
             ids,
+            stopping_criteria=[count_token],
             attention_mask=mask,
             max_new_tokens=new_tokens,
             do_sample=False,

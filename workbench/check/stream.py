@@ -143,7 +143,7 @@ def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
     quantities = {
         LARGEST: sizes.assign(shown=sizes["largest"]),
         "attention received": received.assign(shown=received["attention"]),
-        "update moved by rounding": sizes.assign(shown=sizes["update_moved"]),
+        "change of the update by rounding": sizes.assign(shown=sizes["update_moved"]),
     }
     parts = [
         rows[["layer", "position", "shown"]].assign(quantity=quantity)

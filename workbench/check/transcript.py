@@ -70,7 +70,7 @@ from workbench.decode.sampling import suppress
 from workbench.decode.tokenizer import encode_chat, encode_text, text_of
 from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar, stage
+from workbench.progress import bar, stage, tick
 
 PROMPTS = "data/prompts.jsonl"
 NEW_TOKENS = 48
@@ -656,6 +656,7 @@ def _bundle_outputs(
     B, count = decoder.options.batch, len(padded[0])
     outputs = []
     for start in bar(range(0, len(padded), B), title, unit="batch"):
+        tick(f"transcript, {title}: {start} of {len(padded)} prompts")
         batch = padded[start : start + B]
         filled = fill_batch(batch, B)
         outputs += list(last_outputs(decoder, filled, count))[: len(batch)]
