@@ -10,11 +10,15 @@ unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PIP_USER PIP_PREFIX PIP_TARGET PIP
 
 .PHONY: always run test waiting test-all lab real docs bench judge prove fuzz clean
 
-# the main job, on a real language model; where that cannot be had, on a small one that lies here
+# the main job, on a real language model; where that cannot be had, on a small one that lies here. The modules that the notebook
+# imports are compiled beside the fetch.
 REAL = data/smollm2-135m-instruct
 SMALL = data/tiny-llama
 run: .venv/ready
 	@start=$$(date +%s); checkpoint=$(REAL); \
+	if [ ! -e $(REAL)/config.json ]; then \
+		$(BIN)/python -X frozen_modules=off tools/compile_imports.py >/dev/null 2>&1 & \
+	fi; \
 	if ! $(BIN)/python data/real.py smollm2; then \
 		checkpoint=$(SMALL); \
 		echo "$(REAL) cannot be had here: notebook 05 runs on $(SMALL), a trained model of four layers"; \
@@ -22,6 +26,7 @@ run: .venv/ready
 	ready=$$(date +%s); \
 	echo "Notebook 05 on $$checkpoint: export, validation, two planted faults"; \
 	$(BIN)/workbench run 05 --set CHECKPOINT=$$checkpoint; code=$$?; \
+	wait; \
 	echo "seconds  $$(($$ready - $$start)) for the checkpoint, $$(($$(date +%s) - $$ready)) for the notebook"; \
 	exit $$code
 

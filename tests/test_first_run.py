@@ -1,7 +1,9 @@
 """`make run` runs the main job on a real language model, on a small one where that cannot be had, and
 says which."""
 
+import importlib.util
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -16,6 +18,7 @@ echo "workbench $*"
 exit $RUN_CODE
 """
 REAL, SMALL = "data/smollm2-135m-instruct", "data/tiny-llama"
+REAL_NAME = "smollm2"
 
 
 def program(path: Path, text: str) -> None:
@@ -81,3 +84,23 @@ def test_without_the_package_index_it_runs_on_a_small_model_and_says_so(project)
 
 def test_a_notebook_that_fails_makes_the_run_fail(project):
     assert first_run(project, "exit 0", run_code=1).returncode != 0
+
+
+def test_the_notebook_s_imports_are_compiled_while_the_checkpoint_is_fetched(project):
+    result = first_run(project, 'echo "$*" >> calls')
+    assert result.returncode == 0
+    compiled = "-X frozen_modules=off tools/compile_imports.py"
+    calls = (project / "calls").read_text().splitlines()
+    assert sorted(calls) == sorted([compiled, f"data/real.py {REAL_NAME}"])
+
+    (project / "calls").unlink()
+    (project / REAL).mkdir(parents=True)
+    (project / REAL / "config.json").touch()
+    first_run(project, 'echo "$*" >> calls')
+    assert (project / "calls").read_text().splitlines() == [f"data/real.py {REAL_NAME}"]
+
+
+def test_every_module_that_is_compiled_exists():
+    path = ROOT / "tools" / "compile_imports.py"
+    for module in runpy.run_path(str(path))["MODULES"]:
+        assert importlib.util.find_spec(module), module
