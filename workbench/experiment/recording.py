@@ -179,6 +179,7 @@ class Experiment:
         decoder: Decoder | None = None,
         *,
         golden: Golden | None = None,
+        picture: str | None = None,
         **log_tables,
     ) -> None:
         """Logs the run, writes the report, puts the run in the place of the finished one,
@@ -189,8 +190,15 @@ class Experiment:
             decoder: whose bundle and settings the row describes.
             golden: with which `fidelity` compares; its prompt and the texts of its
                 tokens are logged with the run.
+            picture: the name of the figure that shows the answer, for the page of all
+                experiments; default: the first figure.
             log_tables: `fidelity`, `samples` and `layers` of the run.
+
+        Raises:
+            ValueError: no figure has the name `picture`.
         """
+        if picture and (FIGURES, picture) not in self._entries.artifact_keys():
+            raise ValueError(f"{picture!r} is no figure of this run")
         row = self._log_row(answer)
         options = {}
         if golden:
@@ -204,6 +212,8 @@ class Experiment:
             options |= {name: columns[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **log_tables)
         run = self._run_json(run_id, row, options)
+        if picture:
+            run["picture"] = picture
         staging = folders.make_staging_folder(self.name)
         with locked(staging):
             artifacts.copy_artifacts(self.unfinished, staging)
