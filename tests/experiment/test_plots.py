@@ -674,6 +674,23 @@ def test_a_frontier_draws_predicted_means_and_measured_tails():
         assert least < 0.012 and most > 1.5 and left < 65 and right > 98
 
 
+def test_a_frontier_draws_the_intervals_of_its_marks_inside_the_axes():
+    choices = formats_and_choices().rename(columns={"mib": "ms"})
+    choices = choices.assign(low=choices["ms"] / 3, high=choices["ms"] * 3)
+    options = {"x": "ms", "xlabel": "ms", "bars": "bars: 90% intervals"}
+    figure = plots.frontier(choices, ends=["low", "high"], **options)
+    for ax in figure.axes:
+        spans = [bar.lines[2][0].get_segments()[0][:, 0] for bar in ax.containers]
+        # both formats with a KL, and the chosen one
+        np.testing.assert_allclose(spans, [[98 / 3, 294], [65 / 3, 195], [28, 252]])
+        left, right = ax.get_xlim()
+        assert left < 65 / 3 and right > 294 and ax.get_xscale() == "log"
+    assert "bars: 90% intervals" in texts(figure)
+    without = plots.frontier(choices, **options)
+    assert not any(ax.containers for ax in without.axes)
+    assert "bars" not in texts(without)
+
+
 SETTINGS = {
     "text.usetex": True,
     "font.family": "serif",
