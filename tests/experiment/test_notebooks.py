@@ -516,10 +516,10 @@ def test_the_answer_of_31_names_the_layer_with_the_largest_error_of_its_weights(
     assert words.count("as stored") == 1
 
 
-def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_error():
+def test_31_says_beside_its_figure_which_other_has_the_layers_that_carry_the_error():
     cells = cells_of(named("31"), "code")
     (figure,) = [cell for cell in cells if '"parts", plots' in cell]
-    assert "table layer_shares, not this figure, shows which layers" in figure
+    assert "figure largest_layers, not this one, shows which layers" in figure
     (cell,) = [cell for cell in cells if '"layer_shares"' in cell]
     tables = {}
     experiment = SimpleNamespace(
@@ -534,6 +534,37 @@ def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_err
     exec(cell, names)
     # a report has the first rows of a table
     assert tables["layer_shares"]["layer"].head(3).tolist() == [28, 11, 29]
+
+
+@pytest.mark.parametrize("count", [30, 7, 6])
+def test_the_headline_of_31_can_be_read_off_its_figure(count):
+    """That three of 30 layers carry 96% of the error: the sum in the third row."""
+    (cell,) = [
+        c for c in cells_of(named("31"), "code") if '"largest_layers", plots' in c
+    ]
+    drawn = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: drawn.update(
+            data=data, figure=draw(data, **options)
+        )
+    )
+    shares = layer_shares_of_31(count).sort_values("share", ascending=False)
+    names = {"experiment": experiment, "plots": plots, "pd": pd, "subtitle": ""}
+    exec(cell, names | {"largest_first": shares.reset_index(drop=True)})
+    sums = drawn["data"]["sum of the rows down to it"]
+    assert sums.iloc[-1] == pytest.approx(100)
+    assert len(sums) == min(count, 7)
+    if count == 30:
+        assert sums.index[:3].tolist() == ["layer 28", "layer 11", "layer 29"]
+        assert sums.index[-1] == "24 other layers"
+        headline = error.describe_largest(EVEN, shares)
+        assert f"3 of 30 layers carry {sums.iloc[2]:.1f}% of it" in headline
+        bars = drawn["figure"].axes[0].containers[1]
+        assert bars.patches[2].get_width() == pytest.approx(sums.iloc[2])
+
+
+EVEN = pd.DataFrame(np.eye(2) / 2, *[["quantization", "precision"]] * 2)
+"""Shares of two parts without cross terms."""
 
 
 def test_31_draws_the_presets_that_were_measured_with_their_intervals():
