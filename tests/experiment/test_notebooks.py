@@ -614,6 +614,31 @@ def test_the_answer_of_32_says_which_order_overflows():
     says("32", names, "bits fewer", "12 are right")
 
 
+def test_32_draws_nan_unlike_every_weight_and_wrong_weights_unlike_right_ones():
+    """All of the weight on blocked positions and NaN had one colour."""
+    (cell,) = [c for c in cells_of(named("32"), "code") if '"masks", plots.grid' in c]
+    drawn = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: drawn.update(
+            figure=draw(data, **options)
+        )
+    )
+    rows = [("m", "a", 1.0, True), ("m", "b", np.nan, False), ("m", "c", 1.0, False)]
+    rows = [*rows, ("n", "a", 0.0, True), ("n", "b", 0.5, False), ("n", "c", 0.0, True)]
+    leaks = pd.DataFrame(rows, columns=["mask", "case", "leak", "right"])
+    names = {"experiment": experiment, "plots": plots, "np": np, "leaks": leaks}
+    exec(cell, names | {"masks": ["m", "n"], "cases": ["a", "b", "c"]})
+    (ax,) = drawn["figure"].axes
+    (mesh,) = ax.collections
+    cells = np.ma.filled(mesh.get_array().reshape(2, 3).astype(float), np.nan)
+    np.testing.assert_array_equal(cells, [[0, np.nan, 1], [0, 1, 0]])
+    colour_of = {text.get_text(): text.get_color() for text in ax.texts}
+    assert colour_of["✗ NaN"] == "black"  # upon light grey
+    (legend,) = drawn["figure"].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["right", "wrong", "NaN"]
+
+
 def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     cells = {"batch": [1, 2], "wrong": [0.0, 0.0], "logits_error": [0.0, 3e-7]}
     cells["cache"] = ["warm", "cold"]
@@ -647,6 +672,34 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     names["offsets"].loc[1, "modulo cache step (8)"] = 0
     names["times"]["ms"] = [2.0, 10.0]
     says("33", names, "No. 2 of 4 cells give", "5 times slower", "may be the cause")
+
+
+def test_the_factor_of_33_can_be_computed_from_its_table_of_milliseconds():
+    (cell,) = [c for c in cells_of(named("33"), "code") if '"first_token_ms"' in c]
+    rows = {
+        "cold": [100.0, 90.0, 140.0],
+        "warm": [4.0, 5.0, 6.0],
+        "hot": [2.0, 2.0, 1.0],
+    }
+    times = pd.DataFrame(
+        [(cache, 64, ms) for cache, values in rows.items() for ms in values],
+        columns=["cache", "context", "ms"],
+    )
+    longer = times.assign(context=128, ms=10 * times["ms"])
+    tables = {}
+    experiment = SimpleNamespace(
+        table=lambda name, data, caption: tables.update({name: data})
+    )
+    exec(cell, {"experiment": experiment, "times": pd.concat([longer, times])})
+    table = tables["first_token_ms"]
+    assert (
+        table.columns[1] == "start"
+        and table["context"].tolist() == [64] * 3 + [128] * 3
+    )
+    of_64 = table.set_index("start").iloc[:3].drop(columns="context")
+    assert of_64.loc["prefill from scratch"].tolist() == [100, 90, 140, 3, 1]
+    assert of_64.loc["restored from a file"].tolist() == [5, 4, 6, 3, 20]
+    assert of_64.loc["restored from memory"].tolist() == [2, 1, 2, 3, 50]
 
 
 def processes_of_34(**speeds: float) -> pd.DataFrame:
