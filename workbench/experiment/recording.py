@@ -106,10 +106,21 @@ class Experiment:
         self._add_artifact(FIGURES, name)
         return picture
 
-    def table(self, name: str, data: pd.DataFrame, caption: str) -> Styler:
+    def table(
+        self,
+        name: str,
+        data: pd.DataFrame,
+        caption: str,
+        *,
+        in_report: bool | None = None,
+    ) -> Styler:
         """Saves a table as Parquet and LaTeX, and shows it below its caption, in which
-        backticks mark code."""
-        self._write_artifact(TABLES, name, data, caption)
+        backticks mark code.
+
+        Args:
+            in_report: False: the report leaves it out, such as one of raw values.
+        """
+        self._write_artifact(TABLES, name, data, caption, in_report=in_report)
         label = f"tab:{self.name[:2]}-{name}"
         text = latex_table(data, caption, label)
         path = artifacts.artifact_path(self.unfinished, TABLES, name, ".tex")
@@ -118,12 +129,13 @@ class Experiment:
         return tables.show_with_caption(data, caption)
 
     def _write_artifact(
-        self, kind: str, name: str, data: pd.DataFrame, alt: str, **drawing
+        self, kind: str, name: str, data: pd.DataFrame, alt: str, **fields
     ) -> None:
         """Writes the data and the description of a figure or table.
 
         Args:
-            drawing: of a figure: `plot`, `subtitle` and `options` of its `Artifact`.
+            fields: of its `Artifact`: of a figure `plot`, `subtitle` and
+                `options`, of a table `in_report`.
         """
         (self.unfinished / kind).mkdir(parents=True, exist_ok=True)
         artifacts.remove_artifact(self.unfinished, kind, name)
@@ -138,7 +150,7 @@ class Experiment:
             place=len(self._entries),
             alt=alt,
             run_ids=artifacts.run_ids_of(data),
-            **drawing,
+            **fields,
         )
         artifacts.write_description(self.unfinished, artifact)
 
