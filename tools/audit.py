@@ -222,7 +222,8 @@ def check_report(folder: Path, log: Log) -> list[Finding]:
         tables[name] = data
         place = f"{folder.name}/{name}"
         if part["kind"] == "tables":
-            findings += check_printed(place, data, report)
+            if part.get("in_report") is not False:
+                findings += check_printed(place, data, report)
             if {"run_ids", "tokens_per_s"} <= set(data):
                 findings += check_configurations(place, data, log)
         elif path.stem in PHASE_OF_FIGURE and {"run_id", "value"} <= set(data):

@@ -32,7 +32,7 @@ STATED = (
     r"(?:your|its) limit of [\d.e-]+",
     r"frequencies [\d.]+% too high",
     r"\d+% (?:interval|below|of its tokens)",
-    r"keep a mean KL of [\d.e-]+ nats",
+    r"keeps? a mean KL of [\d.e-]+ nats",
     r"Qwen 2\.5",
     r"“[^”]*”",
 )
@@ -779,6 +779,15 @@ def third_text(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "35",
     label="chosen formats",
+    pattern=rf"A bundle of {number('bundle')} MiB, of which matrices take {number('mib')}, keeps a "
+    rf"mean KL of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection\. 99% "
+    rf"of its tokens lie below {number('p99')}\. The matrices have {number('bits')} bits per "
+    rf"weight\. The other {number('others')} MiB are",
+)
+@claim(
+    "35",
+    label="chosen formats",
+    # reports of before, which have the matrices alone
     pattern=rf"{number('mib')} MiB of matrices, {number('bits')} bits per weight, keep a mean KL "
     rf"of (?P<which_limit>[\d.e-]+) nats: {number('kl')} on the text for selection"
     rf"(?:, 99% of its tokens|\. 99% of its tokens lie) below {number('p99')}",
@@ -787,6 +796,8 @@ def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
     """MiB, bits per weight and KL in nats of the choice, as the bundle stores it."""
     row = chosen_row(tables)
     return {
+        "bundle": row.get("bundle_mib", np.nan),
+        "others": row.get("bundle_mib", np.nan) - row["mib"],
         "mib": row["mib"],
         "bits": row["bits"],
         "kl": row["kl"],
@@ -798,7 +809,9 @@ def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
     "35",
     label="smallest format alone",
     pattern=r"The smallest format alone within the limit is (?P<which_format>[\w-]+) with "
-    rf"{number('mib')} MiB; a format for each matrix needs {number('less')} less",
+    rf"{number('mib')} MiB(?: of matrices, a bundle of {number('bundle')} MiB)?[;.] [aA] format "
+    rf"for each matrix needs {number('less')} less(?: for the matrices, "
+    rf"{number('bundle_less')} less for the bundle)?",
 )
 @claim(
     "35",
@@ -808,14 +821,19 @@ def chosen_formats(tables: Tables, match: re.Match) -> dict[str, float]:
 )
 def smallest_format(tables: Tables, match: re.Match) -> dict[str, float]:
     """MiB of the smallest format alone whose KL is at most the limit, which the Answer's first
-    sentence has; the share of them that the choice does without; and the milliseconds of both."""
-    limit = float(re.search(r"keep a mean KL of ([\d.e-]+) nats", match.string)[1])
+    sentence has; the shares of matrices and bundle that the choice does without; and the
+    milliseconds of both."""
+    limit = float(re.search(r"keeps? a mean KL of ([\d.e-]+) nats", match.string)[1])
     choices = tables["tables/choices"]
     within = choices[choices["kind"].eq("one format") & choices["kl"].le(limit)]
     least, row = within.loc[within["mib"].idxmin()], chosen_row(tables)
+    # reports of before do not have the bundle
+    bundle, least_bundle = (part.get("bundle_mib", np.nan) for part in (row, least))
     return {
         "mib": least["mib"],
         "less": 1 - row["mib"] / least["mib"],
+        "bundle": least_bundle,
+        "bundle_less": 1 - bundle / least_bundle,
         "ms": row["ms"],
         "alone_ms": least["ms"],
         "low": row["low_ms"],

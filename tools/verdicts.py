@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,17 +192,22 @@ def table(folder: Path = ROWS) -> list[str]:
     lines = []
     for checkpoint in sorted(path for path in folder.glob("*") if path.is_dir()):
         rows = [json.loads(path.read_text()) for path in checkpoint.glob("*.json")]
+        sizes = {row["preset"]: row["bytes"] for row in rows}
         lines += [f"### {checkpoint.name}", "", f"| {' | '.join(COLUMNS)} |"]
         lines.append("|---" * len(COLUMNS) + "|")
         order = [*PRESETS]
         for row in sorted(rows, key=lambda row: order.index(row["preset"])):
-            lines.append(f"| {' | '.join(cells(row))} |")
+            lines.append(f"| {' | '.join(cells(row, sizes))} |")
         lines.append("")
     return lines
 
 
-def cells(row: dict) -> list[str]:
-    """A row of a table, by `COLUMNS`."""
+def cells(row: dict, sizes: Mapping[str, int]) -> list[str]:
+    """A row of a table, by `COLUMNS`.
+
+    Args:
+        sizes: the bytes of the bundle of each preset that has a row.
+    """
     transcript = row["transcript"]
     low, high = transcript["interval"]
     return [
@@ -214,7 +220,7 @@ def cells(row: dict) -> list[str]:
         str(transcript["ties"]),
         describe_ends(row),
         f"{transcript['error']:.3g}",
-        describe_recommendation(row),
+        describe_recommendation(row, sizes),
         f"{row['tried']['cpu_seconds']:.0f} CPU s" if row["tried"] else "–",
         f"{row['cpu_seconds']:.0f} CPU s",
     ]
@@ -238,15 +244,19 @@ def describe_export(row: dict) -> str:
     return f"{row['verdict'].replace('_', ' ')}: {', '.join(names)}"
 
 
-def describe_recommendation(row: dict) -> str:
-    """The preset that keeps the limits, with its KL, its interval and its size."""
+def describe_recommendation(row: dict, sizes: Mapping[str, int]) -> str:
+    """The preset that keeps the limits, with its KL, its interval and its size.
+
+    The size is that of the preset's bundle where it has a row. A trial computes it beside
+    the programs of another preset, and differs by a few hundredths of a percent.
+    """
     if not row["tried"]:
         return "–"
     chosen = row["recommendation"]
     if not chosen:
         return "none keeps the limits"
     low, high = chosen["interval"]
-    size = f"{chosen['bytes'] / 2**20:,.1f} MiB"
+    size = f"{sizes.get(chosen['compress'], chosen['bytes']) / 2**20:,.1f} MiB"
     return f"`{chosen['compress']}`: {chosen['kl']:.3g} [{low:.3g}, {high:.3g}], {size}"
 
 

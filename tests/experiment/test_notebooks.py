@@ -176,6 +176,9 @@ def stored(number: str, folder: Path) -> dict:
         names["ranked"] = files.get("ranked")
         # a run shipped before this table was written has none
         names["layer_shares"] = files.get("layer_shares", layer_shares_of_31())
+    if number == "35" and "bundle_mib" not in names["table"]:
+        # a run shipped before the table had the bundle
+        names["table"] = names["table"].assign(bundle_mib=names["table"]["mib"] + 58)
     if number == "32":
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
@@ -513,10 +516,10 @@ def test_the_answer_of_31_names_the_layer_with_the_largest_error_of_its_weights(
     assert words.count("as stored") == 1
 
 
-def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_error():
+def test_31_says_beside_its_figure_which_other_has_the_layers_that_carry_the_error():
     cells = cells_of(named("31"), "code")
     (figure,) = [cell for cell in cells if '"parts", plots' in cell]
-    assert "table layer_shares, not this figure, shows which layers" in figure
+    assert "figure largest_layers, not this one, shows which layers" in figure
     (cell,) = [cell for cell in cells if '"layer_shares"' in cell]
     tables = {}
     experiment = SimpleNamespace(
@@ -531,6 +534,37 @@ def test_31_says_beside_its_figure_which_table_has_the_layers_that_carry_the_err
     exec(cell, names)
     # a report has the first rows of a table
     assert tables["layer_shares"]["layer"].head(3).tolist() == [28, 11, 29]
+
+
+@pytest.mark.parametrize("count", [30, 7, 6])
+def test_the_headline_of_31_can_be_read_off_its_figure(count):
+    """That three of 30 layers carry 96% of the error: the sum in the third row."""
+    (cell,) = [
+        c for c in cells_of(named("31"), "code") if '"largest_layers", plots' in c
+    ]
+    drawn = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: drawn.update(
+            data=data, figure=draw(data, **options)
+        )
+    )
+    shares = layer_shares_of_31(count).sort_values("share", ascending=False)
+    names = {"experiment": experiment, "plots": plots, "pd": pd, "subtitle": ""}
+    exec(cell, names | {"largest_first": shares.reset_index(drop=True)})
+    sums = drawn["data"]["sum of the rows down to it"]
+    assert sums.iloc[-1] == pytest.approx(100)
+    assert len(sums) == min(count, 7)
+    if count == 30:
+        assert sums.index[:3].tolist() == ["layer 28", "layer 11", "layer 29"]
+        assert sums.index[-1] == "24 other layers"
+        headline = error.describe_largest(EVEN, shares)
+        assert f"3 of 30 layers carry {sums.iloc[2]:.1f}% of it" in headline
+        bars = drawn["figure"].axes[0].containers[1]
+        assert bars.patches[2].get_width() == pytest.approx(sums.iloc[2])
+
+
+EVEN = pd.DataFrame(np.eye(2) / 2, *[["quantization", "precision"]] * 2)
+"""Shares of two parts without cross terms."""
 
 
 def test_31_draws_the_presets_that_were_measured_with_their_intervals():
@@ -580,6 +614,31 @@ def test_the_answer_of_32_says_which_order_overflows():
     says("32", names, "bits fewer", "12 are right")
 
 
+def test_32_draws_nan_unlike_every_weight_and_wrong_weights_unlike_right_ones():
+    """All of the weight on blocked positions and NaN had one colour."""
+    (cell,) = [c for c in cells_of(named("32"), "code") if '"masks", plots.grid' in c]
+    drawn = {}
+    experiment = SimpleNamespace(
+        figure=lambda name, draw, data, *, alt, subtitle, **options: drawn.update(
+            figure=draw(data, **options)
+        )
+    )
+    rows = [("m", "a", 1.0, True), ("m", "b", np.nan, False), ("m", "c", 1.0, False)]
+    rows = [*rows, ("n", "a", 0.0, True), ("n", "b", 0.5, False), ("n", "c", 0.0, True)]
+    leaks = pd.DataFrame(rows, columns=["mask", "case", "leak", "right"])
+    names = {"experiment": experiment, "plots": plots, "np": np, "leaks": leaks}
+    exec(cell, names | {"masks": ["m", "n"], "cases": ["a", "b", "c"]})
+    (ax,) = drawn["figure"].axes
+    (mesh,) = ax.collections
+    cells = np.ma.filled(mesh.get_array().reshape(2, 3).astype(float), np.nan)
+    np.testing.assert_array_equal(cells, [[0, np.nan, 1], [0, 1, 0]])
+    colour_of = {text.get_text(): text.get_color() for text in ax.texts}
+    assert colour_of["✗ NaN"] == "black"  # upon light grey
+    (legend,) = drawn["figure"].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["right", "wrong", "NaN"]
+
+
 def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     cells = {"batch": [1, 2], "wrong": [0.0, 0.0], "logits_error": [0.0, 3e-7]}
     cells["cache"] = ["warm", "cold"]
@@ -613,6 +672,34 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     names["offsets"].loc[1, "modulo cache step (8)"] = 0
     names["times"]["ms"] = [2.0, 10.0]
     says("33", names, "No. 2 of 4 cells give", "5 times slower", "may be the cause")
+
+
+def test_the_factor_of_33_can_be_computed_from_its_table_of_milliseconds():
+    (cell,) = [c for c in cells_of(named("33"), "code") if '"first_token_ms"' in c]
+    rows = {
+        "cold": [100.0, 90.0, 140.0],
+        "warm": [4.0, 5.0, 6.0],
+        "hot": [2.0, 2.0, 1.0],
+    }
+    times = pd.DataFrame(
+        [(cache, 64, ms) for cache, values in rows.items() for ms in values],
+        columns=["cache", "context", "ms"],
+    )
+    longer = times.assign(context=128, ms=10 * times["ms"])
+    tables = {}
+    experiment = SimpleNamespace(
+        table=lambda name, data, caption: tables.update({name: data})
+    )
+    exec(cell, {"experiment": experiment, "times": pd.concat([longer, times])})
+    table = tables["first_token_ms"]
+    assert (
+        table.columns[1] == "start"
+        and table["context"].tolist() == [64] * 3 + [128] * 3
+    )
+    of_64 = table.set_index("start").iloc[:3].drop(columns="context")
+    assert of_64.loc["prefill from scratch"].tolist() == [100, 90, 140, 3, 1]
+    assert of_64.loc["restored from a file"].tolist() == [5, 4, 6, 3, 20]
+    assert of_64.loc["restored from memory"].tolist() == [2, 1, 2, 3, 50]
 
 
 def processes_of_34(**speeds: float) -> pd.DataFrame:
@@ -814,6 +901,7 @@ def of_35() -> dict:
         columns=["kind", "name", "mib", "bits", "kl", "kl_p99", "ms"],
     )
     choices = choices.assign(low_ms=choices["ms"] / 2, high_ms=choices["ms"] * 3)
+    choices = choices.assign(bundle_mib=choices["mib"] + 58)
     kinds = pd.DataFrame(
         {"kind": ["head", "q_proj"], "weights": [0.2, 0.8], "loss": [0.4, 0.6]}
     ).assign(bits=[6.1, 5.0])
@@ -828,8 +916,11 @@ def of_35() -> dict:
 def test_the_answer_of_35_turns_with_its_tables():
     names = of_35()
     words = answer("35", names)
-    assert "84.0 MiB of matrices, 5.20 bits per weight" in words
-    assert "lut6-g16 with 98.0 MiB; a format for each matrix needs 14% less" in words
+    # the embedding table, which stays in fp16, is in the headline
+    assert words.startswith("A bundle of 142.0 MiB, of which matrices take 84.0, keeps")
+    assert "have 5.20 bits per weight. The other 58.0 MiB are the embedding" in words
+    assert "lut6-g16 with 98.0 MiB of matrices, a bundle of 156.0 MiB." in words
+    assert "needs 14% less for the matrices, 9% less for the bundle" in words
     assert (
         "1.00 in place of 1.10 ms a call, with a 90% interval of 0.5 to 3 ms" in words
     )
@@ -845,7 +936,7 @@ def test_the_answer_of_35_turns_with_its_tables():
     assert "the mean KL is above the limit, by 20%" in answer("35", names)
     choices = names["table"]
     names["table"] = choices.assign(kl=choices["kl"].mask(choices["mib"] == 98.0, 0.06))
-    assert "int8-channel with 129.0 MiB" in answer("35", names)
+    assert "int8-channel with 129.0 MiB of" in answer("35", names)
 
 
 def figures_of_35(start: str, **names) -> dict[str, SimpleNamespace]:
@@ -870,12 +961,21 @@ def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certa
     shown = of_35()["table"].assign(predicted_kl=0.1)
     parts = {"mixed": shown[:0], "alone": shown[:-1], "chosen": shown[-1:]}
     facts = {"subtitle": "tiny-llama · 9 tokens of a.txt"}
+    facts["other_bytes"] = 58 << 20
     of_bytes = figures_of_35('"bytes", plots', **facts, **parts)["bytes"]
     assert "M4" not in of_bytes.title + of_bytes.subtitle
+    label = " ".join(of_bytes.figure.axes[0].get_xlabel().split())
+    assert label == "MiB of matrices (bundle: 58.0 MiB more)"
     every = pd.concat(parts.values())
     # 0.9 to 1.4 ms, with an interval of half to three times as long
     times = figures_of_35('"times", plots', **facts, every=every)["times"]
     assert "M4" in times.title
+    # the interval of the chosen formats, 1 ms, is a bar from 0.5 to 3 ms
+    spans = [
+        bar.lines[2][0].get_segments()[0][:, 0].tolist()
+        for bar in times.figure.axes[0].containers
+    ]
+    assert [0.5, 3.0] in spans
     (legend,) = times.figure.legends
     words = " ".join(legend.get_title().get_text().split())
     assert "wider than the differences: the order of the choices" in words

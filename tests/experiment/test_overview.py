@@ -2,10 +2,12 @@
 
 import json
 
+import pandas as pd
 import pytest
 from experiment.toy import NAME, example
 from tiny import ROOT
 
+from workbench import plots
 from workbench.experiment import publish_run
 from workbench.experiment.overview import overview, short_answer
 
@@ -27,6 +29,19 @@ def test_a_row_has_question_answer_checkpoint_and_the_first_figure(project):
     assert cells[:3] == [f"[07]({NAME}/report.md)", "How fast?", "Yes."]
     assert cells[3].startswith("tiny-llama, 20")
     assert f'<img src="{NAME}/figures/times-1.5.svg"' in cells[4]
+
+
+def test_a_row_has_the_figure_that_the_conclusion_names(project):
+    run = example()
+    rows = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "hue": "a"})
+    axes = {"x": "x", "y": "y", "hue": "hue"}
+    run.figure("choice", plots.lines, rows, alt="The choice.", **axes)
+    run.conclude("Yes.", picture="choice")
+    page = publish_run(run.folder).parent / "README.md"
+    (line,) = [row for row in page.read_text().splitlines() if row.startswith("| [07]")]
+    assert f'<img src="{NAME}/figures/choice.svg"' in line
+    with pytest.raises(ValueError, match="'chosen' is no figure of this run"):
+        run.conclude("Yes.", picture="chosen")
 
 
 def test_publishing_another_answer_changes_the_row_and_no_other(project):

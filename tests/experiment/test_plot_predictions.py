@@ -39,6 +39,8 @@ def test_the_legend_names_sources_and_counts_what_has_no_time():
     assert sorted(labels) == ["a", "a factor of 1.60", "b", "equal"]
     notes = legend.get_title().get_text()
     assert "hollow: in no fit" in notes and "1" in notes
+    (legend,) = plots.predictions(ROWS, bars="bars: 90% intervals").legends
+    assert "bars: 90% intervals" in legend.get_title().get_text()
 
 
 def test_each_group_has_a_colour_and_a_mark_that_no_other_has():

@@ -272,6 +272,38 @@ def test_the_front_of_a_tradeoff_passes_and_is_numbered_by_its_cost():
     assert "GREEN, WITHIN" in words and "GREEN, OVER" in words
 
 
+def test_a_panel_of_the_worst_names_the_largest_difference():
+    rows = pd.DataFrame(list(product([1, 4], [0, 1], [0, 1])))
+    rows = rows.set_axis(["T", "layer", "position"], axis=1)
+    rows = rows.assign(tensor="update", mode="isolated", finite=True, cosine=0.999)
+    rows = rows.assign(error=0.0, budget=0.0, max_abs=1.0, digest="a")
+    same = plots.heatmap(rows, worst_of="T")
+    assert "T = 1 and T = 4: equal bit for bit" in texts(same)
+    rows.loc[7, "cosine"] = 0.969  # at T = 4, layer 1, position 1
+    figure = plots.heatmap(rows, worst_of="T")
+    (mesh,) = drawn(figure, QuadMesh)[:1]
+    np.testing.assert_allclose(
+        mesh.get_array().ravel(), [1e-3] * 3 + [0.031], rtol=1e-6
+    )
+    words = " ".join(texts(figure).split())
+    assert "the worst of T = 1 and T = 4; largest difference of a cell 0.03 " in words
+    rows.loc[7, "finite"] = False
+    assert "largest difference of a cell inf" in texts(
+        plots.heatmap(rows, worst_of="T")
+    )
+    rows.loc[3, "finite"] = False  # the same cell at T = 1
+    assert "inf" not in texts(plots.heatmap(rows, worst_of="T"))
+
+
+def test_a_numbered_configuration_has_no_part_of_its_name_that_all_have():
+    names = ["compress a, kv_write m, T 1", "compress b, kv_write s, T 1"]
+    rows = pd.DataFrame({"name": names, "kl_mean": [0.1, 0.2], "verdict": "GREEN"})
+    rows = rows.assign(quality="WITHIN", tokens_per_s=[9.0, 18.0])
+    words = texts(plots.tradeoff(rows))
+    assert "1: compress a, kv_write m; 2: compress b, kv_write s\n" in words
+    assert f"1: {names[0]}\n" in texts(plots.tradeoff(rows[:1]))
+
+
 def test_a_tradeoff_says_once_the_verdicts_that_all_configurations_share():
     options = ["mask", "slice"]
     rows = pd.DataFrame({"option": options, "name": options, "kl_mean": [0.1, 0.2]})
@@ -595,7 +627,9 @@ def test_a_tradeoff_draws_the_range_of_the_processes_of_each_configuration():
     (mark,) = ax.transData.transform([(0.1, 28.2)])
     assert mark[0] < places[0] < places[1] < places[2]  # none lies upon another
     assert ax.get_ylim()[1] > 60
-    assert "bars to the right of the marks: the slowest to the fastest" in texts(figure)
+    assert "bars beside the marks: the slowest to the fastest process; all" in texts(
+        figure
+    )
 
 
 @pytest.mark.parametrize(
@@ -672,6 +706,23 @@ def test_a_frontier_draws_predicted_means_and_measured_tails():
     for ax in figure.axes:
         (least, most), (left, right) = ax.get_ylim(), ax.get_xlim()
         assert least < 0.012 and most > 1.5 and left < 65 and right > 98
+
+
+def test_a_frontier_draws_the_intervals_of_its_marks_inside_the_axes():
+    choices = formats_and_choices().rename(columns={"mib": "ms"})
+    choices = choices.assign(low=choices["ms"] / 3, high=choices["ms"] * 3)
+    options = {"x": "ms", "xlabel": "ms", "bars": "bars: 90% intervals"}
+    figure = plots.frontier(choices, ends=["low", "high"], **options)
+    for ax in figure.axes:
+        spans = [bar.lines[2][0].get_segments()[0][:, 0] for bar in ax.containers]
+        # both formats with a KL, and the chosen one
+        np.testing.assert_allclose(spans, [[98 / 3, 294], [65 / 3, 195], [28, 252]])
+        left, right = ax.get_xlim()
+        assert left < 65 / 3 and right > 294 and ax.get_xscale() == "log"
+    assert "bars: 90% intervals" in texts(figure)
+    without = plots.frontier(choices, **options)
+    assert not any(ax.containers for ax in without.axes)
+    assert "bars" not in texts(without)
 
 
 SETTINGS = {

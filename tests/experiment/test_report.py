@@ -46,6 +46,17 @@ def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project)
     assert not any(run_id in text for run_id in set(run["run_ids"]) - {run["run_id"]})
 
 
+def test_a_table_of_raw_values_has_files_and_no_place_in_the_report(project):
+    experiment = example()
+    raw = pd.DataFrame({"process": ["a", "b"], "value": [1.25, 2.5]})
+    experiment.table("raw", raw, "Each process.", in_report=False)
+    experiment.table("medians", raw.iloc[:1], "Medians.")
+    experiment.conclude("It holds.")
+    text = (experiment.folder / "report.md").read_text()
+    assert "Each process." not in text and "Medians." in text
+    assert pd.read_parquet(experiment.folder / "tables/raw.parquet").equals(raw)
+
+
 def test_gates_of_an_experiment_are_no_verdict_on_an_export(project, capsys):
     experiment = Experiment(NAME, {"NORMS": [605.0]})
     experiment.add_gates([gates.holds("stays_finite", True, "every result is finite")])

@@ -154,7 +154,8 @@ def test_a_column_of_a_latex_table_is_named_in_words_with_its_unit():
     names = {
         "kl_p99": "99% KL, nats",
         "load_wait_ms": "load wait, ms",
-        "mib": "size, MiB",
+        "mib": "matrices, MiB",
+        "bundle_mib": "bundle, MiB",
         "update_moved": "change of update by rounding",
         "stated, MB": "stated, MB",
         "new_thing": "new thing",

@@ -283,6 +283,24 @@ def test_estimates_stand_on_either_side_of_a_limit_or_on_it():
     assert recommend.Limits(0.06, 0.8, 0.75).outcome(figures) == KEPT
 
 
+def test_gates_that_did_not_run_are_told_from_checks_of_quality_that_did_not():
+    rest = [gates.not_run(name, "") for name in ("device", "stop", "answers")]
+    presets = pd.DataFrame(columns=recommend.COLUMNS)
+    export, cost, checks = recommend.describe_verdict(
+        results(0.01, 0.05, *rest), presets
+    )
+    assert export.startswith("Export GREEN: ")
+    assert export.endswith(" are GREEN; gate not run: device.")
+    assert cost.startswith("Quality WITHIN: ")
+    assert checks == "Checks of quality not run: stop, answers."
+    both = [*rest, gates.not_run("text_budget", "")]
+    export, *_ = recommend.describe_verdict(results(0.01, 0.05, *both), presets)
+    assert export.endswith("; gates not run: device, text_budget.")
+    unmeasured = [gates.holds("program", True, ""), gates.not_run("max_kl", "")]
+    _, checks = recommend.describe_verdict(unmeasured, presets)
+    assert checks == "Check of quality not run: max_kl."
+
+
 def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
     few = gates.quality_at_least(
         "answers", 0.5, 0.7, "7 of 14 known answers, the golden 10"

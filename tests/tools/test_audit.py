@@ -98,6 +98,17 @@ def test_right_numbers_give_no_findings(project):
     assert audit.audit(project) == []
 
 
+def test_a_table_that_the_report_leaves_out_is_not_looked_for_there(project):
+    folder = project / "experiments" / NAME
+    pd.DataFrame({"raw": [1.5]}).to_parquet(folder / "tables/raw.parquet")
+    description = folder / "tables/raw.json"
+    description.write_text('{"kind": "tables", "in_report": false}')
+    assert audit.audit(project) == []
+    description.write_text('{"kind": "tables"}')
+    (finding,) = audit.audit(project)
+    assert "tables/raw" in str(finding) and "no such columns" in str(finding)
+
+
 def pool(project) -> None:
     """The median of all repetitions of a setting's processes in place of the median over
     processes."""

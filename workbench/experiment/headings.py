@@ -22,7 +22,7 @@ HEADINGS = {
     "max_abs": "largest magnitude",
     "max_seq_len": "context, tokens",
     "mean KL": "mean KL, nats",
-    "mib": "size, MiB",
+    "mib": "matrices, MiB",
     "moe": "MoE",
     "ms": "time, ms",
     "n": "processes",

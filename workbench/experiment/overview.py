@@ -2,6 +2,7 @@
 picture of each, from the files of its run."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from workbench.escape import markdown_cell
@@ -77,17 +78,19 @@ def _row(folder: Path) -> str:
         markdown_cell(question or name),
         markdown_cell(short_answer(run["conclusion"])),
         markdown_cell(f"{checkpoint}, {day}"),
-        _picture(folder),
+        _picture(folder, run),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _picture(folder: Path) -> str:
-    """The first figure of a run, as in its report."""
-    for artifact in artifacts.read_artifacts(folder):
-        if artifact.is_figure:
-            address = f"{folder.name}/{artifact.relative_path('.svg')}"
-            # a bar would end the cell of the table
-            alt = artifact.alt.replace('"', "&quot;").replace("|", "&#124;")
-            return f'<img src="{address}" width="{PICTURE_WIDTH}" alt="{alt}">'
-    return "–"
+def _picture(folder: Path, run: Mapping) -> str:
+    """The figure that shows the answer of a run, or its first figure."""
+    figures = [a for a in artifacts.read_artifacts(folder) if a.is_figure]
+    if not figures:
+        return "–"
+    by_name = {figure.name: figure for figure in figures}
+    figure = by_name.get(run.get("picture"), figures[0])
+    address = f"{folder.name}/{figure.relative_path('.svg')}"
+    # a bar would end the cell of the table
+    alt = figure.alt.replace('"', "&quot;").replace("|", "&#124;")
+    return f'<img src="{address}" width="{PICTURE_WIDTH}" alt="{alt}">'

@@ -106,10 +106,21 @@ class Experiment:
         self._add_artifact(FIGURES, name)
         return picture
 
-    def table(self, name: str, data: pd.DataFrame, caption: str) -> Styler:
+    def table(
+        self,
+        name: str,
+        data: pd.DataFrame,
+        caption: str,
+        *,
+        in_report: bool | None = None,
+    ) -> Styler:
         """Saves a table as Parquet and LaTeX, and shows it below its caption, in which
-        backticks mark code."""
-        self._write_artifact(TABLES, name, data, caption)
+        backticks mark code.
+
+        Args:
+            in_report: False: the report leaves it out, such as one of raw values.
+        """
+        self._write_artifact(TABLES, name, data, caption, in_report=in_report)
         label = f"tab:{self.name[:2]}-{name}"
         text = latex_table(data, caption, label)
         path = artifacts.artifact_path(self.unfinished, TABLES, name, ".tex")
@@ -118,12 +129,13 @@ class Experiment:
         return tables.show_with_caption(data, caption)
 
     def _write_artifact(
-        self, kind: str, name: str, data: pd.DataFrame, alt: str, **drawing
+        self, kind: str, name: str, data: pd.DataFrame, alt: str, **fields
     ) -> None:
         """Writes the data and the description of a figure or table.
 
         Args:
-            drawing: of a figure: `plot`, `subtitle` and `options` of its `Artifact`.
+            fields: of its `Artifact`: of a figure `plot`, `subtitle` and
+                `options`, of a table `in_report`.
         """
         (self.unfinished / kind).mkdir(parents=True, exist_ok=True)
         artifacts.remove_artifact(self.unfinished, kind, name)
@@ -138,7 +150,7 @@ class Experiment:
             place=len(self._entries),
             alt=alt,
             run_ids=artifacts.run_ids_of(data),
-            **drawing,
+            **fields,
         )
         artifacts.write_description(self.unfinished, artifact)
 
@@ -179,6 +191,7 @@ class Experiment:
         decoder: Decoder | None = None,
         *,
         golden: Golden | None = None,
+        picture: str | None = None,
         **log_tables,
     ) -> None:
         """Logs the run, writes the report, puts the run in the place of the finished one,
@@ -189,8 +202,15 @@ class Experiment:
             decoder: whose bundle and settings the row describes.
             golden: with which `fidelity` compares; its prompt and the texts of its
                 tokens are logged with the run.
+            picture: the name of the figure that shows the answer, for the page of all
+                experiments; default: the first figure.
             log_tables: `fidelity`, `samples` and `layers` of the run.
+
+        Raises:
+            ValueError: no figure has the name `picture`.
         """
+        if picture and (FIGURES, picture) not in self._entries.artifact_keys():
+            raise ValueError(f"{picture!r} is no figure of this run")
         row = self._log_row(answer)
         options = {}
         if golden:
@@ -204,6 +224,8 @@ class Experiment:
             options |= {name: columns[name] for name in RUNTIME_COLUMNS}
         run_id = log.record(row, **log_tables)
         run = self._run_json(run_id, row, options)
+        if picture:
+            run["picture"] = picture
         staging = folders.make_staging_folder(self.name)
         with locked(staging):
             artifacts.copy_artifacts(self.unfinished, staging)

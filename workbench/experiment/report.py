@@ -142,7 +142,9 @@ def run_page(folder: Path) -> Page:
     paragraphs = re.split(r"\n+", run["conclusion"])  # one for each line
     blocks += [Paragraph(line) for line in paragraphs if line]
     blocks += [
-        _block(folder, artifact) for artifact in artifacts.read_artifacts(folder)
+        _block(folder, artifact)
+        for artifact in artifacts.read_artifacts(folder)
+        if artifact.in_report is not False
     ]
     if results:
         blocks += [Heading("Gates"), Table(gate_table(results))]

@@ -32,6 +32,7 @@ def grid(
     label: str = "",
     categories: Sequence[str] = (),
     blank: bool = False,
+    missing: str = "",
 ) -> None:
     """A table as coloured cells. Nulls are dotted. The names of index and columns label
     the axes.
@@ -43,6 +44,7 @@ def grid(
         categories: all names that cells may have, in place of numbers. Each has one
             colour, in order from dark to light, and the legend has those that occur.
         blank: whether nulls are white, where they are no gaps in a measurement.
+        missing: the legend's words for nulls; default: not measured.
     """
     if categories:
         places = {name: place for place, name in enumerate(categories)}
@@ -59,7 +61,8 @@ def grid(
     mesh.set(edgecolor="white", linewidth=1)
     if texts is None:
         texts = table.map("{:.3g}".format).replace("nan", "").to_numpy()
-    for (y, x), colour in np.ndenumerate(contrasting(mesh)):
+    colours = np.where(np.isnan(values), "black", contrasting(mesh))
+    for (y, x), colour in np.ndenumerate(colours):
         text = texts[y][x]
         ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
     share = 0.45 / len(table.columns)
@@ -81,6 +84,6 @@ def grid(
     if blank:
         ax.patch.set(facecolor="white", hatch=None)
     elif np.isnan(values).any():
-        keys.append(unmeasured_key())
+        keys.append(unmeasured_key(missing))
     if keys:
         add_legend(figure, keys, [label] if label and categories else [])

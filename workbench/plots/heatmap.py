@@ -126,6 +126,8 @@ class Panel:
     """The label of each value of the column `by`."""
     parts: list[pd.DataFrame]
     """The rows with each of these values."""
+    difference: float = 0.0
+    """The largest difference of a cell between these values; 0 where they look alike."""
 
     @property
     def layers(self) -> pd.Index:
@@ -139,10 +141,14 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """The names, and where there are several, whether their tensors are equal."""
+        """The names, and where there are several, whether their tensors are equal, or
+        the largest difference of their cells."""
         if len(self.names) == 1:
             return self.names[0]
         names = f"{'; '.join(self.names[:-1])} and {self.names[-1]}"
+        if self.difference:
+            difference = f"largest difference of a cell {self.difference:.2g}"
+            return f"the worst of {names}; {difference}"
         return f"{names}: {_equality(self.parts)}"
 
 
@@ -188,6 +194,7 @@ def heatmap(
     *,
     metric: str | Sequence[str] = "cosine",
     by: str | None = "T",
+    worst_of: str | None = None,
     tensor: str = "update",
     mode: str = "isolated",
     tokens: Sequence[str] | None = None,
@@ -211,6 +218,8 @@ def heatmap(
             root of budget² + `HALF_ULP`², of which gates judge the RMS over positions);
             or several, whose panels lie one above the other with common axes.
         by: a column of `rows`; None: one panel, each of whose cells is the worst row.
+        worst_of: a column in place of `by`, whose values share one panel. A cell has the
+            worst of them, and the title has the largest difference between them.
         tensor, mode: the values of these columns whose rows are drawn.
         tokens: the text of the token at each position.
         limits: values that the colours of a single metric include, so that several
@@ -230,7 +239,7 @@ def heatmap(
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
-    sections = [_section(rows, name, by) for name in metrics]
+    sections = [_section(rows, name, by, worst_of) for name in metrics]
     all_panels = [panel for section in sections for panel in section.panels]
     layers, positions = all_panels[0].layers, all_panels[0].positions
     panel_height = min(max(0.16 * len(layers), 0.3), 2.5)
@@ -270,9 +279,12 @@ def find_limits(rows: pd.DataFrame, metric: str) -> tuple[float, ...]:
     return () if finite.empty else (float(finite.min()), float(finite.max()))
 
 
-def _section(rows: pd.DataFrame, name: str, by: str | None) -> Section:
+def _section(
+    rows: pd.DataFrame, name: str, by: str | None, worst_of: str | None
+) -> Section:
     rows = _with_values(rows, name)
-    return Section(METRICS[name], rows, _panels(rows, by))
+    panels = [_worst_panel(rows, worst_of)] if worst_of else _panels(rows, by)
+    return Section(METRICS[name], rows, panels)
 
 
 def _draw_section(
@@ -391,6 +403,22 @@ def _panels(rows: pd.DataFrame, by: str | None) -> list[Panel]:
             alike.names.append(name)
             alike.parts.append(part)
     return panels
+
+
+def _worst_panel(rows: pd.DataFrame, column: str) -> Panel:
+    """One panel for all values of a column. Each cell is the worst of its rows."""
+    (panel,) = _panels(rows, None)
+    groups = group_by(rows, column)
+    panel.names = [name for name, _ in groups]
+    panel.parts = [part for _, part in groups]
+    worst = pd.concat(
+        [part.groupby(INDEX)["value"].max() for part in panel.parts], axis=1
+    )
+    # a cell that is nowhere finite differs in nothing
+    with np.errstate(invalid="ignore"):
+        differences = worst.max(axis=1) - worst.min(axis=1)
+    panel.difference = float(differences.max()) if differences.notna().any() else 0.0
+    return panel
 
 
 def _equality(parts: Sequence[pd.DataFrame]) -> str:

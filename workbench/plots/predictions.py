@@ -15,6 +15,7 @@ def predictions(
     *,
     hue: str | None = None,
     factor: float | None = None,
+    bars: str = "",
 ) -> None:
     """Predicted over measured ms on logarithmic axes, with the line on which both are
     equal; hollow marks are rows that no fit has seen.
@@ -23,6 +24,7 @@ def predictions(
         rows: ms, predicted_ms, low_ms, high_ms, fitted (whether the row calibrates), and
             the column `hue`, which gives the colours and marks.
         factor: of an interval, whose ends are drawn as dashed lines.
+        bars: the legend's words for the intervals of the rows.
     """
     placed = rows.dropna(subset=["ms", "predicted_ms"])
     set_height(figure, 4.5)
@@ -56,7 +58,7 @@ def predictions(
     ax.set(ylabel="predicted ms of a call", xlim=ends, ylim=ends)
     label_log(ax.xaxis)
     label_log(ax.yaxis)
-    notes = []
+    notes = [bars] if bars else []
     if not placed["fitted"].all():
         notes.append("hollow: in no fit")
     notes += describe_unplaced(rows, ["ms", "predicted_ms"])

@@ -297,9 +297,9 @@ def _legend_columns(labels: Sequence[str], inches: float) -> int:
     return 1
 
 
-def unmeasured_key() -> Patch:
-    """The legend's key for cells without a value."""
-    return Patch(**UNMEASURED, label="not measured")
+def unmeasured_key(label: str = "") -> Patch:
+    """The legend's key for cells without a value; default: not measured."""
+    return Patch(**UNMEASURED, label=label or "not measured")
 
 
 def save(figure: Figure, stem: Path, *, subtitle: str = "") -> list[Path]:

@@ -86,20 +86,24 @@ def tradeoff(
     ax.set_ylim(0, 1.15 * highest if len(measured) else None)
     ax.set_xlabel("mean KL from Hugging Face's model (nats)")
     label_log(ax.xaxis)
-    notes = []
+    facts = []
     if has_bars:
-        notes.append(
-            "bars to the right of the marks: the slowest to the fastest process"
-        )
+        facts.append("bars beside the marks: the slowest to the fastest process")
     if has_one_verdict:
-        notes.append(f"all configurations: {verdicts.pop()}")
+        facts.append(f"all configurations: {verdicts.pop()}")
+    notes = ["; ".join(facts)] if facts else []
+    short_names = []
+    if len(best):
+        short_names = _shorten_names(best["name"], measured["name"])
+    numbered = [f"{number}: {name}" for number, name in enumerate(short_names, 1)]
     if len(best) > 1:
         share = f"{FASTER - 1:.0%}"
         notes.append(
             f"numbered: GREEN and WITHIN, with a median more than {share} above all of a lower "
             "KL (no test of the order)"
         )
-    notes += [f"{number}: {name}" for number, name in enumerate(best["name"], 1)]
+    if numbered:
+        notes.append("; ".join(numbered))
     if clipped_count:
         notes.append(
             f"{clipped_count} with a KL below {LEAST_KL:g} are drawn at {LEAST_KL:g}"
@@ -175,6 +179,16 @@ def _verdicts(verdict: str | None, quality: str | None) -> str:
     if verdict == "GREEN":
         words += f", {label_of('quality', quality)}"
     return words
+
+
+def _shorten_names(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """Names of configurations without the parts, such as "T 1", that all configurations
+    have. A name of nothing else stays as it is."""
+    shared = set.intersection(*({*name.split(", ")} for name in all_names))
+    short = [
+        ", ".join(p for p in name.split(", ") if p not in shared) for name in names
+    ]
+    return [part or name for part, name in zip(short, names)]
 
 
 def _annotate_numbers(ax: Axes, best: pd.DataFrame) -> None:

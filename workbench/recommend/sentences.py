@@ -19,6 +19,9 @@ INTERVAL_NOTE = (
     "The interval holds for this text alone: the KL on another text may lie outside it "
     "and above the limit, which `workbench evaluate` with --text shows."
 )
+QUALITY_CHECKS = {gates.MAX_KL_GATE, "transcript", "stop", "answers"}
+"""The names of the checks of quality. One that did not run has no word of its own that
+tells it from a gate on the export."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ def _describe_rejected(preset: TriedPreset) -> str:
 
 
 def _describe_export(results: Sequence[Gate]) -> str:
-    """Whether the export is faulty, by how many gates, and which gates did not run."""
+    """Whether the export is faulty, by how many gates, and which gates on it did not
+    run."""
     gates_that_ran = [
         gate for gate in results if gate.verdict in (gates.GREEN, gates.RED)
     ]
@@ -149,11 +153,17 @@ def _describe_export(results: Sequence[Gate]) -> str:
             f"({', '.join(names)}). Next step: {_step_after_red(names)}."
         )
     not_run_note = ""
-    names_not_run = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
+    names_not_run = [name for name in _not_run(results) if name not in QUALITY_CHECKS]
     if names_not_run:
-        not_run_note = f"; not run: {', '.join(names_not_run)}"
+        noun = "gate" if len(names_not_run) == 1 else "gates"
+        not_run_note = f"; {noun} not run: {', '.join(names_not_run)}"
     word = "not run" if gates.missing_gates(results) else "GREEN"
     return f"Export {word}: {count} gates on it are GREEN{not_run_note}."
+
+
+def _not_run(results: Sequence[Gate]) -> list[str]:
+    """The names of the gates and checks that did not run."""
+    return [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
 
 
 def _step_after_red(names: list[str]) -> str:
@@ -166,8 +176,8 @@ def _step_after_red(names: list[str]) -> str:
 
 
 def _describe_quality(results: Sequence[Gate]) -> list[str]:
-    """The mean KL beside its limit, and each other check that is OVER. A faulty export is
-    not judged."""
+    """The mean KL beside its limit, each other check that is OVER, and the checks that did
+    not run. A faulty export is not judged."""
     max_kl = None
     others_over = []
     for gate in results:
@@ -184,6 +194,9 @@ def _describe_quality(results: Sequence[Gate]) -> list[str]:
             f"Quality OVER: {gate.name} is {gate.value:.3g}, less than your limit of "
             f"{gate.threshold:.3g} ({gate.reason})."
         )
+    if names := [name for name in _not_run(results) if name in QUALITY_CHECKS]:
+        noun = "Check" if len(names) == 1 else "Checks"
+        sentences.append(f"{noun} of quality not run: {', '.join(names)}.")
     return sentences
 
 
