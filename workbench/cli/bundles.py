@@ -15,6 +15,7 @@ from workbench.cli.options import (
     ExportOptions,
     Json,
     Prompt,
+    check_runnable,
     load_checkpoint,
     load_exported_checkpoint,
     reject_unused,
@@ -185,6 +186,7 @@ def golden(
     bundle = workbench.Bundle.open(for_) if for_ else None
     if bundle:
         source = load_exported_checkpoint(checkpoint, bundle, "golden")
+        check_runnable(bundle)
     else:
         source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss

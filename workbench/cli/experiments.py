@@ -13,7 +13,7 @@ import workbench
 from workbench import paths
 from workbench.check.gates import NOT_RUN
 from workbench.cli import ending
-from workbench.cli.options import Json, reject_unused
+from workbench.cli.options import Json, check_runnable, reject_unused
 from workbench.cli.output import (
     command_line,
     fit_terminal,
@@ -430,9 +430,12 @@ def sweep(
     _check_grid(grid_or_bundle)
     stage("sweep: reading the grid")
     grids = _make_grids(grid_or_bundle, T, depth, rounds, runtime, log)
+    from workbench.sweep.grid import locate
     from workbench.sweep.summary import summary
     from workbench.sweep.table import table_lines
 
+    for path in (path for grid in grids for path in grid.bundle):
+        check_runnable(workbench.Bundle.open(locate(path, log)))
     results = [
         workbench.sweep.sweep(grid, root=log, scheduler=scheduler, part=portion)
         for grid in grids

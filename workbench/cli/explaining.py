@@ -12,6 +12,7 @@ from workbench.cli.options import (
     Device,
     Json,
     Prompt,
+    check_runnable,
     load_exported_checkpoint,
     reject_unused,
 )
@@ -60,6 +61,7 @@ def explain(
         raise InputError("explain", "no --checkpoint", needed, step)
     device.check(bundle)
     source = load_exported_checkpoint(checkpoint, bundle, "explain")
+    check_runnable(bundle)
     ids = prompt.fitting_token_ids(bundle)
     weights = _compare_weights(bundle, source)
     answers = [weights]
@@ -93,6 +95,7 @@ def explain_parts(
     exported = workbench.Bundle.open(bundle)
     device.check(exported)
     source = load_exported_checkpoint(checkpoint, exported, "explain")
+    check_runnable(exported)
     ids = prompt.fitting_token_ids(exported)
     weights = _compare_weights(exported, source)
     _print_answers([weights, _split_error(exported, source, ids, device)], json)
@@ -115,6 +118,7 @@ def explain_variant(
     prompt.check()
     exported = workbench.Bundle.open(bundle)
     source = load_exported_checkpoint(checkpoint, exported, "explain")
+    check_runnable(exported)
     ids = prompt.token_ids(exported)
     _print_answers([_find_variant(exported, source, ids)], json)
 
@@ -133,6 +137,7 @@ def explain_ranges(
         return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
     stage("explain: opening the bundle")
+    check_runnable(bundle)
     _print_answers([_measure_bundle(bundle, prompt.fitting_token_ids(bundle))], json)
 
 
@@ -164,6 +169,7 @@ def explain_op(
     if reduce is not None:
         _check_reduced_folder(reduce, bundle)
     stage("explain: opening the bundle")
+    check_runnable(exported)
     ids = prompt.fitting_token_ids(exported)
     _check_index("--position", position, len(ids))
     from workbench.explain import operation

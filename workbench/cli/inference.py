@@ -16,6 +16,7 @@ from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
+    check_runnable,
     load_exported_checkpoint,
     reject_unused,
 )
@@ -71,6 +72,7 @@ def generate(
         )
     execution.check(exported)
     stage("generate: opening the bundle")
+    check_runnable(exported)
     from workbench.decode import Sampling
     from workbench.decode.timed import timed_generation
     from workbench.decode.tokenizer import encode_chat
@@ -173,6 +175,7 @@ def evaluate(
     check_sizes(exported.manifest.options.max_seq_len, window, stride)
     execution.check(exported)
     source = load_exported_checkpoint(checkpoint, exported, "evaluate")
+    check_runnable(exported)
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out
     from workbench.decode.tokenizer import unknown_share

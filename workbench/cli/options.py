@@ -123,6 +123,30 @@ def check_runs_here(runtime: str, bundle) -> None:
     resolve(runtime, bundle.manifest.options.plugin)
 
 
+def check_runnable(bundle) -> None:
+    """Raises an InputError for a `Bundle` whose options do not fit its list of shards, as
+    after an edit of bundle.json. A runtime would refuse an input by its shape instead,
+    and could not name the file.
+
+    Commands that judge a bundle do not call this: gate `interface` compares the same
+    facts."""
+    # loads torch, which every caller needs next
+    from workbench.check.interface import shard_list_facts
+
+    manifest = bundle.manifest
+    facts = shard_list_facts(manifest)
+    fault = next(facts.differences("options", "list of shards"), None)
+    if fault:
+        is_adopted = any(shard.foreign for shard in manifest.shards)
+        command = "workbench adopt" if is_adopted else "workbench export"
+        raise InputError(
+            str(bundle.root / paths.BUNDLE),
+            fault,
+            "options that fit the shards",
+            f"restore the file, or make the bundle again with {command}",
+        )
+
+
 # cyclopts calls a validator with the option's type and its value
 def check_units(_, name: str) -> None:
     """Refuses compute units that Core ML lacks, on every runtime."""
