@@ -79,6 +79,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     if chat:
+        _check_chat_template(exported.tokenizer)
         ids = encode_chat(exported.tokenizer, prompt.prompt)
     else:
         ids = prompt.token_ids(exported)
@@ -111,6 +112,17 @@ def generate(
             "template: with --chat, --prompt is a user's message in that template."
         )
     print_and_exit(result, json, lines)
+
+
+def _check_chat_template(tokenizer: Path) -> None:
+    """Refuses a tokenizer without a chat template in one line; transformers describes how
+    to write a template. `encode_chat` refuses a folder without a tokenizer."""
+    from workbench.decode.tokenizer import has_chat_template, has_tokenizer
+
+    if has_tokenizer(tokenizer) and not has_chat_template(tokenizer):
+        needed = "a checkpoint that was trained for chat, with its template"
+        step = "leave --chat out, or export a checkpoint that has one"
+        raise InputError("--chat", f"no chat template in {tokenizer}", needed, step)
 
 
 def _is_empty_answer(bundle, tokens: list[int]) -> bool:
