@@ -34,7 +34,7 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         (MIXED + " --max-kl 0.05 --select nowhere", "nowhere"),
         (
             MIXED + " --max-kl 0.05 --select {some_text} --select-ids {some_text}",
-            "two texts",
+            "--select, --select-ids: found both; needs one",
         ),
         (MIXED + " --max-kl 0.05 --select {some_text}", "unknown to the tokenizer"),
         ("export {tiny} out --max-kl 0.05", "leave --max-kl out"),

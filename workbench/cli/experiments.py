@@ -31,6 +31,8 @@ ASK_THE_COST = ("30", "31", "34", "35")
 # Verdicts and qualities of a run, worst first. not_run counts only if there is no other.
 VERDICTS = "RED", "GREEN"
 QUALITIES = "OVER", "WITHIN"
+# Keys of a sweep's JSON → their names in its text.
+NAMES_IN_TEXT = {"done": "measured now", "resumed": "in the log before"}
 # The export that the conclusion of a run recommends (see `recommend.sentences`).
 RECOMMENDED_EXPORT = re.compile(
     "^Recommended: .* Next step: (workbench export .+)$", re.MULTILINE
@@ -369,9 +371,9 @@ def _check_figure(path: Path) -> None:
     """Refuses a path whose end names no kind of drawing, before anything is read."""
     kinds = "svg", "pdf", "png"
     if path.suffix.removeprefix(".") not in kinds:
-        needed = " or ".join(f".{kind}" for kind in kinds)
+        needed = "a name that ends in .svg, .pdf or .png"
         step = f"write --figure {path.stem}.pdf"
-        raise InputError("--figure", f"a file {path.name}", needed, step)
+        raise InputError("--figure", f"the name {path.name}", needed, step)
 
 
 def _encode_figure(record, path: Path) -> bytes:
@@ -418,13 +420,14 @@ def sweep(
     Example: workbench sweep BUNDLE --T 1,4 --depth 0,64 -r 5
 
     Args:
+        grid_or_bundle: A grid (YAML file), the folder of a bundle, or first-light.
         T: For a bundle: tokens in a call, such as 1,4.
         rounds: For a bundle: processes that measure each cell.
         depth: For a bundle: tokens in the cache before the timed ones, such as 0,64.
         runtime: For a bundle or first-light: auto, portable, coreml, stand-in.
         part: 1/3: every third cell, for the first of three machines.
         scheduler: Measure on a Dask cluster's ANE workers: tcp://host:8786.
-        log: Folder of the log.
+        log: Folder of the log; default: experiments/log of the checkout.
     """
     portion = _parse_part(part)
     _check_grid(grid_or_bundle)
@@ -446,7 +449,9 @@ def sweep(
     code = ending.verdict_code(totals["verdict"], totals["quality"])
     if totals["failed"] and code != ending.RED:
         code = ending.UNFINISHED
-    lines = [*table_lines(rows), "", *format_result(totals)]
+    # `evaluate` resumes windows, a sweep leaves out whole cells
+    counts = {NAMES_IN_TEXT.get(name, name): value for name, value in totals.items()}
+    lines = [*table_lines(rows), "", *format_result(counts)]
     print_and_exit(totals, json, lines, code)
 
 
@@ -516,5 +521,7 @@ def _parse_part(text: str) -> tuple[int, int]:
     """(i, n) of `i/n` with 1 ≤ i ≤ n: part i of n."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise InputError("--part", text, "i/n with i from 1 to n", "write 1/2")
+        raise InputError(
+            "--part", text, "i/n with i from 1 to n, such as 1/3", "correct it"
+        )
     return int(numbers[1]), int(numbers[2])

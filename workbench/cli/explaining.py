@@ -47,6 +47,7 @@ def explain(
     Example: workbench explain build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle_or_package: Folder of a finished bundle, or a .mlpackage.
         checkpoint: The checkpoint that the bundle was exported from.
     """
     prompt.check()
@@ -56,7 +57,7 @@ def explain(
         return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
     if not checkpoint:
-        needed = "what was exported"
+        needed = "the checkpoint that the bundle was exported from"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
     device.check(bundle)
@@ -89,6 +90,7 @@ def explain_parts(
     Example: workbench explain parts build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
     """
     prompt.check()
@@ -113,6 +115,7 @@ def explain_variant(
     Example: workbench explain variant build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
     """
     prompt.check()
@@ -130,6 +133,9 @@ def explain_ranges(
     bits. Needs no checkpoint.
 
     Example: workbench explain ranges build/llama
+
+    Args:
+        bundle_or_package: Folder of a finished bundle, or a .mlpackage.
     """
     prompt.check()
     if paths.is_package(bundle_or_package):
@@ -157,6 +163,7 @@ def explain_op(
     Example: workbench explain op build/llama --layer 2
 
     Args:
+        bundle: Folder of a finished bundle.
         layer: Search this layer alone.
         position: Search the calls of this position alone.
         reduce: Write the smallest package that shows it into this folder.

@@ -49,6 +49,7 @@ def generate(
     Example: workbench generate build/llama --prompt-ids 1,42,100 --max-new 64
 
     Args:
+        bundle: Folder of a finished bundle.
         chat: The prompt is a user's message, in the checkpoint's own chat template.
         max_new: New tokens; 0 with --logits alone, for those behind the prompt.
         temperature: 0: always the most likely token.
@@ -178,6 +179,7 @@ def evaluate(
     Example: workbench evaluate build/llama --text data/tasks/heldout.txt
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
         window: Tokens of a window; default: max_seq_len.
         stride: Tokens between two windows' beginnings; default: half a window.
