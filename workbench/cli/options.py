@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
-from json import loads
+from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Annotated
 
@@ -320,7 +320,10 @@ def read_ids(path: Path) -> list[int]:
             raise ValueError(f"values of {ids.dtype}")
     except (OSError, ValueError) as problem:
         needed = "token ids in a .npy file or a JSON list"
-        raise InputError(str(path), str(problem), needed, "check the file") from None
+        reason = str(problem)
+        if isinstance(problem, JSONDecodeError):
+            reason = f"a text that is no JSON ({problem})"
+        raise InputError(str(path), reason, needed, "check the file") from None
     return ids.reshape(-1).tolist()
 
 

@@ -106,6 +106,8 @@ def unpack(path: Path, root: Root = None) -> list[str]:
     except Exception as problem:
         fault = getattr(problem, "actual", None) or str(problem)
         fault = " ".join(fault.split()) or type(problem).__name__
+        if isinstance(problem, zipfile.BadZipFile):
+            fault = f"no readable zip ({fault})"
         needed = "a file of `workbench log pack`"
         step = "pack the log again, or get the file again; no run was added here"
         raise InputError(f"packed log {path.name}", fault, needed, step) from None
