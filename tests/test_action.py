@@ -193,6 +193,11 @@ def test_bad_input_is_named_in_summary_and_artifact(run_step, pull_request, tmp_
         bundle="none ` $(touch pwned)\n::error::x", checkpoint=checkpoint
     )
     assert missing.code == 2 and "nothing there" in missing.summary
+    assert missing.summary.startswith(
+        "**workbench validate stopped with exit code 2 and gave no verdict. Its messages "
+        "follow; the artifact workbench-page has them as messages.txt."
+    )
+    assert "nothing there" in missing.artifact["messages.txt"]
     assert missing.artifact["end.md"] == missing.summary
     assert not [*tmp_path.rglob("pwned")] and "\n::error::" not in missing.summary
     stopped, *_ = missing.log.splitlines()

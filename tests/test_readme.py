@@ -169,6 +169,25 @@ def test_links_and_files_named_in_the_documents_lead_somewhere():
             assert written.match(name) or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def test_links_to_sections_of_the_documents_lead_to_headings():
+    seen = 0
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                linked = page.parent / target if target else page
+                assert anchor in anchors(linked), f"{page.name}: {target}#{anchor}"
+                seen += 1
+    assert seen > 50
+
+
 def test_files_and_names_of_the_code_that_the_documents_mention_exist():
     """A file may be named by the end of its path; docs/lost.md names files that are no
     more, at a commit."""

@@ -312,7 +312,7 @@ def test_a_wrong_description_is_red(adoptions, tmp_path, wrong):
 def proposed(adoptions, style, out) -> dict[str, dict]:
     packages = adoptions.packages(style)
     result = ask("adopt", packages, adoptions, style, "--out", out)
-    return {row["about"]: row for row in result["assumed"]}
+    return {row["subject"]: row for row in result["assumed"]}
 
 
 def hub_cached(packages, folder):
@@ -380,11 +380,14 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
         invoke("adopt", packages, *source, tmp_path / "f")
     read, flat = miltorch.read, {"state": miltorch.Type("FLOAT16", (1, 32))}
     monkeypatch.setattr(miltorch, "read", lambda *of: replace(read(*of), states=flat))
-    with refused("caches, of heads and widths"):
+    with refused("caches of axes"):
         invoke("adopt", packages, *source, tmp_path / "f")
     monkeypatch.undo()
     with mock.patch.object(compare, "relative_rms", return_value=np.nan):
-        assert "1e+09 off" in cli("adopt", packages, *source, tmp_path / "f").output
+        assert (
+            "relative RMS 1e+09 from"
+            in cli("adopt", packages, *source, tmp_path / "f").output
+        )
 
 
 def test_a_mask_of_minus_infinity_is_no_fault(adoptions):

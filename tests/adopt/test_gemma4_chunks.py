@@ -45,7 +45,7 @@ def adopted(packages: Path, checkpoint: Path, folder: Path) -> dict[str, dict]:
     """What adopt assumed of packages, by its subject."""
     source = "--checkpoint", checkpoint, "--out", folder
     rows = invoke("adopt", packages, *source)["assumed"]
-    return {row["about"]: row for row in rows}
+    return {row["subject"]: row for row in rows}
 
 
 def gates_of(bundle: Path, checkpoint: Path) -> dict[str, dict]:

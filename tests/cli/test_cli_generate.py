@@ -112,6 +112,17 @@ def test_a_chat_template_that_is_missing_or_wrong_is_refused(
     assert str(folder) in str(refusal.value)
 
 
+def test_a_tokenizer_without_a_chat_template_is_refused_in_one_line(llama_bundle):
+    result = cli("generate", llama_bundle.root, "--chat", "--prompt", "hello")
+    assert (result.exit_code, result.stdout) == (2, "")
+    (*_, message) = result.stderr.splitlines()
+    assert message == (
+        f"workbench: --chat: found no chat template in {llama_bundle.tokenizer}; needs a "
+        "checkpoint that was trained for chat, with its template. Next: leave --chat out, "
+        "or export a checkpoint that has one."
+    )
+
+
 def test_golden_takes_text_a_file_and_ids(tmp_path):
     def ids(*prompt):
         invoke("golden", TINY, "--out", tmp_path / "g", *prompt)

@@ -71,7 +71,7 @@ def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
     bundle = exports.bundle("llama")
     options = "--T", "1,2", "--depth", "4", "-r", "2", "--log", tmp_path
     output = run("sweep", bundle.root, *options)
-    assert re.search(r"cells +4\ndone +4", output) and "tok/s" in output
+    assert re.search(r"cells +4\nmeasured now +4", output) and "tok/s" in output
     runs = log.load("runs", tmp_path)
     cells = set(zip(runs["T"], runs["depth"], runs["round"]))
     assert len(runs) == 4 and cells == {*product((1, 2), [4], (0, 1))}

@@ -2,6 +2,7 @@
 Paths that lead elsewhere are in test_cli_paths.py."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         (MIXED + " --max-kl 0.05 --select nowhere", "nowhere"),
         (
             MIXED + " --max-kl 0.05 --select {some_text} --select-ids {some_text}",
-            "two texts",
+            "--select, --select-ids: found both; needs one",
         ),
         (MIXED + " --max-kl 0.05 --select {some_text}", "unknown to the tokenizer"),
         ("export {tiny} out --max-kl 0.05", "leave --max-kl out"),
@@ -54,6 +55,15 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("sweep nowhere.yaml", "grid"),
         ("sweep {bundle} --T '1;2'", "run.T.0: '1;2'"),
         ("report 99", "99"),
+        ("report 30x", "needs a bundle's folder, or the number of an experiment"),
+        ("doctor x", "doctor: found the extra argument x; needs no further argument"),
+        ("plan {tiny} --verify 4", "Next: add --draft-acceptance SHARE"),
+        (
+            "sweep {bundle} --T 9",
+            "needs a number from 1 to 4, the most tokens of a call",
+        ),
+        ("log unpack {some_text}", "found no readable zip"),
+        ("generate {bundle} --prompt a --text b", "prompt: found --prompt, --text;"),
         ("plan {tiny} --memory lots", "lots"),
         ("plan {tiny} --memory 0", "above zero"),
         ("plan {tiny} --tokens 4-1", "tokens"),
@@ -196,6 +206,44 @@ def test_bad_input_is_refused_by_name(
     assert result.exit_code == 2 and result.stdout == ""
     assert words in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+RUNNING = (
+    "generate {bundle} --prompt-ids 1",
+    "evaluate {bundle} --prompt-ids 1,2",
+    "explain {bundle} --checkpoint {tiny}",
+    "explain parts {bundle} --checkpoint {tiny}",
+    "explain variant {bundle} --checkpoint {tiny}",
+    "explain ranges {bundle}",
+    "explain op {bundle}",
+    "golden {tiny} --out g --for {bundle}",
+    "sweep {bundle} --log {log}",
+    "sweep {grid} --log {log}",
+)
+
+
+@pytest.mark.parametrize("command", RUNNING)
+def test_a_bundle_whose_options_do_not_fit_its_shards_is_refused_before_it_runs(
+    command, llama_bundle, tmp_path, monkeypatch
+):
+    bundle = shutil.copytree(llama_bundle.root, tmp_path / "edited")
+    manifest = bundle / "bundle.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"max_seq_len": 32', '"max_seq_len": 64'))
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(f"bundle: [{bundle}]\nrun: {{T: [1]}}\n")
+    monkeypatch.chdir(tmp_path)
+    places = {"tiny": DATA / "tiny-llama", "log": tmp_path / "log"}
+    words = command.format(bundle=bundle, grid=grid, **places)
+    result = cli(*shlex.split(words))
+    assert (result.exit_code, result.stdout) == (2, "")
+    (*_, message) = result.stderr.splitlines()
+    assert message == (
+        f"workbench: {manifest}: found layers_00_00 attn_mask: [1, 1, 'T', 64] in the "
+        "options, [1, 1, 'T', 32] in the list of shards; needs options that fit the "
+        "shards. Next: restore the file, or make the bundle again with workbench export."
+    )
+    assert not (tmp_path / "g").exists()
 
 
 @pytest.mark.parametrize("option", ["--sort foo", "--where 'foo == 1'"])

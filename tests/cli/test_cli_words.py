@@ -262,7 +262,7 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
     result |= {"windows": None, "notes": ["It holds."], "units": units}
     lines = [" ".join(line.split()) for line in format_result(result)]
     assert lines == [
-        "RED",
+        "export RED",
         "tokens 9",
         "size 3.0 MiB",
         "KL (nats) mean 0.001234567, p99 -",

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -204,7 +205,7 @@ def test_a_sweep_is_1_for_red_cells_3_for_failed_ones_and_4_for_cost(
     counts = dict.fromkeys(["cells", "done", "resumed", "invalid"], 1)
     counts |= {"failed": failed, "log": "", "reasons": [], "settings": {"s"}}
     monkeypatch.setattr(sweep, "sweep", lambda *_, **__: counts)
-    monkeypatch.setattr(sweep, "load_grid", lambda path: path)
+    monkeypatch.setattr(sweep, "load_grid", lambda _: SimpleNamespace(bundle=[]))
     rows = pd.DataFrame({"verdict": [verdict], "quality": [quality]})
     monkeypatch.setattr("workbench.sweep.summary.summary", lambda *_: rows)
     monkeypatch.setattr("workbench.sweep.table.table_lines", lambda rows: [])
@@ -225,6 +226,7 @@ def test_a_user_without_a_name_and_a_home_has_no_identifiers(monkeypatch):
 INTERRUPTED = """
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from workbench import cli, log
 from workbench.sweep import run
 from workbench.sweep.grid import CellResult

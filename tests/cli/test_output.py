@@ -101,3 +101,18 @@ def test_the_figures_of_an_evaluation_have_units_and_whole_words():
     assert lines[0].split("mean")[0].strip() == "KL (nats)"
     assert lines[1].startswith("same top token ")
     assert lines[2].startswith("windows resumed ")
+
+
+def test_a_boolean_is_yes_or_no_and_an_empty_object_has_no_line():
+    lines = format_result({"coreml_available": False, "plugins": {}, "fits": True})
+    assert [line.split() for line in lines] == [
+        ["coreml", "available", "no"],
+        ["fits", "yes"],
+    ]
+
+
+def test_a_verdict_with_gates_is_that_of_the_export():
+    gate = {"name": "host", "verdict": "GREEN", "value": 0, "threshold": 1}
+    lines = format_result({"verdict": "GREEN", "gates": [gate | {"reason": ""}]})
+    assert lines[0].split() == ["export", "GREEN"]
+    assert format_result({"verdict": "GREEN"}) == ["GREEN"]

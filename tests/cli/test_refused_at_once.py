@@ -42,7 +42,7 @@ COMMANDS = {
     "export {bundle} out": "Next: give the checkpoint that it was exported from",
     "generate {bundle} --prompt-ids 1 --max-new -1": "--max-new: found -1",
     "generate {bundle} --prompt-ids 1 --temperature 1 --top-p 2": "--top-p: found 2",
-    "validate {bundle} --tasks nowhere": "--tasks: found no nowhere; needs a file",
+    "validate {bundle} --tasks nowhere": "--tasks: found no file nowhere; needs a file that exists",
     "golden {tiny} --out {data}": "found a folder",
     "golden {tiny} --out g --prompt-ids 1,,2": "a whole number",
     "adopt nowhere --checkpoint {tiny} --out a": "package nowhere: found nothing",

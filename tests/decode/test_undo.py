@@ -12,7 +12,7 @@ from workbench import Decoder
 pytestmark = pytest.mark.slow("runs programs of a dozen steps on three sequences")
 TAILS = "lfm2", "zaya"
 MATRICES = "qwen3_5_text", "granitemoehybrid"
-GUIDE = tiny.ROOT / "docs" / "guide.md"
+PAGE = tiny.ROOT / "docs" / "app.md"
 
 
 def decoder_of_three(exports, family: str, shape: int = 0) -> Decoder:
@@ -88,7 +88,7 @@ def test_an_undo_leaves_a_snapshot_in_another_place_as_it_is(exports):
 
 @pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("name", ["lfm2", "zaya", "qwen3_5", "granite"])
-def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
+def test_the_page_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
     exports, name
 ):
     """`programs` shows that the states after `trim` are those of the remaining tokens alone."""
@@ -106,7 +106,7 @@ def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
     opened.trim = lambda *arguments, **more: (
         trims.append(arguments) or trim(*arguments, **more)
     )
-    section = GUIDE.read_text().partition("Speculative decoding")[2]
+    section = PAGE.read_text().partition("## Speculative decoding")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
     names = {"draft": draft, "prompt": prompt, "opened": opened}
     assert 'Decoder("build/lfm2")' in code

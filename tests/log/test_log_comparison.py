@@ -91,9 +91,11 @@ def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
 def test_an_end_that_several_ids_have_is_refused_with_the_newest_of_them(tmp_path):
     for number in range(6):
         logged(tmp_path, samples([1.0]), f"2026-0{number}-run{number}a")
-    with refused("run a: found 6 runs whose id ends so: run5a, run4a, run3a, run2a, …"):
+    with refused(
+        "run a: found 6 runs whose ids end in 'a': run5a, run4a, run3a, run2a, …"
+    ):
         log.compare("a", "run0a", tmp_path)
-    with refused("run b: found none whose id ends so"):
+    with refused("run b: found no id in the log that ends in 'b'"):
         log.compare("b", "run0a", tmp_path)
 
 

@@ -89,7 +89,7 @@ def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, dama
     else:
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr(damage, "PAR1")
-    with refused("nothing was taken in"):
+    with refused("no run was added here"):
         log.unpack(path, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -179,7 +179,7 @@ def test_one_wrong_row_and_nothing_is_taken_in(filled, tmp_path, tables, named):
     if tables.get("samples") == []:
         tables = tables | {"samples": log.SCHEMAS["samples"].empty_table()}
     path = write_zip(tmp_path / "log.zip", **tables)
-    with refused(f"{named}.*nothing was taken in"):
+    with refused(f"{named}.*no run was added here"):
         log.unpack(path, filled)
     assert files_below(filled) == before
     assert sorted(p.name for p in filled.iterdir()) == ["layers", "runs", "shipped"]
@@ -192,7 +192,7 @@ def test_a_table_that_is_there_twice_is_refused(filled, tmp_path):
         archive.writestr(
             "runs/log.parquet", packed_table("runs", [NEW | {"run_id": "8-y"}])
         )
-    with refused("occurs twice.*nothing was taken in"):
+    with refused("occurs twice.*no run was added here"):
         log.unpack(path, filled)
 
 
@@ -226,7 +226,7 @@ def test_a_small_file_that_would_take_a_gigabyte_is_refused_before_it_does(
     path = write_zip(tmp_path / "log.zip", runs=contents)
     assert path.stat().st_size < 2**20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with refused("nothing was taken in"):
+    with refused("no run was added here"):
         log.unpack(path, tmp_path / "b")
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert kib < 256 * 1024
@@ -235,7 +235,7 @@ def test_a_small_file_that_would_take_a_gigabyte_is_refused_before_it_does(
 
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "log.zip")
-    with refused("a pipe.*nothing was taken in"):
+    with refused("a pipe.*no run was added here"):
         log.unpack(tmp_path / "log.zip", tmp_path / "b")
 
 
@@ -256,7 +256,7 @@ def test_a_disk_that_is_full_in_the_middle_leaves_the_log_as_it_was(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, function, fails)
-            with refused("log .*No space left.*nothing of log.zip was taken in"):
+            with refused("log .*No space left.*no run of log.zip was added"):
                 log.unpack(path, tmp_path / "b")
         assert files_below(tmp_path / "b") == before
     assert log.unpack(path, tmp_path / "b") == ["1-a", "2-b"]

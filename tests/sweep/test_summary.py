@@ -101,6 +101,13 @@ def eight_forms(tmp_path) -> pd.DataFrame:
     return summary.summary(tmp_path)
 
 
+def test_a_line_below_the_table_says_what_its_short_titles_mean(eight_forms):
+    *_, last = table_lines(eight_forms, 200)
+    assert last == "mean KL: from Hugging Face's model, in nats"
+    without = table_lines(eight_forms.assign(kl_mean=float("nan")), 200)
+    assert not any("nats" in line for line in without)
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_verdicts_speed_and_fidelity_are_never_left_out(eight_forms, width):
     """The help of `workbench log` promises them."""

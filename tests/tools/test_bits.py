@@ -208,6 +208,11 @@ def test_the_page_says_what_the_rows_show():
     assert (round(100 - 100 * max(ratios)), round(100 - 100 * min(ratios))) == (5, 22)
     mixed, other = "mixed-0.05-s0", "llama.cpp-Q4_0-imatrix"
     assert bits_of[mixed] < bits_of[other] and min(kl_ratios(other, mixed)) > 3
+    ratios = [score.ratio for score in scores[other]]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f}" == "1.06 to 1.09"
+    ratios = [score.ratio for score in scores[mixed]]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f}" == "1.03 to 1.04"
+    assert f"{bits_of[mixed]:.2f}" == "5.16"
     kls = [score.mean_kl for score in scores[mixed]]
     assert f"{min(kls):.3f} to {max(kls):.3f}" == "0.050 to 0.053"
     strict = "mixed-0.02-s0"

@@ -19,7 +19,7 @@ class Assumption:
 
     def json(self) -> dict:
         """The row as `workbench adopt` prints it."""
-        return {"about": self.subject, "assumed": self.value, "why": self.reason}
+        return {"subject": self.subject, "assumed": self.value, "why": self.reason}
 
 
 def list_assumptions(
@@ -45,7 +45,9 @@ def list_assumptions(
     for count, move in foreign.moves.items():
         reason = "names of functions and inputs"
         rows.append(Assumption(f"caches of {count} rows", move, reason))
-    reason = f"a token's keys and values, {error:.2g} off the checkpoint's"
+    reason = (
+        f"a token's keys and values, relative RMS {error:.2g} from the checkpoint's"
+    )
     for name, entry in shard.states.items():
         rows.append(Assumption(name, entry.tensor, reason))
     compress = manifest.options.compress

@@ -140,13 +140,21 @@ def check_caches(shapes: CacheShapes, plan: Plan) -> None:
     largest = max(width for _, width in needed)
     padded = sorted((heads, largest) for heads, _ in needed)
     if sizes not in (needed, padded):
-        kinds = [f"{heads} heads of width {width}" for heads, width in {*needed}]
         raise InputError(
             "packages",
-            f"{len(sizes)} caches, of heads and widths {sorted(set(sizes))}",
-            f"{len(needed)} of {' and '.join(sorted(kinds))}",
+            f"{len(sizes)} caches of {_describe_sizes(sizes)}",
+            f"{len(needed)} of {_describe_sizes(needed)}",
             "name all packages, and the checkpoint that was exported",
         )
+
+
+def _describe_sizes(sizes: list[tuple[int, ...]]) -> str:
+    """The heads and widths of caches, each pair once."""
+    kinds = {
+        f"{size[0]} heads of width {size[1]}" if len(size) == 2 else f"axes {size}"
+        for size in sizes
+    }
+    return " and ".join(sorted(kinds)) or "no heads"
 
 
 # --- calls --------------------------------------------------------------------------------

@@ -65,7 +65,9 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
         case UnusedCliTokensError():
             words = " ".join(problem.unused_tokens or [])
             step = f"leave it out; {look}"
-            return InputError(command, f"also {words}", "no further argument", step)
+            return InputError(
+                command, f"the extra argument {words}", "no further argument", step
+            )
         case RepeatArgumentError():
             name = problem.token.keyword or problem.token.value
             return InputError(
@@ -86,7 +88,9 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
             actual = value[1] if value else "a value out of range"
             if reason.endswith("does not exist"):
                 step = "check the path"
-                return InputError(_name(problem), f"no {actual}", "a file", step)
+                return InputError(
+                    _name(problem), f"no file {actual}", "a file that exists", step
+                )
             return InputError(_name(problem), actual, needed, look)
     return InputError(command, str(problem).rstrip("."), "other arguments", look)
 

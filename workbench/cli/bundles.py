@@ -15,6 +15,7 @@ from workbench.cli.options import (
     ExportOptions,
     Json,
     Prompt,
+    check_runnable,
     load_checkpoint,
     load_exported_checkpoint,
     reject_unused,
@@ -171,6 +172,7 @@ def golden(
     Example: workbench golden data/tiny-llama --out build/llama.golden --for build/llama
 
     Args:
+        checkpoint: The Hugging Face folder whose model computes the values.
         out: File to write.
         for_: Also writes what `validate` needs for this bundle on a machine without the
             checkpoint: its verdict, and the portable runtime's results.
@@ -185,6 +187,7 @@ def golden(
     bundle = workbench.Bundle.open(for_) if for_ else None
     if bundle:
         source = load_exported_checkpoint(checkpoint, bundle, "golden")
+        check_runnable(bundle)
     else:
         source = load_checkpoint(checkpoint, "golden")
     from workbench.ane.memory import peak_rss
@@ -245,6 +248,7 @@ def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> N
     Example: workbench adopt anemll/ --checkpoint data/tiny-llama --out build/adopted
 
     Args:
+        packages: Core ML packages (.mlpackage), or folders with some.
         checkpoint: The checkpoint that was exported.
         out: Folder of the new bundle; the packages are linked into it.
     """

@@ -66,6 +66,7 @@ def validate(
     Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
         golden: A file of `workbench golden`, in place of --checkpoint.
         single_copy: On Core ML: do not also load the bundle in the portable runtime.
@@ -294,6 +295,7 @@ def validate_units(
     Example: workbench validate units build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
         golden: A file of `workbench golden`, in place of --checkpoint.
         runtime: auto, portable, coreml or stand-in.
@@ -339,9 +341,12 @@ def _check_reference_options(
         paths.check_golden(golden)
         reject_unused("--checkpoint in place of --golden", prompt)
     elif needs_reference and not checkpoint:
-        needed = "one of them"
-        step = "run: workbench golden CHECKPOINT --out G, then give --golden G"
-        raise InputError("golden", "neither --golden nor --checkpoint", needed, step)
+        needed = "one of --checkpoint, --golden"
+        step = (
+            "give --checkpoint CHECKPOINT; or run: workbench golden CHECKPOINT --out G, "
+            "then give --golden G"
+        )
+        raise InputError("reference", "none", needed, step)
 
 
 def _is_device(bundle, runtime: str) -> bool:

@@ -13,7 +13,7 @@ import workbench
 from workbench import paths
 from workbench.check.gates import NOT_RUN
 from workbench.cli import ending
-from workbench.cli.options import Json, reject_unused
+from workbench.cli.options import Json, check_runnable, reject_unused
 from workbench.cli.output import (
     command_line,
     fit_terminal,
@@ -31,6 +31,8 @@ ASK_THE_COST = ("30", "31", "34", "35")
 # Verdicts and qualities of a run, worst first. not_run counts only if there is no other.
 VERDICTS = "RED", "GREEN"
 QUALITIES = "OVER", "WITHIN"
+# Keys of a sweep's JSON → their names in its text.
+NAMES_IN_TEXT = {"done": "measured now", "resumed": "in the log before"}
 # The export that the conclusion of a run recommends (see `recommend.sentences`).
 RECOMMENDED_EXPORT = re.compile(
     "^Recommended: .* Next step: (workbench export .+)$", re.MULTILINE
@@ -280,6 +282,9 @@ def report(
         result = _report_experiment(subject, html_option, redraw, publish)
         print_and_exit(result, json, list(result.values()))
         return
+    if not Path(subject).exists():
+        needed = "a bundle's folder, or the number of an experiment, such as 05"
+        raise InputError(f"report {subject}", "neither", needed, "check the path")
     reject_unused("the number of an experiment", redraw=redraw, publish=publish)
     if html_option.is_given and html_option.file is None:
         needed, step = "a file for the page of a bundle", "write --html page.html"
@@ -369,9 +374,9 @@ def _check_figure(path: Path) -> None:
     """Refuses a path whose end names no kind of drawing, before anything is read."""
     kinds = "svg", "pdf", "png"
     if path.suffix.removeprefix(".") not in kinds:
-        needed = " or ".join(f".{kind}" for kind in kinds)
+        needed = "a name that ends in .svg, .pdf or .png"
         step = f"write --figure {path.stem}.pdf"
-        raise InputError("--figure", f"a file {path.name}", needed, step)
+        raise InputError("--figure", f"the name {path.name}", needed, step)
 
 
 def _encode_figure(record, path: Path) -> bytes:
@@ -418,21 +423,25 @@ def sweep(
     Example: workbench sweep BUNDLE --T 1,4 --depth 0,64 -r 5
 
     Args:
+        grid_or_bundle: A grid (YAML file), the folder of a bundle, or first-light.
         T: For a bundle: tokens in a call, such as 1,4.
         rounds: For a bundle: processes that measure each cell.
         depth: For a bundle: tokens in the cache before the timed ones, such as 0,64.
         runtime: For a bundle or first-light: auto, portable, coreml, stand-in.
         part: 1/3: every third cell, for the first of three machines.
         scheduler: Measure on a Dask cluster's ANE workers: tcp://host:8786.
-        log: Folder of the log.
+        log: Folder of the log; default: experiments/log of the checkout.
     """
     portion = _parse_part(part)
     _check_grid(grid_or_bundle)
     stage("sweep: reading the grid")
     grids = _make_grids(grid_or_bundle, T, depth, rounds, runtime, log)
+    from workbench.sweep.grid import locate
     from workbench.sweep.summary import summary
     from workbench.sweep.table import table_lines
 
+    for path in (path for grid in grids for path in grid.bundle):
+        check_runnable(workbench.Bundle.open(locate(path, log)))
     results = [
         workbench.sweep.sweep(grid, root=log, scheduler=scheduler, part=portion)
         for grid in grids
@@ -443,7 +452,9 @@ def sweep(
     code = ending.verdict_code(totals["verdict"], totals["quality"])
     if totals["failed"] and code != ending.RED:
         code = ending.UNFINISHED
-    lines = [*table_lines(rows), "", *format_result(totals)]
+    # `evaluate` resumes windows, a sweep leaves out whole cells
+    counts = {NAMES_IN_TEXT.get(name, name): value for name, value in totals.items()}
+    lines = [*table_lines(rows), "", *format_result(counts)]
     print_and_exit(totals, json, lines, code)
 
 
@@ -513,5 +524,7 @@ def _parse_part(text: str) -> tuple[int, int]:
     """(i, n) of `i/n` with 1 ≤ i ≤ n: part i of n."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
-        raise InputError("--part", text, "i/n with i from 1 to n", "write 1/2")
+        raise InputError(
+            "--part", text, "i/n with i from 1 to n, such as 1/3", "correct it"
+        )
     return int(numbers[1]), int(numbers[2])

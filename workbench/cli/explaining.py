@@ -12,6 +12,7 @@ from workbench.cli.options import (
     Device,
     Json,
     Prompt,
+    check_runnable,
     load_exported_checkpoint,
     reject_unused,
 )
@@ -46,6 +47,7 @@ def explain(
     Example: workbench explain build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle_or_package: Folder of a finished bundle, or a .mlpackage.
         checkpoint: The checkpoint that the bundle was exported from.
     """
     prompt.check()
@@ -55,11 +57,12 @@ def explain(
         return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
     if not checkpoint:
-        needed = "what was exported"
+        needed = "the checkpoint that the bundle was exported from"
         step = "give --checkpoint, or run: workbench explain ranges BUNDLE"
         raise InputError("explain", "no --checkpoint", needed, step)
     device.check(bundle)
     source = load_exported_checkpoint(checkpoint, bundle, "explain")
+    check_runnable(bundle)
     ids = prompt.fitting_token_ids(bundle)
     weights = _compare_weights(bundle, source)
     answers = [weights]
@@ -87,12 +90,14 @@ def explain_parts(
     Example: workbench explain parts build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
     device.check(exported)
     source = load_exported_checkpoint(checkpoint, exported, "explain")
+    check_runnable(exported)
     ids = prompt.fitting_token_ids(exported)
     weights = _compare_weights(exported, source)
     _print_answers([weights, _split_error(exported, source, ids, device)], json)
@@ -110,11 +115,13 @@ def explain_variant(
     Example: workbench explain variant build/llama --checkpoint data/tiny-llama
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
     """
     prompt.check()
     exported = workbench.Bundle.open(bundle)
     source = load_exported_checkpoint(checkpoint, exported, "explain")
+    check_runnable(exported)
     ids = prompt.token_ids(exported)
     _print_answers([_find_variant(exported, source, ids)], json)
 
@@ -126,6 +133,9 @@ def explain_ranges(
     bits. Needs no checkpoint.
 
     Example: workbench explain ranges build/llama
+
+    Args:
+        bundle_or_package: Folder of a finished bundle, or a .mlpackage.
     """
     prompt.check()
     if paths.is_package(bundle_or_package):
@@ -133,6 +143,7 @@ def explain_ranges(
         return _print_answers([_measure_package(bundle_or_package)], json)
     bundle = workbench.Bundle.open(bundle_or_package)
     stage("explain: opening the bundle")
+    check_runnable(bundle)
     _print_answers([_measure_bundle(bundle, prompt.fitting_token_ids(bundle))], json)
 
 
@@ -152,6 +163,7 @@ def explain_op(
     Example: workbench explain op build/llama --layer 2
 
     Args:
+        bundle: Folder of a finished bundle.
         layer: Search this layer alone.
         position: Search the calls of this position alone.
         reduce: Write the smallest package that shows it into this folder.
@@ -164,6 +176,7 @@ def explain_op(
     if reduce is not None:
         _check_reduced_folder(reduce, bundle)
     stage("explain: opening the bundle")
+    check_runnable(exported)
     ids = prompt.fitting_token_ids(exported)
     _check_index("--position", position, len(ids))
     from workbench.explain import operation

@@ -16,6 +16,7 @@ from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
+    check_runnable,
     load_exported_checkpoint,
     reject_unused,
 )
@@ -48,6 +49,7 @@ def generate(
     Example: workbench generate build/llama --prompt-ids 1,42,100 --max-new 64
 
     Args:
+        bundle: Folder of a finished bundle.
         chat: The prompt is a user's message, in the checkpoint's own chat template.
         max_new: New tokens; 0 with --logits alone, for those behind the prompt.
         temperature: 0: always the most likely token.
@@ -71,12 +73,14 @@ def generate(
         )
     execution.check(exported)
     stage("generate: opening the bundle")
+    check_runnable(exported)
     from workbench.decode import Sampling
     from workbench.decode.timed import timed_generation
     from workbench.decode.tokenizer import encode_chat
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     if chat:
+        _check_chat_template(exported.tokenizer)
         ids = encode_chat(exported.tokenizer, prompt.prompt)
     else:
         ids = prompt.token_ids(exported)
@@ -109,6 +113,17 @@ def generate(
             "template: with --chat, --prompt is a user's message in that template."
         )
     print_and_exit(result, json, lines)
+
+
+def _check_chat_template(tokenizer: Path) -> None:
+    """Refuses a tokenizer without a chat template in one line; transformers describes how
+    to write a template. `encode_chat` refuses a folder without a tokenizer."""
+    from workbench.decode.tokenizer import has_chat_template, has_tokenizer
+
+    if has_tokenizer(tokenizer) and not has_chat_template(tokenizer):
+        needed = "a checkpoint that was trained for chat, with its template"
+        step = "leave --chat out, or export a checkpoint that has one"
+        raise InputError("--chat", f"no chat template in {tokenizer}", needed, step)
 
 
 def _is_empty_answer(bundle, tokens: list[int]) -> bool:
@@ -164,6 +179,7 @@ def evaluate(
     Example: workbench evaluate build/llama --text data/tasks/heldout.txt
 
     Args:
+        bundle: Folder of a finished bundle.
         checkpoint: The checkpoint that the bundle was exported from.
         window: Tokens of a window; default: max_seq_len.
         stride: Tokens between two windows' beginnings; default: half a window.
@@ -173,6 +189,7 @@ def evaluate(
     check_sizes(exported.manifest.options.max_seq_len, window, stride)
     execution.check(exported)
     source = load_exported_checkpoint(checkpoint, exported, "evaluate")
+    check_runnable(exported)
     from workbench.check.evaluate import evaluate
     from workbench.check.text import check_held_out
     from workbench.decode.tokenizer import unknown_share

@@ -33,7 +33,7 @@ def log(
         sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest
             first.
         rows: Every run with all its columns.
-        log: Folder of the log.
+        log: Folder of the log; default: experiments/log of the checkout.
     """
     if log is not None and not log.is_dir():
         actual = "a file" if log.exists() else "no such folder"
@@ -76,7 +76,7 @@ def log_compare(
     Args:
         run_a: A run, by the id in the first column of `workbench log`.
         run_b: The other one.
-        log: Folder of the log.
+        log: Folder of the log; default: experiments/log of the checkout.
     """
     stage("log: comparing the runs")
     from workbench.sweep import summary
@@ -92,7 +92,7 @@ def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> N
 
     Args:
         file: The zip to write.
-        log: Folder of the log.
+        log: Folder of the log; default: experiments/log of the checkout.
     """
     paths.prepare_output("log pack", file)
     stage("log: packing the runs")
@@ -107,7 +107,7 @@ def log_unpack(file: Path, /, *, log: Path | None = None, json: Json = False) ->
 
     Args:
         file: The zip to read.
-        log: Folder of the log.
+        log: Folder of the log; default: experiments/log of the checkout.
     """
     stage("log: unpacking the runs")
     run_ids = workbench.log.unpack(file, log)

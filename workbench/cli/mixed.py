@@ -84,8 +84,8 @@ class FormatTarget:
 
             check_chip(self.ms_on)
         if self.select and self.select_ids:
-            needed = "--select or --select-ids"
-            raise InputError("selection", "two texts", needed, "leave one of them out")
+            subject, step = "--select, --select-ids", "leave one of them out"
+            raise InputError(subject, "both", "one text for selection", step)
         file = self.select or self.select_ids
         if file and not file.is_file():
             needed = "a text to choose formats on"

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
-from json import loads
+from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +52,8 @@ class Prompt:
         """
         if len(self.sources) > 1 or required and not self.sources:
             one_of = "one of --prompt, --prompt-ids, --text"
-            actual = ", ".join(self.sources) or "none"
+            options = (f"--{name.replace('_', '-')}" for name in self.sources)
+            actual = ", ".join(options) or "none"
             raise InputError("prompt", actual, one_of, "give one of them")
         text = paths.read_text(self.text) if self.text else self.prompt
         if text == "" or self.prompt_ids == "":
@@ -123,6 +124,30 @@ def check_runs_here(runtime: str, bundle) -> None:
     resolve(runtime, bundle.manifest.options.plugin)
 
 
+def check_runnable(bundle) -> None:
+    """Raises an InputError for a `Bundle` whose options do not fit its list of shards, as
+    after an edit of bundle.json. A runtime would refuse an input by its shape instead,
+    and could not name the file.
+
+    Commands that judge a bundle do not call this: gate `interface` compares the same
+    facts."""
+    # loads torch, which every caller needs next
+    from workbench.check.interface import shard_list_facts
+
+    manifest = bundle.manifest
+    facts = shard_list_facts(manifest)
+    fault = next(facts.differences("options", "list of shards"), None)
+    if fault:
+        is_adopted = any(shard.foreign for shard in manifest.shards)
+        command = "workbench adopt" if is_adopted else "workbench export"
+        raise InputError(
+            str(bundle.root / paths.BUNDLE),
+            fault,
+            "options that fit the shards",
+            f"restore the file, or make the bundle again with {command}",
+        )
+
+
 # cyclopts calls a validator with the option's type and its value
 def check_units(_, name: str) -> None:
     """Refuses compute units that Core ML lacks, on every runtime."""
@@ -144,7 +169,7 @@ class Device:
     """What runs the shards.
 
     Args:
-        runtime: auto, portable, coreml or stand-in.
+        runtime: auto, portable, coreml or stand-in (an imitation of Core ML for tests).
         compute_units: Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.
     """
 
@@ -167,9 +192,10 @@ class Execution(Device):
     """What runs the shards, and in which arithmetic.
 
     Args:
-        runtime: auto, portable, coreml or stand-in.
+        runtime: auto, portable, coreml or stand-in (an imitation of Core ML for tests).
         compute_units: Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.
-        precision: Portable arithmetic: declared, exact or narrow.
+        precision: Portable arithmetic: declared (as the programs say), exact (float32)
+            or narrow (sums in fp16).
     """
 
     precision: Annotated[str, Parameter(validator=check_arithmetic)] = "declared"
@@ -192,7 +218,7 @@ class ExportOptions:
     """The form of an export; `workbench.bundle.Options` checks it.
 
     Args:
-        max_seq_len: Rows S of the cache.
+        max_seq_len: The most tokens of a sequence: rows of the KV cache.
         tokens: Tokens in a call. 1-4: any number from 1 to 4. 4: always 4. 1,64: 1 or
             64, as two functions that share their weights.
         batch: Sequences that are decoded together.
@@ -247,9 +273,8 @@ class CalibrationText:
         from workbench.bundle.presets import check_calibrated, find_preset
 
         if self.calibrate and self.calibrate_ids:
-            step = "leave one of them out"
-            needed = "--calibrate or --calibrate-ids"
-            raise InputError("calibration", "two texts", needed, step)
+            subject, step = "--calibrate, --calibrate-ids", "leave one of them out"
+            raise InputError(subject, "both", "one calibration text", step)
         path = self.calibrate or self.calibrate_ids
         if path is None:
             reject_unused("--calibrate TEXT", seed=self.seed > 0)
@@ -295,7 +320,10 @@ def read_ids(path: Path) -> list[int]:
             raise ValueError(f"values of {ids.dtype}")
     except (OSError, ValueError) as problem:
         needed = "token ids in a .npy file or a JSON list"
-        raise InputError(str(path), str(problem), needed, "check the file") from None
+        reason = str(problem)
+        if isinstance(problem, JSONDecodeError):
+            reason = f"a text that is no JSON ({problem})"
+        raise InputError(str(path), reason, needed, "check the file") from None
     return ids.reshape(-1).tolist()
 
 

@@ -223,6 +223,8 @@ LABELS = {
     "converted": "programs converted",
     "stamped": "programs reused",
     "kl": "KL (nats)",
+    "kl_mean": "mean KL (nats)",
+    "intervals": "95% intervals",
     "same_top": "same top token",
     "resumed": "windows resumed",
 }
@@ -246,6 +248,8 @@ def format_result(result: dict) -> list[str]:
         match value:
             case None | "" | []:
                 pass
+            case dict() if not value:
+                pass
             case str() | list() if name in JUDGEMENT:
                 lines += format_judgement(result, name)
             case [dict(), *_]:
@@ -267,8 +271,11 @@ def format_judgement(result: dict, name: str) -> list[str]:
     """The lines of a key of `JUDGEMENT`: both verdicts at `verdict`, none at `quality`, and
     gates with their reasons, RED and OVER first."""
     if name == "verdict":
-        has_quality = "quality" in result
-        return format_verdicts(result) if has_quality else [result["verdict"]]
+        if "quality" in result:
+            return format_verdicts(result)
+        # without gates, the verdict is not that of an export
+        word = f"{'export':20}" if "gates" in result else ""
+        return [f"{word}{result['verdict']}"]
     if name == "quality":
         return []
     export = result.get("verdict")
@@ -311,9 +318,12 @@ def format_gate(gate: dict, word: str) -> str:
 
 def format_value(value, name: str = "") -> str:
     """A value in words: the parts of an object as `name value, …`, floats with seven
-    digits, null as -. Bytes, recognised by the value's `name`, are in MiB."""
+    digits, null as -, booleans as yes and no. Bytes, recognised by the value's `name`,
+    are in MiB."""
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         parts = (f"{key} {format_value(part, name)}" for key, part in value.items())
         return ", ".join(parts)

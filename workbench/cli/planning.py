@@ -69,6 +69,7 @@ def plan(
     Example: workbench plan data/tiny-llama --max-seq-len 4096 --memory 16G
 
     Args:
+        bundle_or_checkpoint: Folder of a finished bundle, or a Hugging Face folder.
         memory: Memory of the target machine, such as 16G; default: this one's.
         chip: The chip to predict for, such as M1 or M4 Max; default: the speed of every
             chip, and placement, advice and gains on M4 Max.
@@ -194,6 +195,7 @@ def _check_drafts(drafts: Drafts) -> None:
     if drafts.draft_acceptance is None:
         reject_unused(
             "--draft-acceptance",
+            to_add="--draft-acceptance SHARE, such as 0.7",
             verify=drafts.verify,
             draft_cost=drafts.draft_cost or None,
         )

@@ -58,7 +58,7 @@ def unknown_words_error(
     names = ", ".join(subcommands)
     needed = f"at most a subcommand ({names}), and then its arguments"
     step = did_you_mean(first, subcommands, f"see workbench {command} --help")
-    return InputError(command, f"also {' '.join(words)}", needed, step)
+    return InputError(command, f"the extra argument {' '.join(words)}", needed, step)
 
 
 def _old_spelling_error(spelling: str, step: str) -> InputError:

@@ -100,7 +100,12 @@ def remove_abandoned() -> None:
     """Removes unfinished runs whose process has ended. A process that goes on holds a
     lock on the folder of its run."""
     for folder in (runs_root() / UNFINISHED).glob("*"):
-        busy = InputError(str(folder), "a run that goes on", "one that ended", "wait")
+        busy = InputError(
+            str(folder),
+            "a run that has not ended",
+            "a finished run",
+            "wait until it ends",
+        )
         try:
             if time.time() - folder.stat().st_mtime < NEW_S:
                 continue
@@ -179,4 +184,4 @@ def last_run(number: str) -> Path:
         return by_length[0].parent
     find_notebook(number)  # refuses a number that no notebook has
     step = f"run the notebook: workbench run {number}"
-    raise InputError(f"experiment {number}", "no finished run", "one", step)
+    raise InputError(f"experiment {number}", "no finished run", "a finished run", step)

@@ -82,7 +82,9 @@ def parameter_names(source: str) -> list[str]:
         symbols = symtable.symtable(code, "parameters", "exec").get_symbols()
     except SyntaxError as problem:
         actual = f"{problem.msg} in line {problem.lineno}"
-        raise InputError("cell parameters", actual, "Python", "correct it") from None
+        raise InputError(
+            "cell Parameters", actual, "valid Python", "correct the cell"
+        ) from None
     return [
         symbol.get_name()
         for symbol in symbols

@@ -51,7 +51,7 @@ def run_notebook(
     copy = copies / f"{source.stem}.partial.ipynb"
     step = "wait until it ends"
     needed = "one run of a notebook at a time in a checkout"
-    busy = InputError(f"notebook {source.stem}", "a run that goes on", needed, step)
+    busy = InputError(f"notebook {source.stem}", "another run of it", needed, step)
     with locked(copies / f".{source.stem}.lock", busy):
         kernel.execute(source, copy, parameters, progress=progress)
         folder = _find_concluded(source, copy)
@@ -88,7 +88,7 @@ def check_parameters(number: str, parameters: Mapping) -> None:
         return
     accepted = notebook_parameters(number)
     subject = f"notebook {find_notebook(number).stem}, parameters"
-    needed = f"some of {', '.join(sorted(accepted.values))}"
+    needed = f"names among {', '.join(sorted(accepted.values))}"
     if unknown := parameters.keys() - accepted.values.keys() - accepted.fixed.keys():
         actual = ", ".join(sorted(unknown))
         step = did_you_mean(min(unknown), accepted.values, "correct the name")

@@ -224,7 +224,7 @@ def check_shows_updates(bundle: Bundle, runs: dict[str, Execution]) -> None:
         InputError: packages of another exporter, or shards of several layers on another
             runtime than the portable one.
     """
-    subject = f"updates of {bundle.root.name}"
+    subject = f"bundle {bundle.root.name}"
     if not bundle.manifest.shows_hidden:
         actual = "packages of another exporter, which output only caches and logits"
         step = "run: workbench explain variant BUNDLE, or explain ranges BUNDLE"
@@ -234,9 +234,11 @@ def check_shows_updates(bundle: Bundle, runs: dict[str, Execution]) -> None:
     # runtimes other than the portable one show only the output of a shard's last layer
     for planned in runs.values():
         if planned.runtime != "portable":
-            actual = f"layers inside a shard that {planned.runtime} does not show"
+            actual = (
+                f"shards of several layers, of which {planned.runtime} shows the last"
+            )
             step = "export with --layers-per-shard 1"
-            raise InputError(subject, actual, "one layer a shard", step)
+            raise InputError(subject, actual, "one layer per shard", step)
 
 
 def updates(trace: Trace) -> np.ndarray:

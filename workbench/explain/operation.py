@@ -219,8 +219,8 @@ def find(
                 break
         if not finding:
             actual = f"layer {layer}, position {position}, T {T}"
-            needed = "one of the bundle and the prompt"
-            raise InputError("cell", actual, needed, "see --help")
+            needed = "a layer of the bundle, and a position and T of the prompt's calls"
+            raise InputError("calls to search", actual, needed, "choose others")
         finding.packages = runner.packages
         if out and proof:
             finding.reduced = reduce(search, finding, proof, out)

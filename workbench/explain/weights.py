@@ -67,8 +67,9 @@ class MixedWeights:
                 compressed.add((layer, tensor))
         if not compressed:
             actual = "no weight was compressed"
-            step = "give one of another --compress"
-            raise InputError(bundle.root.name, actual, "a compressed bundle", step)
+            step = "export with another --compress than fp16"
+            subject = f"bundle {bundle.root.name}"
+            raise InputError(subject, actual, "a compressed bundle", step)
         return cls(Reference(checkpoint), golden, stored, fp16, compressed)
 
     def run_updates(self, in_fp16: Collection[LayerTensor]) -> np.ndarray:

@@ -129,14 +129,14 @@ def find_run(run: str, runs: pd.DataFrame) -> pd.Series:
     """
     rows = runs[runs["run_id"].str.endswith(run)] if run else runs[:0]
     if len(rows) != 1:
-        actual = "none whose id ends so"
-        step = "list them with `workbench log`"
+        actual = f"no id in the log that ends in {run!r}"
+        step = "read the ids that `workbench log` prints"
         if len(rows):
             newest = rows["run_id"].str.split("-").str[-1].iloc[: -SHOWN_IDS - 1 : -1]
             others = ", …" if len(rows) > SHOWN_IDS else ""
-            actual = f"{len(rows)} runs whose id ends so: {', '.join(newest)}{others}"
-            step = "give more of its id, or list them with `workbench log`"
-        raise InputError(f"run {run}", actual, "a run in the log", step)
+            actual = f"{len(rows)} runs whose ids end in {run!r}: {', '.join(newest)}{others}"
+            step = "give more of its id, or read the ids that `workbench log` prints"
+        raise InputError(f"run {run}", actual, "the id of one run in the log", step)
     return rows.iloc[0]
 
 

@@ -106,8 +106,10 @@ def unpack(path: Path, root: Root = None) -> list[str]:
     except Exception as problem:
         fault = getattr(problem, "actual", None) or str(problem)
         fault = " ".join(fault.split()) or type(problem).__name__
+        if isinstance(problem, zipfile.BadZipFile):
+            fault = f"no readable zip ({fault})"
         needed = "a file of `workbench log pack`"
-        step = "ask for the file again; nothing was taken in"
+        step = "pack the log again, or get the file again; no run was added here"
         raise InputError(f"packed log {path.name}", fault, needed, step) from None
     runs_there = load("runs", root, {"run_id": tables["runs"]["run_id"].to_pylist()})
     new_run_ids = set(tables["runs"]["run_id"].to_pylist()) - set(runs_there["run_id"])
@@ -115,7 +117,7 @@ def unpack(path: Path, root: Root = None) -> list[str]:
         _add(tables, new_run_ids, root)
     except OSError as problem:
         fault = problem.strerror or str(problem)
-        step = f"nothing of {path.name} was taken in; repeat the command then"
+        step = f"correct that and repeat the command; no run of {path.name} was added"
         needed = "a folder that can be written, with room"
         raise InputError(f"log {root}", fault, needed, step) from None
     return sorted(new_run_ids)

@@ -19,7 +19,9 @@ from workbench.files import locked
 from workbench.sweep.identity import digest
 
 POLL_S = 0.2
-_BUSY = InputError("log", "another measurement", "none", "wait for it")
+_BUSY = InputError(
+    "log", "another measurement into it", "one at a time", "wait until it ends"
+)
 _announced: set[Path] = set()
 """The locks for which this process has already said that it waits."""
 

@@ -5,7 +5,7 @@ import itertools
 import shutil
 import string
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pandas as pd
 
@@ -39,6 +39,14 @@ FIGURES = {
     "kl_p99": "99% KL",
 }
 """Columns of `summary` that are printed as figures, and their titles."""
+MEANINGS = {
+    "n": "n: processes that were measured",
+    "disturbed": "disturbed: processes that other work on the machine slowed",
+    "ane_ops_share": "ANE: share of the operations on the Neural Engine",
+    "kl_mean": "mean KL: from Hugging Face's model, in nats",
+    "kl_p99": "99% KL: the quantile, in nats",
+}
+"""What stands below the table for columns whose titles do not say it."""
 TITLES = FIGURES | {"layers_per_shard": "layers/shard"}
 """Titles of columns that are not their names."""
 
@@ -75,7 +83,7 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     return [
         *_wrap([common_words, *legend], width),
         *_align([ids, *printed]),
-        *_wrap(_notes(rows, left_out, width), width),
+        *_wrap([*_notes(rows, left_out, width), _explain(fitting)], width),
     ]
 
 
@@ -155,6 +163,11 @@ def _priority(leading: list[str], figures: list[str], columns: list[str]) -> lis
 
 def _title(name: str) -> str:
     return TITLES.get(name, name)
+
+
+def _explain(columns: Collection[str]) -> str:
+    """The meanings of those columns whose titles do not say them, as one line."""
+    return "; ".join(text for name, text in MEANINGS.items() if name in columns)
 
 
 def _notes(rows: pd.DataFrame, left_out: list[str], width: int) -> list[str]:

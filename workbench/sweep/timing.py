@@ -171,7 +171,8 @@ def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
     """
     S, t_max = options.max_seq_len, options.t_max
     if not 1 <= T <= t_max:
-        needed, step = f"1 to t_max = {t_max}", "export with more --tokens"
+        needed = f"a number from 1 to {t_max}, the most tokens of a call of the bundle"
+        step = f"lower T, or export with --tokens 1-{T}" if T > 0 else "raise T"
         raise InputError("T", str(T), needed, step)
     calls = math.ceil(n_gen / T)
     tokens = (calls + WARMUP_CALLS) * T
