@@ -623,13 +623,18 @@ def test_a_tradeoff_draws_the_range_of_the_processes_of_each_configuration():
     spans = [bar.get_segments()[0][:, 1].tolist() for bar in bars]
     assert spans == [[28.1, 29.2], [25.5, 26.7], [21.8, 60]]
     ends = (bar.get_transform().transform(bar.get_segments()[0]) for bar in bars)
-    places = [points[0, 0] for points in ends]
-    (mark,) = ax.transData.transform([(0.1, 28.2)])
-    assert mark[0] < places[0] < places[1] < places[2]  # none lies upon another
+    bar_places = [points[0, 0] for points in ends]
+    dots = [part for part in ax.collections if isinstance(part, PathCollection)]
+    dot_places = [
+        dot.get_offset_transform().transform(dot.get_offsets())[0, 0] for dot in dots
+    ]
+    np.testing.assert_allclose(bar_places, dot_places[:3])  # through its mark
+    assert np.diff(dot_places).min() > 5  # none lies upon another
+    ((place, _),) = ax.transData.transform([(0.1, 28.2)])
+    assert np.mean(dot_places) == pytest.approx(place)
     assert ax.get_ylim()[1] > 60
-    assert "bars beside the marks: the slowest to the fastest process; all" in texts(
-        figure
-    )
+    words = texts(figure)
+    assert "bars: the slowest to the fastest process; marks of one KL stand" in words
 
 
 @pytest.mark.parametrize(

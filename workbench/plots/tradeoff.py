@@ -1,13 +1,13 @@
 """Speed against fidelity."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from workbench.plots.styled import (
     DASHED,
@@ -26,13 +26,15 @@ LEAST_KL = 1e-8
 RED_MARK = "X"
 MARKS = MARKERS.replace(RED_MARK, "")
 LARGEST_MARK, SMALLEST_MARK = 90, 18
-"""Areas of marks, in points². Each group has smaller ones than the group before it, so that
-a mark hides none that was drawn at its place."""
+"""Areas of marks without bars, in points². Each group has smaller ones than the group before
+it, so that a mark hides none that was drawn at its place."""
+MARK_WITH_BAR = 36
+"""Area of a mark with a bar, in points²."""
 FASTER = 1.02
 """The median of a numbered configuration is more than this many times those of a lower
 KL: smaller differences are noise."""
-BAR_PLACE, BAR_DISTANCE = 9, 6
-"""Points from the marks of a KL to the first bar beside them, and from bar to bar."""
+MARK_DISTANCE = 9
+"""Points from a mark with a bar to the one of the next group, where both have one KL."""
 
 
 @returns_figure
@@ -65,17 +67,32 @@ def tradeoff(
     set_height(figure, 3.2)
     ax = figure.subplots()
     groups = group_by(measured, hue)
+    has_bars = _has_ranges(measured)
     areas = np.linspace(LARGEST_MARK, SMALLEST_MARK, len(groups) + 1)[1:]
+    shifts = [0.0] * len(groups)  # points to the right
+    if has_bars:
+        areas = [MARK_WITH_BAR] * len(groups)
+        middle = (len(groups) - 1) / 2
+        shifts = [MARK_DISTANCE * (place - middle) for place in range(len(groups))]
     look_of = looks_by_name((name for name, _ in groups), vocabulary, looks(MARKS))
     # verdicts that all configurations share are said once, and not behind every name
     verdicts = {_verdicts(*row) for row in measured[VERDICTS].itertuples(index=False)}
     has_one_verdict = hue is not None and len(groups) > 1 and len(verdicts) == 1
-    for (name, group), area in zip(groups, areas):
-        own_name = name if hue else ""
-        _draw_points(ax, group, look_of[name], area, own_name, not has_one_verdict)
-    has_bars = _draw_ranges(ax, groups, look_of)
+    for (name, group), area, shift in zip(groups, areas, shifts):
+        shown_name = name if hue else ""
+        label_verdicts = not has_one_verdict
+        _draw_points(ax, group, look_of[name], area, shift, shown_name, label_verdicts)
+        _draw_ranges(ax, group, look_of[name], shift)
+    # marks that are shifted count for no limits of the axes
+    ax.update_datalim(measured[["kl_mean", "tokens_per_s"]].astype(float))
+    ax.autoscale_view()
     best = _pareto_front(measured)
-    _annotate_numbers(ax, best)
+    shift_of = {
+        index: shift
+        for (_, group), shift in zip(groups, shifts)
+        for index in group.index
+    }
+    _annotate_numbers(ax, best, shift_of)
     if max_kl:
         ax.axvline(max_kl, **DASHED, label=f"your limit, {max_kl:g} nats")
     ax.grid()
@@ -88,7 +105,9 @@ def tradeoff(
     label_log(ax.xaxis)
     facts = []
     if has_bars:
-        facts.append("bars beside the marks: the slowest to the fastest process")
+        facts.append("bars: the slowest to the fastest process")
+        if measured["kl_mean"].duplicated().any():
+            facts.append("marks of one KL stand side by side")
     if has_one_verdict:
         facts.append(f"all configurations: {verdicts.pop()}")
     notes = ["; ".join(facts)] if facts else []
@@ -117,6 +136,7 @@ def _draw_points(
     group: pd.DataFrame,
     look: tuple[str, str],
     area: float,
+    shift: float,
     name: str,
     names_verdicts: bool,
 ) -> None:
@@ -126,6 +146,7 @@ def _draw_points(
     Args:
         look: colour and mark.
         area: of a mark, as in `Axes.scatter`.
+        shift: points from the place of a mark to the right.
         name: of the group; "" for none.
         names_verdicts: whether the labels have the verdicts behind the name.
     """
@@ -138,39 +159,40 @@ def _draw_points(
             del style["color"]
         words = _verdicts(verdict, quality) if names_verdicts else ""
         style["label"] = ", ".join(filter(None, [name, words]))
+        if shift:
+            style["transform"] = _shifted(ax, shift)
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
 
 
+def _has_ranges(configurations: pd.DataFrame) -> bool:
+    """Whether the processes of a configuration differ."""
+    return not _rows_with_range(configurations).empty
+
+
+def _rows_with_range(configurations: pd.DataFrame) -> pd.DataFrame:
+    columns = ["kl_mean", "tokens_per_s", "slowest", "fastest"]
+    rows = configurations.reindex(columns=columns)
+    return rows[rows["fastest"] > rows["slowest"]]
+
+
 def _draw_ranges(
-    ax: Axes,
-    groups: Sequence[tuple[str, pd.DataFrame]],
-    look_of: Mapping[str, tuple[str, str]],
-) -> bool:
-    """Draws a bar from the slowest to the fastest process of each configuration, with the
-    mark of its group at the median. Bars lie to the right of the marks and beside each
-    other, since many configurations have one KL. Returns whether there are bars."""
-    has_bars = False
-    for place, (name, group) in enumerate(groups):
-        group = group.reindex(columns=["kl_mean", "tokens_per_s", "slowest", "fastest"])
-        rows = group[group["fastest"] > group["slowest"]]
-        if rows.empty:
-            continue
-        has_bars = True
-        median = rows["tokens_per_s"]
-        colour, marker = look_of[name]
-        inches = (BAR_PLACE + BAR_DISTANCE * place) / 72
-        ax.errorbar(
-            rows["kl_mean"],
-            median,
-            [median - rows["slowest"], rows["fastest"] - median],
-            fmt=marker,
-            color=colour,
-            markersize=3,
-            elinewidth=1,
-            transform=ax.transData
-            + ScaledTranslation(inches, 0, ax.get_figure().dpi_scale_trans),
-        )
-    return has_bars
+    ax: Axes, group: pd.DataFrame, look: tuple[str, str], shift: float
+) -> None:
+    """Draws a bar from the slowest to the fastest process of each configuration through
+    its mark, `shift` points to the right."""
+    rows = _rows_with_range(group)
+    if rows.empty:
+        return
+    colour, _ = look
+    ends = rows["slowest"], rows["fastest"]
+    style = {"color": colour, "linewidth": 1, "transform": _shifted(ax, shift)}
+    ax.vlines(rows["kl_mean"], *ends, **style)
+
+
+def _shifted(ax: Axes, shift: float) -> Transform:
+    """Data coordinates, `shift` points to the right."""
+    scale = ax.get_figure().dpi_scale_trans
+    return ax.transData + ScaledTranslation(shift / 72, 0, scale)
 
 
 def _verdicts(verdict: str | None, quality: str | None) -> str:
@@ -191,12 +213,15 @@ def _shorten_names(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
     return [part or name for part, name in zip(short, names)]
 
 
-def _annotate_numbers(ax: Axes, best: pd.DataFrame) -> None:
-    """Numbers the best configurations."""
+def _annotate_numbers(
+    ax: Axes, best: pd.DataFrame, shift_of: Mapping[Hashable, float]
+) -> None:
+    """Numbers the best configurations. `shift_of`: points from the place of a mark to the
+    right, by the index of its row."""
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
         offset = {"textcoords": "offset points", "ha": "right"}
-        ax.annotate(str(number), point, (-3, 4), **offset)
+        ax.annotate(str(number), point, (shift_of[row.Index] - 3, 4), **offset)
 
 
 def _pareto_front(configurations: pd.DataFrame) -> pd.DataFrame:
