@@ -103,6 +103,7 @@ def test_a_kernel_that_is_killed_is_one_message(tmp_path):
         execute(source)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_cell_that_takes_too_long_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr("nbclient.NotebookClient._get_timeout", lambda *_: 1)
     source = notebook(tmp_path, "import time\ntime.sleep(60)")
@@ -110,6 +111,7 @@ def test_a_cell_that_takes_too_long_is_one_message(tmp_path, monkeypatch):
         execute(source)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_cell_s_refusal_is_a_refusal_and_any_other_error_the_cell_s(tmp_path):
     code = (
         "from workbench import InputError\nraise InputError('x', '1', '2', 'write 2')"
@@ -171,6 +173,7 @@ def test_a_kernel_ends_with_a_run_that_is_killed(tmp_path):
     subprocess.run(command, check=True, timeout=90)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_bar_names_the_stage_of_the_running_cell(tmp_path, capfd, monkeypatch):
     """The stage of a cell that has ended does not stay beside the next one."""
     monkeypatch.setattr(kernel, "STAGE_POLL_S", 0.05)
@@ -189,6 +192,7 @@ def test_the_bar_names_the_stage_of_the_running_cell(tmp_path, capfd, monkeypatc
     assert not any("<" in line for line in [*first, *second])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_whose_output_is_a_file_prints_plain_lines_of_cells_and_stages(
     tmp_path, capfd, monkeypatch
 ):

@@ -73,7 +73,7 @@ def root(tmp_path_factory) -> Path:
 @pytest.fixture
 def here(monkeypatch):
     """Puts a machine in the place of this one."""
-    return lambda machine: monkeypatch.setattr(log, "environment", lambda: machine)
+    return lambda machine: monkeypatch.setattr(log, "identify_machine", lambda: machine)
 
 
 @pytest.mark.parametrize(

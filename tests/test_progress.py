@@ -107,6 +107,7 @@ def test_a_command_that_ended_in_a_process_prints_no_further_stages_there(monkey
     assert not file.getvalue()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_command_names_its_stages_on_stderr_beside_the_json(llama_bundle):
     command = [sys.executable, "-m", "workbench.cli"]
     command += ["validate", str(llama_bundle.root), "--json"]

@@ -50,8 +50,9 @@ def run(project: Path, *arguments: str) -> tuple[list[str], list[str]]:
         "no:cacheprovider",
         *arguments,
     ]
-    # no process for forks is started
+    # no process for forks is started, and no other plugin is imported
     environment = os.environ | {"WORKBENCH_TEST_FORKS": "unused"}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ended = subprocess.run(
         command, cwd=project, env=environment, capture_output=True, text=True
     )

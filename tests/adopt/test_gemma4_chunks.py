@@ -36,9 +36,10 @@ def packages_of(
 
 
 @pytest.fixture(scope="module")
-def packages(checkpoint, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chunks") / "packages"
-    return packages_of(checkpoint, folder)
+def packages(checkpoint, shared_folder) -> Path:
+    return tiny.once(
+        shared_folder / "gemma4_chunks", lambda folder: packages_of(checkpoint, folder)
+    )
 
 
 def adopted(packages: Path, checkpoint: Path, folder: Path) -> dict[str, dict]:

@@ -245,7 +245,7 @@ cli.main()
 """
 
 
-@pytest.mark.slow("a process imports what a sweep needs")
+@pytest.mark.usefixtures("forked")
 def test_an_interrupted_sweep_says_what_it_kept_and_ends_at_once(tmp_path):
     checkpoint = Path(__file__).parents[2] / "data" / "tiny-llama"
     grid = {"checkpoint": str(checkpoint), "run": {"depth": [0, 1, 2, 3]}}

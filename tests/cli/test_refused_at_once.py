@@ -1,10 +1,14 @@
 """What can be known at once is refused at once: before torch is imported and before anything is
 exported."""
 
+import json
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from in_process import cli
@@ -16,14 +20,55 @@ from workbench.ane import chips
 from workbench.experiment import parameters
 
 TINY = DATA / "tiny-llama"
-# torch takes most of the time until a late refusal
-CHILD = """
-import atexit, sys
-atexit.register(lambda: print("torch" in sys.modules))
-sys.argv = ["workbench", *{arguments!r}]
+# torch and pandas take most of the time until a late refusal
+LATE_IMPORTS = "torch", "pandas"
+# Runs each command in a fork of one process, which has imported what most commands import. A line of
+# its stdin is the working folder, two files for the streams, and the command's words.
+FORKS = """
+import atexit, json, os, sys
+import workbench.bundle, workbench.cli.app
 from workbench.cli import main
-main()
+
+for line in sys.stdin:
+    folder, *streams, words = json.loads(line)
+    if not os.fork():
+        for number, path in enumerate(streams, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.chdir(folder)
+        atexit.register(lambda: print(*filter(sys.modules.get, {late!r})))
+        sys.argv = ["workbench", *words]
+        main()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+
+
+class Refusal(NamedTuple):
+    """How a command ended."""
+
+    exit_code: int
+    late_imports: list[str]
+    """The modules of `LATE_IMPORTS` that it imported."""
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def refuse(tmp_path_factory) -> Iterator[Callable[[list[str], Path], Refusal]]:
+    """A function that runs a command in a folder."""
+    code = FORKS.format(late=LATE_IMPORTS)
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as forks:
+
+        def run(words: list[str], folder: Path) -> Refusal:
+            streams = tmp_path_factory.mktemp("streams")
+            out, err = streams / "out", streams / "err"
+            request = [*map(str, (folder, out, err)), words]
+            print(json.dumps(request), file=forks.stdin, flush=True)
+            exit_code = int(forks.stdout.readline())
+            return Refusal(exit_code, out.read_text().split(), err.read_text())
+
+        yield run
+
+
 MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt"
 COMMANDS = {
     "evaluate {bundle} --prompt-ids 1,2 --window 5000": "at most max_seq_len = 32",
@@ -75,36 +120,27 @@ COMMANDS = {
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Core ML")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_option_is_refused_before_torch_is_imported(
-    command, llama_bundle, tmp_path, tmp_path_factory
+    command, refuse, llama_bundle, tmp_path, tmp_path_factory
 ):
     grid = tmp_path_factory.mktemp("grids") / "grid.yaml"
     grid.write_text(f"checkpoint: {TINY}\nexport: {{compress: [fp16, lut6-g1x]}}\n")
     places = {"bundle": llama_bundle.root, "tiny": TINY, "grid": grid, "data": DATA}
-    arguments = [word.format_map(places) for word in shlex.split(command)]
-    program = [sys.executable, "-c", CHILD.format(arguments=arguments)]
-    process = subprocess.run(
-        program, capture_output=True, text=True, cwd=tmp_path, check=False
+    refusal = refuse(
+        [word.format_map(places) for word in shlex.split(command)], tmp_path
     )
-    assert process.returncode == 2, process.stderr
-    assert COMMANDS[command] in process.stderr
-    assert process.stdout == "False\n"
+    assert refusal.exit_code == 2, refusal.stderr
+    assert COMMANDS[command] in refusal.stderr
+    assert "torch" not in refusal.late_imports
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", [MIXED + " --ms-on M99", "plan {tiny} --chip M99"])
-def test_a_chip_is_refused_before_pandas_is_imported(command, tmp_path):
+def test_a_chip_is_refused_before_pandas_is_imported(command, refuse, tmp_path):
     """pandas takes most of the time of a refusal without torch."""
-    arguments = shlex.split(command.format(tiny=TINY, data=DATA))
-    program = CHILD.format(arguments=arguments).replace("torch", "pandas")
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert (process.returncode, process.stdout) == (2, "False\n")
-    assert "chip: found 'M99'; needs one of A17 Pro" in process.stderr
+    words = shlex.split(command.format(tiny=TINY, data=DATA))
+    refusal = refuse(words, tmp_path)
+    assert (refusal.exit_code, refusal.late_imports) == (2, [])
+    assert "chip: found 'M99'; needs one of A17 Pro" in refusal.stderr
 
 
 def test_the_chips_of_a_refusal_are_those_with_rates():

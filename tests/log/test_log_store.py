@@ -34,6 +34,7 @@ for _ in range(int(sys.argv[2])):
 # --- writers
 
 
+@pytest.mark.usefixtures("forked")
 def test_writers_in_several_processes_lose_nothing_and_a_killed_one_adds_no_row(
     tmp_path,
 ):

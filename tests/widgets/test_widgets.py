@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import in_process
@@ -16,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from ipywidgets.widgets.widget import _instances
-from tiny import DATA
+from tiny import DATA, once
 
 from workbench import Decoder, Golden, plots, process
 from workbench.bundle import PRESETS
@@ -45,10 +46,15 @@ def check(view: Explorer) -> None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The log of what the Explorer measured of a part of the grid."""
-    folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
-    view = Explorer(PART, Experiment("05_x", {}), root=folder)
+def root(shared_folder) -> Path:
+    """The log of what the Explorer measured of a part of the grid, once for all workers."""
+    return once(shared_folder / "explorer", measure_part) / "experiments" / "log"
+
+
+def measure_part(folder: Path) -> None:
+    """Has the Explorer measure a part of the grid in a new project."""
+    log = folder / "experiments" / "log"
+    view = Explorer(PART, Experiment("05_x", {}), root=log)
     assert "not measured at this setting" in view.message.value
     assert view.cancel_button.disabled
     # nothing was measured on which an estimate could rest
@@ -72,7 +78,6 @@ def root(tmp_path_factory):
         view.run_button.description == "Nothing is missing" and view.run_button.disabled
     )
     assert "tokens per second" in view.message.value
-    return folder
 
 
 @pytest.fixture
@@ -664,8 +669,10 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow("searches a program twice")
-def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeypatch):
+@pytest.mark.slow("searches a program")
+def test_the_operation_of_a_cell_is_searched_for_and_cancelled(
+    explorer, calls_here, monkeypatch
+):
     assert explorer.search_button.disabled
     click(explorer, 1, 2)
     if explorer.queue.thread:

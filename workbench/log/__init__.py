@@ -31,7 +31,12 @@ from importlib import import_module
 _MODULES = {
     "comparison": ("compare", "find_run"),
     "definitions": ("DEFINITION", "select_current"),
-    "machine": ("environment", "machine_state", "measure_disturbance"),
+    "machine": (
+        "environment",
+        "identify_machine",
+        "machine_state",
+        "measure_disturbance",
+    ),
     "packed": ("pack", "unpack"),
     "places": ("SHIPPED", "Root", "default_root", "new_run_id", "project"),
     "runs": ("record",),

@@ -28,13 +28,9 @@ THERMAL_KEY = "com.apple.system.thermalpressurelevel"
 
 def environment() -> dict:
     """The columns of ``runs`` that describe this machine now, with those of
-    `machine_state`.
+    `identify_machine` and `machine_state`.
 
     Returns:
-        machine: the `hardware` in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16
-            cores``. Times of two machines are never mixed.
-        software: the system's build and the versions of coremltools and torch, which
-            affect timings, too. Times of two versions are never mixed.
         commit: of the checkout; it ends in ``-dirty`` when files were changed.
         versions: ``python`` and the packages that decide a result → their versions.
         time, platform.
@@ -42,22 +38,45 @@ def environment() -> dict:
         Names of this host are left out (see `anonymize`), as in a logged row.
     """
     versions = {"python": platform.python_version()}
-    for name in PACKAGES.split():
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    kernel = f"{platform.release()} {platform.version()}".strip()
-    build = command_output("sw_vers", "-buildVersion") or kernel
+    versions |= {name: _package_version(name) for name in PACKAGES.split()}
     columns = {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
         "commit": _commit(),
         "versions": versions,
-        "machine": machine_name(**hardware()),
-        "software": software_name(build, versions),
     }
-    return anonymize(columns | machine_state())
+    return anonymize(columns | machine_state()) | identify_machine()
+
+
+def identify_machine() -> dict:
+    """The columns of ``runs`` that decide which times can be compared. They take
+    milliseconds, where the commit of `environment` starts git.
+
+    Returns:
+        machine: the `hardware` in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16
+            cores``. Times of two machines are never mixed.
+        software: the system's build and the versions of coremltools and torch, which
+            affect timings, too. Times of two versions are never mixed.
+
+        Names of this host are left out (see `anonymize`), as in a logged row.
+    """
+    kernel = f"{platform.release()} {platform.version()}".strip()
+    build = command_output("sw_vers", "-buildVersion") or kernel
+    versions = {name: _package_version(name) for name in ("coremltools", "torch")}
+    return anonymize(
+        {
+            "machine": machine_name(**hardware()),
+            "software": software_name(build, versions),
+        }
+    )
+
+
+def _package_version(name: str) -> str | None:
+    """The version of an installed package; None for one that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def hardware() -> dict:

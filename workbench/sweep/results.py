@@ -37,7 +37,7 @@ def stored_tables(
     so once.
 
     Args:
-        machine: the machine of the times (see `log.environment`); default: this machine
+        machine: the machine of the times (see `log.identify_machine`); default: this machine
             if the log has times of it, else the machine of the newest run.
 
     Raises:
@@ -243,7 +243,7 @@ def _choose_machine(timed: pd.DataFrame, machine: str | None) -> str:
     """
     newest_first = timed["machine"].iloc[::-1].unique().tolist()
     if machine is None:
-        this_machine = log.environment()["machine"]
+        this_machine = log.identify_machine()["machine"]
         machine = this_machine if this_machine in newest_first else newest_first[0]
     check_choice("machine", machine, newest_first)
     return machine

@@ -192,8 +192,7 @@ def _logged_results(
     """The result of every run of the settings that the log has of this machine with its
     software. A run that also validated its bundle has two keys: it serves the cell
     without a validation, too."""
-    environment = log.environment()
-    where = {name: environment[name] for name in ("machine", "software")}
+    where = log.identify_machine()
     where |= {"status": MEASURED, "setting": list(settings)}
     rows = log.load("runs", root, where)
     runs = {}
