@@ -201,9 +201,9 @@ def mean_kl(tables: Tables, column: str) -> float:
 @claim(
     "05",
     label="error over rounding",
-    pattern=r"With (?P<which_fault>[^,.]*?), T = (?P<which_T>\d+) and each layer fed Hugging "
-    r"Face's input, the error of (?P<which_tensor>an update|a row of [KV]) is at most "
-    rf"{number('faulty')} times what rounding (?:alone )?causes, "
+    pattern=r"With (?:the planted fault of )?(?P<which_fault>[^,.]*?), T = (?P<which_T>\d+) and "
+    r"each layer fed Hugging Face's input, the error of (?P<which_tensor>an update|a row of [KV]) "
+    rf"is at most {number('faulty')} times what rounding (?:alone )?causes, "
     rf"(?:beside {number('sound')} in|as in)",
 )
 def worst_ratio(tables: Tables, match: re.Match) -> dict[str, float]:
@@ -522,6 +522,28 @@ def carrying_layers(tables: Tables, match: re.Match) -> dict[str, float]:
         "layers": len(shares),
         "carried": np.sort(shares)[-named:].sum(),
     }
+
+
+@claim(
+    "31",
+    label="token that carries the error",
+    pattern=rf"of it, and token {number('token')} alone {number('carried')}\.",
+)
+def carrying_token(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The token with the largest share of the squared error, and that share."""
+    largest = tables["tables/token_shares"].nlargest(1, "share").iloc[0]
+    return {"token": largest["position"], "carried": largest["share"]}
+
+
+@claim(
+    "31",
+    label="share of a layer without that token",
+    pattern=rf"(?P<which_layer>\d+) \({number('share')}\)(?=[^;:]*carry most of the rest)",
+)
+def share_without_token(tables: Tables, match: re.Match) -> dict[str, float]:
+    """The share of a layer in the squared error of all other tokens."""
+    shares = tables["tables/layer_shares_without"].set_index("layer")["share"]
+    return {"share": shares[int(match["which_layer"])]}
 
 
 @claim(

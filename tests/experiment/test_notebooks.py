@@ -176,6 +176,9 @@ def stored(number: str, folder: Path) -> dict:
         names["ranked"] = files.get("ranked")
         # a run shipped before this table was written has none
         names["layer_shares"] = files.get("layer_shares", layer_shares_of_31())
+        names["token_shares"] = files.get("token_shares", TOKEN_SHARES)
+        without = files.get("layer_shares_without", layer_shares_of_31())
+        names["shares_without"] = without
     if number == "35" and "bundle_mib" not in names["table"]:
         # a run shipped before the table had the bundle
         names["table"] = names["table"].assign(bundle_mib=names["table"]["mib"] + 58)
@@ -216,6 +219,16 @@ def routers_of_30() -> pd.DataFrame:
             "choices": 708,
         }
     )
+
+
+TOKEN_SHARES = pd.DataFrame(
+    {
+        "position": [1, 0, 2],
+        "token": ["·ferry", "The", "·to"],
+        "share": [0.04, 0.948, 0.012],
+    }
+)
+"""An attention sink at token 0 carries most of the error."""
 
 
 def layer_shares_of_31(count: int = 30) -> pd.DataFrame:
@@ -300,10 +313,17 @@ def test_the_answer_of_05_turns_with_its_rows():
         "T = 1 and each layer fed Hugging Face's input, the error of an update",
         "as in the",
     )
-    says("05", names, "This fault turned RED: write_address", "an attention sink")
+    says(
+        "05", names, "This planted fault turned RED: write_address", "an attention sink"
+    )
     sound, late, turned = "sound", "one row late", "frequencies 2% too high"
     told = names | {"verdicts": verdicts_of_05()}
-    says("05", told, "This fault turned RED: undo, text_budget.", "turned RED: host.")
+    says(
+        "05",
+        told,
+        "This planted fault turned RED: undo, text_budget.",
+        "turned RED: host.",
+    )
     says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
     says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
     says(
@@ -479,7 +499,9 @@ def test_the_answer_of_31_turns_with_its_tables():
 
 def test_the_answer_of_31_names_the_layers_that_carry_the_error():
     names = shipped("31") | {"kl": KL, "ranked": RANKED}
-    names["layer_shares"] = layer_shares_of_31()
+    names |= {"layer_shares": layer_shares_of_31(), "token_shares": TOKEN_SHARES}
+    names["shares_without"] = layer_shares_of_31().sort_values("layer", ascending=False)
+    says("31", names, "Without token 0, “The”, the layers 28 (38.1%), 11 (34.7%), 29")
     says(
         "31",
         names,
@@ -490,9 +512,10 @@ def test_the_answer_of_31_names_the_layers_that_carry_the_error():
     # the line of the page of all experiments has the part and what limits it
     shown = overview.short_answer(answer("31", names))
     assert shown == (
-        "Quantization makes up 92.9% of the squared error, and 3 of 30 layers carry 96.1% of it."
+        "Quantization makes up 92.9% of the squared error, and 3 of 30 layers carry 96.1% of it, "
+        "and token 0 alone 94.8%."
     )
-    assert "it. Each layer is fed Hugging Face's input" in answer("31", names)
+    assert "94.8%. Each layer is fed Hugging Face's input" in answer("31", names)
     even = names | {"layer_shares": layer_shares_of_31(6)}
     says("31", even, "3 of 6 layers carry 50.0% of it")
     says("31", even, "even shares would be 50.0% together", "largest part in 6 of 6")
@@ -557,7 +580,7 @@ def test_the_headline_of_31_can_be_read_off_its_figure(count):
     if count == 30:
         assert sums.index[:3].tolist() == ["layer 28", "layer 11", "layer 29"]
         assert sums.index[-1] == "24 other layers"
-        headline = error.describe_largest(EVEN, shares)
+        headline = error.describe_largest(EVEN, shares, TOKEN_SHARES)
         assert f"3 of 30 layers carry {sums.iloc[2]:.1f}% of it" in headline
         bars = drawn["figure"].axes[0].containers[1]
         assert bars.patches[2].get_width() == pytest.approx(sums.iloc[2])

@@ -49,7 +49,7 @@ def test_the_names_of_a_cell_are_those_that_it_sets():
     names = parameter_names(PYTHON)
     assert sorted(names) == sorted([*VALUES, "FOLDER"])
     assert parameter_names("%matplotlib inline\nX = 1") == ["X"]
-    with refused("cell parameters"):
+    with refused("cell Parameters"):
         parameter_names("X = ")
 
 

@@ -286,11 +286,11 @@ def test_a_panel_of_the_worst_names_the_largest_difference():
         mesh.get_array().ravel(), [1e-3] * 3 + [0.031], rtol=1e-6
     )
     words = " ".join(texts(figure).split())
-    assert "the worst of T = 1 and T = 4; largest difference of a cell 0.03 " in words
-    rows.loc[7, "finite"] = False
-    assert "largest difference of a cell inf" in texts(
-        plots.heatmap(rows, worst_of="T")
+    assert (
+        "the worst of T = 1 and T = 4, which differ by at most 0.03 in a cell" in words
     )
+    rows.loc[7, "finite"] = False
+    assert "differ by at most inf in a cell" in texts(plots.heatmap(rows, worst_of="T"))
     rows.loc[3, "finite"] = False  # the same cell at T = 1
     assert "inf" not in texts(plots.heatmap(rows, worst_of="T"))
 

@@ -75,7 +75,7 @@ def test_a_notebook_that_never_concludes_is_refused(project, forked):
 
 
 def test_what_a_notebook_does_not_have_is_refused_before_anything_runs(project):
-    with refused("some of CHECKPOINT, MAX_KL, MAX_SEQ_LEN, PROMPT, T"):
+    with refused("names among CHECKPOINT, MAX_KL, MAX_SEQ_LEN, PROMPT, T"):
         run_notebook("07", {"MAX_SEQ_LENGTH": 3}, progress=False)
     with refused("found no such notebook; needs one of 07"):
         run_notebook("99", progress=False)

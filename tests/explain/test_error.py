@@ -49,6 +49,18 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(
     assert np.allclose(split.reference + split.total, updates, atol=1e-6)
 
 
+def test_shares_of_tokens_add_up_and_a_token_that_is_left_out_counts_nowhere(splits):
+    split = splits["isolated"]
+    shares = split.token_shares([str(place) for place in range(len(IDS))])
+    assert shares["share"].sum() == pytest.approx(1)
+    position = int(shares["share"].idxmax())
+    rest = split.without(position)
+    squares, rest_squares = ((part.total**2).sum() for part in (split, rest))
+    assert rest_squares / squares == pytest.approx(1 - shares["share"].max())
+    assert rest.reference.shape[1] == len(IDS) - 1
+    assert rest.layer_shares()["share"].sum() == pytest.approx(1)
+
+
 def test_int8_costs_more_than_rounding_and_a_sound_program_nothing(splits):
     errors = splits["isolated"].layers()
     assert (errors["quantization"] > 3 * errors["precision"]).all()
@@ -106,7 +118,7 @@ def test_layers_inside_a_shard_of_a_runtime_without_hooks_are_refused(
     change = "options/target", target
     bundle = tiny.edited_copy(two_layers_per_shard, tmp_path / "b", change)
     source = Checkpoint(exports.checkpoint("llama"))
-    with refused(f"inside a shard that {runtime}"):
+    with refused(f"shards of several layers, of which {runtime} shows the last"):
         error.split_error(source, bundle, IDS, runtime=runtime)
 
 

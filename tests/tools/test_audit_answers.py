@@ -106,6 +106,12 @@ def layer_shares() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "share", "quantization", "precision"])
 
 
+def token_shares() -> pd.DataFrame:
+    """Three tokens, the first of which carries most of the error."""
+    columns = {"position": [0, 1, 2], "token": ["The", "·ferry", "·to"]}
+    return pd.DataFrame(columns | {"share": [0.948, 0.04, 0.012]})
+
+
 def shares() -> pd.DataFrame:
     """Two parts, whose cross terms make up 2%."""
     names = ["quantization", "precision"]
@@ -177,10 +183,19 @@ OLD_LAYERS = (
         ("31", OLD_LAYERS, {"tables/layer_shares": layer_shares()}, 8),
         (
             "31",
-            error.describe_largest(shares(), layer_shares()),
-            {"tables/layer_shares": layer_shares()}
+            error.describe_largest(shares(), layer_shares(), token_shares()),
+            {
+                "tables/layer_shares": layer_shares(),
+                "tables/token_shares": token_shares(),
+            }
             | {"tables/shares": shares().rename_axis("part").reset_index()},
-            5,
+            7,
+        ),
+        (
+            "31",
+            error.describe_without_token(token_shares(), layer_shares()),
+            {"tables/layer_shares_without": layer_shares()},
+            3,
         ),
         (
             "05",

@@ -376,7 +376,7 @@ def _check_figure(path: Path) -> None:
     if path.suffix.removeprefix(".") not in kinds:
         needed = "a name that ends in .svg, .pdf or .png"
         step = f"write --figure {path.stem}.pdf"
-        raise InputError("--figure", f"the name {path.name}", needed, step)
+        raise InputError("--figure", f"a file {path.name}", needed, step)
 
 
 def _encode_figure(record, path: Path) -> bytes:

@@ -100,25 +100,66 @@ class Split:
             )
         return table
 
+    def token_shares(self, tokens: Sequence[str]) -> pd.DataFrame:
+        """Per token, its share of the squared error of all layers (`share`).
 
-def describe_largest(shares: pd.DataFrame, layer_shares: pd.DataFrame) -> str:
-    """The largest part of the squared error and how few layers carry that error, since a
-    part that is large in few layers says little of the others; then what the squared error
-    is of.
+        Args:
+            tokens: the texts of the n tokens.
+        """
+        error = (self.total**2).sum((0, 2))  # [n]
+        table = pd.DataFrame({"position": range(len(error)), "token": list(tokens)})
+        return table.assign(share=error / (error.sum() or 1.0))
+
+    def without(self, position: int) -> "Split":
+        """The split of the other positions, such as those behind an attention sink, whose
+        large updates outweigh all others."""
+        parts = {
+            name: np.delete(part, position, axis=1) for name, part in self.parts.items()
+        }
+        return Split(np.delete(self.reference, position, axis=1), parts)
+
+
+def describe_largest(
+    shares: pd.DataFrame, layer_shares: pd.DataFrame, token_shares: pd.DataFrame
+) -> str:
+    """The largest part of the squared error, and how few layers and which token carry that
+    error, since a part that is large there says little of the others; then what the squared
+    error is of.
 
     Args:
         shares: of `Split.shares`.
         layer_shares: of `Split.layer_shares`.
+        token_shares: of `Split.token_shares`.
     """
     diagonal = pd.Series({part: shares.loc[part, part] for part in shares.index})
     largest = diagonal.idxmax()
     carrying = layer_shares["share"].nlargest(NAMED_LAYERS)
+    token = token_shares.loc[token_shares["share"].idxmax()]
     name = largest.replace("reauthoring", "re-authoring").capitalize()
     return (
         f"{name} makes up {diagonal[largest]:.1%} of the squared error, and {len(carrying)} "
-        f"of {len(layer_shares)} layers carry {carrying.sum():.1%} of it. Each layer is fed "
+        f"of {len(layer_shares)} layers carry {carrying.sum():.1%} of it, and token "
+        f"{token['position']} alone {token['share']:.1%}. Each layer is fed "
         "Hugging Face's input; products of two parts make up "
         f"{1 - diagonal.sum():+.1%} of the squared error."
+    )
+
+
+def describe_without_token(
+    token_shares: pd.DataFrame, layer_shares: pd.DataFrame
+) -> str:
+    """The layers that carry the error of all tokens but the one with the largest share.
+
+    Args:
+        token_shares: of `Split.token_shares`, with two tokens or more.
+        layer_shares: of the split without that token.
+    """
+    token = token_shares.loc[token_shares["share"].idxmax()]
+    carrying = layer_shares.nlargest(NAMED_LAYERS, "share")
+    named = [f"{row.layer} ({row.share:.1%})" for row in carrying.itertuples()]
+    return (
+        f"Without token {token['position']}, “{token['token']}”, the layers "
+        f"{', '.join(named)} carry most of the rest."
     )
 
 

@@ -147,8 +147,8 @@ class Panel:
             return self.names[0]
         names = f"{'; '.join(self.names[:-1])} and {self.names[-1]}"
         if self.difference:
-            difference = f"largest difference of a cell {self.difference:.2g}"
-            return f"the worst of {names}; {difference}"
+            difference = f"differ by at most {self.difference:.2g} in a cell"
+            return f"the worst of {names}, which {difference}"
         return f"{names}: {_equality(self.parts)}"
 
 
