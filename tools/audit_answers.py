@@ -201,7 +201,7 @@ def mean_kl(tables: Tables, column: str) -> float:
 @claim(
     "05",
     label="error over rounding",
-    pattern=r"With (?:the planted fault of )?(?P<which_fault>[^,.]*?), T = (?P<which_T>\d+) and "
+    pattern=r"With (?P<which_fault>[^,.]*?)(?: \(planted\))?, T = (?P<which_T>\d+) and "
     r"each layer fed Hugging Face's input, the error of (?P<which_tensor>an update|a row of [KV]) "
     rf"is at most {number('faulty')} times what rounding (?:alone )?causes, "
     rf"(?:beside {number('sound')} in|as in)",
