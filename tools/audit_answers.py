@@ -550,7 +550,7 @@ def share_without_token(tables: Tables, match: re.Match) -> dict[str, float]:
     "31",
     label="layers by their largest part",
     # reports of before have the sum: "29 (23.3%), together 96.0%, where even shares would be"
-    pattern=r"(?P<which_layers>\d+ \([^;]*?\))"
+    pattern=r"(?P<which_layers>\d+ \((?:(?!rest)[^;])*?\))"
     rf"(?:;|, together {number('carried')}, where) even shares would be "
     rf"{number('even')}(?: together)?\. By layer, (?P<which_part>\w+) is the largest part in "
     rf"{number('largest_in')} of {number('layers')}; its unweighted mean share over layers "

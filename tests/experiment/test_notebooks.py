@@ -512,7 +512,7 @@ def test_the_answer_of_31_names_the_layers_that_carry_the_error():
     # the line of the page of all experiments has the part and what limits it
     shown = overview.short_answer(answer("31", names))
     assert shown == (
-        "Quantization makes up 92.9% of the squared error, and 3 of 30 layers carry 96.1% of it, "
+        "Quantization makes up 92.9% of the squared error; 3 of 30 layers carry 96.1% of it, "
         "and token 0 alone 94.8%."
     )
     assert "94.8%. Each layer is fed Hugging Face's input" in answer("31", names)

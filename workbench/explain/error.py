@@ -137,7 +137,7 @@ def describe_largest(
     token = token_shares.loc[token_shares["share"].idxmax()]
     name = largest.replace("reauthoring", "re-authoring").capitalize()
     return (
-        f"{name} makes up {diagonal[largest]:.1%} of the squared error, and {len(carrying)} "
+        f"{name} makes up {diagonal[largest]:.1%} of the squared error; {len(carrying)} "
         f"of {len(layer_shares)} layers carry {carrying.sum():.1%} of it, and token "
         f"{token['position']} alone {token['share']:.1%}. Each layer is fed "
         "Hugging Face's input; products of two parts make up "
