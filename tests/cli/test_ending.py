@@ -226,7 +226,6 @@ def test_a_user_without_a_name_and_a_home_has_no_identifiers(monkeypatch):
 INTERRUPTED = """
 import os, signal, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from workbench import cli, log
 from workbench.sweep import run
 from workbench.sweep.grid import CellResult
