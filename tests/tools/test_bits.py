@@ -99,7 +99,6 @@ def test_settings_leave_out_what_cannot_be_exported():
 
 
 @pytest.mark.slow("exports a bundle in a process of its own")
-@pytest.mark.usefixtures("forked")
 def test_a_preset_is_exported_and_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(bits, "WORK", tmp_path / "work")
     monkeypatch.setattr(bits, "ROWS", tmp_path / "rows")
