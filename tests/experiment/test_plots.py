@@ -637,6 +637,18 @@ def test_a_tradeoff_draws_the_range_of_the_processes_of_each_configuration():
     assert "bars: the slowest to the fastest process; marks of one KL stand" in words
 
 
+def test_marks_of_different_kl_with_bars_stand_at_their_own_kl():
+    rows = pd.DataFrame({"name": list("ab"), "verdict": "GREEN", "kl_mean": [0.1, 0.2]})
+    rows = rows.assign(quality="WITHIN", tokens_per_s=2.0, slowest=1.0, fastest=3.0)
+    figure = plots.tradeoff(rows.set_index(pd.Index([7, 7])), hue="name")
+    (ax,) = figure.axes
+    for part, kl in zip(drawn(figure, PathCollection), [0.1, 0.2]):
+        ((place, _),) = part.get_offset_transform().transform(part.get_offsets())
+        ((expected, _),) = ax.transData.transform([(kl, 2.0)])
+        assert place == pytest.approx(expected)
+    assert "side by side" not in texts(figure)
+
+
 @pytest.mark.parametrize(
     ("largest", "label"), [(86.25, "86.2"), (12.0, "12"), (2500.0, "2500")]
 )

@@ -28,13 +28,13 @@ MARKS = MARKERS.replace(RED_MARK, "")
 LARGEST_MARK, SMALLEST_MARK = 90, 18
 """Areas of marks without bars, in points². Each group has smaller ones than the group before
 it, so that a mark hides none that was drawn at its place."""
-MARK_WITH_BAR = 36
-"""Area of a mark with a bar, in points²."""
+MARK_BESIDE_OTHERS = 36
+"""Area of a mark that stands beside others of its KL, in points²."""
 FASTER = 1.02
 """The median of a numbered configuration is more than this many times those of a lower
 KL: smaller differences are noise."""
 MARK_DISTANCE = 9
-"""Points from a mark with a bar to the one of the next group, where both have one KL."""
+"""Points from a mark to the one of the next group, where both have one KL."""
 
 
 @returns_figure
@@ -64,14 +64,16 @@ def tradeoff(
     measured = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
     clipped_count = (measured["kl_mean"] < LEAST_KL).sum()
     measured = measured.assign(kl_mean=measured["kl_mean"].clip(lower=LEAST_KL))
+    measured = measured.reset_index(drop=True)  # a number for each mark
     set_height(figure, 3.2)
     ax = figure.subplots()
     groups = group_by(measured, hue)
-    has_bars = _has_ranges(measured)
+    has_bars = not _rows_with_range(measured).empty
+    stands_side_by_side = has_bars and measured["kl_mean"].duplicated().any()
     areas = np.linspace(LARGEST_MARK, SMALLEST_MARK, len(groups) + 1)[1:]
     shifts = [0.0] * len(groups)  # points to the right
-    if has_bars:
-        areas = [MARK_WITH_BAR] * len(groups)
+    if stands_side_by_side:
+        areas = [MARK_BESIDE_OTHERS] * len(groups)
         middle = (len(groups) - 1) / 2
         shifts = [MARK_DISTANCE * (place - middle) for place in range(len(groups))]
     look_of = looks_by_name((name for name, _ in groups), vocabulary, looks(MARKS))
@@ -106,8 +108,8 @@ def tradeoff(
     facts = []
     if has_bars:
         facts.append("bars: the slowest to the fastest process")
-        if measured["kl_mean"].duplicated().any():
-            facts.append("marks of one KL stand side by side")
+    if stands_side_by_side:
+        facts.append("marks of one KL stand side by side")
     if has_one_verdict:
         facts.append(f"all configurations: {verdicts.pop()}")
     notes = ["; ".join(facts)] if facts else []
@@ -164,12 +166,8 @@ def _draw_points(
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
 
 
-def _has_ranges(configurations: pd.DataFrame) -> bool:
-    """Whether the processes of a configuration differ."""
-    return not _rows_with_range(configurations).empty
-
-
 def _rows_with_range(configurations: pd.DataFrame) -> pd.DataFrame:
+    """The configurations whose processes differ, with the ends of their bars."""
     columns = ["kl_mean", "tokens_per_s", "slowest", "fastest"]
     rows = configurations.reindex(columns=columns)
     return rows[rows["fastest"] > rows["slowest"]]
