@@ -222,7 +222,7 @@ def check_report(folder: Path, log: Log) -> list[Finding]:
         tables[name] = data
         place = f"{folder.name}/{name}"
         if part["kind"] == "tables":
-            if part.get("in_report") is not False:
+            if part.get("in_report", True):
                 findings += check_printed(place, data, report)
             if {"run_ids", "tokens_per_s"} <= set(data):
                 findings += check_configurations(place, data, log)

@@ -45,8 +45,8 @@ class Artifact:
     """Checkpoint, options and machine of the data."""
     options: dict | None = None
     """The keywords of the function `plot`."""
-    in_report: bool | None = None
-    """False: the report leaves the table out, and its files have it."""
+    in_report: bool = True
+    """Whether the report has it; the files have it always."""
     run_ids: list[str]
     """The log's runs that the rows of the data came from."""
     run_id: str | None = None

@@ -107,18 +107,13 @@ class Experiment:
         return picture
 
     def table(
-        self,
-        name: str,
-        data: pd.DataFrame,
-        caption: str,
-        *,
-        in_report: bool | None = None,
+        self, name: str, data: pd.DataFrame, caption: str, *, in_report: bool = True
     ) -> Styler:
         """Saves a table as Parquet and LaTeX, and shows it below its caption, in which
         backticks mark code.
 
         Args:
-            in_report: False: the report leaves it out, such as one of raw values.
+            in_report: whether the report has it; a table of raw values need not be there.
         """
         self._write_artifact(TABLES, name, data, caption, in_report=in_report)
         label = f"tab:{self.name[:2]}-{name}"

@@ -144,7 +144,7 @@ def run_page(folder: Path) -> Page:
     blocks += [
         _block(folder, artifact)
         for artifact in artifacts.read_artifacts(folder)
-        if artifact.in_report is not False
+        if artifact.in_report
     ]
     if results:
         blocks += [Heading("Gates"), Table(gate_table(results))]
