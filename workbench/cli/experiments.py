@@ -284,7 +284,7 @@ def report(
         return
     if not Path(subject).exists():
         needed = "a bundle's folder, or the number of an experiment, such as 05"
-        raise InputError(f"report {subject}", "neither", needed, "check the path")
+        raise InputError(f"report {subject}", "nothing there", needed, "check the path")
     reject_unused("the number of an experiment", redraw=redraw, publish=publish)
     if html_option.is_given and html_option.file is None:
         needed, step = "a file for the page of a bundle", "write --html page.html"
