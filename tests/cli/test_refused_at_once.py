@@ -22,8 +22,8 @@ from workbench.experiment import parameters
 TINY = DATA / "tiny-llama"
 # torch and pandas take most of the time until a late refusal
 LATE_IMPORTS = "torch", "pandas"
-# Runs each command in a fork of one process, which has imported what most commands import. A line of
-# its stdin is the working folder, two files for the streams, and the command's words.
+# Runs each command in a fork of one process, which has imported what most commands import; the server
+# of `forks` has imported torch, too. A line of its stdin is the working folder, two files for the streams, and the command's words.
 FORKS = """
 import atexit, json, os, sys
 import workbench.bundle, workbench.cli.app

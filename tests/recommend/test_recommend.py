@@ -15,12 +15,20 @@ from in_process import cli, invoke
 from workbench import Bundle, export, recommend
 from workbench.check import gates
 from workbench.check.golden import stored_weights
+from workbench.experiment import validation
 from workbench.exporter import make_options, read_plan
 from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import plain_stage_lines
-from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
+from workbench.recommend import (
+    EXCEEDED,
+    KEPT,
+    NOT_MEASURED,
+    ON_LIMIT,
+    candidates,
+    sentences,
+)
 
 pytestmark = pytest.mark.usefixtures("shared_conversions")
 
@@ -314,3 +322,8 @@ def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
     fault = gates.holds("host", False, "")
     sentences = recommend.describe_verdict(results(0.01, 0.05, few, fault), presets)
     assert not any("OVER" in sentence for sentence in sentences)
+
+
+def test_answers_and_pages_count_the_same_checks_as_quality():
+    """Neither room may import the other."""
+    assert sentences.QUALITY_CHECKS == {*validation.QUALITY_CHECKS}

@@ -197,6 +197,17 @@ OLD_LAYERS = (
             {"tables/layer_shares_without": layer_shares()},
             3,
         ),
+        (  # both stand in the same Answer
+            "31",
+            error.describe_without_token(token_shares(), layer_shares())
+            + "\n"
+            + error.describe_layers(layer_shares(), "quantization"),
+            {
+                "tables/layer_shares_without": layer_shares(),
+                "tables/layer_shares": layer_shares(),
+            },
+            10,
+        ),
         (
             "05",
             " ".join(stream.describe_stream(largest_token())),
