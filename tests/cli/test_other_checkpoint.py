@@ -67,4 +67,4 @@ def test_a_golden_of_another_checkpoint_is_refused_before_a_shard_is_loaded(
     monkeypatch.setattr(Decoder, "__init__", lambda *_, **__: pytest.fail("loaded"))
     result = cli(*command.split(), llama_bundle.root, "--golden", file)
     assert result.exit_code == 2
-    assert "the golden's checkpoint: found" in result.stderr
+    assert "the golden's checkpoint: found content hash" in result.stderr

@@ -21,14 +21,7 @@ from workbench.exporter.calibrate import draw_windows
 from workbench.exporter.weights import all_weights
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import plain_stage_lines
-from workbench.recommend import (
-    EXCEEDED,
-    KEPT,
-    NOT_MEASURED,
-    ON_LIMIT,
-    candidates,
-    sentences,
-)
+from workbench.recommend import EXCEEDED, KEPT, NOT_MEASURED, ON_LIMIT, candidates
 
 pytestmark = pytest.mark.usefixtures("shared_conversions")
 
@@ -324,6 +317,5 @@ def test_a_check_that_is_over_is_named_beside_a_kept_limit_of_kl():
     assert not any("OVER" in sentence for sentence in sentences)
 
 
-def test_answers_and_pages_count_the_same_checks_as_quality():
-    """Neither room may import the other."""
-    assert sentences.QUALITY_CHECKS == {*validation.QUALITY_CHECKS}
+def test_pages_name_the_figure_of_every_check_of_quality():
+    assert {*validation.QUALITY_FIGURES} == {*gates.QUALITY_CHECKS}

@@ -33,6 +33,9 @@ OVER = "OVER"
 EXPORT_WORDS = {GREEN, RED, NOT_RUN}
 QUALITY_WORDS = {WITHIN, OVER, NOT_RUN}
 MAX_KL_GATE = "max_kl"  # the check of quality in every validation
+# The names of the checks of quality. A check that did not run has no word of its own that tells
+# it from a gate on the export.
+QUALITY_CHECKS = (MAX_KL_GATE, "transcript", "stop", "answers")
 VERDICT = "verdict.json"
 NOTES = "verdicts"  # the folder of this checkout's notes on verdict.json files
 SOURCE = Path(__file__).parent  # the folder of the gates' source

@@ -212,10 +212,11 @@ def check_exported_from(source: Checkpoint | Golden, bundle: Bundle) -> None:
         subject, theirs = "the golden's checkpoint", source.checkpoint_sha256
     if theirs != ours:
         needed = (
-            f"{ours[:12]}, the one that bundle {bundle.root.name} was exported from"
+            f"{bundle.manifest.checkpoint['name']}, content hash {ours[:12]}, the "
+            f"checkpoint that bundle {bundle.root.name} was exported from"
         )
         step = "give that checkpoint, or a golden of it, or export this one"
-        raise InputError(subject, theirs[:12], needed, step)
+        raise InputError(subject, f"content hash {theirs[:12]}", needed, step)
 
 
 def check_fits(golden: Golden, bundle: Bundle) -> None:

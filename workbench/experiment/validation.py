@@ -43,8 +43,8 @@ COMMON_CHARACTERS = 160  # of a text before the first difference that a page sho
 NOT_CHECKED = "not checked here"
 TENSORS = {"update": "update", "k": "row of K", "v": "row of V"}
 """Tensors that a heatmap may show, the first that was measured, in words."""
-# the checks of quality → the names of their figures
-QUALITY_CHECKS = {
+# `gates.QUALITY_CHECKS` → the names of their figures
+QUALITY_FIGURES = {
     "max_kl": "mean KL",
     "answers": "answers",
     "transcript": "tokens agreed",
@@ -120,7 +120,7 @@ def _export_reason(all_gates: list[Gate]) -> str:
     names = [
         gate.name
         for gate in all_gates
-        if gate.verdict == gates.NOT_RUN and gate.name not in QUALITY_CHECKS
+        if gate.verdict == gates.NOT_RUN and gate.name not in gates.QUALITY_CHECKS
     ]
     rest = f" Not run: {', '.join(names)}." if names else ""
     if missing := gates.missing_gates(all_gates):
@@ -132,10 +132,10 @@ def _export_reason(all_gates: list[Gate]) -> str:
 def _quality_figures(all_gates: list[Gate]) -> str:
     """The figures of the checks of quality beside their limits."""
     return "; ".join(
-        f"{QUALITY_CHECKS[gate.name]} {words_of(gate.value)} "
+        f"{QUALITY_FIGURES[gate.name]} {words_of(gate.value)} "
         f"(limit {words_of(gate.threshold)})"
         for gate in all_gates
-        if gate.name in QUALITY_CHECKS and gate.value is not None
+        if gate.name in QUALITY_FIGURES and gate.value is not None
     )
 
 

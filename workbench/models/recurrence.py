@@ -109,9 +109,9 @@ def decays(g, order) -> Decays:
     g = g * order.clamp(0, 1)
     # [B, 1, T, T]: 1 where column j is earlier
     before = (order - order.transpose(2, 3)).clamp(0, 1)
-    own = g * before
-    # [B, H, T, T]: before @ own sums g over the tokens between j and i
-    between = torch.exp(before @ own + own) * before
+    earlier = g * before
+    # [B, H, T, T]: before @ earlier sums g over the tokens between j and i
+    between = torch.exp(before @ earlier + earlier) * before
     leave = torch.exp(before.transpose(2, 3) @ g)
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
 
@@ -127,8 +127,8 @@ def recall(q, k, v, matrix, among: Decays):
     """The values [B, H, T, V] that the tokens of a call read: from the state `matrix`
     [B, H, K, V], from earlier tokens of the call, and from themselves."""
     earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
-    own = (q * k).sum(-1, keepdim=True) * v
-    return (q @ matrix) * among.enter + (earlier + own)
+    themselves = (q * k).sum(-1, keepdim=True) * v
+    return (q @ matrix) * among.enter + (earlier + themselves)
 
 
 def repeated(x, heads: Heads, times: int):

@@ -19,9 +19,6 @@ INTERVAL_NOTE = (
     "The interval holds for this text alone: the KL on another text may lie outside it "
     "and above the limit, which `workbench evaluate` with --text shows."
 )
-QUALITY_CHECKS = {gates.MAX_KL_GATE, "transcript", "stop", "answers"}
-"""The names of the checks of quality. One that did not run has no word of its own that
-tells it from a gate on the export."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,9 @@ def _describe_export(results: Sequence[Gate]) -> str:
             f"({', '.join(names)}). Next step: {_step_after_red(names)}."
         )
     not_run_note = ""
-    names_not_run = [name for name in _not_run(results) if name not in QUALITY_CHECKS]
+    names_not_run = [
+        name for name in _not_run(results) if name not in gates.QUALITY_CHECKS
+    ]
     if names_not_run:
         noun = "gate" if len(names_not_run) == 1 else "gates"
         not_run_note = f"; {noun} not run: {', '.join(names_not_run)}"
@@ -194,7 +193,7 @@ def _describe_quality(results: Sequence[Gate]) -> list[str]:
             f"Quality OVER: {gate.name} is {gate.value:.3g}, less than your limit of "
             f"{gate.threshold:.3g} ({gate.reason})."
         )
-    if names := [name for name in _not_run(results) if name in QUALITY_CHECKS]:
+    if names := [name for name in _not_run(results) if name in gates.QUALITY_CHECKS]:
         noun = "Check" if len(names) == 1 else "Checks"
         sentences.append(f"{noun} of quality not run: {', '.join(names)}.")
     return sentences
