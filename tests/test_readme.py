@@ -2,6 +2,7 @@
 named there are there."""
 
 import ast
+import json
 import re
 import shlex
 import sys
@@ -251,6 +252,23 @@ def test_the_glossary_has_every_gate_and_every_state():
     assert {"rows", "ring", "tail", "matrix"} <= kinds
     assert "docs/glossary.md" in (ROOT / "README.md").read_text()
     assert "glossary.md" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_readme_shows_lines_of_the_answer_that_make_run_ends_in():
+    (shown,) = re.findall(r"^  ```\n(.*?)^  ```", PAGES[0].read_text(), re.M | re.S)
+    report = (ROOT / "experiments/05_stateful_kv_cache/report.md").read_text()
+    lines = [" ".join(line.rstrip("… ").split()) for line in shown.splitlines()]
+    assert {"export GREEN", "quality WITHIN"} <= set(lines)
+    for line in lines:
+        assert line.lower() in report.lower(), line
+
+
+def test_the_readme_says_how_long_make_run_takes_and_how_much_it_writes():
+    rows = json.loads((ROOT / "experiments" / "commands.json").read_text())
+    (measured,) = (row for row in rows if row["command"] == "make run")
+    said = re.search(r"took about (\d+) minutes and ([\d.]+) GB", PAGES[0].read_text())
+    assert int(said[1]) == round(measured["seconds"] / 60)
+    assert float(said[2]) == round(measured["bytes"] / 1e9, 1)
 
 
 def test_the_readme_names_every_family():
