@@ -142,7 +142,7 @@ def test_a_weight_fault_planted_by_hand_is_red_as_written(tmp_path, monkeypatch)
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    page = ROOT / "docs" / "extend.md"
+    page = ROOT / "docs" / "guide.md"
     snippets = blocks("python", page)
     (snippet,) = (block for block in snippets if "faults.copies" in block)
     (export,) = (
@@ -151,11 +151,23 @@ def test_a_weight_fault_planted_by_hand_is_red_as_written(tmp_path, monkeypatch)
         if "workbench export data/tiny-llama build/sound" in line
     )
     assert cli(*shlex.split(export)[1:]).exit_code == 0
-    exec(snippet, {})
+    names = {}
+    exec(snippet, names)
     result = cli("validate", "build/one-weight", "--checkpoint", "data/tiny-llama")
     assert result.exit_code == 1
     (red,) = re.findall(r"^RED +(\w+) .*$", result.stdout, re.MULTILINE)
     assert red == "weights" and "layers.2.mlp.up_proj.weight" in result.stdout
+    (shown,) = re.findall(r"^```\n(RED.*?)^```", page.read_text(), re.M | re.S)
+    for line in shown.splitlines():
+        assert without_values(line.rstrip("…")) in without_values(result.stdout)
+    edits = re.findall(r"\| `(weight\.(?:scale|swap|shift).*?)` \|", page.read_text())
+    assert len(edits) == 4
+    for number, edit in enumerate(edits):
+        copy = names["Copy"](Path("build/sound"), Path(f"build/edit-{number}"))
+        weight = copy.weight("layers.2.mlp.up_proj.weight")
+        before = weight.read()
+        eval(edit, {"weight": weight, "copy": copy})
+        assert (weight.read() != before).any()
 
 
 def test_links_and_files_named_in_the_documents_lead_somewhere():
