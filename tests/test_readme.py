@@ -299,6 +299,22 @@ def test_the_readme_s_python_exports_validates_and_draws(tmp_path, monkeypatch):
     assert {"bundles", "golden"} <= {path.name for path in Path("data").iterdir()}
 
 
+def test_the_worked_diff_of_a_preset_applies_to_the_files():
+    (diff,) = blocks("diff", ROOT / "docs" / "extend.md")
+    _, *files = re.split(r"^--- a/(.+)\n\+\+\+ b/.+\n", diff, flags=re.MULTILINE)
+    for name, hunks in zip(files[::2], files[1::2], strict=True):
+        text = (ROOT / name).read_text()
+        _, *hunks = re.split(r"^@@ -.+ \+.+ @@.*\n", hunks, flags=re.MULTILINE)
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            before = "".join(line[1:] for line in lines if line[0] in " -")
+            assert text.count(before) == 1, f"{name}: {hunk}"
+            after = "".join(line[1:] for line in lines if line[0] in " +")
+            text = text.replace(before, after)
+        assert "int4-block64" in text
+    assert len(files) == 2 * 6
+
+
 def test_python_in_the_documents_imports_what_exists():
     pages = [*PAGES, ROOT / "miltorch" / "README.md", *ROOT.glob("plugins/*/README.md")]
     for name in names_imported("\n".join(blocks("python", *pages))):
