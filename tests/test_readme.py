@@ -203,7 +203,7 @@ def test_links_to_sections_of_the_documents_lead_to_headings():
 
 def test_files_and_names_of_the_code_that_the_documents_mention_exist():
     """A file may be named by the end of its path; docs/lost.md names files that are no
-    more, at a commit."""
+    more."""
     folders = "workbench", "miltorch", "tests", "tools", "data", "docs", "plugins"
     files = {f"/{path}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
     for page in PAGES:
@@ -241,7 +241,7 @@ def test_a_file_defines_what_the_documents_say_is_in_it():
     files += [*ROOT.glob("workbench/**/*.py"), *ROOT.glob("miltorch/**/*.py")]
     seen = []
     for page in PAGES:
-        if page.name == "lost.md":  # names code at older commits
+        if page.name == "lost.md":  # names code that is no more
             continue
         for names, path in NAMES_IN_FILE.findall(page.read_text()):
             matching = [file for file in files if file.as_posix().endswith(f"/{path}")]
