@@ -65,7 +65,7 @@ real: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/api.py
 
-# about ten minutes, with every core, as a user has it: writes the README's table and experiments/benchmarks
+# about ten minutes, with every core, as a user has it: writes experiments/benchmarks and the table of it in the README
 bench: .venv/ready
 	env -u OMP_NUM_THREADS $(BIN)/python tools/bench.py all
 

@@ -2,6 +2,7 @@
 named there are there."""
 
 import ast
+import json
 import re
 import shlex
 import sys
@@ -141,7 +142,7 @@ def test_a_weight_fault_planted_by_hand_is_red_as_written(tmp_path, monkeypatch)
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    page = ROOT / "docs" / "extend.md"
+    page = ROOT / "docs" / "guide.md"
     snippets = blocks("python", page)
     (snippet,) = (block for block in snippets if "faults.copies" in block)
     (export,) = (
@@ -150,11 +151,23 @@ def test_a_weight_fault_planted_by_hand_is_red_as_written(tmp_path, monkeypatch)
         if "workbench export data/tiny-llama build/sound" in line
     )
     assert cli(*shlex.split(export)[1:]).exit_code == 0
-    exec(snippet, {})
+    names = {}
+    exec(snippet, names)
     result = cli("validate", "build/one-weight", "--checkpoint", "data/tiny-llama")
     assert result.exit_code == 1
     (red,) = re.findall(r"^RED +(\w+) .*$", result.stdout, re.MULTILINE)
     assert red == "weights" and "layers.2.mlp.up_proj.weight" in result.stdout
+    (shown,) = re.findall(r"^```\n(RED.*?)^```", page.read_text(), re.M | re.S)
+    for line in shown.splitlines():
+        assert without_values(line.rstrip("…")) in without_values(result.stdout)
+    edits = re.findall(r"\| `(weight\.(?:scale|swap|shift).*?)` \|", page.read_text())
+    assert len(edits) == 4
+    for number, edit in enumerate(edits):
+        copy = names["Copy"](Path("build/sound"), Path(f"build/edit-{number}"))
+        weight = copy.weight("layers.2.mlp.up_proj.weight")
+        before = weight.read()
+        eval(edit, {"weight": weight, "copy": copy})
+        assert (weight.read() != before).any()
 
 
 def test_links_and_files_named_in_the_documents_lead_somewhere():
@@ -190,7 +203,7 @@ def test_links_to_sections_of_the_documents_lead_to_headings():
 
 def test_files_and_names_of_the_code_that_the_documents_mention_exist():
     """A file may be named by the end of its path; docs/lost.md names files that are no
-    more, at a commit."""
+    more."""
     folders = "workbench", "miltorch", "tests", "tools", "data", "docs", "plugins"
     files = {f"/{path}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
     for page in PAGES:
@@ -228,7 +241,7 @@ def test_a_file_defines_what_the_documents_say_is_in_it():
     files += [*ROOT.glob("workbench/**/*.py"), *ROOT.glob("miltorch/**/*.py")]
     seen = []
     for page in PAGES:
-        if page.name == "lost.md":  # names code at older commits
+        if page.name == "lost.md":  # names code that is no more
             continue
         for names, path in NAMES_IN_FILE.findall(page.read_text()):
             matching = [file for file in files if file.as_posix().endswith(f"/{path}")]
@@ -253,6 +266,23 @@ def test_the_glossary_has_every_gate_and_every_state():
     assert "glossary.md" in (ROOT / "docs" / "architecture.md").read_text()
 
 
+def test_the_readme_shows_lines_of_the_answer_that_make_run_ends_in():
+    (shown,) = re.findall(r"^  ```\n(.*?)^  ```", PAGES[0].read_text(), re.M | re.S)
+    report = (ROOT / "experiments/05_stateful_kv_cache/report.md").read_text()
+    lines = [" ".join(line.rstrip("… ").split()) for line in shown.splitlines()]
+    assert {"export GREEN", "quality WITHIN"} <= set(lines)
+    for line in lines:
+        assert line.lower() in report.lower(), line
+
+
+def test_the_readme_says_how_long_make_run_takes_and_how_much_it_writes():
+    rows = json.loads((ROOT / "experiments" / "commands.json").read_text())
+    (measured,) = (row for row in rows if row["command"] == "make run")
+    said = re.search(r"took about (\d+) minutes and ([\d.]+) GB", PAGES[0].read_text())
+    assert int(said[1]) == round(measured["seconds"] / 60)
+    assert float(said[2]) == round(measured["bytes"] / 1e9, 1)
+
+
 def test_the_readme_names_every_family():
     page = PAGES[0].read_text()
     assert not [name for name in FAMILIES if f"`{name}`" not in page]
@@ -267,6 +297,22 @@ def test_the_readme_s_python_exports_validates_and_draws(tmp_path, monkeypatch):
     assert names["result"].verdict == "GREEN"
     assert Path("heatmap.png").stat().st_size > 0
     assert {"bundles", "golden"} <= {path.name for path in Path("data").iterdir()}
+
+
+def test_the_worked_diff_of_a_preset_applies_to_the_files():
+    (diff,) = blocks("diff", ROOT / "docs" / "extend.md")
+    _, *files = re.split(r"^--- a/(.+)\n\+\+\+ b/.+\n", diff, flags=re.MULTILINE)
+    for name, hunks in zip(files[::2], files[1::2], strict=True):
+        text = (ROOT / name).read_text()
+        _, *hunks = re.split(r"^@@ -.+ \+.+ @@.*\n", hunks, flags=re.MULTILINE)
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            before = "".join(line[1:] for line in lines if line[0] in " -")
+            assert text.count(before) == 1, f"{name}: {hunk}"
+            after = "".join(line[1:] for line in lines if line[0] in " +")
+            text = text.replace(before, after)
+        assert "int4-block64" in text
+    assert len(files) == 2 * 6
 
 
 def test_python_in_the_documents_imports_what_exists():

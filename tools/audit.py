@@ -7,8 +7,8 @@ It uses none of the package's statistics: it reads files with pandas and has the
 For every report below `experiments/` it checks the tables against the stored ones, figures and
 tables of times against the samples of their runs, the labels of axes, and the numbers of the
 Answers. For the shipped log it checks units, rates, the ratio of every row of `fidelity`, and
-that no row has an older definition. The README's table of benchmarks is computed from the samples
-in `experiments/benchmarks`, and every number in the prose of README.md and docs needs a test, a
+that no row has an older definition. The tables of benchmarks are computed from the samples in
+`experiments/benchmarks`, and every number in the prose of README.md and docs needs a test, a
 constant or a source (`audit_prose.py`). The exit code is 1 if a number differs, and 2 if PROJECT
 has no shipped log."""
 

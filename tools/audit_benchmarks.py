@@ -1,13 +1,16 @@
-"""Computes the README's table of benchmarks again from their samples.
+"""Computes both tables of benchmarks again from their samples: the README's, which has the rows of
+`README_ROWS`, and that of experiments/benchmarks/README.md, which has all rows.
 
 It uses neither the package's statistics nor those of `bench_record.py`."""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from bench_record import README_ROWS, TableRow
 from finding import Finding
 
 ROW_TOLERANCE = 6e-3  # relative: the table prints three digits
@@ -35,58 +38,95 @@ class Row:
 
     Args:
         what: what was measured.
-        command: the argument of `tools/bench.py`.
+        identity: its command, which is the argument of `tools/bench.py`, its series and its peer.
         ratio: None where one of the two was not measured.
         value: the median in `unit`; None where it was not measured.
-        peer: its name.
         peer_value: the peer's median, or None.
     """
 
     what: str
-    command: str
+    identity: TableRow
     ratio: Ratio | None
     value: float | None
-    peer: str
     peer_value: float | None
     unit: str
 
 
-def check_benchmarks(project: Path) -> list[Finding]:
-    """Lists the cells of the table that differ from the samples, rows without a benchmark and
-    benchmarks without a row."""
-    files = sorted((project / "experiments" / "benchmarks").glob("*.json"))
-    readme = project / "README.md"
-    block = BLOCK.search(readme.read_text()) if readme.exists() else None
-    if not files and not block:
-        return []
+def check_benchmarks(
+    project: Path, shown: Sequence[TableRow] = README_ROWS
+) -> list[Finding]:
+    """Lists samples that cannot be right, and the faults of both tables (`check_table`).
+
+    Args:
+        shown: the rows that the README must have.
+    """
+    folder = project / "experiments" / "benchmarks"
+    files = sorted(folder.glob("*.json"))
+    documents = [json.loads(file.read_text()) for file in files]
+    findings, rows = [], []
+    for document in documents:
+        findings += check_series(place_of(document["command"]), document)
+        rows += compute_rows(document)
+    by_identity = {row.identity: row for row in rows}
+    readme_rows = []
+    for row in shown if documents else ():
+        if row in by_identity:
+            readme_rows.append(by_identity[row])
+        else:
+            needed = "a row that the samples have"
+            label = f"{row.series} beside {row.peer}"
+            findings.append(
+                Finding(place_of(row.command), label, "README_ROWS", needed)
+            )
+    findings += check_table("README.md", project, documents, readme_rows)
+    page = "experiments/benchmarks/README.md"
+    return findings + check_table(page, project, documents, rows)
+
+
+def place_of(command: str) -> str:
+    """The place of a finding about a benchmark."""
+    return f"benchmarks/{command}"
+
+
+def check_table(
+    page: str, project: Path, documents: list[dict], rows: list[Row]
+) -> list[Finding]:
+    """Lists the cells of a page's table that differ from the samples, rows without a benchmark,
+    benchmarks without a row, and machines that the page does not name.
+
+    Args:
+        page: its path in the project.
+        rows: those that the table must have. Rows of one label are in the table's order.
+    """
+    path = project / page
+    block = BLOCK.search(path.read_text()) if path.exists() else None
     lines = block[1].splitlines() if block else []
     # every row with a benchmark is removed from these
     unmatched = printed_rows(lines)
     findings = []
-    for file in files:
-        document = json.loads(file.read_text())
-        place = f"benchmarks/{file.stem}"
-        findings += check_series(place, document)
-        for row in compute_rows(document):
-            rows_with_label = unmatched.get((row.what, row.command))
-            if rows_with_label:
-                printed = rows_with_label.pop(0)
-                findings += check_row(place, row, printed)
-            else:
-                missing = "no row in README.md"
-                findings.append(Finding(place, row.what, missing, "a row"))
-        condition = f"- `{document['command']}`: {document['machine']}; "
-        if not any(_names_machine(line, document) for line in lines):
-            findings.append(Finding(place, "machine", "not in README.md", condition))
+    for row in rows:
+        place = place_of(row.identity.command)
+        rows_with_label = unmatched.get((row.what, row.identity.command))
+        if rows_with_label:
+            findings += check_row(place, row, rows_with_label.pop(0))
+        else:
+            findings.append(Finding(place, row.what, f"no row in {page}", "a row"))
+    commands = {row.identity.command for row in rows}
+    for document in documents:
+        is_shown = document["command"] in commands
+        if is_shown and not any(_names_machine(line, document) for line in lines):
+            needed = f"- `{document['command']}`: {document['machine']}; "
+            place = place_of(document["command"])
+            findings.append(Finding(place, "machine", f"not in {page}", needed))
     for (what, command), remaining in unmatched.items():
         for _ in remaining:
             row = f"a row of `{command}`"
-            findings.append(Finding("README.md", what, row, "no benchmark"))
+            findings.append(Finding(page, what, row, "no benchmark"))
     return findings
 
 
 def _names_machine(line: str, document: dict) -> bool:
-    """Whether a line of the README names the machine of a document. One line may stand for
+    """Whether a line of a page names the machine of a document. One line may stand for
     the documents of several commands."""
     commands, _, words = line.partition("`: ")
     is_named = f"`{document['command']}`" in f"{commands}`"
@@ -134,10 +174,9 @@ def compute_rows(document: dict) -> list[Row]:
         peer = series_by_name[comparison["peer"]]
         row = Row(
             what=comparison["what"],
-            command=document["command"],
+            identity=TableRow(document["command"], series["name"], peer["name"]),
             ratio=compute_ratio(series, peer),
             value=_median(series),
-            peer=peer["name"],
             peer_value=_median(peer),
             unit=series["unit"],
         )
@@ -168,8 +207,9 @@ def check_row(place: str, row: Row, texts: list[str]) -> list[Finding]:
     _, ratio, value, peer, _ = texts
     findings = check_ratio(place, f"ratio of {row.what}", ratio, row.ratio)
     name, _, peer_value = peer.rpartition(": ")
-    if name != row.peer:
-        findings.append(Finding(place, f"peer of {row.what}", name, row.peer))
+    if name != row.identity.peer:
+        needed = row.identity.peer
+        findings.append(Finding(place, f"peer of {row.what}", name, needed))
     label = f"value of {row.what}"
     findings += check_value(place, label, value, row.value, row.unit)
     label = f"peer's value of {row.what}"

@@ -2,8 +2,10 @@
 *peers*, the other programs, in the same run:
 
     python tools/bench.py decode | prompt | export | validate | evaluate | log | cell
-    python tools/bench.py all      # all of them, in a process each, for the README's table
-    python tools/bench.py table    # writes the README's table from experiments/benchmarks
+    python tools/bench.py all      # all of them, in a process each, and writes the tables
+    python tools/bench.py table    # writes the tables from experiments/benchmarks
+
+The README has the rows of `README_ROWS`, the page experiments/benchmarks/README.md has all rows.
 
 Contestants, the workbench and its peers, take turns, round by round. A measurement prints its
 ratios and medians, and writes every sample, with the machine, its load, versions and commit, to
@@ -48,7 +50,7 @@ from bench_record import (
     Comparison,
     Measurement,
     Series,
-    write_table,
+    write_tables,
 )  # beside this script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +83,7 @@ LLAMA_CPP_TYPES = {
 # preset → Hugging Face's dtype beside it: that of the checkpoint, or of the stored weights
 HF_DTYPES = {"int8-channel": "bfloat16", "fp16": "float16"}
 IGNORED_LABEL = -100  # transformers computes no loss of such a label
-# the measurements behind the README's table: command → its options
+# the measurements behind the tables: command → its options
 PUBLISHED_RUNS = {
     "decode": ["--depths", "64", "--presets", "int8-channel", "--presets", "fp16"]
     + ["--presets", "int4-block32"],
@@ -707,8 +709,8 @@ MEASUREMENTS: dict[str, Callable[[BenchOptions, Path], Measurement]] = {
 
 
 def run_all(out: Path, folder: Path) -> None:
-    """Runs every measurement of the README's table, each in a process of its own, and writes the
-    table. A measurement that fails leaves its earlier file as it is."""
+    """Runs every measurement of the tables, each in a process of its own, and writes the tables. A
+    measurement that fails leaves its earlier file as it is."""
     failed, start = [], time.monotonic()
     for name, options in PUBLISHED_RUNS.items():
         print(f"{name}:", flush=True)
@@ -721,8 +723,8 @@ def run_all(out: Path, folder: Path) -> None:
             failed.append(name)
     print(f"{time.monotonic() - start:.0f} s in all")
     if failed:
-        sys.exit(f"these failed, and the table was not written: {', '.join(failed)}")
-    write_table(ROOT / "README.md", out)
+        sys.exit(f"these failed, and the tables were not written: {', '.join(failed)}")
+    write_tables(ROOT, out)
 
 
 def main(
@@ -760,7 +762,7 @@ def main(
         json_: print the file in place of ratios and medians.
     """
     if command == "table":
-        return write_table(ROOT / "README.md", out or PUBLISHED)
+        return write_tables(ROOT, out or PUBLISHED)
     folder.mkdir(parents=True, exist_ok=True)
     if command == "all":
         return run_all(out or PUBLISHED, folder)

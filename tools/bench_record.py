@@ -1,11 +1,14 @@
-"""What a benchmark records, and the README's table that is made of it.
+"""What a benchmark records, and the two tables that are made of it: all comparisons on the page
+beside the files, and a few of them in the README.
 
 A file COMMAND.json has the comparisons, every sample of every series, and the machine, its load,
-versions and commit. `tools/audit.py` computes the table again from these files by formulas of its
+versions and commit. `tools/audit.py` computes the tables again from these files by formulas of its
 own."""
 
 import json
 import statistics
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +18,30 @@ from page_blocks import replace_block
 FASTER_IS_MORE = {"tok/s": True, "s": False}
 """Unit → whether the larger number is the faster one. Series of other units are not compared."""
 NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a table: a comparison, named by its command, its series and its peer.
+
+    The text of a row names the model too, which is another one where SmolLM2 is missing."""
+
+    command: str
+    series: str
+    peer: str
+
+
+README_ROWS = (
+    TableRow("decode", "int8-channel at 64", "llama.cpp Q8_0 at 64"),
+    TableRow("decode", "int8-channel at 64", "HF bfloat16 at 64"),
+    TableRow("prompt", "int8-channel, T = 64", "llama.cpp Q8_0"),
+    TableRow("evaluate", "evaluate", "HF fp32, documented loop"),
+    TableRow("validate", "first validation with checkpoint", "HF fp32, one pass"),
+    TableRow("export", "export", "coremltools, one shard of each kind × their number"),
+    TableRow("log", "first load of a copy", "pandas"),
+)
+"""The rows of the README's table, in its order: one for each task of a user in the default preset,
+and both peers of decoding."""
 
 
 @dataclass(frozen=True)
@@ -128,29 +155,57 @@ def read_measurement(document: dict) -> Measurement:
     )
 
 
-def table(folder: Path) -> list[str]:
-    """The lines of the README's table, and the machines and commits behind it."""
+def table(folder: Path, shown: Sequence[TableRow] | None = None) -> list[str]:
+    """The lines of a table, and the machines and commits behind its rows.
+
+    Args:
+        folder: where the files of the benchmarks are.
+        shown: the rows of the table, in its order; None: all that the files have.
+
+    Raises:
+        SystemExit: the files lack a row of `shown`.
+    """
     documents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not documents:
         return ["No benchmark is published: `make bench` measures them."]
-    lines = [
+    lines_of_rows = {
+        TableRow(document["command"], comparison.series, comparison.peer): line
+        for document in documents
+        for comparison, line in row_lines(document)
+    }
+    rows = list(lines_of_rows) if shown is None else shown
+    for row in rows:
+        if row not in lines_of_rows:
+            sys.exit(
+                f"{folder / row.command}.json: found no comparison of `{row.series}` with "
+                f"`{row.peer}`: run `make bench`, or correct README_ROWS"
+            )
+    commands = {row.command for row in rows}
+    used = [document for document in documents if document["command"] in commands]
+    return [
         "| what | times as fast as the peer | value | peer | command |",
         "|---|---|---|---|---|",
+        *(lines_of_rows[row] for row in rows),
+        "",
+        *machine_lines(used),
     ]
-    for document in documents:
-        measurement = read_measurement(document)
-        for comparison in measurement.comparisons:
-            series = measurement.named(comparison.series)
-            peer = measurement.named(comparison.peer)
-            cells = [
-                comparison.what,
-                measurement.ratio(comparison),
-                series.value,
-                f"{peer.name}: {peer.value}",
-                f"`{document['command']}`",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", *machine_lines(documents)]
+
+
+def row_lines(document: dict) -> list[tuple[Comparison, str]]:
+    """Every comparison of a document, with its line of a table."""
+    measurement = read_measurement(document)
+    rows = []
+    for comparison in measurement.comparisons:
+        peer = measurement.named(comparison.peer)
+        cells = [
+            comparison.what,
+            measurement.ratio(comparison),
+            measurement.named(comparison.series).value,
+            f"{peer.name}: {peer.value}",
+            f"`{document['command']}`",
+        ]
+        rows.append((comparison, f"| {' | '.join(cells)} |"))
+    return rows
 
 
 def machine_lines(documents: list[dict]) -> list[str]:
@@ -189,6 +244,18 @@ def machine_line(document: dict) -> str:
     return f"- `{document['command']}`: {'; '.join(parts)}"
 
 
-def write_table(readme: Path, folder: Path) -> None:
-    """Writes the table into the README's block `benchmarks`."""
-    replace_block(readme, "benchmarks", table(folder))
+def write_tables(
+    project: Path, folder: Path, shown: Sequence[TableRow] = README_ROWS
+) -> None:
+    """Writes the block `benchmarks` of two pages of a project: the rows `shown` into the README,
+    all rows into the page of the benchmarks.
+
+    Args:
+        folder: where the files of the benchmarks are.
+
+    Raises:
+        SystemExit: the files lack a row of `shown`, or a page has no such block.
+    """
+    replace_block(project / "README.md", "benchmarks", table(folder, shown))
+    page = project / "experiments" / "benchmarks" / "README.md"
+    replace_block(page, "benchmarks", table(folder))

@@ -1,17 +1,20 @@
-"""The README's table of benchmarks is what their samples say, and the audit names what is not."""
+"""Both tables of benchmarks are what their samples say, and the audit names what is not."""
 
 import json
 import re
 
 import pytest
 from audit_benchmarks import NUMBER, check_benchmarks
+from bench import PUBLISHED_RUNS
 from bench_record import (
+    README_ROWS,
     Comparison,
     Measurement,
     Series,
+    TableRow,
     format_number,
     table,
-    write_table,
+    write_tables,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,15 +50,24 @@ EXPORT = Measurement(
 )
 
 
+SHOWN = (
+    TableRow("export", "export", "coremltools"),
+    TableRow("decode", "fp16 at 64", "llama.cpp F16 at 64"),
+)
+PAGES = ("README.md", "experiments/benchmarks/README.md")
+
+
 @pytest.fixture
 def project(tmp_path):
-    """A project with two benchmarks and the README's table of them."""
+    """A project with two benchmarks and both tables of them; the README's has the rows SHOWN."""
     folder = tmp_path / "experiments" / "benchmarks"
     for command, measurement in {"decode": DECODE, "export": EXPORT}.items():
         measurement.save(folder, command, {"rounds": 3}, CONDITIONS)
-    readme = tmp_path / "README.md"
-    readme.write_text("Before\n<!-- benchmarks -->\n<!-- /benchmarks -->\nAfter\n")
-    write_table(readme, folder)
+    for page in PAGES:
+        (tmp_path / page).write_text(
+            "Before\n<!-- benchmarks -->\n<!-- /benchmarks -->\nAfter\n"
+        )
+    write_tables(tmp_path, folder, SHOWN)
     return tmp_path
 
 
@@ -77,24 +89,53 @@ def test_a_file_has_every_sample_and_null_for_a_missing_peer(project):
     assert document.items() >= CONDITIONS.items()
 
 
-def test_the_table_replaces_itself_and_the_audit_finds_nothing(project):
-    readme = project / "README.md"
-    text = readme.read_text()
-    assert text.startswith("Before\n") and text.endswith("\nAfter\n")
-    assert "| decode, fp16 | 0.6 (0.5 to 1.5) | 12 tok/s | HF at 64: 20 tok/s |" in text
-    write_table(readme, project / "experiments/benchmarks")
-    assert readme.read_text() == text
-    assert check_benchmarks(project) == []
+def test_the_tables_replace_themselves_and_the_audit_finds_nothing(project):
+    texts = [(project / page).read_text() for page in PAGES]
+    readme, page = texts
+    for text in texts:
+        assert text.startswith("Before\n") and text.endswith("\nAfter\n")
+    row = "| decode, fp16 | 0.6 (0.5 to 1.5) | 12 tok/s | HF at 64: 20 tok/s |"
+    assert row in page and row not in readme
+    assert readme.index("| export, fp16 |") < readme.index("| decode, fp16 |")
+    write_tables(project, project / "experiments/benchmarks", SHOWN)
+    assert [(project / page).read_text() for page in PAGES] == texts
+    assert check_benchmarks(project, SHOWN) == []
 
 
-def test_a_row_twice_and_a_row_less_are_named(project):
-    readme = project / "README.md"
-    text = readme.read_text()
+def test_the_readme_names_the_machines_of_its_rows_alone(project):
+    write_tables(project, project / "experiments/benchmarks", SHOWN[:1])
+    readme, page = [(project / page).read_text() for page in PAGES]
+    assert "- `export`: chip" in readme and "decode" not in readme
+    assert "- `decode`, `export`: chip" in page
+    assert check_benchmarks(project, SHOWN[:1]) == []
+
+
+def test_a_row_of_the_readme_that_no_file_has_is_refused_and_named(project):
+    unknown = TableRow("decode", "fp16 at 64", "pandas")
+    with pytest.raises(
+        SystemExit, match=r"decode\.json: found .* with `pandas`: run `make bench`"
+    ):
+        write_tables(project, project / "experiments/benchmarks", [*SHOWN, unknown])
+    (finding,) = check_benchmarks(project, [*SHOWN, unknown])
+    assert finding[:2] == ("benchmarks/decode", "fp16 at 64 beside pandas")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_row_twice_and_a_row_less_are_named(project, page):
+    path = project / page
+    text = path.read_text()
     (row,) = [line for line in text.splitlines() if "llama.cpp F16" in line]
-    readme.write_text(text.replace(row, f"{row}\n{row}"))
-    assert [finding[3] for finding in check_benchmarks(project)] == ["no benchmark"]
-    readme.write_text(text.replace(f"{row}\n", ""))
-    assert [finding[3] for finding in check_benchmarks(project)] == ["a row"]
+    path.write_text(text.replace(row, f"{row}\n{row}"))
+    (finding,) = check_benchmarks(project, SHOWN)
+    assert (finding[0], finding[3]) == (page, "no benchmark")
+    path.write_text(text.replace(f"{row}\n", ""))
+    (finding,) = check_benchmarks(project, SHOWN)
+    assert finding[2:] == (f"no row in {page}", "a row")
+
+
+def test_the_readme_has_a_few_rows_of_published_benchmarks():
+    assert len(set(README_ROWS)) == len(README_ROWS) <= 8
+    assert {row.command for row in README_ROWS} <= set(PUBLISHED_RUNS)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +157,18 @@ def test_a_row_twice_and_a_row_less_are_named(project):
     ],
 )
 def test_a_planted_fault_of_the_table_is_named(project, printed, planted, label):
-    readme = project / "README.md"
-    assert printed in readme.read_text()
-    readme.write_text(readme.read_text().replace(printed, planted, 1))
-    findings = check_benchmarks(project)
+    page = project / PAGES[1]
+    assert printed in page.read_text()
+    page.write_text(page.read_text().replace(printed, planted, 1))
+    findings = check_benchmarks(project, SHOWN)
     assert findings and any(finding[1].endswith(label) for finding in findings)
+
+
+def test_a_planted_fault_of_the_readme_s_table_is_named(project):
+    readme = project / "README.md"
+    readme.write_text(readme.read_text().replace("10 (10 to 12)", "12 (10 to 12)"))
+    (finding,) = check_benchmarks(project, SHOWN)
+    assert finding[:2] == ("benchmarks/export", "ratio of export, fp16")
 
 
 @pytest.mark.parametrize(
@@ -131,13 +179,17 @@ def test_a_planted_fault_of_the_samples_is_named(project, name, planted):
     document = json.loads(path.read_text())
     document["series"][0][name] = planted
     path.write_text(json.dumps(document))
-    assert any(label == "fp16 at 64" for _, label, *_ in check_benchmarks(project))
+    assert any(
+        label == "fp16 at 64" for _, label, *_ in check_benchmarks(project, SHOWN)
+    )
 
 
-def test_the_shipped_table_is_what_the_shipped_samples_say():
+def test_the_shipped_tables_are_what_the_shipped_samples_say():
     assert check_benchmarks(ROOT) == []
     folder = ROOT / "experiments" / "benchmarks"
-    assert "\n".join(table(folder)) in (ROOT / "README.md").read_text()
+    readme, page = [(ROOT / page).read_text() for page in PAGES]
+    assert "\n".join(table(folder, README_ROWS)) in readme
+    assert "\n".join(table(folder)) in page
 
 
 @given(st.floats(1e-12, 1e12))
