@@ -345,7 +345,7 @@ def test_a_wrong_name_of_an_export_option_in_a_grid_names_the_right_one(tmp_path
     grid.write_text(f"checkpoint: {DATA / 'tiny-llama'}\nexport: {{compres: [fp16]}}\n")
     result = cli("sweep", grid)
     assert result.exit_code == 2
-    assert "export: compres; needs names of export options" in result.stderr
+    assert "export: compres; needs one of the export options" in result.stderr
     assert "did you mean compress?" in result.stderr
     missing = cli("sweep", tmp_path / "none.yaml")
     assert "found no such file; needs a YAML file" in missing.stderr
