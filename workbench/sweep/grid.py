@@ -315,9 +315,10 @@ def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
         golden.checkpoint_sha256,
     }
     if hashes:
-        actual = f"golden of checkpoint {golden.checkpoint_sha256[:12]}"
+        digest = golden.checkpoint_sha256[:12]
+        actual = f"golden of a checkpoint with content hash {digest}"
         step = "run: workbench golden CHECKPOINT --out G"
-        raise InputError(subject, actual, f"one of {min(hashes)[:12]}", step)
+        raise InputError(subject, actual, f"a golden of {min(hashes)[:12]}", step)
     ids = golden.ids.tolist()
     if grid.validate_ids not in ([], ids):
         actual, needed = f"validate_ids {grid.validate_ids}", f"the golden's {ids}"
