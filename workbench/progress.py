@@ -107,6 +107,13 @@ def plain_line(text: str) -> bool:
     return True
 
 
+def announce(text: str) -> None:
+    """Prints a line on stderr that stays, on a terminal too, before long work begins."""
+    end_stage()
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
 def shows_plain_lines() -> bool:
     """Whether `plain_line` prints."""
     return _prints_plain_lines and sys.stderr is not None and not sys.stderr.isatty()
