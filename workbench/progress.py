@@ -71,7 +71,7 @@ def stage(name: str) -> None:
     removed when the next stage or bar begins, or when a command prints its result;
     elsewhere it stays (see `plain_stage_lines`). The name is also written to the file of
     `STAGE_FILE_VARIABLE`, where there is one."""
-    global _stage_line, _last_line_s
+    global _stage_line
     from tqdm import tqdm
 
     _give_each_process_its_lock()
@@ -82,9 +82,7 @@ def stage(name: str) -> None:
     if sys.stderr is None:  # closed by the shell; `print` would write on stdout
         return
     if not sys.stderr.isatty():
-        if _prints_plain_lines:
-            _last_line_s = time.monotonic()
-            print(name, file=sys.stderr, flush=True)
+        plain_line(name)
         return
     _stage_line = tqdm(desc=name, bar_format="{desc} …", leave=False, disable=None)
 
@@ -93,14 +91,32 @@ def tick(name: str) -> bool:
     """Says how far counted work is, where its bar is not shown because stderr is no
     terminal: a plain line, at most one in `TICK_S` seconds (see `plain_stage_lines`).
     Returns whether it was printed."""
-    global _last_line_s
-    if not _prints_plain_lines or sys.stderr is None or sys.stderr.isatty():
-        return False
     if time.monotonic() - _last_line_s < TICK_S:
         return False
+    return plain_line(name)
+
+
+def plain_line(text: str) -> bool:
+    """Prints a line that a log file keeps, such as the result of a cell, where stderr is no
+    terminal (see `plain_stage_lines`). Returns whether it was printed."""
+    global _last_line_s
+    if not shows_plain_lines():
+        return False
     _last_line_s = time.monotonic()
-    print(name, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
     return True
+
+
+def announce(text: str) -> None:
+    """Prints a line on stderr that stays, on a terminal too, before long work begins."""
+    end_stage()
+    if sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def shows_plain_lines() -> bool:
+    """Whether `plain_line` prints."""
+    return _prints_plain_lines and sys.stderr is not None and not sys.stderr.isatty()
 
 
 def end_stage() -> None:

@@ -147,6 +147,17 @@ def test_evaluate_warns_of_a_text_whose_tokens_are_mostly_unknown(
     assert invoke(*evaluate, text)["tokens"] == len(WORDS.split())
 
 
+@pytest.mark.parametrize(("count", "is_timed"), [(1, False), (2, False), (3, True)])
+def test_a_rate_or_the_reason_why_there_is_none_follows_the_text(
+    llama_bundle, count, is_timed
+):
+    words = "generate", llama_bundle.root, "--prompt-ids", "4,5", "--max-new", count
+    rate = invoke(*words)["decode"]["tokens_per_s"]
+    summary = cli(*words).stdout.splitlines()[-1]
+    assert (rate is not None) == is_timed
+    assert ("no tok/s with fewer than 3 new tokens" in summary) != is_timed
+
+
 @pytest.mark.parametrize("option", ["--prompt", "--prompt-ids"])
 def test_an_empty_prompt_is_refused(llama_bundle, option):
     with refused("prompt( ids)?: found no text"):
@@ -158,7 +169,7 @@ def test_a_prompt_that_is_too_long_is_counted_before_anything_is_loaded(
 ):
     monkeypatch.setattr("workbench.Decoder", None)
     ids = ",".join(["4"] * 40)
-    with refused("prompt of 40 tokens.*at most 32 tokens together"):
+    with refused("prompt of 40 tokens: found 8 too many; needs at most 32 tokens, the"):
         invoke("generate", llama_bundle.root, "--prompt-ids", ids, "--max-new", 1)
 
 
@@ -182,7 +193,10 @@ def test_a_model_that_ends_at_once_is_asked_with_chat(
     monkeypatch.setattr("workbench.decode.timed.timed_generation", end_at_once)
     prompt = "--prompt", "set river", "--max-new", 4
     text = cli("generate", chatting.root, *prompt, raises=True).stdout
-    assert "1 token (" in text and "with --chat, --prompt is a user's message" in text
+    assert (
+        "1 token, no tok/s" in text
+        and "with --chat, --prompt is a user's message" in text
+    )
     for other in ([chatting.root, "--chat"], [llama_bundle.root]):
         assert "with --chat" not in cli("generate", *other, *prompt, raises=True).stdout
 

@@ -224,11 +224,12 @@ def test_the_text_of_a_transcript_has_words_with_units():
     assert "3 of these" in text and not KEY.findall(text)
 
 
-@pytest.mark.parametrize("verdict, count", [("RED", 2), ("GREEN", 0)])
-def test_errors_beside_wrong_weights_are_said_to_be_of_the_stored_weights(
-    verdict, count
-):
-    gate = {"name": "weights", "verdict": verdict, "reason": "a tensor"}
+@pytest.mark.parametrize("verdict", ["RED", "GREEN"])
+def test_the_place_of_wrong_weights_is_the_tensor_and_no_layer(verdict):
+    clauses = (
+        "layers_01_01: model.layers.1.v_proj.weight: 9 times; host: norm.weight: 8"
+    )
+    gate = {"name": "weights", "verdict": verdict, "reason": clauses}
     place = {"tensor": "k", "layer": 0, "position": 1, "T": 1, "ratio": 2.0}
     figures = {"error": 0.1, "over_rounding": 2.0, "cosine": 1.0}
     figures |= {"psnr_db": 40.0, "max_abs": 0.1}
@@ -242,9 +243,17 @@ def test_errors_beside_wrong_weights_are_said_to_be_of_the_stored_weights(
         "logits": None,
         "cost": cost,
     }
-    text = "\n".join(format_validation(result, None))
-    assert text.count("2 times what rounding causes") == 2
-    assert text.count(f"2 times what rounding causes{STORED_WEIGHTS}") == count
+    lines = format_validation(result, None)
+    text = "\n".join(lines)
+    is_wrong = verdict == "RED"
+    assert text.count("2 times what rounding causes") == (1 if is_wrong else 2)
+    of_stored = f"2 times what rounding causes{STORED_WEIGHTS}"
+    assert text.count(of_stored) == int(is_wrong)
+    assert any(line.startswith("worst layer ") for line in lines) != is_wrong
+    places = [line for line in lines if line.startswith("place of the fault ")]
+    assert len(places) == int(is_wrong)
+    if is_wrong:
+        assert "gate weights: model.layers.1.v_proj.weight, norm.weight." in places[0]
     assert ("the cost of compression" in text) == (verdict == "GREEN")
 
 

@@ -163,3 +163,18 @@ def test_a_source_of_two_issues_is_named_once(llama_bundle):
 
 def test_every_rule_has_an_effect_that_the_legend_explains():
     assert {rule.effect for rule in rules.rules()} == {*EFFECTS}
+
+
+def last_line(*arguments) -> str:
+    return cli("plan", *arguments).stdout.splitlines()[-1]
+
+
+def test_the_last_line_of_a_plan_is_what_follows_it(llama_bundle):
+    step = last_line(TINY, "--max-seq-len", 32, "--compress", "fp16")
+    options = "--max-seq-len 32 --compress fp16"
+    assert step == f"{'next':20}workbench export {TINY} build/tiny-llama {options}"
+    step = last_line(llama_bundle.root)
+    bundle = f"workbench validate {llama_bundle.root} --checkpoint CHECKPOINT"
+    assert step == f"{'next':20}{bundle}"
+    assert last_line(TINY, "--memory", "1K").startswith("next    ")
+    assert "plan a smaller export" in last_line(TINY, "--memory", "1K")

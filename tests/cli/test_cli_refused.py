@@ -151,7 +151,24 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("plan {bundle} --max-seq-len 64", "--max-seq-len"),
         ("plan {tiny} --runtime coreml", "--runtime"),
         ("generate {bundle}", "one of them"),
-        ("generate {bundle} --prompt-ids 1" + 32 * ",1", "max_seq_len"),
+        (
+            "generate {bundle} --prompt-ids 1" + 32 * ",1",
+            "prompt of 33 tokens: found 1 too many; needs at most 32 tokens",
+        ),
+        (
+            "generate {bundle} --prompt-ids 1,2,3 --max-new 31",
+            "found room for 30 new tokens, 31 asked for; needs at most 32 tokens together",
+        ),
+        (
+            "generate {bundle} --prompt-ids 1,2 --max-new 31 --logits l.npy",
+            "Next: lower --max-new to 30, shorten",
+        ),
+        (
+            "generate {bundle} --prompt-ids 1,9999",
+            "--prompt-ids: found 9999 at place 2; needs token ids from 0 to 255: the "
+            "vocabulary has 256 tokens. Next: correct the id",
+        ),
+        ("evaluate {bundle} --prompt-ids -1,2", "--prompt-ids: found -1 at place 1;"),
         ("generate {bundle} --prompt-ids 1 --logits /proc/l.npy", "--logits"),
         ("generate {bundle} --prompt-ids ²", "a whole number"),
         ("generate {bundle} --prompt-ids 1 --tokens -1", "--tokens"),
@@ -345,7 +362,7 @@ def test_a_wrong_name_of_an_export_option_in_a_grid_names_the_right_one(tmp_path
     grid.write_text(f"checkpoint: {DATA / 'tiny-llama'}\nexport: {{compres: [fp16]}}\n")
     result = cli("sweep", grid)
     assert result.exit_code == 2
-    assert "export: compres; needs names of export options" in result.stderr
+    assert "export: compres; needs one of the export options" in result.stderr
     assert "did you mean compress?" in result.stderr
     missing = cli("sweep", tmp_path / "none.yaml")
     assert "found no such file; needs a YAML file" in missing.stderr

@@ -59,6 +59,17 @@ def test_another_checkpoint_is_refused_before_anything_is_computed(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_hashes_of_another_checkpoint_are_said_to_be_of_its_content(
+    llama_bundle, exports
+):
+    other = exports.checkpoint("llama", num_hidden_layers=1)
+    result = cli("validate", llama_bundle.root, "--checkpoint", other)
+    ours = llama_bundle.manifest.checkpoint["sha256"]
+    assert result.exit_code == 2
+    assert f"checkpoint {other.name}: found content hash " in result.stderr
+    assert f"; needs content hash {ours[:12]}, the one that bundle" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["validate", "validate units"])
 def test_a_golden_of_another_checkpoint_is_refused_before_a_shard_is_loaded(
     command, llama_bundle, tmp_path, monkeypatch
@@ -67,4 +78,4 @@ def test_a_golden_of_another_checkpoint_is_refused_before_a_shard_is_loaded(
     monkeypatch.setattr(Decoder, "__init__", lambda *_, **__: pytest.fail("loaded"))
     result = cli(*command.split(), llama_bundle.root, "--golden", file)
     assert result.exit_code == 2
-    assert "the golden's checkpoint: found content hash" in result.stderr
+    assert "the golden's checkpoint: found content hash " in result.stderr

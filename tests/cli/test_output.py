@@ -9,6 +9,7 @@ from workbench.cli.output import (
     READ_AND_EXPORT,
     fit_terminal,
     format_result,
+    print_and_exit,
     step_after_red,
 )
 
@@ -92,8 +93,34 @@ def test_a_command_and_a_page_are_not_broken(monkeypatch):
     monkeypatch.setattr("sys.stdout", Terminal())
     step, page = f"{'next':20}{COMMAND}", f"| {REASON} |\n| - |"
     assert fit_terminal([step, page, "", "a"]) == [step, page, "", "a"]
+    step = step.replace("workbench", ".venv/bin/workbench", 1)
+    assert fit_terminal([step]) == [step]
     rows = fit_terminal([f"- {REASON}To export it: {COMMAND}"])
     assert rows[-1] == f"  {COMMAND}" and max(map(len, rows[:-1])) <= 60
+
+
+def test_the_next_command_works_where_the_shell_does_not_find_workbench(
+    tmp_path, monkeypatch, capsys
+):
+    program = tmp_path / ".venv" / "bin" / "workbench"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    other = tmp_path / "other"
+    other.mkdir()
+
+    def last_line(step: str) -> str:
+        print_and_exit({"a": 1}, False, next_command=step)
+        return capsys.readouterr().out.splitlines()[-1].removeprefix("next").strip()
+
+    monkeypatch.chdir(tmp_path)
+    assert last_line("workbench report 05") == ".venv/bin/workbench report 05"
+    assert last_line(READ_AND_EXPORT) == READ_AND_EXPORT
+    monkeypatch.chdir(other)
+    assert last_line("workbench report 05") == f"{program} report 05"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert last_line("workbench report 05") == "workbench report 05"
 
 
 def test_the_figures_of_an_evaluation_have_units_and_whole_words():

@@ -1,6 +1,7 @@
 """Notebooks run headless: a failed run leaves the finished one and its own partial page, and the
 command in a report gives the run again."""
 
+import json
 import re
 import shlex
 import shutil
@@ -34,6 +35,7 @@ def test_a_notebook_runs_with_other_parameters_and_a_failed_run_changes_nothing(
     result = run_notebook("7", {"MAX_SEQ_LEN": 32}, progress=False)
     assert (result["experiment"], result["verdict"]) == (NAME, "GREEN")
     assert result["conclusion"] == "32 rows."
+    assert run_of(last_run("07"))["seconds"] > 0
     assert [figure["alt"] for figure in result["figures"]] == ["bars of speed"]
     folder = last_run("07")
     assert folder == project / "build" / "experiments" / NAME / "tiny-llama"
@@ -72,6 +74,37 @@ def test_a_notebook_that_never_concludes_is_refused(project, forked):
     with refused("end the notebook with experiment.conclude"):
         run_notebook("07", progress=False)
     assert files_of(last_run("07")) == before
+
+
+def test_the_time_of_a_published_run_is_announced_for_its_parameters_alone(
+    project, capsys, monkeypatch
+):
+    toy.example().conclude("A run.")
+    folder = publish_run(last_run("07"))
+    values = notebook_parameters("07").values
+    run = run_of(folder)
+    environment = {"machine": "A chip, 8 GiB, 2 cores"}
+    run |= {"parameters": values, "environment": environment}
+    # a run before times were recorded, and one that took 75 s
+    for seconds, text in (
+        (None, ""),
+        (75.4, "07_toy: about 1:15 (min:s), the time of its published run on A chip"),
+    ):
+        (folder / "run.json").write_text(json.dumps(run | {"seconds": seconds}))
+
+        def stop(*_, **__):
+            raise CellError("no kernel")
+
+        monkeypatch.setattr("workbench.kernel.execute", stop)
+        for parameters, is_same in (({}, True), ({"MAX_SEQ_LEN": 32}, False)):
+            for progress in (True, False):
+                with pytest.raises(CellError):
+                    run_notebook("07", parameters, progress=progress)
+                said = capsys.readouterr().err
+                if text and is_same and progress:
+                    assert said.startswith(text)
+                else:
+                    assert said == ""
 
 
 def test_what_a_notebook_does_not_have_is_refused_before_anything_runs(project):

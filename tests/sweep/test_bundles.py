@@ -88,7 +88,7 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
         ({"golden": "no/such/golden"}, "no such file"),
         (
             {"bundle": [], "checkpoint": str(DATA / "tiny-llama")},
-            "golden of checkpoint",
+            "golden of a checkpoint with content hash",
         ),
         ({"bundle": ["no/such/bundle"]}, "nothing there"),
     ],

@@ -130,7 +130,7 @@ def test_a_cluster_without_workers_says_so_and_goes_on_with_a_new_one(
         stderr += capsys.readouterr().err
     cluster_here.scale(1)
     running.join(60)
-    assert sorted(results) == ["1", "2"]
+    assert sorted(results) == [(1, "1"), (2, "2")]
 
 
 def test_what_is_no_address_is_one_message():

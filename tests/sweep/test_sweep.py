@@ -137,7 +137,7 @@ def test_workers_say_what_is_done_and_what_auto_means_there(
 
     def run_cells(client, measure, cells):
         measured_cells.extend(cells)
-        return [CellResult("ok", None)] * len(cells)
+        return [(cell, CellResult("ok", None)) for cell in cells]
 
     monkeypatch.setattr(cluster, "run_jobs", run_cells)
     changed = grid | {"run": grid["run"] | {"runtime": ["auto", "portable"]}}

@@ -16,6 +16,7 @@ from workbench.cli.options import (
     Execution,
     Json,
     Prompt,
+    check_length,
     check_runnable,
     load_exported_checkpoint,
     reject_unused,
@@ -26,6 +27,10 @@ from workbench.progress import end_stage, stage
 
 # Share of tokens that the tokenizer does not know, above which `evaluate` warns.
 MAX_UNKNOWN = 0.1
+
+LEAST_TIMED = 3
+"""New tokens of which a rate is measured: the first is the prompt's, and the step that gives
+the second is a first call."""
 
 
 def generate(
@@ -84,15 +89,8 @@ def generate(
         ids = encode_chat(exported.tokenizer, prompt.prompt)
     else:
         ids = prompt.token_ids(exported)
-    S = exported.manifest.options.max_seq_len
-    if len(ids) + max(max_new - 1, 0) > S:
-        raise InputError(
-            f"prompt of {len(ids)} tokens",
-            f"{max_new} new tokens asked for",
-            f"at most {S} tokens together, the bundle's max_seq_len",
-            "shorten the prompt (--tokens), lower --max-new, or export with a larger "
-            "--max-seq-len",
-        )
+    check_length(ids, exported)
+    _check_room(ids, exported, max_new, keeps_logits=logits is not None)
     if prompt.prompt:
         _warn_of_unknown_words(exported.tokenizer, prompt.prompt)
     decoder = execution.decoder(exported, fast=True)
@@ -102,6 +100,8 @@ def generate(
     summary = f"{times['tokens']} token{'' if times['tokens'] == 1 else 's'}"
     if times["tokens_per_s"] is not None:
         summary += f", {times['tokens_per_s']:.1f} tok/s"
+    elif times["tokens"]:
+        summary += f", no tok/s with fewer than {LEAST_TIMED} new tokens"
     summary += f" ({result['runtime']}, {result['precision']})"
     printed = ""  # the text was printed piece by piece
     if result["text"] is None:
@@ -113,6 +113,24 @@ def generate(
             "template: with --chat, --prompt is a user's message in that template."
         )
     print_and_exit(result, json, lines)
+
+
+def _check_room(ids: list[int], bundle, max_new: int, keeps_logits: bool) -> None:
+    """Refuses more new tokens than the cache has room for behind a prompt.
+
+    Args:
+        keeps_logits: whether the last new token runs too, for the logits behind it.
+    """
+    S = bundle.manifest.options.max_seq_len
+    room = S - len(ids) + (0 if keeps_logits else 1)
+    if max_new > room:
+        raise InputError(
+            f"prompt of {len(ids)} tokens",
+            f"room for {room} new tokens, {max_new} asked for",
+            f"at most {S} tokens together, the bundle's max_seq_len",
+            f"lower --max-new to {room}, shorten the prompt (--tokens), or export with a "
+            "larger --max-seq-len",
+        )
 
 
 def _check_chat_template(tokenizer: Path) -> None:

@@ -82,8 +82,8 @@ class Prompt:
             folder, V, longest = source.tokenizer, source.config.vocab_size, self.tokens
         if self.prompt_ids is not None:
             parts = self.prompt_ids.split(",")
-            # what is no number stays a text, which `check_ids` refuses by name
-            ids = [int(part) if part.strip().isdecimal() else part for part in parts]
+            ids = [int(part) for part in parts]
+            _check_vocabulary(ids, V)
         elif self.prompt is not None or self.text:
             text = paths.read_text(self.text) if self.text else self.prompt
             ids = encode_text(folder, text)
@@ -101,6 +101,19 @@ class Prompt:
         ids = self.token_ids(bundle)
         check_length(ids, bundle)
         return ids
+
+
+def _check_vocabulary(ids: list[int], V: int) -> None:
+    """Raises an InputError that names the first id of --prompt-ids outside a vocabulary of V
+    tokens."""
+    for place, number in enumerate(ids, start=1):
+        if not 0 <= number < V:
+            raise InputError(
+                "--prompt-ids",
+                f"{number} at place {place}",
+                f"token ids from 0 to {V - 1}: the vocabulary has {V} tokens",
+                "correct the id, or give the text instead: --prompt TEXT",
+            )
 
 
 def check_length(ids: list[int], bundle) -> None:
@@ -407,7 +420,20 @@ def load_exported_checkpoint(path: Path | None, bundle, command: str):
     name = paths.model_name(folder)
     checkpoint_checks.check_exported_family(folder, name, bundle)
     source = load_checkpoint(path, command)
+    check_content(source, bundle)
+    return source
+
+
+def check_content(source, bundle) -> None:
+    """Raises an InputError unless a `Bundle` was exported from this `Checkpoint`, or from
+    that of this `Golden`; its message says of what the two hashes are."""
     from workbench.check.golden import check_exported_from
 
-    check_exported_from(source, bundle)
-    return source
+    try:
+        check_exported_from(source, bundle)
+    except InputError as problem:
+        actual, needed = (
+            f"content hash {problem.actual}",
+            f"content hash {problem.needed}",
+        )
+        raise InputError(problem.subject, actual, needed, problem.next_step) from None

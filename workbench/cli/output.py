@@ -38,7 +38,7 @@ LONGEST_LABEL = 20  # characters, with the spaces behind it
 # What the further rows of a wrapped line are indented by: the sign of a list, the id of a
 # rule, or a label with the spaces up to its value.
 LABEL = re.compile(r"- |[A-Z]+\d+ +|\S+(?: \S+)* {2,}| +")
-COMMAND = re.compile(r"(?<=: |  )workbench .*$")
+COMMAND = re.compile(r"(?<=: |  )(\S*/)?workbench .*$")
 """A command at the end of a line."""
 # The stream for results while `libraries_on_stderr` is active; None: stdout.
 document_stream: TextIO | None = None
@@ -77,7 +77,7 @@ def print_and_exit(
     else:
         lines = lines or format_result(result)
         if next_command:
-            lines = [*lines, f"{'next':20}{next_command}"]
+            lines = [*lines, f"{'next':20}{with_program(next_command)}"]
         lines = fit_terminal(lines)
     print_document("\n".join(lines))
     if code is None:
@@ -131,6 +131,18 @@ def has_wrong_weights(gates: list[dict]) -> bool:
 def command_line(*words: str | Path) -> str:
     """A command of `workbench` as a shell takes it."""
     return shlex.join(["workbench", *map(str, words)])
+
+
+def with_program(command: str) -> str:
+    """A command of `workbench` with the path of the program where a shell would not find it,
+    as before `. .venv/bin/activate`; another text as it is."""
+    program, space, words = command.partition(" ")
+    script = Path(sys.executable).with_name("workbench")
+    if program != "workbench" or shutil.which(program) or not script.is_file():
+        return command
+    with suppress(ValueError):  # not below the working folder
+        script = script.relative_to(Path.cwd())
+    return f"{shlex.quote(str(script))}{space}{words}"
 
 
 def step_after_red(

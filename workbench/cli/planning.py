@@ -2,7 +2,7 @@
 compute unit of every operation."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from workbench.cli.options import (
     load_checkpoint,
     reject_unused,
 )
-from workbench.cli.output import format_result, print_and_exit
+from workbench.cli.output import command_line, format_result, print_and_exit
 from workbench.errors import InputError
 from workbench.progress import stage
 
@@ -123,7 +123,31 @@ def plan(
     speed = _predicted_speed(source, chosen, drafts, chip)
     placed = _placement(bundle, device, placed_on, generation)
     lines = [*_memory_lines(result, memory), *speed.lines, *placed.lines]
-    print_and_exit(result | speed.json | placed.json, json, lines)
+    step = _next_step(path, bundle, options, result["fits"])
+    print_and_exit(result | speed.json | placed.json, json, lines, next_command=step)
+
+
+def _next_step(path: Path, bundle, options: ExportOptions, fits: bool) -> str:
+    """What the user does after a plan: the export that was planned, or the validation of a
+    finished bundle; a smaller export where the planned one does not fit in memory.
+
+    Args:
+        path: of the checkpoint or the bundle, as the user gave it.
+    """
+    if not fits:
+        return (
+            "plan a smaller export: --compress lut6-g16, a smaller --max-seq-len, or more "
+            "--memory"
+        )
+    if bundle:
+        return command_line("validate", path, "--checkpoint", "CHECKPOINT")
+    name = paths.model_name(paths.locate_checkpoint(path))
+    words = ["export", path, Path("build") / name]
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if value != option.default:
+            words += [f"--{option.name.replace('_', '-')}", value]
+    return command_line(*words)
 
 
 def _memory_lines(result: dict, memory: str | None) -> list[str]:

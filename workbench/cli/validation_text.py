@@ -1,5 +1,6 @@
 """The text of a validation: each figure of its JSON in words, with its unit."""
 
+import re
 from math import isnan
 from textwrap import shorten
 
@@ -14,6 +15,9 @@ TENSORS = {"update": "the update", "k": "a row of K", "v": "a row of V"}
 STORED_WEIGHTS = " with the stored weights (gate weights judges the weights)"
 """What follows an error over what rounding causes where the stored weights are wrong: they
 change the error and what rounding causes alike."""
+
+WRONG_TENSOR = re.compile(r"(?:^|; )\S+: ([\w.]+): ")
+"""The checkpoint's tensor in a clause of the reason of gate `weights`, behind the shard."""
 
 UNIT_COLUMNS = {
     "over_rounding": "error over rounding",
@@ -60,6 +64,10 @@ def _replace_keys(result: dict) -> dict:
     is_wrong = has_wrong_weights(result.get("gates", []))
     for name, value in result.items():
         match name:
+            case "gates":
+                texts[name] = value
+                if is_wrong:
+                    texts["place of the fault"] = _describe_wrong_weights(value)
             case "min_cosine":  # stands in the line of the mean
                 pass
             case "worst" if value:
@@ -85,6 +93,17 @@ def _replace_keys(result: dict) -> dict:
             case _:
                 texts[name] = value
     return texts
+
+
+def _describe_wrong_weights(gates: list[dict]) -> str:
+    """The place of the fault where gate `weights` is RED: the tensors that it names."""
+    (reason,) = [gate["reason"] for gate in gates if gate["name"] == "weights"]
+    names = [*dict.fromkeys(WRONG_TENSOR.findall(reason))]
+    tensors = ", ".join(names) or "what it names"
+    return (
+        f"gate weights: {tensors}. The errors below are those of a program with these "
+        "weights, and do not show the place"
+    )
 
 
 def _describe_worst(worst: dict, is_wrong: bool) -> str:
@@ -134,12 +153,12 @@ def _describe_cost(cost: dict, is_wrong: bool, has_logits: bool) -> dict:
     texts = {"cost": cost_table(cost).to_dict("records"), "columns": [columns]}
     if not has_logits:
         texts["same top token"] = f"at {cost['same_top']:.2%} of the positions"
-    if cost["budget"]:
+    if cost["budget"] and not is_wrong:  # wrong weights have another place
         worst = cost["budget"]["worst"]
         texts["worst layer"] = (
             f"{TENSORS.get(worst['tensor'], worst['tensor'])} of layer {worst['layer']}, "
             f"T = {worst['T']}: over positions, the RMS error is {worst['ratio']:.4g} "
-            f"times what rounding causes{STORED_WEIGHTS if is_wrong else ''}"
+            "times what rounding causes"
         )
     return texts
 

@@ -1,6 +1,7 @@
 """Notebooks executed headless, each in a kernel of its own."""
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from workbench.experiment.notebooks import find_notebook
 from workbench.experiment.parameters import check_lengths, notebook_parameters
 from workbench.experiment.publishing import publish_run
 from workbench.files import locked, write_whole
+from workbench.progress import announce
+
+SECONDS = "seconds"
+"""The key of run.json with the time of the whole notebook in a kernel of its own, its start
+included; runs of a notebook in JupyterLab have none."""
 
 
 def run_notebook(
@@ -53,8 +59,14 @@ def run_notebook(
     needed = "one run of a notebook at a time in a checkout"
     busy = InputError(f"notebook {source.stem}", "another run of it", needed, step)
     with locked(copies / f".{source.stem}.lock", busy):
+        if progress and (expected := describe_published_time(number, parameters)):
+            announce(expected)
+        start = time.monotonic()
         kernel.execute(source, copy, parameters, progress=progress)
+        seconds = time.monotonic() - start
         folder = _find_concluded(source, copy)
+        timed = folders.read_run(folder) | {SECONDS: round(seconds, 1)}
+        folders.write_json(folder / folders.RUN, timed)
         write_whole(folder / folders.NOTEBOOK, copy.read_bytes())
         os.replace(copy, copies / source.name)
     executed = folder / folders.NOTEBOOK
@@ -79,6 +91,30 @@ def run_notebook(
         "runs": run["run_ids"],
         "report": str(folder / folders.REPORT),
     }
+
+
+def describe_published_time(number: str, parameters: Mapping) -> str | None:
+    """How long the published run of a notebook with these parameters took, in a sentence;
+    None where no such run recorded its time.
+
+    Args:
+        parameters: values in place of the notebook's own.
+    """
+    stem = find_notebook(number).stem
+    values = None
+    for file in sorted(folders.shipped_root().glob(f"{stem}*/{folders.RUN}")):
+        run = folders.read_json(file)
+        if not run.get(SECONDS) or folders.experiment_name(file.parent, run) != stem:
+            continue
+        values = values or notebook_parameters(number).values | dict(parameters)
+        if run["parameters"] == values:
+            minutes, seconds = divmod(round(run[SECONDS]), 60)
+            machine = run["environment"]["machine"]
+            return (
+                f"{stem}: about {minutes}:{seconds:02d} (min:s), the time of its "
+                f"published run on {machine}"
+            )
+    return None
 
 
 def check_parameters(number: str, parameters: Mapping) -> None:

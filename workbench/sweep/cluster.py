@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.errors import InputError
 from workbench.runtime import resolve
@@ -97,9 +97,9 @@ def resolve_auto(client, named: Sequence[str]) -> list[str]:
 
 def run_jobs(
     client, measure: Callable[..., CellResult], jobs: list
-) -> Iterator[CellResult]:
-    """Yields the result of `measure` for each job on a worker, in the order in which the
-    jobs end; closes the client at the end. While there is no worker that could measure,
+) -> Iterator[tuple[Any, CellResult]]:
+    """Yields each job with the result of `measure` for it on a worker, in the order in which
+    the jobs end; closes the client at the end. While there is no worker that could measure,
     one line on stderr says so.
 
     Raises:
@@ -111,7 +111,9 @@ def run_jobs(
     with client, client.as_current():
         # impure: Dask would take equal jobs, such as rounds of a cell, for one
         options = {"resources": {RESOURCE: 1}, "pure": False}
-        pending, announced = set(client.map(measure, jobs, **options)), False
+        futures = client.map(measure, jobs, **options)
+        job_of = dict(zip(futures, jobs, strict=True))
+        pending, announced = set(futures), False
         while pending:
             try:
                 ended = wait(pending, WAIT_S, "FIRST_COMPLETED").done
@@ -130,9 +132,10 @@ def run_jobs(
                     client.cancel([*pending])
                     raise problem
                 if problem:
-                    yield CellResult("failed", f"the worker died or left: {problem}")
+                    reason = f"the worker died or left: {problem}"
+                    yield job_of[future], CellResult("failed", reason)
                 else:
-                    yield future.result()
+                    yield job_of[future], future.result()
 
 
 class _Workers(NamedTuple):

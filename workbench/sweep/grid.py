@@ -22,11 +22,10 @@ from pydantic import (
 
 from workbench import exporter, log, paths
 from workbench.bundle import Bundle, Options
-from workbench.bundle.manifest import first_fault
 from workbench.bundle.presets import check_calibrated
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
-from workbench.errors import InputError, did_you_mean
+from workbench.errors import InputError, did_you_mean, field_error
 from workbench.files import checkout, output_root
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import check_runtime, resolve
@@ -238,23 +237,15 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         InputError: an unknown key, option or value, bundles of one name, or a golden of
             another checkpoint or prompt.
     """
+    if not isinstance(mapping, dict):
+        actual = "no keys" if mapping is None else reprlib.repr(mapping)
+        needed = "keys with values, such as checkpoint: data/tiny-llama"
+        raise InputError(subject, actual, needed, NEXT_STEP)
     try:
         grid = Grid.model_validate(mapping)
     except ValidationError as problem:
-        place, fault = first_fault(problem, "the grid")
-        needed = fault["msg"]
-        if "[key]" in place:  # pydantic's words for a wrong name of an export option
-            part, name = place.split(".")[:2]
-            actual = f"{part}: {name}"
-            needed = "names of export options"
-            step = did_you_mean(name, Options.model_fields, NEXT_STEP)
-            raise InputError(subject, actual, needed, step) from None
-        if fault["type"] == "extra_forbidden":
-            # the depth of the key says whose it is: "x", "run.x", "run.hints.0.x"
-            part = {0: Grid, 1: Run}.get(place.count("."), Hints)
-            needed = f"one of the keys {', '.join(part.model_fields)}"
-        actual = f"{place}: {reprlib.repr(fault.get('input'))}"
-        raise InputError(subject, actual, needed, NEXT_STEP) from None
+        raise _grid_error(problem, subject) from None
+    _check_export_options(grid, subject)
     sources = _open_sources(grid)
     # the log and the Explorer tell finished bundles apart by their folder's name
     if len({source.path.name for source in sources}) < len(grid.bundle):
@@ -263,6 +254,38 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     if grid.golden:
         grid = _with_golden(grid, sources, subject)
     return grid
+
+
+def _grid_error(problem: ValidationError, subject: str) -> InputError:
+    """The error for the first key or value of a grid that is wrong."""
+    fault = problem.errors(include_url=False)[0]
+    place = fault["loc"]
+    if "[key]" in place:  # pydantic's word for a wrong name of an export option
+        part, name, *_ = place
+        step = did_you_mean(name, Options.model_fields, NEXT_STEP)
+        needed = f"one of the export options {', '.join(Options.model_fields)}"
+        return InputError(subject, f"{part}: {name}", needed, step)
+    return field_error(fault, Grid, subject, NEXT_STEP)
+
+
+def _check_export_options(grid: Grid, subject: str) -> None:
+    """Refuses a value that no export option has. Presets and combinations of options are
+    left to `exporter.make_options`."""
+    for name, values in grid.export.items():
+        for index, value in enumerate(values if name != "compress" else ()):
+            if fault := _option_fault(name, value):
+                fault["loc"] = "export", name, index
+                raise field_error(fault, Grid, subject, NEXT_STEP)
+
+
+def _option_fault(name: str, value: object) -> dict | None:
+    """Pydantic's error for a value that no combination of export options can have."""
+    try:
+        Options(**{name: value})
+    except ValidationError as problem:
+        fault = problem.errors(include_url=False)[0]
+        return fault if fault["loc"] else None
+    return None
 
 
 def _open_sources(grid: Grid) -> set[Source]:
@@ -292,9 +315,10 @@ def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
         golden.checkpoint_sha256,
     }
     if hashes:
-        actual = f"golden of checkpoint {golden.checkpoint_sha256[:12]}"
+        digest = golden.checkpoint_sha256[:12]
+        actual = f"golden of a checkpoint with content hash {digest}"
         step = "run: workbench golden CHECKPOINT --out G"
-        raise InputError(subject, actual, f"one of {min(hashes)[:12]}", step)
+        raise InputError(subject, actual, f"a golden of {min(hashes)[:12]}", step)
     ids = golden.ids.tolist()
     if grid.validate_ids not in ([], ids):
         actual, needed = f"validate_ids {grid.validate_ids}", f"the golden's {ids}"

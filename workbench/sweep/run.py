@@ -25,14 +25,15 @@ from workbench.check.gates import jsonable
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar, stage
-from workbench.runtime import is_device
+from workbench.progress import bar, plain_line, shows_plain_lines, stage
+from workbench.runtime import is_device, resolve
 from workbench.sweep import cluster, energy, identity, timing
 from workbench.sweep.grid import (
     MEASURED,
     Cell,
     CellResult,
     Grid,
+    Run,
     RunKey,
     RunSettings,
     Source,
@@ -106,13 +107,16 @@ def sweep(
     try:
         with bar(desc=progress, total=len(todo), unit="cell") as progress_bar:
             if scheduler:
-                new_results = cluster.run_jobs(client, measure, todo)
+                ended = cluster.run_jobs(client, measure, todo)
             else:
                 report = progress_bar.set_postfix_str
-                new_results = map(partial(measure, report=report), todo)
-            for result in new_results:
+                ended = ((cell, measure(cell, report=report)) for cell in todo)
+            for cell, result in ended:
                 results.append(result)
                 progress_bar.update()
+                if shows_plain_lines():
+                    count = f"{progress}: cell {len(results)} of {len(todo)}"
+                    plain_line(f"{count}, {describe_end(cell, result, root)}")
     except (KeyboardInterrupt, InputError, OSError, MemoryError) as problem:
         logged = len(planned) - len(todo)
         logged += sum(result.status in MEASURED for result in results)
@@ -158,6 +162,44 @@ def _check_writable(root: Path) -> None:
     except OSError as problem:
         needed, step = "a folder that can be written", "name another with --log"
         raise InputError(f"log {root}", problem.strerror, needed, step) from None
+
+
+def describe_end(cell: Cell, result: CellResult, root: log.Root = None) -> str:
+    """A cell that has ended, in one line: its settings, and its tok/s in the log or the
+    reason why it failed or is invalid."""
+    words = describe_cell(cell)
+    if cell.run.rounds > 1:
+        words += f", round {cell.round + 1} of {cell.run.rounds}"
+    results = []
+    if result.status in MEASURED:
+        key = cell.key()
+        rows = log.load("runs", root, {"setting": key.setting, "round": key.round})
+        rates = rows["tokens_per_s"].dropna()
+        results += [f"{rate:.4g} tok/s" for rate in rates[-1:]]
+    if result.status != "ok":
+        results.append(f"{result.status}: {result.reason}")
+    return f"{words}: {', '.join(results) or result.status}"
+
+
+def describe_cell(cell: Cell) -> str:
+    """The bundle or checkpoint of a cell, the settings that a user varies most, and the
+    other ones that differ from their defaults."""
+    options, run, defaults = cell.options, cell.run, Run()
+    name = cell.source.path.name if cell.source.finished else cell.source.name
+    words = [name, options.compress, f"S={options.max_seq_len}"]
+    others = identity.non_default_options(options)
+    words += [
+        f"{option}={value}"
+        for option, value in others.items()
+        if option not in ("compress", "max_seq_len")
+    ]
+    words += [f"T={run.T}", f"depth={run.depth}"]
+    for axis in ("runtime", "precision", "fast", "reads", "compute_units", "hints"):
+        value = getattr(run, axis)
+        default = resolve() if axis == "runtime" else getattr(defaults, axis)[0]
+        if value and value != default:
+            words.append(f"{axis}={value}")
+    return " ".join(words)
 
 
 def missing(planned: Iterable[Cell], root: log.Root = None) -> list[Cell]:
@@ -351,13 +393,9 @@ class CellMeasurement:
         )
 
     def _report_stage(self, stage: str) -> None:
-        """Reports a stage, with the bundle's checkpoint and the settings that a user
-        varies most."""
+        """Reports a stage of the cell."""
         if self.report:
-            options, run = self.cell.options, self.cell.run
-            settings = f"{options.compress} S={options.max_seq_len}"
-            settings += f" T={run.T} depth={run.depth}"
-            self.report(f"{stage} {self.cell.source.name} {settings}")
+            self.report(f"{stage} {describe_cell(self.cell)}")
 
 
 def export_bundle(cell: Cell, bundles: Path) -> Path:
