@@ -103,9 +103,13 @@ def field_error(
         subject: the file, in words.
         step: what to do where no similar name is known.
     """
-    place = ".".join(map(str, fault["loc"])) or "its contents"
     value = fault.get("input")
-    actual = f"{place}: {reprlib.repr(value)}"
+    *parents, last = fault["loc"] or ["its contents"]
+    if last == "[key]":  # pydantic's word for a wrong key, which is the part before it
+        actual = f"{'.'.join(map(str, parents[:-1]))}: the key {reprlib.repr(value)}"
+    else:
+        place = ".".join(map(str, [*parents, last]))
+        actual = f"{place}: {reprlib.repr(value)}"
     if fault["type"] == "extra_forbidden":
         names = _keys_at(model, fault["loc"][:-1])
         needed = f"one of the keys {', '.join(names)}"

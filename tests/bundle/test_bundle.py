@@ -160,19 +160,23 @@ KEYS = "shards/0/states/layers.0.k_state"
 ORDER = "every layer once, in order"
 # place in bundle.json, value, and words of the message where they are not the place
 BEYOND = [
-    ("version", 1, "version: .*a bundle of version 2.*export again"),
+    ("version", 1, "version 1; needs version 2.*export again"),
     ("shards", lambda shards: [shards[1], shards[0], *shards[2:]], ORDER),
     ("shards", lambda shards: shards[1:], ORDER),
     ("shards/1/layers", [0, 0], ORDER),
     ("shards/0/files", [], "shards.0.files: .*at least 1"),
     ("rope", [], "rope tables"),
     ("layers", [], "rope tables are not those of L layers"),
-    ("rope/0/inv_freq", [], "at least 1 item"),
+    ("rope/0/inv_freq", [], "at least 1 in the list"),
     ("options/max_seq_len", 10**30),
     ("options/batch", 10**12),
     ("dims/C", 10**30),
     (f"{KEYS}/shape", [1, 1, 10**12, 32], "shards.0.states"),
-    ("shards/0/states/layers.0.other_state", {}, "other_state.*should match"),
+    (
+        "shards/0/states/layers.0.other_state",
+        {},
+        "shards.0.states: the key .layers.0.other.*a text of the form",
+    ),
     ("shards/0/path", "a" * 5000),
     ("shards/0/path", "a\0b"),
     ("shards/0/path", "../b", "must stay inside"),

@@ -67,7 +67,7 @@ def test_the_hashes_of_another_checkpoint_are_said_to_be_of_its_content(
     ours = llama_bundle.manifest.checkpoint["sha256"]
     assert result.exit_code == 2
     assert f"checkpoint {other.name}: found content hash " in result.stderr
-    assert f"; needs content hash {ours[:12]}, the one that bundle" in result.stderr
+    assert f", content hash {ours[:12]}, the checkpoint that bundle" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["validate", "validate units"])

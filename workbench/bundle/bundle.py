@@ -5,26 +5,22 @@ SHA-256 when the bundle is validated."""
 import hashlib
 import json
 import math
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from workbench import paths
-from workbench.bundle.manifest import (
-    MANIFEST_VERSION,
-    FileEntry,
-    Manifest,
-    Shard,
-    first_fault,
-)
+from workbench.bundle.manifest import MANIFEST_VERSION, FileEntry, Manifest, Shard
 from workbench.bundle.names import PER_LAYER
-from workbench.errors import InputError
+from workbench.errors import InputError, field_error
 from workbench.files import (
     is_lfs_pointer,
     locked,
@@ -37,6 +33,7 @@ from workbench.files import (
 NOTES = "contents"  # the folder of this checkout's notes on bundles that were verified
 MIN_NOTED_BYTES = 1 << 24  # a smaller bundle is verified whenever a decoder opens it
 MAPPED_BYTES = 1 << 26  # of a table at a time: mapped memory counts as resident
+RESTORE = "restore the file, or make the bundle again with workbench export or adopt"
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
@@ -323,17 +320,40 @@ def new_bundle(target: Path) -> Iterator[Path]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Parses a manifest. Raises an InputError that names an unknown version or key."""
+    """Parses a manifest.
+
+    Raises:
+        InputError: no JSON, another version, or a key or a value that no manifest has.
+    """
     try:
         return Manifest.model_validate_json(read_bytes(path))
     except ValidationError as problem:
-        field, error = first_fault(problem, "its contents")
-        raise InputError(
-            str(path),
-            f"{field}: {error['msg']}",
-            f"a bundle of version {MANIFEST_VERSION}",
-            "export again with this workbench",
-        ) from None
+        fault = problem.errors(include_url=False)[0]
+        raise _manifest_error(str(path), fault) from None
+
+
+def _manifest_error(subject: str, fault: Mapping[str, Any]) -> InputError:
+    """The error for the first fault, one of pydantic's `errors()`, in a bundle.json."""
+    if fault["type"] == "json_invalid":
+        needed = "JSON, as workbench export writes it"
+        return InputError(subject, _json_fault(fault["ctx"]["error"]), needed, RESTORE)
+    if fault["loc"] == ("version",):
+        actual = f"version {fault['input']}"
+        needed = f"version {MANIFEST_VERSION}"
+        return InputError(subject, actual, needed, "export again with this workbench")
+    return field_error(fault, Manifest, subject, RESTORE)
+
+
+def _json_fault(text: str) -> str:
+    """Where and why a text is no JSON, from the words of pydantic's parser: `expected value
+    at line 1 column 1`."""
+    place = re.fullmatch(r"(.*) at line (\d+) column (\d+)", text, re.DOTALL)
+    if not place:
+        return f"no JSON: {text}"
+    reason, line, column = place.groups()
+    if reason.startswith("EOF"):
+        reason = "the file ends too early"
+    return f"no JSON in line {line}, column {column}: {reason}"
 
 
 def _check_size(root: Path, entry: FileEntry) -> None:

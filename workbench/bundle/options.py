@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from workbench.bundle.manifest import Options, first_fault
 from workbench.bundle.presets import PRESETS, REPLACED
-from workbench.errors import InputError, did_you_mean
+from workbench.errors import InputError, did_you_mean, needed_value, propose_choice
 
 
 def make_options(**fields) -> Options:
@@ -20,13 +20,15 @@ def make_options(**fields) -> Options:
         options = Options(**fields)
     except ValidationError as problem:
         name, error = first_fault(problem, "export options")
-        actual, needed = repr(error.get("input")), error["msg"]
-        if isinstance(error.get("input"), dict):
+        actual, needed = repr(error.get("input")), needed_value(error)
+        if not error["loc"]:
             # a combination: its message names the option that excludes another value
-            before, is_combination, behind = needed.partition(" needs ")
+            before, is_combination, behind = error["msg"].partition(" needs ")
             if is_combination:
                 actual, needed = before, behind
-        step = "see: workbench export --help"
+        step = propose_choice(
+            error.get("input"), needed, "see: workbench export --help"
+        )
         if name == "compress":
             step = did_you_mean(str(error.get("input")), PRESETS, step)
         raise InputError(name, actual, needed, step) from None

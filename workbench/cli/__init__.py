@@ -13,7 +13,7 @@ command raises into one message and an exit code. The commands are in
 
 options.py has the groups of options that they share, mixed.py those of `export --compress
 mixed`; output.py prints a result as text or JSON. spellings.py refuses the words of earlier
-versions, arguments.py words the errors of cyclopts, fields.py those of pydantic."""
+versions, arguments.py words the errors of cyclopts."""
 
 
 def main() -> None:

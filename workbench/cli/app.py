@@ -20,7 +20,6 @@ from workbench.cli import (
     planning,
 )
 from workbench.cli.arguments import as_input_error
-from workbench.cli.fields import in_own_words
 from workbench.cli.output import libraries_on_stderr
 from workbench.cli.spellings import check_spelling, unknown_words_error
 from workbench.errors import InputError, visible
@@ -91,11 +90,6 @@ def run_command(arguments: list[str]) -> None:
     check_spelling(arguments)
     try:
         app(arguments)
-    except InputError as problem:
-        worded = in_own_words(problem)
-        if worded is problem:
-            raise
-        raise worded from None
     except UnusedCliTokensError as problem:
         command, *subcommand = problem.command_chain or [""]
         if subcommand or command not in SUBCOMMANDS:

@@ -14,7 +14,6 @@ from workbench.cli.options import (
     Json,
     Prompt,
     TranscriptOptions,
-    check_content,
     check_length,
     check_runs_here,
     load_exported_checkpoint,
@@ -373,11 +372,12 @@ def _load_reference(bundle, prompt: Prompt, checkpoint, golden: Path | None):
         InputError: a golden of another checkpoint than the bundle's, before a shard is
             loaded.
     """
+    from workbench.check.golden import check_exported_from
     from workbench.check.text import check_held_out
 
     if golden:
         reference = workbench.Golden.load(golden)
-        check_content(reference, bundle)
+        check_exported_from(reference, bundle)
         check_held_out(bundle, reference.ids)
     elif checkpoint:
         ids = prompt.token_ids(bundle)

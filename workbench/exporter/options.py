@@ -12,7 +12,7 @@ from workbench.bundle.manifest import first_fault
 from workbench.bundle.names import MATRIX_STATE
 from workbench.bundle.presets import MIXED, REPLACED, find_preset
 from workbench.checkpoint_checks import positions_error
-from workbench.errors import InputError
+from workbench.errors import InputError, needed_value
 from workbench.exporter.weights import all_weights, find_presets
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
@@ -113,7 +113,7 @@ def read_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     except ValidationError as problem:
         name, error = first_fault(problem, "config.json")
         actual, step = repr(error.get("input")), "check config.json"
-        raise InputError(name, actual, error["msg"], step) from None
+        raise InputError(name, actual, needed_value(error), step) from None
     except TypeError as problem:  # null in place of a number
         needed, step = "a number wherever the family reads one", "check config.json"
         raise InputError("config.json", str(problem), needed, step) from problem
