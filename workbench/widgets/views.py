@@ -128,7 +128,8 @@ class Speed(Picture):
         work disturbed the processes, and marks the max_seq_len S."""
         self.canvas.layout.display = None
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "quantity"}
-        options = {"xlog": 2, "ylabel": "", "hollow": "disturbed"}
+        units = {sentences.SPEED: "tok/s", sentences.LAYER: "ms"}
+        options = {"xlog": 2, "ylabel": units, "hollow": "disturbed"}
         figure = self.canvas.figure
         plots.lines(times, **axes, **options, figure=figure)
         for ax in figure.axes:
