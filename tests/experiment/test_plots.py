@@ -897,6 +897,21 @@ def test_panels_and_one_panel_of_the_worst_exclude_each_other():
     assert len(drawn(plots.heatmap(rows, by=None, worst_of="panel"), QuadMesh)) == 2
 
 
+def test_the_titles_of_three_panels_end_within_the_figure():
+    names = ["largest |value|", "attention", "change of the update by rounding"]
+    rows = pd.DataFrame({"x": [1, 2] * 3, "y": 1e4, "h": "a", "q": np.repeat(names, 2)})
+    for width in (plots.COLUMN, plots.PAGE):
+        labels = dict.fromkeys(names, "relative RMS")
+        options = {"x": "x", "y": "y", "hue": "h", "col": "q", "ylabel": labels}
+        figure = plots.lines(rows, **options, width=width)
+        figure.draw_without_rendering()
+        titles = [ax._left_title for ax in figure.axes]
+        assert [" ".join(title.get_text().split()) for title in titles] == names
+        boxes = [title.get_window_extent() for title in titles]
+        assert max(box.x1 for box in boxes) <= figure.bbox.width
+        assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
+
+
 def test_a_quantity_without_a_label_of_its_own_is_refused():
     rows = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "h": "a", "q": ["ms", "tok/s"]})
     with pytest.raises(ValueError, match="no label for the panel 'tok/s'"):

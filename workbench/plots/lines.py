@@ -25,10 +25,13 @@ from workbench.plots.text import (
     format_number,
     group_by,
     label_log,
+    width_of,
+    wrap_at,
 )
 
 MAX_VECTOR_POINTS = 2000
 """More points are drawn as an image, also in a vector format."""
+LABEL_WIDTH = 0.75  # inches beside a panel: the label of its y axis and its numbers
 HOLLOW = {"linestyle": "", "markerfacecolor": "white"}
 
 
@@ -122,7 +125,8 @@ def lines(
             ax.axhline(value, **DASHED)
         _set_x_axis(ax, data[x], xlog, xlabel or x)
         _set_y_axis(ax, ylog, label_of_y if shares_y else ylabel[title])
-        ax.set_title(title)
+        columns = ax.get_gridspec().ncols
+        ax.set_title(wrap_at(title, width_of(figure) / columns - LABEL_WIDTH))
         if shares_y:
             ax.label_outer()
         elif not ax.get_subplotspec().is_last_row():
