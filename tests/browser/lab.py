@@ -19,6 +19,8 @@ from pathlib import Path
 import nbformat
 from forks import kernels
 
+from workbench.widgets.controls import LARGEST_WIDTH
+
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 NAMES = ("chromium", "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 SETTINGS = {
@@ -220,6 +222,18 @@ class Widget:
         page has another value of the first control, and with the drawn one again."""
         _wait(lambda: self.box.evaluate(DIM)[0] == 1)
         return self.box.evaluate(DIM)
+
+    def fits(self) -> None:
+        """Waits until the first picture is as wide as the widget, but for a tenth, or has
+        the largest width of a picture."""
+        canvas = self.box.locator("canvas").nth(1)
+        largest = 100 * LARGEST_WIDTH  # pixels
+
+        def is_fitted() -> bool:
+            width, page = (box.bounding_box()["width"] for box in (canvas, self.box))
+            return 0.9 * min(page, largest) <= width <= page
+
+        _wait(is_fitted)
 
     def click_picture(self, x: float, y: float) -> None:
         """Clicks at fractions of the size of the first picture, once it rests."""

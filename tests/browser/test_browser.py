@@ -65,8 +65,7 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
         "Times: not measured at this setting"
     )  # the run's own errors are there
     explorer.press("Run what is missing")
-    # the notebook's own export and validation give it
-    explorer.says("measuring int8-channel, max_seq_len 64, first estimate")
+    explorer.says("measuring int8-channel, max_seq_len 64, no estimate yet")
     explorer.says("Nothing is missing")
     explorer.says("ms per layer")
     explorer.move("max_seq_len", "ArrowLeft")
@@ -74,8 +73,14 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
         explorer.move(name)
     # another value dims the picture before the kernel answers; the drawn one does not
     assert explorer.opacities_at_another_value() == [1, 0.25, 1]
+    # the picture is as wide as the page, which a narrow window cuts
+    for width in (900, SIZE["width"]):
+        explorer.changes(
+            lambda width=width: notebook.page.set_viewport_size(SIZE | {"width": width})
+        )
+        explorer.fits()
     explorer.click_picture(0.4, 0.4)
-    explorer.says("relative RMS that each step adds")
+    explorer.says("the error that each step adds")
     explorer.says("× the rounding budget")
     explorer.press("Save figure")
     explorer.says("-k-error (svg")

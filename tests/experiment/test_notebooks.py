@@ -584,6 +584,9 @@ def test_the_headline_of_31_can_be_read_off_its_figure(count):
         assert f"3 of 30 layers carry {sums.iloc[2]:.1f}% of it" in headline
         bars = drawn["figure"].axes[0].containers[1]
         assert bars.patches[2].get_width() == pytest.approx(sums.iloc[2])
+        labels = [text.get_text() for text in drawn["figure"].axes[0].texts]
+        assert labels[-1] == "100.0" and f"{sums.iloc[2]:.1f}" in labels
+        assert all(label.partition(".")[2].isdigit() for label in labels)
 
 
 EVEN = pd.DataFrame(np.eye(2) / 2, *[["quantization", "precision"]] * 2)
@@ -851,6 +854,10 @@ def test_34_explains_filled_marks_beside_hollow_ones():
     notes = legend.get_title().get_text().splitlines()
     filled = notes.index("filled: predicted without the rows of their author")
     assert notes[filled - 1] == "hollow: in no fit"
+    # the title and the axis have one word for the times of others
+    (ax,) = figures["predictions"].axes
+    assert ax.get_xlabel() == "measured ms of a call"
+    assert "over measured milliseconds" in figures["predictions"].get_suptitle()
 
 
 def test_34_and_35_print_predictions_with_three_digits():
@@ -1009,7 +1016,7 @@ def test_35_names_the_chip_where_times_are_and_says_whether_their_order_is_certa
 
 
 @pytest.mark.parametrize("count", [2, 60])
-def test_35_draws_the_head_in_a_column_of_its_own_name(count):
+def test_35_names_the_head_below_a_grid_of_layers_alone(count):
     layers = [str(layer) for layer in range(count)]
     stored = pd.DataFrame({"kind": "q_proj", "layer": [*layers, None]})
     stored.loc[count, "kind"] = "head"
@@ -1018,13 +1025,16 @@ def test_35_draws_the_head_in_a_column_of_its_own_name(count):
     source = SimpleNamespace(name="tiny-llama")
     names = {"alone": alone, "stored": stored, "COMPARED": [], "source": source}
     bits = figures_of_35('"bits", plots', **names)["bits"]
-    assert bits.data["head"].dropna().tolist() == ["lut6-g16, 6.1 bits"]
-    assert bits.data[""].isna().all() and bits.data.columns.is_unique
-    ax = bits.figure.axes[0]
-    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "head"
+    # no row and no column of the grid is almost empty
+    assert bits.data.index.tolist() == ["q_proj"]
+    assert bits.data.columns.tolist() == layers and bits.data.notna().all(axis=None)
+    (legend,) = bits.figure.legends
+    notes = legend.get_title().get_text().splitlines()
+    assert notes[-1] == "head, in no layer: lut6-g16, 6.1 bits"
     bits.figure.draw_without_rendering()
+    ax = bits.figure.axes[0]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("layer", "kind")
     boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
-    boxes = [box for box in boxes if box.width]
     assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
 
 

@@ -890,6 +890,49 @@ def test_lines_of_a_long_text_are_small(tmp_path):
     assert max(path.stat().st_size for path in paths) < 1e6
 
 
+def test_panels_and_one_panel_of_the_worst_exclude_each_other():
+    rows = fidelity([3])
+    with pytest.raises(ValueError, match="'T' and one panel of the worst of 'panel'"):
+        plots.heatmap(rows, by="T", worst_of="panel")
+    assert len(drawn(plots.heatmap(rows, by=None, worst_of="panel"), QuadMesh)) == 2
+
+
+def test_the_titles_of_three_panels_end_within_the_figure():
+    names = ["largest |value|", "attention", "change of the update by rounding"]
+    rows = pd.DataFrame({"x": [1, 2] * 3, "y": 1e4, "h": "a", "q": np.repeat(names, 2)})
+    for width in (plots.COLUMN, plots.PAGE):
+        labels = dict.fromkeys(names, "relative RMS")
+        options = {"x": "x", "y": "y", "hue": "h", "col": "q", "ylabel": labels}
+        figure = plots.lines(rows, **options, width=width)
+        figure.draw_without_rendering()
+        titles = [ax._left_title for ax in figure.axes]
+        assert [" ".join(title.get_text().split()) for title in titles] == names
+        boxes = [title.get_window_extent() for title in titles]
+        assert max(box.x1 for box in boxes) <= figure.bbox.width
+        assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
+
+
+def test_a_quantity_without_a_label_of_its_own_is_refused():
+    rows = pd.DataFrame({"x": [1, 2], "y": [1.0, 2.0], "h": "a", "q": ["ms", "tok/s"]})
+    with pytest.raises(ValueError, match="no label for the panel 'tok/s'"):
+        plots.lines(rows, x="x", y="y", hue="h", col="q", ylabel={"ms": "ms"})
+
+
+@pytest.mark.parametrize("panels", [1, 2])
+def test_the_colour_bar_of_one_row_has_room_for_its_numbers(panels):
+    rows = fidelity([3], names=["sound"]).query("layer == 0")
+    rows = rows[rows["T"].isin([1, 4][:panels])].assign(tensor="logits", mode="chained")
+    rows.loc[rows["T"].eq(4), "cosine"] = 0.9
+    figure = plots.heatmap(rows, tensor="logits", mode="chained", tokens=TOKENS)
+    figure.draw_without_rendering()
+    *drawn_panels, bar = figure.axes
+    assert len(drawn_panels) == panels
+    assert bar.get_window_extent().height / figure.dpi > 0.8
+    numbers = [text for text in bar.get_yticklabels() if text.get_text()]
+    boxes = [text.get_window_extent() for text in numbers]
+    assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))
+
+
 def test_an_unknown_metric_of_a_heatmap_is_refused_by_its_name():
     with pytest.raises(ValueError, match="'ratio'; needs one of cosine, error"):
         plots.heatmap(fidelity([3]), metric="ratio")
@@ -1082,7 +1125,7 @@ def test_a_mark_of_one_panel_is_drawn_there_and_in_the_legend():
         hue="token",
         col="quantity",
         ylog=True,
-        ylabel="",
+        ylabel={"value": "value of a channel", "attention": "weight"},
         marks={"largest": 65504.0},
         marked="value",
     )
@@ -1092,5 +1135,6 @@ def test_a_mark_of_one_panel_is_drawn_there_and_in_the_legend():
         if any(list(line.get_ydata()) == [65504.0] * 2 for line in ax.lines)
     ]
     assert marked == ["value"]
+    assert [ax.get_ylabel() for ax in figure.axes] == ["value of a channel", "weight"]
     (legend,) = figure.legends
     assert "largest" in {text.get_text() for text in legend.get_texts()}

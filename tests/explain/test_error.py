@@ -49,6 +49,16 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(
     assert np.allclose(split.reference + split.total, updates, atol=1e-6)
 
 
+def test_signed_shares_of_a_layer_add_up_to_one_and_a_part_that_cancels_is_negative():
+    total = np.array([[[3.0, 4.0]], [[0.0, 0.0]]])  # two layers, one token
+    cancelled = np.array([[[-3.0, 0.0]], [[0.0, 0.0]]])
+    parts = {"quantization": total - cancelled, "precision": cancelled}
+    shares = error.Split(np.ones_like(total), parts).signed_shares()
+    assert shares["layer"].tolist() == [0, 1]
+    assert shares["quantization"].tolist() == pytest.approx([34 / 25, 0])
+    assert shares["precision"].tolist() == pytest.approx([-9 / 25, 0])
+
+
 def test_shares_of_tokens_add_up_and_a_token_that_is_left_out_counts_nowhere(splits):
     split = splits["isolated"]
     shares = split.token_shares([str(place) for place in range(len(IDS))])

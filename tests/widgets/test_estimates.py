@@ -1,14 +1,11 @@
 """The time left of a grid rests on stages that were measured: exports, validations and times of
 their own, of the same export options where there are some."""
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from workbench.bundle import Options
-from workbench.check import gates
 from workbench.widgets import estimates
 from workbench.widgets.estimates import (
     EXPORTING,
@@ -95,47 +92,3 @@ def test_a_cell_that_fails_or_is_in_the_log_already_gives_no_estimate(seconds):
     with seconds.timing(cell(INT8)):
         pass  # another process logged it while this one waited
     assert seconds.estimate([stage_of(cell(INT8), MEASURING)]) is None
-
-
-def write_bundle(
-    bundles: Path, options: Options, *, validated_s: float = 110.0
-) -> Path:
-    """A bundle whose export began at 100 s and ended at 104 s."""
-    bundle = bundles / estimates.exporter.bundle_name("toy", "0", options)
-    bundle.mkdir()
-    times = {
-        bundle.with_name(f".{bundle.name}.lock"): 100.0,
-        bundle / "bundle.json": 104.0,
-        bundle / "verdict.json": validated_s,
-    }
-    for path, seconds in times.items():
-        path.touch()
-        os.utime(path, (seconds, seconds))
-    return bundle
-
-
-def test_a_first_estimate_rests_on_the_files_of_an_export_and_its_validation(
-    seconds, tmp_path
-):
-    assert estimates.VERDICT == gates.VERDICT
-    bundle = write_bundle(tmp_path, FP16)
-    assert estimates.bundle_path(cell(FP16), tmp_path) == bundle
-    first, second = plan_stages([cell(INT8, True), cell(INT8)], tmp_path)
-    assert seconds.first_estimate(first) is None
-    seconds.read_first([tmp_path / "missing", bundle])
-    assert seconds.first_estimate(first) == 4.0 + 6.0 + 1.5
-    assert seconds.first_estimate(second) == 1.5
-    # which is no measurement
-    assert seconds.estimate(first) is None
-    for stage, measured in zip(first, (9.0, 13.0)):
-        seconds.add(stage, measured)
-    assert seconds.first_estimate(first + second) == 9.0 + 13.0 + 1.5
-
-
-@pytest.mark.parametrize("validated_s", [103.0, 104.0, 400.0])
-def test_a_validation_that_did_not_follow_the_export_gives_no_first_estimate(
-    seconds, tmp_path, validated_s
-):
-    bundle = write_bundle(tmp_path, FP16, validated_s=validated_s)
-    seconds.read_first([bundle])
-    assert seconds.first_estimate([stage_of(cell(FP16), MEASURING)]) is None

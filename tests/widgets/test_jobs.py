@@ -243,14 +243,11 @@ def test_a_queue_with_a_job_of_unknown_length_counts_what_is_left(listener):
     assert queue._progress(queue.jobs.pop(0), 0) == "measuring c, no estimate yet"
 
 
-def test_a_first_estimate_is_named_so_and_long_times_are_in_minutes(listener):
+def test_long_times_are_in_minutes(listener):
     queue = listener.queue
-    first = Job("a", 100.0, lambda: None, is_first_estimate=True)
-    assert queue._progress(first, 4.0) == "measuring a, first estimate 96 s to go"
-    # beside an estimate that rests on measurements, too
-    queue.jobs = [first]
+    queue.jobs = [Job("a", 100.0, lambda: None)]
     measured = Job("b", 80.0, lambda: None)
-    assert queue._progress(measured, 0) == "measuring b, first estimate 3 min to go"
+    assert queue._progress(measured, 0) == "measuring b, about 3 min to go"
     assert jobs.describe_seconds(119.0) == "about 119 s"
     assert jobs.describe_seconds(120.0) == "about 2 min"
 

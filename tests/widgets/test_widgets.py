@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from ipywidgets.widgets.widget import _instances
+from matplotlib.text import Annotation
 from tiny import DATA, once
 
 from workbench import Decoder, Golden, plots, process
@@ -25,7 +26,8 @@ from workbench.check import fidelity, gates
 from workbench.experiment import Experiment
 from workbench.explain import operation
 from workbench.sweep import identity
-from workbench.widgets import Explorer, estimates, planner, planning, results, sentences
+from workbench.sweep.error_split import signed_share
+from workbench.widgets import Explorer, planner, planning, results, sentences
 from workbench.widgets import explorer as explorers
 from workbench.widgets.controls import OF_SETTING, STALE
 from workbench.widgets.estimates import EXPORTING, MEASURING, Stage
@@ -130,7 +132,8 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     assert not explorer.heatmap.canvas._message
     measures = "<i>Run what is missing</i> measures them."
     said = f"Times: not measured at this setting. {measures}<br>Errors: "
-    said += f"not measured at max_seq_len = 32; those at max_seq_len = 16 are shown. {measures}"
+    said += "not measured at max_seq_len = 32; the heatmap shows those at "
+    said += f"max_seq_len = 16. {measures}"
     assert explorer.message.value == said
     pd.testing.assert_frame_equal(explorer.shown_rows, before)
     assert explorer.speed.canvas.layout.display == "none"
@@ -148,7 +151,8 @@ def test_a_T_whose_errors_were_not_measured_shows_the_next_larger_one_and_says_s
     rename_T(explorer, 2, 4)
     explorer.axes["T"].value = 2
     check(explorer)
-    said = "<br>Errors: not measured at T = 2; those at T = 4 are shown. "
+    # both panels, which the figure below has
+    said = "<br>Errors: not measured at T = 2; the heatmap shows those at T = 1 and 4. "
     assert explorer.message.value.endswith(said + explorers.RUN_MEASURES_THEM)
     figure = explorer.heatmap.canvas.figure
     # the panels alone name their T
@@ -164,9 +168,9 @@ def test_a_T_whose_errors_were_not_measured_shows_the_next_larger_one_and_says_s
     assert "saved explorer-16-4-" in explorer.saved_text.value
     explorer.axes["max_seq_len"].value = 32
     said = (
-        "at max_seq_len = 32 and T = 2; those at max_seq_len = 16 and T = 4 are shown."
+        "at max_seq_len = 32 and T = 2; the heatmap shows those at max_seq_len = 16, "
     )
-    assert said in explorer.message.value
+    assert f"{said}T = 1 and 4." in explorer.message.value
 
 
 def test_a_T_that_no_validation_measures_is_marked_and_named(explorer, monkeypatch):
@@ -179,7 +183,7 @@ def test_a_T_that_no_validation_measures_is_marked_and_named(explorer, monkeypat
     explorer.axes["T"].value = 2
     check(explorer)
     assert explorer.message.value.endswith(
-        "<br>Errors: not measured at T = 2; those at T = 4 are shown. "
+        "<br>Errors: not measured at T = 2; the heatmap shows those at T = 1 and 4. "
         "A validation measures errors at T = 1, 4 alone."
     )
 
@@ -297,6 +301,25 @@ def test_the_split_s_parts_have_the_names_of_the_figures():
     assert "re-authoring" in said and "reauthoring" not in said
     assert said.count('<td class="number">0.0123</td>') == len(names) - 1
     assert 'border="1"' not in said and "–" in said
+    # an older log has no shares
+    assert sentences.SHARE not in said
+    shares = {
+        signed_share("storage"): 0.0,
+        signed_share("quantization"): 1.25,
+        signed_share("precision"): -0.25,
+    }
+    said = sentences.split_table(split.assign(**shares), 1)
+    row = said[said.index(sentences.SHARE) :]
+    assert re.findall(r'"number">([^<]*)<', row) == [
+        "0",
+        "1.25",
+        "–",
+        "−0.25",
+        "–",
+        "1",
+    ]
+    assert "their shares add up to 1" in said
+    assert sentences.split_table(split, None) == ""
 
 
 def test_small_numbers_of_the_explorer_have_powers_of_ten():
@@ -416,6 +439,21 @@ def test_all_measured_settings_have_one_colour_scale_in_the_page_and_in_a_file(
     saved = plots.heatmap(view.shown_rows, **json.loads(written.read_text())["options"])
     norm = saved.axes[0].collections[0].norm
     assert (norm.vmin, norm.vmax) == shared
+    # the colours may also be those of one setting
+    view.scale.value = False
+    check(view)
+    assert scale() != shared and mesh(view).min() == pytest.approx(scale()[0])
+
+    def note() -> str:
+        (legend,) = view.heatmap.canvas.figure.legends
+        return " ".join(legend.get_title().get_text().split())
+
+    assert "the colour scale of this setting alone" in note()
+    view.save_button.click()
+    check(view)
+    assert "-update-cosine-own (svg" in view.saved_text.value
+    view.scale.value = True
+    assert scale() == shared and "one colour scale for all measured settings" in note()
     # each metric and tensor has a scale for itself
     view.metric.value = "error"
     assert scale() != shared
@@ -488,7 +526,7 @@ def test_nothing_of_a_preset_stays_at_another_one(explorer, monkeypatch):
         view.queue.thread.join()
         check(view)
         assert "layer 1, position 2" in view.place_text.value
-        assert "all positions together" in view.place_text.value
+        assert "all positions together" in view.split_text.value
         assert view.search_text.value == "found at int8"
         view.heatmap.canvas.send_json({"type": "message", "message": "of int8"})
 
@@ -497,7 +535,8 @@ def test_nothing_of_a_preset_stays_at_another_one(explorer, monkeypatch):
     of_int8 = view.heatmap.describe(Place(1, 2))
     view.axes["compress"].value = "fp16"  # of which nothing was measured
     check(view)
-    assert view.place_text.value == explorers.HINT and view.search_text.value == ""
+    assert view.place_text.value == explorers.HINT
+    assert view.split_text.value == view.search_text.value == ""
     assert not view.heatmap.canvas._message and view.ranks_text.value == ""
     view.results.tables["fidelity"] = pd.concat([rows, of_fp16])
     show_int8()
@@ -505,7 +544,7 @@ def test_nothing_of_a_preset_stays_at_another_one(explorer, monkeypatch):
     check(view)
     assert "layer 1, position 2" in view.place_text.value
     assert of_int8 not in view.place_text.value
-    assert "all positions together" not in view.place_text.value
+    assert "all positions together" not in view.split_text.value
     assert view.search_text.value == "" and not view.heatmap.canvas._message
 
 
@@ -514,7 +553,8 @@ def test_a_T_above_all_measured_ones_shows_the_largest(explorer):
         "T == 1"
     )
     explorer.axes["T"].value = 2
-    assert "not measured at T = 2; those at T = 1 are shown." in explorer.message.value
+    said = "not measured at T = 2; the heatmap shows those at T = 1."
+    assert said in explorer.message.value
     (panel,) = explorer.heatmap.axes()
     assert panel.get_title("left") == "T = 1"
     assert "T =" not in explorer.heatmap.canvas.figure.get_suptitle()
@@ -571,17 +611,23 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     click(explorer, 1, 2)
     assert "layer 1, position 2" in explorer.place_text.value
     assert "error split" in explorer.status.value
-    assert "about 15 s" in explorer.status.value
+    assert "no estimate yet" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
-    assert "quantization" in explorer.place_text.value
-    assert "Layer 1, its update at all positions together" in explorer.place_text.value
+    said = explorer.split_text.value
+    assert "quantization" in said
+    assert "Layer 1, its update at all positions together" in said
+    row = re.findall(r'"number">([^<]*)<', said[said.index(sentences.SHARE) :])
+    # the last is the total, which is 1; a part that was not measured, or that is tiny, is
+    # no plain number
+    words = [share.replace("−", "-") for share in row[:-1]]
+    shares = [float(share) for share in words if re.fullmatch(r"-?[\d.]+", share)]
+    assert row[-1] == "1" and sum(shares) == pytest.approx(1, abs=0.01)
+    assert explorer.job_seconds["split"] > 0  # the estimate of the next one
     click(explorer, 0, 0)
     assert not explorer.queue.thread.is_alive()
-    assert (
-        "layer 0" in explorer.place_text.value
-        and "quantization" in explorer.place_text.value
-    )
+    assert "layer 0" in explorer.place_text.value
+    assert "Layer 0" in explorer.split_text.value
     assert "“" in explorer.place_text.value
     other = Explorer(GRID | {"validate_ids": [9, 8, 7, 6]}, None, root=explorer.root)
     other.chosen_place = Place(0, 0)
@@ -620,32 +666,32 @@ def test_run_stops_the_split_that_a_click_began_and_starts_it_again_afterwards(
         explorer, "_measure", lambda cell: (go.wait(30), measured.append(cell))
     )
     assert not explorer.run_button.disabled and not explorer.cancel_button.disabled
-    assert explorer.place_text.value.endswith(explorers.RUN_TAKES_OVER)
+    assert explorer.split_text.value.endswith(explorers.RUN_TAKES_OVER)
     explorer.run_button.click()
     # the user reads what became of the split
     waits = "will be split after 2 measurements."
-    wait_for(lambda: explorer.place_text.value.endswith(waits))
+    wait_for(lambda: explorer.split_text.value.endswith(waits))
     assert len(running_split) == 1
     go.set()
     wait_for(lambda: len(running_split) == 2)
     assert len(measured) == explorer.missing_cells == 2
-    wait_for(lambda: explorers.SPLITTING in explorer.place_text.value)
+    wait_for(lambda: explorers.SPLITTING in explorer.split_text.value)
     explorer.cancel_button.click()
     wait_for(lambda: explorer.cancel_button.disabled)
-    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    wait_for(lambda: explorer.split_text.value.endswith(explorers.NO_SPLIT))
     check(explorer)
 
 
 def test_a_second_click_during_a_split_begins_no_second_one(explorer, running_split):
     click(explorer, 0, 1)
     assert "layer 0, position 1" in explorer.place_text.value
-    assert explorers.SPLITTING in explorer.place_text.value
+    assert explorers.SPLITTING in explorer.split_text.value
     assert not explorer.queue.jobs
     explorer.missing_cells = 0  # *Run* is disabled, and nothing names it
     explorer._follow_queue()
-    assert explorer.place_text.value.endswith(explorers.SPLITTING)
+    assert explorer.split_text.value.endswith(explorers.SPLITTING)
     explorer.cancel_button.click()
-    wait_for(lambda: explorer.place_text.value.endswith(explorers.NO_SPLIT))
+    wait_for(lambda: explorer.split_text.value.endswith(explorers.NO_SPLIT))
     assert len(running_split) == 1
 
 
@@ -656,7 +702,7 @@ def test_a_split_that_waits_says_so(explorer, monkeypatch):
     explorer.run_button.click()
     wait_for(lambda: explorer.queue.running)
     click(explorer, 1, 2)
-    assert explorer.place_text.value.endswith(explorers.SPLIT_WAITS)
+    assert explorer.split_text.value.endswith(explorers.SPLIT_WAITS)
     assert explorer.run_button.disabled  # the cells still wait
     go.set()
     wait_for(lambda: not explorer.queue.is_busy)
@@ -678,7 +724,7 @@ def test_the_operation_of_a_cell_is_searched_for_and_cancelled(
     if explorer.queue.thread:
         explorer.queue.thread.join()
     explorer.search_button.click()
-    assert "layer 1, position 2, about 90 s" in explorer.status.value
+    assert "layer 1, position 2, no estimate yet" in explorer.status.value
     explorer.queue.thread.join()
     check(explorer)
     assert explorer.search_text.value.startswith("No operation computes a wrong value")
@@ -723,7 +769,11 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
     names = sorted(path.stem for path in folder.glob("*.png"))
     written = json.loads((folder / f"{names[0]}.json").read_text())
     setting = "max_seq_len 16 · compress int8-tensor · precision declared"
-    assert written["subtitle"] == f"tiny-llama · {setting} · portable runtime"
+    fed = "each layer fed Hugging Face's input"
+    assert written["subtitle"] == f"tiny-llama · {setting} · portable runtime · {fed}"
+    # the page has the same words
+    shown = explorer.heatmap.canvas.figure.findobj(Annotation)[-1].get_text()
+    assert " ".join(shown.split()) == written["subtitle"]
     title = "1 − cosine of each layer's update from Hugging Face's"
     assert written["options"]["title"] == title and title in written["alt"]
     assert "T = 1:" in written["alt"]
@@ -873,22 +923,41 @@ def test_the_button_and_the_countdown_have_one_estimate(explorer, monkeypatch):
     )
 
 
-def test_before_the_first_measurement_the_notebook_s_validation_gives_an_estimate(
-    explorer, monkeypatch
+@pytest.mark.parametrize(("pixels", "inches"), [(300, 4.0), (658, 6.5), (2000, 9.5)])
+def test_the_pictures_have_the_width_of_the_page(explorer, pixels, inches, monkeypatch):
+    """And a point of the page is the cell that is drawn there."""
+    monkeypatch.setattr(explorers, "measure_split", lambda *_: None)
+    explorer.page_width.field.value = pixels
+    check(explorer)
+    for picture in (explorer.heatmap, explorer.speed):
+        assert picture.canvas.figure.get_figwidth() == pytest.approx(inches)
+    canvas = explorer.heatmap.canvas
+    canvas.draw()
+    ax = explorer.heatmap.axes()[0]
+    x, y = ax.transData.transform((2.5, 1.5))
+    height = canvas.figure.bbox.height
+    event = {"type": "button_press", "x": x, "y": height - y, "button": 0}
+    canvas.handle_event(event | {"modifiers": [], "guiEvent": None, "buttons": 1})
+    assert explorer.chosen_place == Place(1, 2)
+    wait_for(lambda: not explorer.queue.is_busy)
+
+
+def test_the_page_writes_its_width_into_a_hidden_field(explorer):
+    field, starter = explorer.page_width.children
+    assert explorer.page_width.layout.display == "none"
+    assert f".{explorers.EXPLORER}" in starter.value and "onerror=" in starter.value
+    assert starter.value.count('"') == 6  # no quote of the script ends it
+    assert all(name in starter.value for name in field._dom_classes)
+
+
+def test_the_values_of_a_cell_stand_above_the_picture_which_stays_in_its_place(
+    explorer, running_split
 ):
-    monkeypatch.setattr(estimates, "_times_of_files", lambda _: (4.0, 8.0))
-    view = Explorer(GRID, explorer.experiment, root=explorer.root)
-    check(view)
-    # one export, one validation and the times of two cells
-    words = "2 measurements, first estimate 16 s"
-    assert view.run_button.description == f"Run what is missing ({words})"
-    assert view.run_button.tooltip.endswith(explorers.FIRST_ESTIMATE)
-    said = []
-    view.status.observe(lambda change: said.append(change["new"]), names="value")
-    monkeypatch.setattr(view, "_measure", lambda _: None)
-    view.run_button.click()
-    wait_for(lambda: not view.queue.is_busy)
-    assert said[0].endswith(", first estimate 16 s to go")
+    order = [*explorer.children]
+    places = [order.index(text) for text in (explorer.place_text, explorer.split_text)]
+    assert places[0] < order.index(explorer.heatmap.canvas) < places[1]
+    assert explorer.place_text.layout.min_height
+    assert "layer 1, position 2" in explorer.place_text.value
 
 
 def test_the_metric_of_errors_has_the_name_that_the_colour_bar_has(explorer):

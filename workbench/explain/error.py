@@ -85,6 +85,20 @@ class Split:
         squared = (self.total**2).sum() or 1.0
         return pd.DataFrame(flat @ flat.T / squared, names, names)
 
+    def signed_shares(self) -> pd.DataFrame:
+        """Per layer, the inner product of each measured part with the total over ‖total‖²:
+        the parts of a layer add up to 1, and a part that cancels others is negative. A
+        layer without an error has zeros."""
+        total = self.total
+        error = (total**2).sum((1, 2))  # [L]
+        table = pd.DataFrame({"layer": range(len(error))})
+        for name, part in self.parts.items():
+            product = (part * total).sum((1, 2))
+            table[name] = np.divide(
+                product, error, out=np.zeros_like(error), where=error > 0
+            )
+        return table
+
     def layer_shares(self) -> pd.DataFrame:
         """Per layer, its share of the squared error of all layers (`share`), and the
         square of each measured part over the layer's own squared error. Squares of parts

@@ -23,6 +23,8 @@ colour-blind readers and grey prints can order the colours. None of them is grey
 black. Source: the default map of matplotlib since 2.0, by van der Walt and Smith."""
 COLOUR_ABOVE = "black"
 """The colour of a value above the scale, or of one that is not finite."""
+LABEL_SHARE = 0.8
+"""Of the distance of two labels at their closest, the share that a label itself takes."""
 HATCH = "////"
 """The hatch of a cell beyond its tolerance. It is sparse, so that the colour below it
 stays readable."""
@@ -186,7 +188,8 @@ def label_cells(
     labels = [str(label) for label in labels]
     places = [place for place in range(0, count, step) if labels[place].strip()]
     if last and places and places[-1] != count - 1:
-        room = count / max_labels / 2 * len(labels[-1]) / len(labels[places[-1]])
+        room = LABEL_SHARE * count / max_labels
+        room *= len(labels[-1]) / len(labels[places[-1]])
         if len(places) > 1 and count - 1 - places[-1] < room:
             del places[-1]
         places.append(count - 1)

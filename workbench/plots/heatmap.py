@@ -61,6 +61,7 @@ larger values are better."""
 PANEL_GAP = 0.3  # inches between two panels, with a title
 MARGIN = 1.1  # inches beside the panels: layers, the colour bar and its labels
 MARKED_MARGIN = 1.5  # inches, where the bar names its marks
+LEAST_BAR = 1.1  # inches: a lower colour bar has no room for its numbers and its label
 # cells
 MAX_VECTOR_CELLS = 2500  # of a PDF; more are an image: a cell takes up to 1.5 kB
 CELLS_PER_INCH = 70  # of a figure's width: each has a pixel of its own on a screen
@@ -218,8 +219,9 @@ def heatmap(
             root of budget² + `HALF_ULP`², of which gates judge the RMS over positions);
             or several, whose panels lie one above the other with common axes.
         by: a column of `rows`; None: one panel, each of whose cells is the worst row.
-        worst_of: a column in place of `by`, whose values share one panel. A cell has the
-            worst of them, and the title has the largest difference between them.
+        worst_of: a column whose values share one panel. A cell has the worst of them, and
+            the title has the largest difference between them. No other column can then
+            have panels: `by` is the same column or None.
         tensor, mode: the values of these columns whose rows are drawn.
         tokens: the text of the token at each position.
         limits: values that the colours of a single metric include, so that several
@@ -228,7 +230,7 @@ def heatmap(
 
     Raises:
         ValueError: there are no rows of this tensor and mode, or no such metric;
-            several metrics have `limits`.
+            several metrics have `limits`; `by` and `worst_of` are two columns.
     """
     metrics = [metric] if isinstance(metric, str) else [*metric]
     for name in metrics:
@@ -236,6 +238,9 @@ def heatmap(
             raise ValueError(f"metric {name!r}; needs one of {', '.join(METRICS)}")
     if limits and len(metrics) > 1:
         raise ValueError(f"limits of {len(metrics)} metrics; needs one metric")
+    if worst_of and by not in (worst_of, None):
+        found = f"panels by {by!r} and one panel of the worst of {worst_of!r}"
+        raise ValueError(f"{found}; needs one of both: set by=None, or no worst_of")
     rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
     if rows.empty:
         raise ValueError(f"no rows of the {tensor}, {mode}")
@@ -243,6 +248,9 @@ def heatmap(
     all_panels = [panel for section in sections for panel in section.panels]
     layers, positions = all_panels[0].layers, all_panels[0].positions
     panel_height = min(max(0.16 * len(layers), 0.3), 2.5)
+    # the panels of a metric are together as high as their colour bar
+    count = min(len(section.panels) for section in sections)
+    panel_height = max(panel_height, (LEAST_BAR + PANEL_GAP) / count - PANEL_GAP)
     set_height(figure, 1.2 + len(all_panels) * (PANEL_GAP + panel_height))
     axes = figure.subplots(len(all_panels), squeeze=False, sharex=True, sharey=True)
     panel_size = width_of(figure), panel_height

@@ -25,10 +25,13 @@ from workbench.plots.text import (
     format_number,
     group_by,
     label_log,
+    width_of,
+    wrap_at,
 )
 
 MAX_VECTOR_POINTS = 2000
 """More points are drawn as an image, also in a vector format."""
+LABEL_WIDTH = 0.75  # inches beside a panel: the label of its y axis and its numbers
 HOLLOW = {"linestyle": "", "markerfacecolor": "white"}
 
 
@@ -69,7 +72,7 @@ def lines(
     xlog: float | None = None,
     ylog: bool = False,
     xlabel: str | None = None,
-    ylabel: str | None = None,
+    ylabel: str | Mapping[str, str] | None = None,
 ) -> None:
     """Medians of `y` over `x`, a line for each value of `hue`, a panel for each value of
     `col`; bars span the quantiles `spread` of the rows of a point.
@@ -88,11 +91,15 @@ def lines(
             of the legend. Each keeps its colour and marker, whichever of them are drawn;
             other names follow.
         xlog: base of a logarithmic x axis; None: linear, with whole numbers.
-        ylabel: default: `y`. "" where each panel shows a quantity of its own: then the
-            panels have no common scale.
+        ylabel: default: `y`. Where each panel shows a quantity of its own, the label of
+            each, by its value of `col`: then the panels have no common scale.
     """
     panels = group_by(data, col)
-    shares_y = ylabel != ""
+    shares_y = not isinstance(ylabel, Mapping)
+    label_of_y = ylabel or y  # of all panels, where they share one
+    if not shares_y and (unnamed := [t for t, _ in panels if t not in ylabel]):
+        found = f"ylabel has no label for the panel {unnamed[0]!r}"
+        raise ValueError(f"{found}; needs one for each value of {col!r}")
     axes = panels_in(figure, len(panels), 1.7, shares_y)
     names = [name for name, _ in group_by(data, hue)]
     line_styles = _line_styles(looks_by_name(names, vocabulary))
@@ -117,8 +124,9 @@ def lines(
         for value in marks.values() if marked in (None, title) else ():
             ax.axhline(value, **DASHED)
         _set_x_axis(ax, data[x], xlog, xlabel or x)
-        _set_y_axis(ax, ylog, y if ylabel is None else ylabel)
-        ax.set_title(title)
+        _set_y_axis(ax, ylog, label_of_y if shares_y else ylabel[title])
+        columns = ax.get_gridspec().ncols
+        ax.set_title(wrap_at(title, width_of(figure) / columns - LABEL_WIDTH))
         if shares_y:
             ax.label_outer()
         elif not ax.get_subplotspec().is_last_row():
@@ -133,7 +141,8 @@ def lines(
         notes.append(bars or f"points: medians; bars: {_describe_spread(spread)}")
     notes += _describe_outside(xlabel or x, outside_x)
     lines_outside = [name for name, count in outside_y.items() if count]
-    notes += _describe_outside(ylabel or y, outside_y.total(), lines_outside)
+    name_of_y = label_of_y if shares_y else y
+    notes += _describe_outside(name_of_y, outside_y.total(), lines_outside)
     notes += describe_unplaced(data, [x, y])
     add_legend(figure, legend, notes)
 
@@ -222,7 +231,7 @@ def _set_y_axis(ax: Axes, is_log: bool, label: str) -> None:
         label_log(ax.yaxis)
     ax.grid(axis="y")
     if not is_log and ax.get_ylim()[0] > 0:
-        label = f"{label}\n(axis starts above 0)".strip()
+        label = f"{label}\n(axis starts above 0)"
     ax.set_ylabel(label)
 
 

@@ -57,7 +57,10 @@ def log_split(path: Path, options: Options, grid: Grid, root: Path) -> None:
         "command": "error",
         "runtime": "portable",
         "prompt": identity.prompt_hash(grid.validate_ids),
-        "config": {"parts": {"isolated": records(split.layers())}},
+        "config": {
+            "parts": {"isolated": records(split.layers())},
+            "signed_shares": {"isolated": records(split.signed_shares())},
+        },
     }
     log.record(row, root)
 
@@ -66,8 +69,9 @@ def stored_split(
     checkpoint: Checkpoint, options: Options, grid: Grid, root: Path
 ) -> pd.DataFrame | None:
     """The parts of the error of every layer's isolated update over the prompt of a grid
-    (see `explain.error.Split.layers`) from the newest logged split, with its run_id;
-    None if the log has none."""
+    (see `explain.error.Split.layers`) from the newest logged split, with its run_id, and
+    a column for the signed share of each part, named by `signed_share` (see
+    `explain.error.Split.signed_shares`; null in older logs). None if the log has none."""
     where = identity.export_columns(options) | {
         "checkpoint_hash": checkpoint.sha256,
         "command": "error",
@@ -79,8 +83,17 @@ def stored_split(
         return None
     # the log is sorted by run ids, which begin with their time
     newest = runs.iloc[-1]
-    parts = json.loads(newest["config"])["parts"]["isolated"]
-    return pd.DataFrame(parts).assign(run_id=newest["run_id"])
+    config = json.loads(newest["config"])
+    parts = pd.DataFrame(config["parts"]["isolated"]).set_index("layer")
+    logged = config.get("signed_shares", {}).get("isolated", [])
+    shares = pd.DataFrame(logged, columns=["layer", *error.PARTS]).set_index("layer")
+    split = parts.join(shares.rename(columns=signed_share)).reset_index()
+    return split.assign(run_id=newest["run_id"])
+
+
+def signed_share(part: str) -> str:
+    """The column of `stored_split` with the signed share of a part."""
+    return f"{part}, signed share"
 
 
 def find_operation(

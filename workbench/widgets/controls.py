@@ -7,9 +7,15 @@ import ipywidgets as ui
 import matplotlib
 from IPython import get_ipython
 
-from workbench import plots
+from workbench import escape, plots
 
-WIDTH = 9.5  # inches: width of a canvas
+WIDTH = 8.0
+"""Inches: the width of a canvas in a page that does not tell its own (see `PageWidth`)."""
+LEAST_WIDTH, LARGEST_WIDTH = 4.0, 9.5
+"""Inches: the widths that a canvas has in narrow and in wide pages."""
+WIDTH_STEP = 0.1
+"""Inches: the width of a canvas is a multiple, so that few changes of a page redraw it."""
+CANVAS_MARGIN = 8  # CSS pixels beside a canvas
 STALE = "workbench-stale"
 """The CSS class of a canvas whose picture in the page is not the setting's."""
 OF_SETTING = "workbench-of-setting"
@@ -33,6 +39,11 @@ STYLE = f"""<style>
 }}
 .workbench-explorer .number {{ font-variant-numeric: tabular-nums; text-align: right; }}
 .workbench-explorer thead {{ border-bottom: 1px solid currentColor; }}
+/* what is said of the cell under the pointer stands above the picture */
+.workbench-explorer .jupyter-matplotlib-footer {{
+    order: -1; height: auto; min-height: 2lh; line-height: 1.5; text-align: left;
+    white-space: normal;
+}}
 </style>"""
 """CSS of the Explorer: of its tables, of a slider whose stops have marks (see
 `mark_stops`), and of pictures that are being drawn."""
@@ -163,6 +174,65 @@ def make_canvas() -> ui.DOMWidget:
     FigureManager(canvas, 0)
     canvas.header_visible = canvas.toolbar_visible = canvas.resizable = False
     return canvas
+
+
+class PageWidth(ui.HBox):
+    """Tells Python how wide the page shows a box, in CSS pixels, when that changes.
+
+    ipywidgets has no widget that knows its width: a script of the page writes it into a
+    hidden field for numbers, whose value reaches the kernel. A page that runs no scripts
+    of a widget leaves the field at 0.
+
+    Args:
+        box_class: the CSS class of the box, which holds this widget.
+        on_change: is called with the width.
+    """
+
+    SCRIPT = """
+    let tries = 0;
+    const begin = () => {
+        const box = this.closest('.BOX');
+        const field = box && box.querySelector('.workbench-page-width input');
+        if (!field) { if (tries++ < 100) setTimeout(begin, 100); return; }
+        let waiting;
+        new ResizeObserver(() => {
+            clearTimeout(waiting);
+            waiting = setTimeout(() => {
+                const width = Math.floor(box.clientWidth);
+                if (width && field.value != width) {
+                    field.value = width;
+                    field.dispatchEvent(new Event('change', {bubbles: true}));
+                }
+            }, 200);
+        }).observe(box);
+    };
+    begin();"""
+
+    def __init__(self, box_class: str, on_change: Callable[[int], None]):
+        self.field = ui.IntText(0)
+        self.field.add_class("workbench-page-width")
+        self.field.observe(lambda change: on_change(change["new"]), "value")
+        script = escape.html(self.SCRIPT.replace("BOX", box_class))
+        # a picture that cannot be loaded runs the script, once it is in the page
+        starter = ui.HTML(f'<img src="data:," alt="" onerror="{script}">')
+        super().__init__([self.field, starter], layout={"display": "none"})
+
+
+def fit_canvas(canvas: ui.DOMWidget, pixels: int) -> bool:
+    """Gives the figure of a canvas the width of a page, within `LEAST_WIDTH` and
+    `LARGEST_WIDTH`; returns whether it changed. The caller draws the figure again.
+
+    Args:
+        pixels: the width of the page in CSS pixels.
+    """
+    figure = canvas.figure
+    inches = (pixels - CANVAS_MARGIN) / (figure.dpi / canvas.device_pixel_ratio)
+    inches = min(max(inches, LEAST_WIDTH), LARGEST_WIDTH)
+    inches = int(inches / WIDTH_STEP + 1e-6) * WIDTH_STEP
+    if abs(inches - figure.get_figwidth()) < WIDTH_STEP / 2:
+        return False
+    figure.set_figwidth(inches)
+    return True
 
 
 def call_on_kernel_thread(action: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """Sliders over a grid's results in the log."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +26,14 @@ from workbench.widgets import sentences
 from workbench.widgets.controls import (
     OF_SETTING,
     STYLE,
+    PageWidth,
     Selections,
     label_button,
     make_button,
     make_control,
     mark_stops,
 )
-from workbench.widgets.estimates import CellSeconds, Stage, bundle_path, plan_stages
+from workbench.widgets.estimates import CellSeconds, Stage, plan_stages
 from workbench.widgets.jobs import Job, JobQueue, count_measurements, describe_seconds
 from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
 from workbench.widgets.views import Heatmap, Place, Speed, process_times
@@ -44,7 +46,10 @@ TENSORS = {
 }
 """A tensor that is compared with Hugging Face's → its label in the list."""
 METRICS = [(metric.label, name) for name, metric in plots.METRICS.items()]
-SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
+SCALES = [("one for all settings", True), ("this setting's own", False)]
+"""The colour scales of a heatmap: a label, and whether all settings share the scale."""
+EXPLORER = "workbench-explorer"
+"""The CSS class of the widget."""
 RUN = "Run what is missing"
 NOTHING_MISSING = "Nothing is missing"
 RUN_MEASURES_THEM = f"<i>{RUN}</i> measures them."
@@ -52,7 +57,10 @@ SAVING = "saving the figure …"
 STATUS_HEIGHT = "2.3em"
 """Of the line that is empty while nothing is measured or saved: what is below stays in its
 place."""
-HINT = "Click on a cell to see its values and its layer's error split."
+PLACE_HEIGHT = "3.4em"
+"""Of the values of the chosen cell, which take up to two lines: the picture below stays in
+its place when a cell is chosen."""
+HINT = "Click on a cell to see its values here and its layer's error split below the picture."
 SPLITTING = "The error of every layer is being split. <i>Cancel</i> ends this."
 RUN_TAKES_OVER = (
     f"<i>{RUN}</i> stops it, measures the missing settings, and then starts it again."
@@ -70,11 +78,10 @@ RUN_TOOLTIP = (
     "Measures every setting of the sliders that the log lacks, the shown bundle's first. "
     "Finished measurements stay in the log."
 )
-FIRST_ESTIMATE = (
-    "The first estimate rests on the times at which this notebook's bundle was exported "
-    "and validated. It is replaced by the times of this session's measurements."
+NO_ESTIMATE = (
+    "The time is estimated once this session has measured settings of the same kinds: "
+    "the first one of a bundle, which exports and validates, and the others."
 )
-NO_ESTIMATE = "Nothing was measured yet on which an estimate of the time could rest."
 RUN_IS_BUSY = "The missing settings are being measured; Cancel ends this."
 RUN_IS_COMPLETE = "The log has every setting of the sliders."
 CANCEL_TOOLTIP = "Ends the running measurement and drops those that wait."
@@ -98,8 +105,8 @@ class Drawing:
     metric: str
     """The selected metric, or the cosine where the rows lack the selected one."""
     limits: tuple[float, ...]
-    """The least and the largest value of the metric at all settings in the log, which
-    thus have one colour scale (see `plots.find_limits`)."""
+    """The least and the largest value of the metric at all settings in the log, where
+    these share a colour scale (see `plots.find_limits`); else empty."""
 
     @property
     def T(self) -> int:
@@ -124,10 +131,11 @@ class Explorer(ui.VBox):
     """Error by layer and token, tokens per second and ms per layer at every setting of a
     grid.
 
-    Results in the log are drawn at once. The cell under the pointer is described below
-    the picture. A click chooses the cell and shows how its layer's error splits; the
-    split is measured first where the log lacks it. *Run what is missing* measures the
-    rest of the grid in child processes, beginning with the shown bundle.
+    Results in the log are drawn at once, in the width of the page. The chosen cell and the
+    cell under the pointer are described above the picture. A click chooses the cell and
+    shows below the picture how its layer's error splits; the split is measured first
+    where the log lacks it. *Run what is missing* measures the rest of the grid in child
+    processes, beginning with the shown bundle.
 
     Cells and layers of the shown bundle are ranked by their error over the rounding
     budget, settings by their KL: that ratio contains the rounding of a setting's own
@@ -162,10 +170,10 @@ class Explorer(ui.VBox):
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
         self.runs = pd.DataFrame()  # of the log's table `runs`, those with errors
         self.cell_seconds = CellSeconds()
+        self.job_seconds: dict[str, float] = {}  # of the last "split" and "search"
         self.is_selecting = False  # while code, not the user, changes the controls
         self.missing_cells = 0  # number of the grid's cells that the log lacks
         self.missing_s: float | None = None  # seconds that they take, if known
-        self.is_first_estimate = False  # whether a part of them was never measured
         # of the last *Run*; some may be done
         self.cell_jobs: list[tuple[Job, list[Stage]]] = []
         # of error splits, with the options of their bundles; some may be done
@@ -186,20 +194,16 @@ class Explorer(ui.VBox):
         rows.append(self._row(self.buttons))
         rows.append(self._row([self.status, self.saved_text]))
         rows[-1].layout.min_height = STATUS_HEIGHT
-        texts = [self.ranks_text, self.place_text, self.search_text, self.costs_text]
-        pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
-        for shown in (
-            self.message,
-            self.metric_text,
-            *texts[:-1],
-            self.heatmap.canvas,
-            self.speed.canvas,
-        ):
+        above = [self.message, self.place_text]
+        below = [self.split_text, self.search_text, self.ranks_text]
+        of_setting = [*above, self.heatmap.canvas, *below, self.speed.canvas]
+        for shown in (*of_setting, self.metric_text):
             shown.add_class(OF_SETTING)
-        hidden = [*self.selections.bars, self.selections.rule, ui.HTML(STYLE)]
-        children = [*rows, *pictures, *hidden]
+        pictures = [*of_setting[:-1], self.costs_text, self.speed.canvas]
+        hidden = [*self.selections.bars, self.selections.rule, self.page_width]
+        children = [*rows, *pictures, *hidden, ui.HTML(STYLE)]
         super().__init__(children, layout={"overflow": "visible"})
-        self.add_class("workbench-explorer")
+        self.add_class(EXPLORER)
         self.is_open = True
         _open.append(self)
         self.guarded(self._begin)
@@ -212,13 +216,15 @@ class Explorer(ui.VBox):
         labels = [(label, name) for name, label in TENSORS.items()]
         self.tensor = make_control("tensor", labels)
         self.metric = make_control("metric", METRICS)
-        self.controls = [*self.axes.values(), self.tensor, self.metric]
+        self.scale = make_control("colour scale", SCALES)
+        self.controls = [*self.axes.values(), self.tensor, self.metric, self.scale]
         for widget in self.controls:
             widget.observe(self._follow, "value")
         # a control of one value decides nothing; its value stands in `fixed_text`
         for widget in self._fixed_controls():
             widget.layout.display = "none"
         self.selections = Selections(self.controls)
+        self.page_width = PageWidth(EXPLORER, self._fit)
         # why the selected metric is not drawn
         self.metric_text = ui.HTML(layout={"margin": "0 1.5em 0 0"})
         self.fixed_text = ui.HTML(self._describe_fixed())
@@ -237,7 +243,9 @@ class Explorer(ui.VBox):
         self.saved_text = ui.HTML()  # where the shown figure was saved
         self.message = ui.HTML()  # the times, what was not measured, or an error
         self.ranks_text = ui.HTML()
-        self.place_text = ui.HTML()  # about the chosen cell
+        # the values of the chosen cell
+        self.place_text = ui.HTML(layout={"min_height": PLACE_HEIGHT})
+        self.split_text = ui.HTML()  # the error split of its layer
         self.search_text = ui.HTML()  # the result of `search`
         self.costs_text = ui.HTML()
         self.buttons = [
@@ -327,9 +335,6 @@ class Explorer(ui.VBox):
         """Reads the log, moves the controls to the setting at which the most was
         measured, and draws."""
         self.results.refresh()
-        if self.checkpoint:
-            cells = self.results.cells["cell"]
-            self.cell_seconds.read_first(bundle_path(c, self.bundles) for c in cells)
         self.is_selecting = True
         for name, value in self.results.most_measured().items():
             self.axes[name].value = value
@@ -350,22 +355,13 @@ class Explorer(ui.VBox):
         cells = self.results.missing(self.setting())
         self.missing_cells = len(cells)
         stages = [*chain.from_iterable(plan_stages(cells, self.bundles))]
-        self.missing_s, self.is_first_estimate = self._estimate(stages)
+        self.missing_s = self.cell_seconds.estimate(stages)
         # a cell that was measured since *Run* corrects the time left
         for job, stages in self.cell_jobs:
-            job.seconds, job.is_first_estimate = self._estimate(stages)
+            job.seconds = self.cell_seconds.estimate(stages)
         self._enable()
         self.costs_text.value = self._costs()
         self.draw()
-
-    def _estimate(self, stages: list[Stage]) -> tuple[float | None, bool]:
-        """The seconds that stages take, if known, and whether this is a first
-        estimate."""
-        measured = self.cell_seconds.estimate(stages)
-        if measured is not None:
-            return measured, False
-        first = self.cell_seconds.first_estimate(stages)
-        return first, first is not None
 
     def _mark_stops(self) -> None:
         self.is_selecting = True
@@ -374,7 +370,7 @@ class Explorer(ui.VBox):
         self.is_selecting = False
 
     def _follow_queue(self) -> None:
-        """Says what runs now, on the buttons and below the heatmap."""
+        """Says what runs now, on the buttons and beside the heatmap."""
         self._enable()
         self.guarded(self.describe)
 
@@ -395,8 +391,6 @@ class Explorer(ui.VBox):
             words, tooltip = f"{RUN} ({self._describe_missing()})", RUN_TOOLTIP
             if self.missing_s is None:
                 tooltip += f" {NO_ESTIMATE}"
-            elif self.is_first_estimate:
-                tooltip += f" {FIRST_ESTIMATE}"
         label_button(self.run_button, words, tooltip)
 
     def _describe_missing(self) -> str:
@@ -404,12 +398,21 @@ class Explorer(ui.VBox):
         count = count_measurements(self.missing_cells)
         if self.missing_s is None:
             return f"{count}, no estimate yet"
-        return f"{count}, {describe_seconds(self.missing_s, self.is_first_estimate)}"
+        return f"{count}, {describe_seconds(self.missing_s)}"
 
     def _follow(self, _: dict) -> None:
         """Draws what the user has selected."""
         if not self.is_selecting:
             self.guarded(self.draw_anew)
+
+    def _fit(self, pixels: int) -> None:
+        """Draws both pictures in the width of the page, if they have another one."""
+        # no generator: both pictures are fitted
+        pictures = self.heatmap, self.speed
+        if any([picture.fit(pixels) for picture in pictures]):
+            for picture in pictures:
+                picture.mark_stale()
+            self.guarded(self.draw)
 
     def draw_anew(self) -> None:
         """Draws at another setting. The page shows at once that the pictures are those
@@ -428,7 +431,8 @@ class Explorer(ui.VBox):
         options = self.results.options(setting)
         times = self._draw_times(setting, options.max_seq_len)
         rows = self.results.fidelity(setting, tensor)
-        measured = self.results.measured(tensor)
+        # the rows whose values the colours include
+        measured = self.results.measured(tensor) if self.scale.value else rows[:0]
         drawing = _find_drawing(rows, options, self.metric.value, measured)
         # a measurement changes what is drawn, too: neither the saved figure nor the cell
         # under the pointer is in the new picture
@@ -481,8 +485,21 @@ class Explorer(ui.VBox):
         options["tokens"] = self._find_tokens(drawing.rows)
         options["title"] = sentences.describe_heatmap(tensor, drawing.metric)
         validated_ts = self.results.validated_ts(self.setting())
-        options["note"] = sentences.describe_gaps(tensor, validated_ts)
-        self.heatmap.draw(drawing.rows, options, self.chosen_place)
+        notes = [sentences.describe_scale(bool(drawing.limits))]
+        notes.append(sentences.describe_gaps(tensor, validated_ts))
+        options["note"] = "; ".join(filter(None, notes))
+        subtitle = self._describe_conditions(drawing)
+        self.heatmap.draw(drawing.rows, options, subtitle, self.chosen_place)
+
+    def _describe_conditions(self, drawing: Drawing) -> str:
+        """The checkpoint, the options of the shown bundle and its run, and what the layers
+        were fed, as the subtitle of the heatmap, which names the rest."""
+        shown = self.setting() | {"max_seq_len": drawing.options.max_seq_len}
+        # the panels have T, and the drawing has the runtime
+        others = "T", "runtime"
+        facts = [f"{key} {value}" for key, value in shown.items() if key not in others]
+        fed = sentences.FED[mode_of(self.tensor.value)]
+        return " · ".join(filter(None, [self.name, *facts, drawing.runtimes, fed]))
 
     def _find_tokens(self, rows: pd.DataFrame) -> list[str] | None:
         """The texts of the tokens of a validation, one by position: those that its run
@@ -511,16 +528,13 @@ class Explorer(ui.VBox):
         return sentences.costs_table(self.runs, [name for name in names if name != "T"])
 
     def describe(self) -> None:
-        """Writes the chosen cell's values and its layer's error split below the
-        heatmap."""
+        """Writes the chosen cell's values above the heatmap, and its layer's error split
+        below it."""
         text = self._chosen_values()
         self.search_button.disabled = not text
         self.search_text.value = self.search_results.get(self._search_key(), "")
-        if not text:
-            self.place_text.value = HINT
-            return
-        self.place_text.value = f"<b>{escape.html(text)}</b>"
-        self.place_text.value += f"<br>{self._describe_split()}"
+        self.place_text.value = f"<b>{escape.html(text)}</b>" if text else HINT
+        self.split_text.value = self._describe_split() if text else ""
 
     def _describe_split(self) -> str:
         """The split of the chosen cell's layer as a table, or why there is none."""
@@ -568,7 +582,7 @@ class Explorer(ui.VBox):
         if place is None:
             return
         self.chosen_place = place
-        # its values now stand below the picture
+        # its values now stand above the picture
         self.heatmap.forget_pointer()
         if self.guarded(self.draw) and self._lacks_split():
             self._split()
@@ -601,7 +615,18 @@ class Explorer(ui.VBox):
                 measure_split(*arguments, self.queue.cancelled)
 
         label = f"error split of {options.compress}, max_seq_len {options.max_seq_len}"
-        return Job(label, SPLIT_S, split)
+        return self._timed_job("split", label, split)
+
+    def _timed_job(self, kind: str, label: str, work: Callable[[], None]) -> Job:
+        """A job that is expected to take as long as the last one of its kind in this
+        session."""
+
+        def run() -> None:
+            start = time.monotonic()
+            work()
+            self.job_seconds[kind] = time.monotonic() - start
+
+        return Job(label, self.job_seconds.get(kind), run)
 
     def search(self) -> None:
         """Searches for the operation that computes the chosen cell wrongly."""
@@ -616,7 +641,7 @@ class Explorer(ui.VBox):
 
         name = sentences.layer_name(layer)
         label = f"the operation of {name}, position {position}"
-        self.queue.add_first(Job(label, SEARCH_S, find))
+        self.queue.add_first(self._timed_job("search", label, find))
 
     def _search_key(self) -> tuple:
         """The key of a result of `search`: the setting and the chosen place."""
@@ -638,9 +663,8 @@ class Explorer(ui.VBox):
         for cell, stages in zip(cells, plan_stages(cells, self.bundles)):
             options = cell.options
             label = f"{options.compress}, max_seq_len {options.max_seq_len}"
-            seconds, is_first = self._estimate(stages)
-            measure = partial(self._measure, cell)
-            jobs.append((Job(label, seconds, measure, is_first), stages))
+            seconds = self.cell_seconds.estimate(stages)
+            jobs.append((Job(label, seconds, partial(self._measure, cell)), stages))
         return jobs
 
     def _run_missing(self) -> None:
@@ -681,17 +705,14 @@ class Explorer(ui.VBox):
 
     def save(self) -> None:
         """Saves the shown heatmap among the experiment's figures. Its name holds the
-        setting, the tensor and the metric."""
+        setting, the tensor and the metric, and "own" where no other setting shares its
+        colour scale."""
         drawing, options = self.drawing, self.heatmap.options
         shown = self.setting() | {"max_seq_len": drawing.options.max_seq_len}
         shown |= {"T": drawing.T, "tensor": self.tensor.value, "metric": drawing.metric}
-        name = "-".join(["explorer", *map(str, shown.values())])
-        # title and panels have the others
-        in_title = "T", "tensor", "metric", "runtime"
-        facts = [
-            f"{key} {value}" for key, value in shown.items() if key not in in_title
-        ]
-        subtitle = " · ".join(filter(None, [self.name, *facts, drawing.runtimes]))
+        scale = [] if drawing.limits else ["own"]
+        name = "-".join(["explorer", *map(str, shown.values()), *scale])
+        subtitle = self._describe_conditions(drawing)
         Ts = " and ".join(map(str, sorted(drawing.rows["T"].unique())))
         self.experiment.figure(
             name,
@@ -758,8 +779,13 @@ def _message(
     errors = ""
     if replaced:
         wanted = " and ".join(f"{name} = {value}" for name, value, _ in replaced)
-        shown = " and ".join(f"{name} = {value}" for name, _, value in replaced)
-        errors = f"Errors: not measured at {wanted}; those at {shown} are shown."
+        # the heatmap draws the smallest T of the grid too
+        Ts = " and ".join(map(str, sorted(drawing.rows["T"].unique())))
+        drawn = {"max_seq_len": drawing.options.max_seq_len, "T": Ts}
+        shown = ", ".join(f"{name} = {drawn[name]}" for name, _, _ in replaced)
+        errors = (
+            f"Errors: not measured at {wanted}; the heatmap shows those at {shown}."
+        )
         if T not in validated_ts:
             counts = ", ".join(map(str, validated_ts))
             errors += f" A validation measures errors at T = {counts} alone."

@@ -23,8 +23,6 @@ class Job:
     corrected while the job waits."""
     run: Callable[[], None]
     """May raise `process.Cancelled` once the queue was cancelled."""
-    is_first_estimate: bool = False
-    """Whether `seconds` rests on no measurement like it."""
     is_finished: bool = False
     """Whether it ended well; the queue sets this."""
 
@@ -196,10 +194,7 @@ class JobQueue:
         seconds = [job.seconds, *(later.seconds for later in later_jobs)]
         words = f"measuring {job.label}"
         if None not in seconds and elapsed_s < job.seconds:
-            is_first = any(j.is_first_estimate for j in [job, *later_jobs])
-            return (
-                f"{words}, {describe_seconds(sum(seconds) - elapsed_s, is_first)} to go"
-            )
+            return f"{words}, {describe_seconds(sum(seconds) - elapsed_s)} to go"
         if None in seconds:
             words += ", no estimate yet"
         # an estimate of the others would be doubtful beside one that proved wrong
@@ -212,14 +207,9 @@ class JobQueue:
         return words
 
 
-def describe_seconds(seconds: float, is_first: bool = False) -> str:
-    """A time that is estimated, in seconds or minutes.
-
-    Args:
-        is_first: whether the estimate rests on no measurement like it.
-    """
-    time_words = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"{'first estimate' if is_first else 'about'} {time_words}"
+def describe_seconds(seconds: float) -> str:
+    """A time that is estimated, in seconds or minutes."""
+    return f"about {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'}"
 
 
 def count_measurements(count: int, more: str = "") -> str:

@@ -8,6 +8,7 @@ import pandas as pd
 
 from workbench import escape, plots
 from workbench.experiment.tables import html_table, printed, with_powers
+from workbench.sweep.error_split import signed_share
 from workbench.sweep.summary import with_kl_p99
 
 SPEED, LAYER = "tokens per second", "ms per layer"
@@ -16,6 +17,13 @@ EXCESS_LABEL = f"error ÷ {plots.BUDGET_FORMULA}"
 rounding of a setting's own weights."""
 SAME_RATIO = 0.01
 """Two ratios of a cell that differ by a smaller share are stated once."""
+FED = {
+    "isolated": "each layer fed Hugging Face's input",
+    "chained": "each layer fed the one before",
+}
+"""Mode of a comparison → what its layers are fed."""
+RMS, SHARE = "relative RMS", "share of the squared error, signed"
+"""The rows of an error split."""
 PARTS = {
     "storage": "storage",
     "quantization": "quantization",
@@ -97,6 +105,13 @@ def describe_gaps(tensor: str, validated_ts: Sequence[int]) -> str:
     )
 
 
+def describe_scale(is_shared: bool) -> str:
+    """Says of which settings a heatmap's colours span the values."""
+    if is_shared:
+        return "one colour scale for all measured settings"
+    return "the colour scale of this setting alone"
+
+
 def describe_ranks(rows: pd.DataFrame) -> str:
     """The cells and layers of a bundle with the largest errors over the rounding
     budget, as text; "" where no row has both."""
@@ -139,12 +154,23 @@ def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
 
 
 def split_table(parts: pd.DataFrame, layer: int | None) -> str:
-    """The error split of a layer's update, as HTML; an empty table for the logits."""
-    row = parts[parts["layer"] == layer] if layer is not None else parts[:0]
-    table = _rounded(row[[*PARTS]].astype(float).rename(columns=PARTS), 3)
-    title = "logits" if layer is None else layer_name(layer).capitalize()
-    words = f"{title}, its update at all positions together: relative RMS that each step adds:"
-    return words + html_table(table)
+    """The error split of a layer's update, as HTML; "" for the logits, of which there is
+    none."""
+    if layer is None:
+        return ""
+    row = parts[parts["layer"] == layer]
+    sizes = row[[*PARTS]].set_axis([RMS])
+    shares = row.reindex(columns=map(signed_share, PARTS)).set_axis([*PARTS], axis=1)
+    shares = shares.assign(total=1.0).set_axis([SHARE])
+    # older logs have no shares
+    has_shares = shares.drop(columns="total").notna().any(axis=None)
+    table = pd.concat([sizes, shares] if has_shares else [sizes]).astype(float)
+    table = _rounded(table.rename(columns=PARTS), 3).rename_axis("").reset_index()
+    return (
+        f"{layer_name(layer).capitalize()}, its update at all positions together: the error "
+        "that each step adds. These errors are vectors: their shares add up to 1, their "
+        f"relative RMS do not add up to the total's.{html_table(table)}"
+    )
 
 
 def _rounded(table: pd.DataFrame, digits: int) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from workbench import plots, sweep
 from workbench.log.schema import LOGITS
 from workbench.widgets import sentences
-from workbench.widgets.controls import STALE, make_canvas
+from workbench.widgets.controls import STALE, fit_canvas, make_canvas
 
 CHOSEN = {"fill": False, "edgecolor": plots.BEYOND_COLOUR, "linewidth": 2}
 
@@ -33,6 +33,11 @@ class Picture:
     def __init__(self):
         self.canvas = make_canvas()
 
+    def fit(self, pixels: int) -> bool:
+        """Gives the picture the width of the page, in CSS pixels. Returns whether it has
+        to be drawn again."""
+        return fit_canvas(self.canvas, pixels)
+
     def mark_stale(self) -> None:
         """Dims the picture in the page until the next one arrives there."""
         self.canvas.add_class(STALE)
@@ -49,13 +54,16 @@ class Heatmap(Picture):
         self._layers: list[int] = []
         self._positions: list[int] = []
 
-    def draw(self, rows: pd.DataFrame, options: dict, chosen: Place | None) -> None:
+    def draw(
+        self, rows: pd.DataFrame, options: dict, subtitle: str, chosen: Place | None
+    ) -> None:
         """Draws rows, and a frame around the chosen cell."""
         layers = rows["layer"].fillna(LOGITS).astype(int)
         self.rows = rows.assign(layer=layers)
         self.options = options
         figure = self.canvas.figure
         plots.heatmap(self.rows, **options, figure=figure)
+        plots.add_subtitle(figure, subtitle)
         self._layers = sorted(self.rows["layer"].unique())
         self._positions = sorted(self.rows["position"].unique())
         for ax in self.axes():
@@ -128,7 +136,8 @@ class Speed(Picture):
         work disturbed the processes, and marks the max_seq_len S."""
         self.canvas.layout.display = None
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "quantity"}
-        options = {"xlog": 2, "ylabel": "", "hollow": "disturbed"}
+        units = {sentences.SPEED: "tok/s", sentences.LAYER: "ms"}
+        options = {"xlog": 2, "ylabel": units, "hollow": "disturbed"}
         figure = self.canvas.figure
         plots.lines(times, **axes, **options, figure=figure)
         for ax in figure.axes:
