@@ -106,7 +106,7 @@ def run_command(arguments: list[str]) -> None:
         subcommands = SUBCOMMANDS[command]
         raise unknown_words_error(command, words, subcommands, first) from None
     except CycloptsError as problem:
-        raise as_input_error(problem, _names()) from None
+        raise in_own_words(as_input_error(problem, _names())) from None
 
 
 def _names() -> list[str]:

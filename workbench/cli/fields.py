@@ -1,5 +1,6 @@
 """The refusals of fields that pydantic checks, such as those of bundle.json and of an export's
-options, in the words of the workbench."""
+options, in the words of the workbench; and the nearest name of a value that is none of those
+that a refusal lists."""
 
 import re
 
@@ -10,23 +11,49 @@ RESTORE = "restore the file, or make the bundle again with workbench export or a
 
 
 def in_own_words(problem: InputError) -> InputError:
-    """The refusal without pydantic's words, where a field caused it; otherwise itself."""
+    """The refusal without pydantic's words, where a field caused it; with the nearest name,
+    where a value is none of those that are listed; otherwise itself."""
+    worded = _of_field(problem) or _with_nearest(problem)
+    if worded is None:
+        return problem
+    for note in getattr(problem, "__notes__", ()):
+        worded.add_note(note)
+    return worded
+
+
+def _with_nearest(problem: InputError) -> InputError | None:
+    """A refusal such as `found 'exakt'; needs one of declared, exact` with the nearest name
+    in its next step; None where there is none, or it has one already."""
+    value = re.fullmatch("'(.*)'", problem.actual)
+    if not value or problem.next_step.startswith("did you mean"):
+        return None
+    step = propose_choice(value[1], problem.needed, problem.next_step)
+    if step == problem.next_step:
+        return None
+    return InputError(problem.subject, problem.actual, problem.needed, step)
+
+
+def _of_field(problem: InputError) -> InputError | None:
+    """The refusal of a field that pydantic checked for a manifest or for export options;
+    None for another one."""
     cause = problem.__context__
     if cause is None:
-        return problem
+        return None
     from pydantic import ValidationError
 
     # the classes whose readers keep pydantic's words
     if not isinstance(cause, ValidationError) or cause.title not in OF_A_BUNDLE:
-        return problem
+        return None
     fault = cause.errors(include_url=False)[0]
     if cause.title == "Manifest":
         return _manifest_error(problem.subject, fault)
-    if fault["loc"]:  # of one option; a combination has words of its own
-        needed = needed_value(fault)
-        step = propose_choice(fault["input"], needed, problem.next_step)
-        return InputError(problem.subject, problem.actual, needed, step)
-    return problem
+    if not fault["loc"]:  # a combination of options has words of its own
+        return None
+    needed = needed_value(fault)
+    step = problem.next_step
+    if not step.startswith("did you mean"):
+        step = propose_choice(fault["input"], needed, step)
+    return InputError(problem.subject, problem.actual, needed, step)
 
 
 def _manifest_error(subject: str, fault: dict) -> InputError:
