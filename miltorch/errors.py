@@ -1,9 +1,12 @@
-"""`InputError`, the exception for every input that cannot be used.
+"""`InputError`, the exception for every input that cannot be used; and `nearest_names`,
+`propose` and `did_you_mean`, for the next step after a wrong name.
 
 This module imports nothing of the package, so every other module may import it.
 """
 
+import difflib
 import re
+from collections.abc import Collection, Iterable, Sequence
 
 # control characters other than tab and newline, marks that change the direction of text
 # or end a line, and surrogates (undecodable bytes of file names)
@@ -62,10 +65,41 @@ class InputError(ValueError):
 
 
 def check_choice(
-    subject: str, value, choices, next_step: str = "name one of these"
+    subject: str,
+    value: object,
+    choices: Collection[str],
+    next_step: str = "name one of these",
 ) -> None:
-    """Raises an InputError unless `value` is one of `choices`."""
+    """Raises an InputError unless `value` is one of `choices`; its next step proposes the
+    nearest of them."""
     if value not in choices:
-        raise InputError(
-            subject, repr(value), f"one of {', '.join(choices)}", next_step
-        )
+        needed = f"one of {', '.join(choices)}"
+        next_step = did_you_mean(str(value), choices, next_step)
+        raise InputError(subject, repr(value), needed, next_step)
+
+
+def did_you_mean(name: str, names: Iterable[str], step: str) -> str:
+    """The next step for a name that is none of `names`: the nearest of them, if there is
+    one, and `step`."""
+    return propose(nearest_names(name, names, count=1), step)
+
+
+def propose(nearest: Sequence[object], step: str) -> str:
+    """The next step that names what a user may have meant before `step`; `step` alone where
+    `nearest` is empty."""
+    if not nearest:
+        return step
+    *others, last = map(str, nearest)
+    words = f"{', '.join(others)} or {last}" if others else last
+    return f"did you mean {words}? If not, {step}"
+
+
+def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """At most `count` of the names: those that begin with `name`, then similar ones, the
+    most similar first. Upper and lower case are alike."""
+    by_lower_case = {other.lower(): other for other in names}
+    word = name.lower()
+    longer = [other for other in by_lower_case if word and other.startswith(word)]
+    similar = difflib.get_close_matches(word, by_lower_case, n=count)
+    nearest = dict.fromkeys([*longer, *similar])
+    return [by_lower_case[other] for other in nearest][:count]

@@ -1,16 +1,22 @@
-"""The errors of the workbench: `InputError` and its helpers, which `miltorch.errors` defines,
-and `CellError`; and functions that read the errors of libraries and of the system: whether a
-disk is full, their message in one line, and what a field needs that pydantic refuses; and
-`nearest_names`, `propose` and `did_you_mean`, for the next step after a wrong name."""
+"""The errors of the workbench: `InputError`, `check_choice` and the functions that propose a
+name, all of which `miltorch.errors` defines; `CellError`; and functions that read the errors of
+libraries and of the system: whether a disk is full, their message in one line, and what a
+field needs that pydantic refuses."""
 
-import difflib
 import errno
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from miltorch.errors import InputError, check_choice, visible
+from miltorch.errors import (
+    InputError,
+    check_choice,
+    did_you_mean,
+    nearest_names,
+    propose,
+    visible,
+)
 
 __all__ = [
     "CellError",
@@ -63,33 +69,6 @@ NEEDED_VALUES = {
 class CellError(RuntimeError):
     """A notebook did not run to its end: a cell raised an error other than InputError, or
     the kernel failed."""
-
-
-def did_you_mean(name: str, names: Iterable[str], step: str) -> str:
-    """The next step for a name that is none of `names`: the nearest of them, if there is
-    one, and `step`."""
-    return propose(nearest_names(name, names, count=1), step)
-
-
-def propose(nearest: Sequence[object], step: str) -> str:
-    """The next step that names what a user may have meant before `step`; `step` alone where
-    `nearest` is empty."""
-    if not nearest:
-        return step
-    *others, last = map(str, nearest)
-    words = f"{', '.join(others)} or {last}" if others else last
-    return f"did you mean {words}? If not, {step}"
-
-
-def nearest_names(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """At most `count` of the names: those that begin with `name`, then similar ones, the
-    most similar first. Upper and lower case are alike."""
-    by_lower_case = {other.lower(): other for other in names}
-    word = name.lower()
-    longer = [other for other in by_lower_case if word and other.startswith(word)]
-    similar = difflib.get_close_matches(word, by_lower_case, n=count)
-    nearest = dict.fromkeys([*longer, *similar])
-    return [by_lower_case[other] for other in nearest][:count]
 
 
 def field_error(

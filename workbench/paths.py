@@ -87,15 +87,18 @@ def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> Inp
 
 
 def _similar_folders(path: Path, file: str) -> list[Path]:
-    """At most three folders with `file` beside a path where nothing is, whose names are
-    similar to its own; the most similar one comes first."""
-    if os.path.lexists(path):
-        return []
+    """At most three folders with `file`: those in a folder without it; or those beside a
+    path where nothing is, the one with the most similar name first."""
+    folder = path if path.is_dir() else path.parent
     try:
-        names = sorted(p.parent.name for p in path.parent.glob(f"*/{file}"))
+        names = sorted(p.parent.name for p in folder.glob(f"*/{file}"))
     except OSError:  # a folder that may not be read
         return []
-    return [path.parent / name for name in nearest_names(path.name, names)]
+    if path.is_dir():
+        return [path / name for name in names[:3]]
+    if os.path.lexists(path):
+        return []
+    return [folder / name for name in nearest_names(path.name, names)]
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:

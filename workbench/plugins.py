@@ -62,8 +62,9 @@ def load(kind: str, name: str) -> Any:
     if name not in entries:
         raise InputError(
             f"{kind.removesuffix('s')} {name!r}",
-            "offered by no installed package",
-            f"the workbench's own, or installed: {', '.join(entries) or 'none'}",
+            "no installed package that offers it",
+            f"the workbench's own, or one of an installed package "
+            f"({', '.join(entries) or 'none is installed'})",
             "install the plug-in that offers it, or choose another",
         )
     return entries[name].load()

@@ -168,8 +168,11 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
             "--prompt-ids: found 9999 at place 2; needs token ids from 0 to 255: the "
             "vocabulary has 256 tokens. Next: correct the id",
         ),
-        ("evaluate {bundle} --prompt-ids -1,2", "--prompt-ids: found -1 at place 1;"),
-        ("generate {bundle} --prompt-ids 1 --logits /proc/l.npy", "--logits"),
+        ("evaluate {bundle} --prompt-ids=-1,2", "--prompt-ids: found -1 at place 1;"),
+        (
+            "generate {bundle} --prompt-ids 1 --max-new 4 --logits /proc/l.npy",
+            "--logits",
+        ),
         ("generate {bundle} --prompt-ids ²", "a whole number"),
         ("generate {bundle} --prompt-ids 1 --tokens -1", "--tokens"),
         ("generate {bundle} --prompt-ids 1 --max-new -3", "--max-new"),
@@ -205,6 +208,26 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
             "--temperature: found -1",
         ),
         ("log --where \"compres == 'fp16'\"", "did you mean compress or"),
+        ("validate {bundle} --precision exakt", "Next: did you mean exact? If not, "),
+        ("generate {bundle} --prompt a --runtime portabel", "did you mean portable?"),
+        ("plan {tiny} --chip 'M4 Maxx'", "did you mean M4 Max? If not, name one"),
+        ("generate {bundle} 'A ferry'", "Next: write --prompt 'A ferry'."),
+        ("export {data} out", "Next: did you mean {data}/"),
+        (
+            "export {tiny} out --target nope",
+            "found no installed package that offers it",
+        ),
+        (
+            "sweep first-lite",
+            "found no such file; needs a YAML file. Next: did you mean",
+        ),
+        ("sweep {weights}", "found not UTF-8; needs a YAML file"),
+        ("log pack out.zip --log nowhere", "--log nowhere: found no such folder"),
+        ("log compare a b --log nowhere", "--log nowhere: found no such folder"),
+        (
+            "log unpack none.zip",
+            "packed log none.zip: found no such file; needs a file",
+        ),
         ("export {tiny} {data}", "a folder that is no bundle; needs a new folder."),
     ],
 )
@@ -221,7 +244,7 @@ def test_bad_input_is_refused_by_name(
     }
     result = cli(*shlex.split(command.format_map(paths)))
     assert result.exit_code == 2 and result.stdout == ""
-    assert words in result.stderr
+    assert words.format_map(paths) in result.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -372,3 +395,18 @@ def test_a_misspelled_parameter_of_a_notebook_names_the_right_one(monkeypatch):
     monkeypatch.setattr("workbench.kernel.execute", pytest.fail)
     result = cli("run", "05", "--set", "MAX_SEQLEN=64")
     assert result.exit_code == 2 and "did you mean MAX_SEQ_LEN?" in result.stderr
+
+
+def test_an_empty_text_is_refused_by_its_path(llama_bundle, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    result = cli("generate", llama_bundle.root, "--text", empty)
+    assert result.exit_code == 2
+    assert f"text {empty}: found no text; needs at least one token" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["05_stateful_kv_cache", "notebooks/05_x.ipynb"])
+def test_a_notebook_that_is_named_by_its_file_has_a_number(name):
+    result = cli("run", name)
+    assert result.exit_code == 2
+    assert "Next: name it by its number, 05." in result.stderr

@@ -67,7 +67,7 @@ ARGUMENTS = {
     "log": "",
     "log compare": "A B",
     "log pack": "OUT/z",
-    "log unpack": "OUT/z",
+    "log unpack": "BUNDLE/bundle.json",
     "plan": "BUNDLE",
     "doctor": "",
     "crosscheck": "BUNDLE --checkpoint CHECKPOINT",

@@ -77,7 +77,7 @@ COMMANDS = {
     "export {tiny} out --compress lut6-g1x": "lut6-g1x",
     "export {tiny} out --compress lut4": "export with --compress lut4-g8",
     "export {tiny} out --tokens 0": "1-4, 4 or 1,64",
-    "export {tiny} out --moe sparse": "one of dense, routed",
+    "export {tiny} out --moe sparse": "needs one of dense, routed",
     "export {tiny} /proc/x/b": "found /proc",
     MIXED + " --bytes lots": "a size above zero",
     MIXED + " --ms-on M99": "M99",

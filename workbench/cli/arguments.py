@@ -2,6 +2,7 @@
 was found, what is needed, next step."""
 
 import re
+import shlex
 
 from cyclopts import (
     CoercionError,
@@ -65,6 +66,8 @@ def as_input_error(problem: CycloptsError, commands: list[str]) -> InputError:
         case UnusedCliTokensError():
             words = " ".join(problem.unused_tokens or [])
             step = f"leave it out; {look}"
+            if command == "generate":  # a prompt without its option
+                step = f"write --prompt {shlex.quote(words)}"
             return InputError(
                 command, f"the extra argument {words}", "no further argument", step
             )

@@ -461,13 +461,14 @@ def sweep(
 def _check_grid(grid_or_bundle: str) -> None:
     """Refuses what is neither a bundle nor a readable grid, and a grid with a wrong
     preset, before the imports that take seconds."""
-    if grid_or_bundle == "first-light":
+    from workbench.sweep.grid_file import FIRST_LIGHT, check_presets, read_grid_file
+
+    if grid_or_bundle == FIRST_LIGHT:
         return
     path = Path(grid_or_bundle)
     if path.is_dir():
         paths.check_bundle(path)
         return
-    from workbench.sweep.grid_file import check_presets, read_grid_file
 
     check_presets(read_grid_file(path))
 

@@ -35,10 +35,7 @@ def log(
         rows: Every run with all its columns.
         log: Folder of the log; default: experiments/log of the checkout.
     """
-    if log is not None and not log.is_dir():
-        actual = "a file" if log.exists() else "no such folder"
-        needed, step = "the folder of a log", "check the path, or leave --log out"
-        raise InputError(f"--log {log}", actual, needed, step)
+    _check_log(log)
     stage("log: reading the runs")
     from workbench.log.condition import unknown_column_error
     from workbench.sweep import summary
@@ -65,6 +62,14 @@ def log(
         print_document("\n".join(table_lines(table)))
 
 
+def _check_log(log: Path | None) -> None:
+    """Refuses a path in --log where no folder is."""
+    if log is not None and not log.is_dir():
+        actual = "a file" if log.exists() else "no such folder"
+        needed, step = "the folder of a log", "check the path, or leave --log out"
+        raise InputError(f"--log {log}", actual, needed, step)
+
+
 def log_compare(
     run_a: str, run_b: str, /, *, log: Path | None = None, json: Json = False
 ) -> None:
@@ -78,6 +83,7 @@ def log_compare(
         run_b: The other one.
         log: Folder of the log; default: experiments/log of the checkout.
     """
+    _check_log(log)
     stage("log: comparing the runs")
     from workbench.sweep import summary
 
@@ -94,6 +100,7 @@ def log_pack(file: Path, /, *, log: Path | None = None, json: Json = False) -> N
         file: The zip to write.
         log: Folder of the log; default: experiments/log of the checkout.
     """
+    _check_log(log)
     paths.prepare_output("log pack", file)
     stage("log: packing the runs")
     count = workbench.log.pack(file, log)
@@ -109,6 +116,8 @@ def log_unpack(file: Path, /, *, log: Path | None = None, json: Json = False) ->
         file: The zip to read.
         log: Folder of the log; default: experiments/log of the checkout.
     """
+    needed, step = "a file of `workbench log pack`", "check the path"
+    paths.check_file("packed log", file, needed, step)
     stage("log: unpacking the runs")
     run_ids = workbench.log.unpack(file, log)
     print_and_exit({"imported": len(run_ids), "runs": run_ids}, json)

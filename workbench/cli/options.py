@@ -58,7 +58,10 @@ class Prompt:
         text = paths.read_text(self.text) if self.text else self.prompt
         if text == "" or self.prompt_ids == "":
             subject = "prompt" if self.prompt_ids is None else "prompt ids"
-            raise InputError(subject, "no text", "at least one token", "write a prompt")
+            step = "write a prompt"
+            if self.text:
+                subject, step = f"text {self.text}", "give a file with a text"
+            raise InputError(subject, "no text", "at least one token", step)
         for part in (self.prompt_ids or "0").split(","):
             # whether a number is in the vocabulary shows once the model is open
             if not re.fullmatch(r"\s*-?[0-9]+\s*", part):

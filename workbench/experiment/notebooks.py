@@ -35,6 +35,8 @@ def find_notebook(number: str) -> Path:
                 f"a checkout of this project, with notebooks in {notebooks_folder()}"
             )
         step = "name one of these, inside a checkout of this project"
+        if (stem := STEM.fullmatch(Path(number).stem)) and stem[1] in by_number:
+            step = f"name it by its number, {stem[1]}"
         raise InputError(f"experiment {number}", "no such notebook", needed, step)
     if len(by_number[number]) > 1:
         names = ", ".join(path.name for path in by_number[number])

@@ -6,10 +6,12 @@ from typing import Any
 
 import yaml
 
-from workbench.errors import InputError
+from workbench.errors import InputError, did_you_mean
 from workbench.files import read_bytes
 
 MAX_GRID_BYTES = 1 << 22
+FIRST_LIGHT = "first-light"
+"""The word for the grids of this name, in the place of a grid's file."""
 NEXT_STEP = "see docs/guide.md: Sweeps"
 
 
@@ -25,11 +27,15 @@ def read_grid_file(path: str | Path) -> Any:
         raise
     # ValueError: not UTF-8, or an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        step = NEXT_STEP
         if isinstance(problem, FileNotFoundError):
             reason = "no such file"
+            step = did_you_mean(str(path), [FIRST_LIGHT], step)
+        elif isinstance(problem, UnicodeDecodeError):
+            reason = "not UTF-8"
         else:
             reason = getattr(problem, "strerror", None) or _describe(problem)
-        raise InputError(f"grid {path}", reason, "a YAML file", NEXT_STEP) from None
+        raise InputError(f"grid {path}", reason, "a YAML file", step) from None
 
 
 def _describe(problem: Exception) -> str:
