@@ -774,8 +774,9 @@ def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "35",
     label="bundle on a third text",
-    # reports of before have the 99% KL and the same top token too
-    pattern=rf"On {number('tokens')} tokens of a third text (?P<which_bundle>[\w-]+) has a mean KL "
+    # reports of before do not name the text, and have the 99% KL and the same top token too
+    pattern=rf"On {number('tokens')} tokens of a third text(?:, held out \(\S+\),)? "
+    r"(?P<which_bundle>[\w-]+)(?: \((?:not )?calibrated\))? has a mean KL "
     rf"of {number('kl')}(?:, 99% below {number('p99')},|\. Its perplexity is) {number('ratio')} "
     rf"times Hugging Face's(?: perplexity)?(?: \(95% interval {ends('low', 'high')}, from "
     rf"{number('windows')} windows\)| \([^)]*\))?"

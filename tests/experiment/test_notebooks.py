@@ -182,6 +182,9 @@ def stored(number: str, folder: Path) -> dict:
     if number == "35" and "bundle_mib" not in names["table"]:
         # a run shipped before the table had the bundle
         names["table"] = names["table"].assign(bundle_mib=names["table"]["mib"] + 58)
+    if number == "35" and "calibrated" not in names["judged"]:
+        # a run shipped before the table had these columns
+        names["judged"] = names["judged"].assign(calibrated=["yes", "no"], text="a.txt")
     if number == "32":
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
@@ -961,8 +964,10 @@ def of_35() -> dict:
     judged = pd.DataFrame({"bundle": ["mixed"], "tokens": 700, "kl_mean": 0.048})
     judged = judged.assign(kl_p99=0.3, perplexity_ratio=1.03, same_top=0.87)
     judged = judged.assign(windows=9, ratio_low=1.011, ratio_high=1.049)
+    judged = judged.assign(calibrated="yes", text="c.txt")
     names = {"table": choices, "kinds": kinds, "judged": judged, "all_gates": []}
     names |= {"MAX_KL": 0.05, "CHIP": "M4", "decoder": None}
+    names |= {"CALIBRATE": "data/a.txt", "SELECT": "data/b.txt"}
     return names | {"golden": None, "result": SimpleNamespace(rows=None)}
 
 
@@ -980,7 +985,19 @@ def test_the_answer_of_35_turns_with_its_tables():
     assert "head: 20% of the weights cause 40% of the loss" in words
     assert "above the limit" not in words
     assert "of 0.05 nats: 0.049 on the text for selection. 99% of its tokens" in words
-    assert "On 700 tokens" in words and "is 1.030 times Hugging Face's (95%" in words
+    assert (
+        "fitted to the inputs on a.txt. The formats of the matrices are chosen on b"
+        in words
+    )
+    assert (
+        "On 700 tokens of a third text, held out (`c.txt`), mixed (calibrated) has"
+        in words
+    )
+    plain = names["judged"].assign(bundle="int8-channel", calibrated="no")
+    both = pd.concat([names["judged"], plain])
+    words_of_both = answer("35", names | {"judged": both})
+    assert "held out (`c.txt`), int8-channel (not calibrated) has" in words_of_both
+    assert "is 1.030 times Hugging Face's (95%" in words
     assert "(95% interval 1.011 to 1.049, from 9 windows)" in words
     few = names["judged"].assign(windows=3, ratio_low=np.nan, ratio_high=np.nan)
     words = answer("35", names | {"judged": few})

@@ -140,6 +140,10 @@ THIRD_TEXT = (
     "On 732 tokens of a third text mixed has a mean KL of 0.0356. Its perplexity is 1.040 "
     "times Hugging Face's (95% interval 1.020 to 1.060, from 9 windows)."
 )
+HELD_OUT = THIRD_TEXT.replace(
+    "text mixed has",
+    "text, held out (`workbench/check/paragraphs.txt`), mixed (calibrated) has",
+)
 OLD_THIRD_TEXT = (
     "On 732 tokens of a third text mixed has a mean KL of 0.0356, 99% below 0.205, 1.040 "
     "times Hugging Face's perplexity (95% interval 1.020 to 1.060, from 9 windows), and "
@@ -221,6 +225,7 @@ OLD_LAYERS = (
             12,
         ),
         ("35", THIRD_TEXT, {"tables/judged": JUDGED}, 6),
+        ("35", HELD_OUT, {"tables/judged": JUDGED}, 6),
         ("35", OLD_THIRD_TEXT, {"tables/judged": JUDGED}, 8),
         ("30", PROBE, {"tables/rounds": ROUNDS}, 4),
         ("33", CELLS, {"tables/edges": EDGES, "figures/first_token": TIMES}, 2),
