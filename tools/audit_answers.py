@@ -201,6 +201,14 @@ def mean_kl(tables: Tables, column: str) -> float:
 @claim(
     "05",
     label="error over rounding",
+    pattern=r"Planted fault “(?P<which_fault>[^”]*)”, T = (?P<which_T>\d+): the error of "
+    rf"(?P<which_tensor>an update|a row of [KV]) is at most {number('faulty')} times what "
+    rf"rounding causes, (?:beside {number('sound')} in|as in)",
+)
+@claim(
+    "05",
+    label="error over rounding",
+    # in reports of before
     pattern=r"With (?P<which_fault>[^,.]*?)(?: \(planted\))?, T = (?P<which_T>\d+) and "
     r"each layer fed Hugging Face's input, the error of (?P<which_tensor>an update|a row of [KV]) "
     rf"is at most {number('faulty')} times what rounding (?:alone )?causes, "
@@ -757,7 +765,8 @@ def report_cells(tables: Tables, match: re.Match) -> dict[str, float]:
     label="first token",
     pattern=r"first token (?:of the random Llama(?:, which has \d+ layers,)? )?"
     r"after (?P<which_context>\d+) tokens "
-    rf"{number('times')} times (?:faster|slower) than a cold one",
+    # reports of before have "faster than"
+    rf"{number('times')} times (?:as (?:fast|slow) as|(?:faster|slower) than) a cold one",
 )
 def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
     """The slower over the faster median ms of the first token, with a hot and a cold cache."""

@@ -151,10 +151,10 @@ def stored(number: str, folder: Path) -> dict:
                 # the figure leaves out calls of one token, which are the sound host's
                 rows = pd.concat([rows, files["fidelity"].query("T == 1")])
             names[name] = SimpleNamespace(rows=rows)
-        names |= {
-            "largest": files.get("largest_token"),
-            "verdicts": files.get("verdicts", verdicts_of_05()),
-        }
+        verdicts = files.get("verdicts", verdicts_of_05())
+        if "GREEN" not in verdicts:  # a run shipped before the table had the column
+            verdicts = verdicts.assign(GREEN="interface")
+        names |= {"largest": files.get("largest_token"), "verdicts": verdicts}
         names["Ts"] = [1, names["T_MAX"]]
     if number == "30":
         rows = files["cosine"].query("mode == 'isolated' and not routing_tie")
@@ -265,6 +265,7 @@ def verdicts_of_05() -> pd.DataFrame:
             "export": ["GREEN", "RED", "RED"],
             "quality": ["WITHIN", "not judged", "not judged"],
             "RED": ["none", "undo, text_budget", "host"],
+            "GREEN": ["host, program, undo", "host, program", "program, undo"],
             "tokens agreed": [1.0, 0.6, 1.0],
             "logit error over rounding": [2.4, 238.0, 15.0],
         }
@@ -309,24 +310,14 @@ def limit(value: float) -> gates.Gate:
 
 def test_the_answer_of_05_turns_with_its_rows():
     names = shipped("05") | {"largest": STREAM, "kl": KL}
-    says(
-        "05",
-        names,
-        "keeps its cache",
-        "T = 1 and each layer fed Hugging Face's input, the error of an update",
-        "as in the",
-    )
-    says(
-        "05", names, "This planted fault turned RED: write_address", "an attention sink"
-    )
+    said = "keeps its cache.\n## The bundle\nExport GREEN"
+    says("05", names, said, "”, T = 1: the error of an update", "as in the")
+    late_red = "Planted fault “one row late” turned RED: write_address"
+    says("05", names, late_red, "an attention sink", "planted on purpose")
     sound, late, turned = "sound", "one row late", "frequencies 2% too high"
     told = names | {"verdicts": verdicts_of_05()}
-    says(
-        "05",
-        told,
-        "This planted fault turned RED: undo, text_budget.",
-        "turned RED: host.",
-    )
+    says("05", told, "turned RED: undo, text_budget. GREEN stayed: host, program.\n")
+    says("05", told, "turned RED: host. GREEN stayed: program, undo.\n")
     says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
     says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
     says(
@@ -406,11 +397,13 @@ def test_05_names_what_a_planted_fault_turned_red_and_nothing_else():
     sound = [limit(0.0942), gates.holds("write_address", True, ""), *red("device")]
     stored = {}
     experiment = SimpleNamespace(
-        gates=sound, table=lambda name, data, caption: stored.update({name: data})
+        gates=sound,
+        table=lambda name, data, caption, section: stored.update({name: data}),
     )
     late = [limit(0.0940), *red("write_address"), *red("device"), *red("text_budget")]
     judged = {"one row late": late, "frequencies 2% too high": [*red("host")]}
     names = {"experiment": experiment, "gates": gates, "gate_table": gate_table}
+    names["planted"] = "faults"
     exec(cell, names | {"judged": judged, "display": lambda shown: None})
     names_of = {name: table["gate"].tolist() for name, table in stored.items()}
     assert names_of == {
@@ -434,7 +427,11 @@ def test_05_draws_the_tensor_that_the_gate_names():
         "plots": plots,
         "subtitle": "",
     }
-    names |= {"beside": lambda results: None, "golden": SimpleNamespace(tokens=[])}
+    names |= {
+        "planted": "faults",
+        "beside": lambda results: None,
+        "golden": SimpleNamespace(tokens=[]),
+    }
     names |= {"turned": SimpleNamespace(rows=far), "result": SimpleNamespace(rows=rows)}
     exec(cell, names)
     assert drawn["tensor"] == "k" and "layer's k " in drawn["title"]
@@ -677,9 +674,15 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     names = {name: pd.DataFrame(table) for name, table in tables.items()}
     names |= {"all_gates": [], "trained": [None], "arithmetic": "exact"}
     names |= {"CHECKPOINT": "data/tiny-zaya", "ROUNDS": 3, "report_step": 8}
-    names["DIMS"] = {"num_hidden_layers": 2}
+    names["DIMS"] = {"num_hidden_layers": 2, "hidden_size": 128}
     says("33", names, "zaya. Of all, 2 restore a cache, 2 restore nothing")
-    says("33", names, "Yes. 4 of 4 cells", "5 times faster", "alone is not the cause")
+    says(
+        "33",
+        names,
+        "Yes. 4 of 4 cells",
+        "5 times as fast as a cold",
+        "alone is not the cause",
+    )
     says("33", names, "worst relative difference of the logits is 3e-07. 2 are of")
     assert overview.short_answer(answer("33", names)) == (
         "Yes. 4 of 4 cells give the logits of the same sequence alone."
@@ -694,10 +697,17 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     )
     says("33", names, "1 of 2 configurations gave no token", "warm")
     says("33", names, "random Llama after 64 tokens 5 times", "(medians; rounds: 3)")
+    says("33", names, "is small: 2 layers of width 128", "was not measured here")
     names["edges"] = names["edges"].assign(wrong=1.0)
     names["offsets"].loc[1, "modulo cache step (8)"] = 0
     names["times"]["ms"] = [2.0, 10.0]
-    says("33", names, "No. 2 of 4 cells give", "5 times slower", "may be the cause")
+    says(
+        "33",
+        names,
+        "No. 2 of 4 cells give",
+        "5 times as slow as a cold",
+        "may be the cause",
+    )
 
 
 def test_the_factor_of_33_can_be_computed_from_its_table_of_milliseconds():
