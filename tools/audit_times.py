@@ -28,10 +28,11 @@ SPEED = re.compile(
     r"(?P<options>[\w./-]+ [\w./-]+(?:(?:, | and )[\w./-]+ [\w./-]+)*) "
     r"\((?P<median>[\d.]+)(?: tok/s)?\)"
 )
-# the first sentence of an Answer, with the name of the fastest setting and its median
+# a line of an Answer, with the name of the fastest setting and its median
 FASTEST = re.compile(
-    r"(?P<name>.+?) (?:has the highest median (?:of [^(]+ )?\(|is the fastest(?: of [^:]+)?: )"
-    r"(?P<median>[\d.]+) tok/s"
+    r"^(?P<name>.+?) (?:has the highest median (?:of [^(]+ )?\(|is the fastest(?: of [^:]+)?: )"
+    r"(?P<median>[\d.]+) tok/s",
+    re.MULTILINE,
 )
 # "1024 has fewer than 128, 0.8 times (0.79 to 0.81, paired over 3 rounds)": the second value of
 # an axis, the direction, the first value, the ratio of second to first, and the rounds
@@ -296,9 +297,9 @@ def undisturbed_processes(
 def check_fastest(
     place: str, text: str, named_processes: pd.DataFrame
 ) -> list[Finding]:
-    """Checks the medians of the fastest setting, which the first sentence names, and of those
+    """Checks the medians of the fastest setting, which a line names, and of those
     that are named beside it."""
-    fastest = FASTEST.match(text)
+    fastest = FASTEST.search(text)
     if not fastest:
         return []
     medians = {

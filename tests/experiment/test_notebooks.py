@@ -830,7 +830,7 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     reason = "load 8.9 on 2 cores before it"
     names["rates"] = names["rates"].assign(disturbed=reason)
     words = answer("34", names)
-    assert f"every process of T 1 was disturbed: {reason}" in words
+    assert "every process of one of the two was disturbed" in words
     assert " 4 has more than 1," not in words
     close = names_of_34()
     close["processes"] = processes_of_34(int8_mask=400, int8_slice=399, fp16_mask=350)
@@ -850,10 +850,12 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
 def test_the_first_line_of_34_names_no_fastest_where_processes_were_disturbed():
     names = names_of_34()
     names["configurations"] = names["configurations"].assign(disturbed=[1, 0, 2, 0])
-    headline = answer("34", names).partition("\n")[0]
+    headline, second, *_ = answer("34", names).splitlines()
     assert headline == (
-        "4 of 4 configurations pass. Other work disturbed 3 processes, which are left out."
+        "4 of 4 configurations pass. Other work disturbed 3 processes; a configuration counts "
+        "without them where it has others."
     )
+    assert second.startswith("int8_mask is the fastest: ")
 
 
 def figures_of_34(start: str, **names) -> dict[str, SimpleNamespace]:

@@ -137,7 +137,18 @@ def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
     rows.loc[rows["S"] == 512, "disturbed"] = "load 8.0 on 2 cores before it"
     text = describe(rows)
     assert "1024 has more than 128" in text
-    assert "every process of S 512 was disturbed: load 8.0 on 2 cores before it" in text
+    assert text.endswith(
+        " Not told apart (every process of one of the two was disturbed): S 512 against 128, "
+        "1024 against 512."
+    )
+    only = conclude.describe_axis({"ms": rows[rows["S"] < 1024]}, "S")
+    assert conclude.describe_undecided([only]) == (
+        "Not told apart (every process of S 512 was disturbed: load 8.0 on 2 cores before "
+        "it): S 512 against 128."
+    )
+    rows["disturbed"] = "load 8.0"
+    text = describe(rows)
+    assert text.count("every process of one of the two was disturbed") == 1
     assert "512 has" not in text and "than 512" not in text
 
 

@@ -235,7 +235,8 @@ def test_every_median_of_the_fastest_and_of_those_named_beside_it_is_computed(
     rates, count
 ):
     processes = named_processes(rates)
-    words = f"{conclude.describe_most(processes)}\n{fastest_of(processes).text}"
+    words = "Other work disturbed 1 process.\n"
+    words += f"{conclude.describe_most(processes)}\n{fastest_of(processes).text}"
 
     def find(text: str) -> list:
         return audit_times.check_fastest("Answer", text, processes)

@@ -15,7 +15,13 @@ from itertools import pairwise
 import pandas as pd
 
 from workbench import log
-from workbench.log.times import CONFIDENCE, MIN_CHANGE, MIN_ROUNDS, RatioEstimate
+from workbench.log.times import (
+    CONFIDENCE,
+    FAR_APART,
+    MIN_CHANGE,
+    MIN_ROUNDS,
+    RatioEstimate,
+)
 
 ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
@@ -476,16 +482,20 @@ def _describe_ratio(estimate: RatioEstimate) -> str:
 
 def _objections(settings: ProcessesBySetting) -> list[Objection]:
     """The reasons why nothing is concluded from settings, whatever their values are."""
-    reasons = []
+    objections = []
     for key, rows in settings.items():
         # `processes` leaves out disturbed ones where a setting has others
         if rows["disturbed"].notna().all():
             cause = rows["disturbed"].iloc[0]
-            reasons.append(f"every process of {key} was disturbed: {cause}")
+            detailed = f"every process of {key} was disturbed: {cause}"
+            reason = "every process of one of the two was disturbed"
+            objections.append(Objection(reason, detailed))
         elif log.vary_too_much(rows["value"]):
             ratio = rows["value"].max() / rows["value"].min()
-            reasons.append(f"the processes of {key} lie {ratio:.2f} times apart")
-    return [Objection(reason) for reason in reasons]
+            detailed = f"the processes of {key} lie {ratio:.2f} times apart"
+            reason = f"processes of one of the two lie over {FAR_APART:g} times apart"
+            objections.append(Objection(reason, detailed))
+    return objections
 
 
 def _why_undecided(estimate: RatioEstimate) -> Objection:
@@ -513,7 +523,7 @@ def _join_objections(objections: Iterable[Objection], *, detailed: bool) -> str:
         detailed: with the numbers of the two settings.
     """
     words = (objection.describe(detailed=detailed) for objection in objections)
-    return " and ".join(words)
+    return " and ".join(dict.fromkeys(words))  # both settings may have one reason
 
 
 def _open_orders(words: str, orders: Iterable[Iterable[Objection]]) -> OpenOrders:
