@@ -201,6 +201,14 @@ def mean_kl(tables: Tables, column: str) -> float:
 @claim(
     "05",
     label="error over rounding",
+    pattern=r"Planted fault “(?P<which_fault>[^”]*)”, T = (?P<which_T>\d+): the error of "
+    rf"(?P<which_tensor>an update|a row of [KV]) is at most {number('faulty')} times what "
+    rf"rounding causes, (?:beside {number('sound')} in|as in)",
+)
+@claim(
+    "05",
+    label="error over rounding",
+    # in reports of before
     pattern=r"With (?P<which_fault>[^,.]*?)(?: \(planted\))?, T = (?P<which_T>\d+) and "
     r"each layer fed Hugging Face's input, the error of (?P<which_tensor>an update|a row of [KV]) "
     rf"is at most {number('faulty')} times what rounding (?:alone )?causes, "
@@ -757,7 +765,8 @@ def report_cells(tables: Tables, match: re.Match) -> dict[str, float]:
     label="first token",
     pattern=r"first token (?:of the random Llama(?:, which has \d+ layers,)? )?"
     r"after (?P<which_context>\d+) tokens "
-    rf"{number('times')} times (?:faster|slower) than a cold one",
+    # reports of before have "faster than"
+    rf"{number('times')} times (?:as (?:fast|slow) as|(?:faster|slower) than) a cold one",
 )
 def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
     """The slower over the faster median ms of the first token, with a hot and a cold cache."""
@@ -774,8 +783,9 @@ def first_token(tables: Tables, match: re.Match) -> dict[str, float]:
 @claim(
     "35",
     label="bundle on a third text",
-    # reports of before have the 99% KL and the same top token too
-    pattern=rf"On {number('tokens')} tokens of a third text (?P<which_bundle>[\w-]+) has a mean KL "
+    # reports of before do not name the text, and have the 99% KL and the same top token too
+    pattern=rf"On {number('tokens')} tokens of a third text(?:, held out \(\S+\),)? "
+    r"(?P<which_bundle>[\w-]+)(?: \((?:not )?calibrated\))? has a mean KL "
     rf"of {number('kl')}(?:, 99% below {number('p99')},|\. Its perplexity is) {number('ratio')} "
     rf"times Hugging Face's(?: perplexity)?(?: \(95% interval {ends('low', 'high')}, from "
     rf"{number('windows')} windows\)| \([^)]*\))?"

@@ -21,16 +21,18 @@ from scipy.stats import sem, t
 LISTED = re.compile(
     r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+)(?: to ([\d.e+]+))?(?:, (\d+) processes)?|1 process)\)"
 )
-# "compress fp16 (29.0 tok/s)": what tells a setting from the fastest one, and its median; and in
-# the first sentence "compress fp16 (29.0)"
+# "compress fp16, layers_per_shard 4 (29.0 tok/s)": a setting beside the fastest one, and its
+# median; reports of before have only what tells it from the fastest one: "compress fp16 (29.0)"
 SPEED = re.compile(
-    r"(?:against |, |\): |closest is )(?P<difference>(?:(?!against )[\w./ -])+?) "
+    r"(?:against |(?<=\)), |(?<=\)); |: |closest is )"
+    r"(?P<options>[\w./-]+ [\w./-]+(?:(?:, | and )[\w./-]+ [\w./-]+)*) "
     r"\((?P<median>[\d.]+)(?: tok/s)?\)"
 )
-# the first sentence of an Answer, with the name of the fastest setting and its median
+# a line of an Answer, with the name of the fastest setting and its median
 FASTEST = re.compile(
-    r"(?P<name>.+?) (?:has the highest median of [^(]+ \(|is the fastest of [^:]+: )"
-    r"(?P<median>[\d.]+) tok/s"
+    r"^(?P<name>.+?) (?:has the highest median (?:of [^(]+ )?\(|is the fastest(?: of [^:]+)?: )"
+    r"(?P<median>[\d.]+) tok/s",
+    re.MULTILINE,
 )
 # "1024 has fewer than 128, 0.8 times (0.79 to 0.81, paired over 3 rounds)": the second value of
 # an axis, the direction, the first value, the ratio of second to first, and the rounds
@@ -42,6 +44,12 @@ RATIO = re.compile(
 # "all 3 rounds agree, but the 95% interval of the ratio, 0.82 to 1.05, includes 1": both ends
 INTERVAL = re.compile(
     r"the 95% interval of the ratio, (?P<low>[\d.e+-]+) to (?P<high>[\d.e+-]+), includes 1"
+)
+# "0.948 times (95% interval 0.828 to 1.085) at 128": the ms of calls that read all rows of the
+# cache over those of calls that read the rows that hold a token, and the value of max_seq_len
+RATIO_OF_PATHS = re.compile(
+    r"(?P<ratio>[\d.e+-]+) times"
+    r"(?: \(95% interval (?P<low>[\d.e+-]+)(?: to (?P<high>[\d.e+-]+))?\))? at (?P<length>\d+)"
 )
 CONFIDENCE = 0.95  # of the intervals in an Answer
 MIN_ROUNDS = 3  # with which an Answer may state a ratio
@@ -88,6 +96,8 @@ def check_listed_times(
         )
     findings += check_medians(place, text, figures)
     findings += check_ratios(place, text, figures)
+    if "paths" in figures:
+        findings += check_paths(place, text, figures["paths"])
     return findings + check_intervals(place, text, figures, named_processes)
 
 
@@ -177,6 +187,34 @@ def check_ratios(
     return findings
 
 
+def check_paths(place: str, text: str, calls: pd.DataFrame) -> list[Finding]:
+    """Checks the ratio of both ways to read the cache at each max_seq_len, with the fewest
+    tokens in a call.
+
+    Args:
+        calls: the figure `paths`.
+    """
+    fewest = calls[calls["T"] == calls["T"].min()].sort_values("run_id")
+    findings = []
+    for match in RATIO_OF_PATHS.finditer(text):
+        rows = fewest[fewest["max_seq_len"] == int(match["length"])]
+        # in the order of their names, those that read all rows come first
+        parts = [part["value"] for _, part in rows.groupby("rows")]
+        if len(parts) != 2:
+            needed = "two ways to read the cache"
+            findings.append(Finding(place, "paths", match[0], needed))
+            continue
+        every, used = parts
+        low, high = interval_of_ratio(used, every, digits=4)
+        computed = f"{np.exp(mean_log_ratio(used, every)):.3g}", low, high
+        low = match["low"] or ""
+        printed = match["ratio"], low, match["high"] or low
+        if printed != computed:
+            right = " ".join(computed)
+            findings.append(Finding(place, "paths", " ".join(printed), right))
+    return findings
+
+
 def paired_ratios(figures: dict[str, pd.DataFrame]) -> dict[tuple[str, str], set[str]]:
     """(first, second) value of an axis → the ratios of second to first, as they are printed, of
     settings that differ in this axis alone."""
@@ -234,14 +272,17 @@ def check_intervals(
     return findings
 
 
-def interval_of_ratio(first: pd.Series, second: pd.Series) -> tuple[str, str]:
-    """Both ends, as they are printed, of Student's interval of `mean_log_ratio`."""
+def interval_of_ratio(
+    first: pd.Series, second: pd.Series, digits: int = 3
+) -> tuple[str, str]:
+    """Both ends, as they are printed, of Student's interval of `mean_log_ratio`; empty
+    where one pair has none."""
     count = min(len(first), len(second))
-    if count < MIN_ROUNDS:
+    if count < 2:
         return "", ""
     logs = np.log(second.to_numpy()[:count] / first.to_numpy()[:count])
     ends = t.interval(CONFIDENCE, count - 1, logs.mean(), sem(logs))
-    low, high = (f"{end:.3g}" for end in np.exp(ends))
+    low, high = (f"{end:.{digits}g}" for end in np.exp(ends))
     return low, high
 
 
@@ -256,9 +297,9 @@ def undisturbed_processes(
 def check_fastest(
     place: str, text: str, named_processes: pd.DataFrame
 ) -> list[Finding]:
-    """Checks the medians of the fastest setting, which the first sentence names, and of those
-    that are named by what tells them from it."""
-    fastest = FASTEST.match(text)
+    """Checks the medians of the fastest setting, which a line names, and of those
+    that are named beside it."""
+    fastest = FASTEST.search(text)
     if not fastest:
         return []
     medians = {
@@ -270,11 +311,11 @@ def check_fastest(
     first = frozenset(fastest["name"].split(", ")) | shared
     printed = [(first, fastest["name"], fastest["median"])]
     for match in SPEED.finditer(text, fastest.end()):
-        parts = match["difference"].split(" and ")
+        parts = re.split(", | and ", match["options"])
         options = {part.rpartition(" ")[0] for part in parts}
         kept = {part for part in first if part.rpartition(" ")[0] not in options}
         setting = frozenset(kept | set(parts))
-        printed.append((setting, match["difference"], match["median"]))
+        printed.append((setting, match["options"], match["median"]))
     findings = []
     for setting, name, median in printed:
         needed = (

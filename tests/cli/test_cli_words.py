@@ -179,7 +179,9 @@ def own_gates(number, parameters, **_) -> dict:
 def test_gates_that_judge_no_export_are_named_as_in_the_report(monkeypatch):
     monkeypatch.setattr("workbench.experiment.run_notebook", own_gates)
     output = cli("run", "34").output
-    sentence = "Gates of this experiment: GREEN. It judges no export."
+    sentence = (
+        "Gates of this experiment: GREEN. They are no verdict on a single export."
+    )
     assert output.count(sentence) == 2  # of the notebook, and of all notebooks
     assert not re.search("export +GREEN|quality", output)
 

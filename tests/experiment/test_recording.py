@@ -66,17 +66,19 @@ def test_a_conclusion_is_html_in_a_notebook_and_its_lines_are_a_list(
         recording, "publish_display_data", lambda *given: published.append(given)
     )
     experiment = example()
-    experiment.conclude("It is `a<b>`.\n1.5 times.\n\n2 & 3.")
+    experiment.conclude("It is `a<b>`.\n1.5 times.\n\n2 & 3.\n## C & D\nLast.")
     ((contents, metadata),) = published
     assert metadata["workbench"]["run_id"] == experiment.run_id
     assert contents["text/plain"].startswith(
         "export RED, quality not judged\n\nIt is `a"
     )
     page = BeautifulSoup(contents["text/html"], "html.parser")
-    verdicts, first, path = page("p")
+    verdicts, first, heading, path = page("p")
     assert verdicts.b.text == "export RED, quality not judged"
     assert (first.text, first.code.text) == ("It is a<b>.", "a<b>")
-    assert [line.text for line in page("li")] == ["1.5 times.", "2 & 3."]
+    lists = [[line.text for line in part("li")] for part in page("ul")]
+    assert lists == [["1.5 times.", "2 & 3."], ["Last."]]
+    assert heading.b.text == "C & D"
     assert path.text == f"report: build/experiments/{NAME}/tiny-llama/report.md"
 
 

@@ -25,6 +25,7 @@ from workbench.experiment import (
     write_html,
 )
 from workbench.experiment.page import Page, Table, html
+from workbench.experiment.report import APPENDIX
 
 
 def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project):
@@ -57,15 +58,42 @@ def test_a_table_of_raw_values_has_files_and_no_place_in_the_report(project):
     assert pd.read_parquet(experiment.folder / "tables/raw.parquet").equals(raw)
 
 
+def test_a_section_follows_the_other_figures_and_tables_and_the_appendix_is_last(
+    project,
+):
+    experiment = example()
+    values = pd.DataFrame({"layer": [0], "error": [0.5]})
+    experiment.table("layers", values, "By layer.", section=APPENDIX)
+    experiment.figure(
+        "predicted",
+        plots.bars,
+        values[["error"]],
+        alt="predicted",
+        section="Predictions",
+    )
+    experiment.table("medians", values, "Medians.")
+    experiment.conclude("It holds.\n## The bundle\nIt *is* sound.\n## Faults\nNone.")
+    text = (experiment.folder / "report.md").read_text()
+    parts = ["It holds.", "## The bundle", "It \\*is\\* sound.", "## Faults", "None."]
+    parts += ["## Figures and tables", "(figures/times-1.5.svg)", "Medians."]
+    parts += ["## Predictions", "(figures/predicted.svg)", "## Gates", "## Setup"]
+    parts += ["## Reproduce", "## Appendix", "By layer."]
+    places = [text.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places)
+
+
 def test_gates_of_an_experiment_are_no_verdict_on_an_export(project, capsys):
     experiment = Experiment(NAME, {"NORMS": [605.0]})
     experiment.add_gates([gates.holds("stays_finite", True, "every result is finite")])
     experiment.conclude("It overflows.")
-    sentence = "Gates of this experiment: GREEN. It judges no export."
+    sentence = (
+        "Gates of this experiment: GREEN. They are no verdict on a single export."
+    )
     assert capsys.readouterr().out.startswith(f"{sentence}\n\nIt overflows.")
     text = (experiment.folder / "report.md").read_text()
     assert (
-        "Gates of this experiment: GREEN. It judges no export.\n\nIt overflows." in text
+        "Gates of this experiment: GREEN. They are no verdict on a single export.\n\nIt overflows."
+        in text
     )
     assert "quality" not in text and "\n\nNo checkpoint. " in text
 

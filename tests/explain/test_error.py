@@ -5,6 +5,7 @@ The parts are those of `error.PARTS`: `storage` and `precision` (rounding), `qua
 `reauthoring` (the program computes something else than Hugging Face's model), `runtime`."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import tiny
 import torch
@@ -200,3 +201,13 @@ def test_a_layer_has_rows_only_of_tensors_that_it_has(exports):
     ranked, _ = weights.measure_costs(bundle, source, golden.make_golden(source, IDS))
     for row in ranked.itertuples():
         assert f"{source.prefix}layers.{row.layer}.{row.tensor}" in source
+
+
+def test_a_prompt_is_shown_in_its_order_and_a_long_one_by_its_beginning():
+    shares = pd.DataFrame({"position": [1, 0], "token": ["·ferry", "The"]})
+    words = error.describe_prompt(shares)
+    assert words == "One prompt was measured, of 2 tokens: “The ferry”."
+    ids = pd.DataFrame({"position": range(40), "token": [str(i) for i in range(40)]})
+    words = error.describe_prompt(ids)
+    assert words.startswith("One prompt was measured, of 40 tokens: “0 1 2 ")
+    assert words.endswith(" 31 …”.")

@@ -285,18 +285,19 @@ def test_estimates_stand_on_either_side_of_a_limit_or_on_it():
 
 
 def test_gates_that_did_not_run_are_told_from_checks_of_quality_that_did_not():
-    rest = [gates.not_run(name, "") for name in ("device", "stop", "answers")]
+    rest = [gates.not_run("device", "needs a Mac"), gates.not_run("stop", "no end")]
+    rest.append(gates.not_run("answers", ""))
     presets = pd.DataFrame(columns=recommend.COLUMNS)
     export, cost, checks = recommend.describe_verdict(
         results(0.01, 0.05, *rest), presets
     )
     assert export.startswith("Export GREEN: ")
-    assert export.endswith(" are GREEN; gate not run: device.")
+    assert export.endswith(" are GREEN; gate not run: device (needs a Mac).")
     assert cost.startswith("Quality WITHIN: ")
-    assert checks == "Checks of quality not run: stop, answers."
+    assert checks == "Checks of quality not run: stop (no end), answers."
     both = [*rest, gates.not_run("text_budget", "")]
     export, *_ = recommend.describe_verdict(results(0.01, 0.05, *both), presets)
-    assert export.endswith("; gates not run: device, text_budget.")
+    assert export.endswith("; gates not run: device (needs a Mac), text_budget.")
     unmeasured = [gates.holds("program", True, ""), gates.not_run("max_kl", "")]
     _, checks = recommend.describe_verdict(unmeasured, presets)
     assert checks == "Check of quality not run: max_kl."

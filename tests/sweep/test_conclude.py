@@ -39,10 +39,19 @@ def simulate_rounds(
 
 
 def describe(rows: pd.DataFrame) -> str:
+    """The sentences on an axis, with the list of what is not decided."""
     statement = conclude.describe_axis({"ms per call": rows}, "S")
-    is_open = "ot decided" in statement.text or "No order" in statement.text
-    assert statement.is_decided is not is_open
-    return statement.text
+    listed = conclude.describe_undecided([statement])
+    assert statement.is_decided is not bool(listed)
+    return f"{statement.text} {listed}"
+
+
+def describe_fastest(rows: pd.DataFrame) -> conclude.Statement:
+    """Of settings whose bundles have one size, where the first has the lowest KL."""
+    names = rows["name"].unique()
+    kl = 0.01 * (1 + np.arange(len(names)))
+    costs = pd.DataFrame({"name": names, "bundle_bytes": 2**20, "kl_mean": kl})
+    return conclude.describe_fastest(rows, costs)
 
 
 GROWING = {"128": 3.5, "512": 4.0, "1024": 4.4}
@@ -54,7 +63,8 @@ EQUAL = {"128": 4.0, "512": 4.0, "1024": 4.0}
 def test_fewer_than_three_rounds_give_no_order(count, ms):
     text = describe(simulate_rounds(count, ms))
     assert "more than" not in text and "fewer than" not in text
-    assert f"No order by S is decided: {count} interleaved round" in text
+    assert f"Not told apart ({count} interleaved round" in text
+    assert text.endswith("S 512 against 128, 1024 against 512, 1024 against 128.")
     assert all(f"{key}: " in text for key in (128, 512, 1024))
 
 
@@ -64,7 +74,7 @@ def test_a_growth_that_is_there_is_said_of_every_value(count):
         text = describe(simulate_rounds(count, GROWING, seed))
         for pair in ("512 has more than 128", "1024 has more than 512"):
             assert pair in text
-        assert "1024 has more than 128" in text and "Not decided" not in text
+        assert "1024 has more than 128" in text and "Not told apart" not in text
 
 
 @pytest.mark.parametrize("count", [3, 5])
@@ -127,7 +137,18 @@ def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
     rows.loc[rows["S"] == 512, "disturbed"] = "load 8.0 on 2 cores before it"
     text = describe(rows)
     assert "1024 has more than 128" in text
-    assert "every process of S 512 was disturbed: load 8.0 on 2 cores before it" in text
+    assert text.endswith(
+        " Not told apart (every process of one of the two was disturbed): S 512 against 128, "
+        "1024 against 512."
+    )
+    only = conclude.describe_axis({"ms": rows[rows["S"] < 1024]}, "S")
+    assert conclude.describe_undecided([only]) == (
+        "Not told apart (every process of S 512 was disturbed: load 8.0 on 2 cores before "
+        "it): S 512 against 128."
+    )
+    rows["disturbed"] = "load 8.0"
+    text = describe(rows)
+    assert text.count("every process of one of the two was disturbed") == 1
     assert "512 has" not in text and "than 512" not in text
 
 
@@ -159,65 +180,85 @@ def processes_of(**medians: tuple) -> pd.DataFrame:
 
 def test_the_fastest_is_named_only_where_every_round_says_so():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
-    statement = conclude.describe_fastest(rows)
-    assert statement == conclude.Statement(
-        "Not decided (3 rounds do not agree): its order against a2 (404 tok/s). The other "
-        "is slower in every round.",
-        is_decided=False,
+    statement = describe_fastest(rows)
+    assert statement.text == (
+        "The ratio of the second's tok/s to the first's decides no order: 3 rounds do not "
+        "agree. Since tok/s do not decide, take the first for its lower mean KL (0.01 nats "
+        "beside 0.03 nats). The other is slower in every round."
     )
-    statement = conclude.describe_fastest(rows[rows["name"] != "a2"])
+    (open_order,) = statement.undecided
+    assert open_order.words == "the fastest against a2"
+    statement = describe_fastest(rows[rows["name"] != "a2"])
     assert statement.is_decided
     assert statement.text.startswith(
         "It is the fastest in every round. The closest is b1"
     )
-    statement = conclude.describe_fastest(rows[rows["run_id"] < "2"])
+    statement = describe_fastest(rows[rows["run_id"] < "2"])
     assert "fastest" not in statement.text and not statement.is_decided
     assert "2 interleaved rounds of 3" in statement.text
+
+
+def test_two_settings_that_times_do_not_tell_apart_are_told_apart_by_their_costs():
+    rows = processes_of(a1=(400, 410, 405), a2=(398, 412, 404))
+    costs = pd.DataFrame({"name": ["a1", "a2"], "bundle_bytes": [2**20, 2**21]})
+    text = conclude.describe_fastest(rows, costs.assign(kl_mean=[0.02, 0.01])).text
+    assert text.endswith(
+        "take the first for its smaller bundle (1.0 MiB beside 2.0 MiB), or the second for "
+        "its lower mean KL (0.01 nats beside 0.02 nats)."
+    )
+    text = conclude.describe_fastest(rows, costs.assign(kl_mean=[0.01, 0.02])).text
+    assert "take the first for its smaller bundle (1.0 MiB beside 2.0 MiB) and" in text
+    assert "the second for" not in text
+    equal = costs.assign(bundle_bytes=5, kl_mean=0.01)
+    assert "take" not in conclude.describe_fastest(rows, equal).text
 
 
 def test_rounds_that_agree_are_not_said_to_disagree():
     """In every round the first setting has more, by ratios that differ much."""
     rows = processes_of(a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7))
-    assert conclude.describe_fastest(rows).text == (
-        "Not decided (all 3 rounds agree, but the 95% interval of the ratio, 0.633 to 1.17, "
-        "includes 1): its order against b1 (25.7 tok/s)."
-    )
     same_words = "all 3 rounds agree, but the 95% interval of the ratio, 0.633 to 1.17,"
-    text = conclude.describe_axis({"tok/s": rows}, "option").text
-    assert f"Not decided ({same_words} includes 1): b against a." in text
-    text = conclude.describe_options(rows, ["option", "rest"]).text
-    assert text.endswith(f"Undecided: {same_words} includes 1.")
+    assert f"no order: {same_words} includes 1." in describe_fastest(rows).text
+    for statement, words in (
+        (conclude.describe_axis({"tok/s": rows}, "option"), "option b against a"),
+        (
+            conclude.describe_options(rows, ["option", "rest"]),
+            "option b against a in 1 of 1 pairs",
+        ),
+    ):
+        text = conclude.describe_undecided([statement])
+        assert text == f"Not told apart ({same_words} includes 1): {words}."
 
 
 def test_pairs_with_several_intervals_share_a_reason_without_numbers():
     rows = processes_of(
         a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7), c1=(22.0, 26.1, 25.6)
     )
-    assert conclude.describe_fastest(rows).text == (
-        "Not decided (all 3 rounds agree, but the 95% interval of the ratio includes 1): its "
-        "order against b1 (25.7 tok/s), c1 (25.6 tok/s)."
+    statement = describe_fastest(rows)
+    assert "Also not told apart from the first: c1 (25.6 tok/s)." in statement.text
+    assert conclude.describe_undecided([statement]) == (
+        "Not told apart (all 3 rounds agree, but the 95% interval of the ratio includes 1): "
+        "the fastest against b1, c1."
     )
 
 
-def test_several_reasons_have_the_numbers_of_their_pairs():
+def test_one_list_has_all_that_is_not_decided_and_counts_each_reason():
     rows = processes_of(
         a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7), a2=(28.9, 28.2, 28.0)
     )
-    text = conclude.describe_options(rows, ["option", "rest"]).text
-    assert text.endswith(
-        "Undecided: all 3 rounds agree, but the 95% interval of the ratio includes 1 "
-        "(1 pair); 3 rounds do not agree (1 pair)."
+    by_option = conclude.describe_options(rows, ["option", "rest"])
+    by_name = conclude.describe_axis({"1": rows, "2": rows, "3": rows}, "name")
+    assert by_option.text == "" and "ot told apart" not in by_name.text
+    assert conclude.describe_undecided([by_option, by_name]) == (
+        "Not told apart: option b against a in 1 of 1 pairs; rest 2 against 1 in 1 of 1 "
+        "pairs; all 9 orders by name. The reasons: all 3 rounds agree, but the 95% interval "
+        "of the ratio includes 1 (7 orders); 3 rounds do not agree (4 orders)."
     )
-    text = conclude.describe_axis({"1": rows, "2": rows, "3": rows}, "name").text
-    assert text.splitlines()[-1] == (
-        "No order by name is decided: 3 rounds do not agree (3 orders); all 3 rounds agree, "
-        "but the 95% interval of the ratio includes 1 (6 orders)."
-    )
+    assert conclude.describe_undecided([conclude.Statement("a")]) == ""
 
 
 def test_a_small_difference_that_every_round_shows_is_called_small():
     rows = processes_of(a1=(402, 401, 400), b1=(400, 399, 398))
-    text = conclude.describe_fastest(rows).text
+    text = describe_fastest(rows).text
     assert (
         "all 3 rounds agree, but the ratio, 0.995, differs from 1 by at most 2%" in text
     )
@@ -227,23 +268,19 @@ def test_rounds_against_the_order_of_the_medians_are_no_disagreement():
     """The first setting has further processes, which are faster than its first ones."""
     first = (400, 401, 402, 450, 450, 450, 450)
     rows = processes_of(a1=first, b1=(440, 441, 442, 0, 0, 0, 0))
-    text = conclude.describe_fastest(rows[rows["value"] > 0]).text
-    assert text.startswith(
-        "Not decided (the rounds contradict the order of the medians)"
-    )
+    text = describe_fastest(rows[rows["value"] > 0]).text
+    assert "no order: the rounds contradict the order of the medians." in text
 
 
 def test_the_first_sentence_says_where_the_order_is_not_decided():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
-    text = conclude.describe_most(rows, "3 settings")
-    assert text == (
-        "a1 has the highest median of 3 settings (405 tok/s), undecided against a2 (404)."
+    assert conclude.describe_most(rows) == (
+        "a1 has the highest median (405 tok/s), undecided against a2 (404 tok/s)."
     )
     told_apart = rows[rows["name"] != "a2"]
-    text = conclude.describe_most(told_apart, "2 settings")
-    assert text == "a1 is the fastest of 2 settings: 405 tok/s."
-    text = conclude.describe_most(rows[rows["run_id"] < "1"], "3 settings")
-    assert text.endswith("undecided against a2 (398) and 1 other.")
+    assert conclude.describe_most(told_apart) == "a1 is the fastest: 405 tok/s."
+    text = conclude.describe_most(rows[rows["run_id"] < "1"])
+    assert text.endswith("undecided against a2 (398 tok/s) and 1 other.")
 
 
 def test_a_setting_is_named_by_what_tells_it_from_the_others():
@@ -255,41 +292,76 @@ def test_a_setting_is_named_by_what_tells_it_from_the_others():
     }
     rows = processes_of(a1=(40, 41, 40.5), b1=(39.8, 41.2, 40), c1=(40, 41.1, 40.4))
     rows["name"] = rows["name"].map(named)
-    assert conclude.describe_most(rows, "3 settings") == (
-        "compress int8, layers_per_shard 4 has the highest median of 3 settings (40.5 tok/s), "
-        "undecided against compress fp16 and layers_per_shard 1 (40.4) and 1 other."
+    assert conclude.describe_most(rows) == (
+        "compress int8, layers_per_shard 4 has the highest median (40.5 tok/s), undecided "
+        "against compress fp16, layers_per_shard 1 (40.4 tok/s) and 1 other."
     )
-    text = conclude.describe_fastest(rows).text
-    assert (
-        "against compress fp16 and layers_per_shard 1 (40.4 tok/s), compress fp16 (40.0"
-        in text
-    )
+    text = describe_fastest(rows).text
+    assert "from the first: compress fp16, layers_per_shard 4 (40.0 tok/s)." in text
     alone = rows[rows["name"] == named["a1"]]
-    text = conclude.describe_most(alone, "1 setting")
-    assert text == f"{named['a1']} is the fastest of 1 setting: 40.5 tok/s."
-    assert "no other setting" in conclude.describe_fastest(alone).text
+    assert conclude.describe_most(alone) == f"{named['a1']} is the fastest: 40.5 tok/s."
+    assert "no other setting" in describe_fastest(alone).text
 
 
-def test_several_measures_have_a_line_each_and_share_what_is_not_decided():
+def test_several_measures_have_a_line_each_and_name_what_is_not_decided():
     equal, growing = simulate_rounds(3, EQUAL, seed=1), simulate_rounds(3, GROWING)
-    statement = conclude.describe_axis({"ms": equal, "s": equal}, "S")
-    *lines, last = statement.text.splitlines()
-    assert [line.split()[-1] for line in lines] == ["ms.", "s."]
-    assert last == "No order by S is decided: 3 rounds do not agree."
     statement = conclude.describe_axis({"ms": equal, "s": growing}, "S")
-    assert statement.text.splitlines()[-1] == (
-        "Not decided (3 rounds do not agree): 512 against 128 in ms, 1024 against 512 in ms, "
-        "1024 against 128 in ms."
+    first, second = statement.text.splitlines()
+    assert first.endswith(" ms.") and " s. " in second
+    assert conclude.describe_undecided([statement]) == (
+        "Not told apart (3 rounds do not agree): S 512 against 128 in ms, 1024 against 512 "
+        "in ms, 1024 against 128 in ms."
     )
     measures = {"ms": equal, "s": growing, "min": equal}
-    *_, last = conclude.describe_axis(measures, "S").text.splitlines()
-    assert last == (
-        "The other 6 of 9 orders by S are not decided: 3 rounds do not agree."
+    (open_orders,) = conclude.describe_axis(measures, "S").undecided
+    assert open_orders.words == "6 of 9 orders by S"
+
+
+def paths_of(all_rows: dict, used_rows: dict, count: int = 3) -> pd.DataFrame:
+    """Calls by either path in alternating rounds, at each max_seq_len.
+
+    Args:
+        all_rows, used_rows: max_seq_len → ms of a call.
+    """
+    rng, rows = np.random.default_rng(0), []
+    for number in range(count):
+        for place, (path, ms) in enumerate(
+            {"reading all": all_rows, "reading some": used_rows}.items()
+        ):
+            for length, mean in ms.items():
+                value = mean * (1 + 0.002 * rng.standard_normal())
+                rows.append((f"{number}{place}{length}", path, length, value, None))
+    columns = ["run_id", "path", "max_seq_len", "value", "disturbed"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def test_it_is_said_which_path_takes_longer_and_how_much_at_every_length():
+    calls = paths_of({128: 40.0, 1024: 60.0}, {128: 40.0, 1024: 40.0})
+    statement = conclude.describe_paths(calls, "path", "max_seq_len")
+    assert statement.text.startswith(
+        "Reading all takes longer than reading some at max_seq_len 1024. The first takes, over "
+        "the second, 0.998 times (95% interval 0.99"
+    )
+    assert " at 128, 1.5 times (95% interval 1.4" in statement.text
+    (open_order,) = statement.undecided
+    assert open_order.words == "reading all against reading some at max_seq_len 128"
+    faster = paths_of({128: 30.0}, {128: 40.0})
+    statement = conclude.describe_paths(faster, "path", "max_seq_len")
+    assert "Reading all takes less time than reading some" in statement.text
+    assert statement.is_decided
+    # one round has no interval, and decides nothing
+    statement = conclude.describe_paths(
+        paths_of({128: 30.0}, {128: 40.0}, 1), "path", "max_seq_len"
+    )
+    assert statement.text == (
+        "Whether reading all or reading some takes longer is decided at no max_seq_len. The "
+        "first takes, over the second, 0.75 times at 128."
     )
 
 
 def test_the_command_is_named_only_where_an_order_is_open():
-    decided, undecided = conclude.Statement("a"), conclude.Statement("b", False)
+    decided = conclude.Statement("a")
+    undecided = conclude.Statement("b", (conclude.OpenOrders("c", ()),))
     assert conclude.describe_next_step([decided, decided], COMMAND) == ""
     text = conclude.describe_next_step([decided, undecided, undecided], COMMAND)
     assert text.count(COMMAND) == 1
@@ -330,10 +402,13 @@ def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
         a1=(400, 410, 405), b1=(300, 305, 310), a2=(200, 210, 204), b2=(201, 207, 206)
     )
     statement = conclude.describe_options(rows, ["option", "rest"])
-    assert "option b is faster than a in 0 of 2 pairs that differ in" in statement.text
-    assert "slower in 1, undecided in 1." in statement.text
-    assert "rest 2 is faster than 1 in 0 of 2 pairs" in statement.text
-    assert statement.text.endswith("Undecided: 3 rounds do not agree.")
+    assert statement.text == (
+        "Of pairs of settings that differ in one option alone: option b is slower than a in "
+        "1 of 2; rest 2 is slower than 1 in 2 of 2."
+    )
+    assert conclude.describe_undecided([statement]) == (
+        "Not told apart (3 rounds do not agree): option b against a in 1 of 2 pairs."
+    )
     assert not statement.is_decided
 
 
@@ -343,8 +418,8 @@ def test_a_value_that_is_not_set_is_compared_like_any_other(null):
     rows["option"] = rows["option"].replace({"b": null}).astype(object)
     statement = conclude.describe_options(rows, ["option", "rest"])
     assert statement == conclude.Statement(
-        "option not set is faster than a in 0 of 1 pairs that differ in nothing else, "
-        "slower in 1."
+        "Of pairs of settings that differ in one option alone: option not set is slower than "
+        "a in 1 of 1."
     )
     text = conclude.describe_axis({"tok/s": rows}, "option").text
     assert "not set: " in text

@@ -225,13 +225,18 @@ FAR = {
 }
 
 
-@pytest.mark.parametrize(("rates", "count"), [(CLOSE, 4), (FAR, 2)])
+def fastest_of(processes: pd.DataFrame) -> conclude.Statement:
+    costs = pd.DataFrame({"name": processes["name"].unique(), "bundle_bytes": 2**20})
+    return conclude.describe_fastest(processes, costs.assign(kl_mean=0.01))
+
+
+@pytest.mark.parametrize(("rates", "count"), [(CLOSE, 3), (FAR, 2)])
 def test_every_median_of_the_fastest_and_of_those_named_beside_it_is_computed(
     rates, count
 ):
     processes = named_processes(rates)
-    words = conclude.describe_most(processes, "the settings")
-    words += f"\n{conclude.describe_fastest(processes).text}"
+    words = "Other work disturbed 1 process.\n"
+    words += f"{conclude.describe_most(processes)}\n{fastest_of(processes).text}"
 
     def find(text: str) -> list:
         return audit_times.check_fastest("Answer", text, processes)
@@ -251,7 +256,7 @@ def test_the_interval_of_an_undecided_order_is_computed():
     rates = {"compress int8, T 1": (29.2, 28.1, 28.2)}
     rates["compress fp16, T 1"] = (21.8, 26.3, 25.7)
     processes = named_processes(rates)
-    text = conclude.describe_fastest(processes).text
+    text = fastest_of(processes).text
     (match,) = audit_times.INTERVAL.finditer(text)
 
     def find(text: str) -> list:
@@ -261,6 +266,30 @@ def test_the_interval_of_an_undecided_order_is_computed():
     for end in match.groups():
         (finding,) = find(text.replace(end, "0.5"))
         assert "0.5" in finding.actual
+
+
+def test_every_number_of_the_ratio_of_both_paths_is_computed():
+    rng, rows = np.random.default_rng(0), []
+    for number in range(3):
+        for place, (path, mean) in enumerate(
+            {"all rows": 6.0, "some rows": 4.0}.items()
+        ):
+            ms = mean * (1 + 0.01 * rng.standard_normal())
+            rows.append((f"{number}{place}", path, 1024, 1, ms, None))
+    columns = ["run_id", "rows", "max_seq_len", "T", "value", "disturbed"]
+    calls = pd.DataFrame(rows, columns=columns)
+    text = conclude.describe_paths(calls, "rows", "max_seq_len").text
+    (match,) = audit_times.RATIO_OF_PATHS.finditer(text)
+    assert audit_times.check_paths("Answer", text, calls) == []
+    for name in ("ratio", "low", "high", "length"):
+        start, end = match.span(name)
+        wrong = (
+            f"{text[:start]}7.5{text[end:]}"
+            if name != "length"
+            else text[:start] + "64"
+        )
+        (finding,) = audit_times.check_paths("Answer", wrong, calls)
+        assert finding.label == "paths"
 
 
 @pytest.mark.parametrize("lacking", ["experiments", "samples", "runs"])

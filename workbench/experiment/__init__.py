@@ -48,6 +48,7 @@ _MODULES = {
     "experiment.publishing": ("publish_run",),
     "experiment.recording": ("Experiment",),
     "experiment.report": (
+        "APPENDIX",
         "draw_figure",
         "find_report",
         "redraw_run",

@@ -28,7 +28,8 @@ class Artifact:
     """A figure or a table of a run, as `NAME.json` describes it.
 
     A field that is None is not written to the file: a table has no `plot`, `subtitle` and
-    `options`, and artifacts of older or unfinished runs have no `run_id`.
+    `options`, most artifacts have no `section`, and artifacts of older or unfinished runs
+    have no `run_id`.
     """
 
     kind: str
@@ -47,6 +48,8 @@ class Artifact:
     """The keywords of the function `plot`."""
     in_report: bool = True
     """Whether the report has it; the files have it always."""
+    section: str | None = None
+    """The heading under which the report has it; None: that of all others."""
     run_ids: list[str]
     """The log's runs that the rows of the data came from."""
     run_id: str | None = None

@@ -12,6 +12,9 @@ from workbench import escape
 from workbench.errors import visible
 from workbench.experiment.tables import html_table, markdown_table
 
+HEADING_MARK = "## "
+"""Begins a line of a text, such as an answer, that is a heading."""
+
 
 @dataclass(frozen=True)
 class Heading:

@@ -6,6 +6,7 @@ import shutil
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import pandas as pd
@@ -28,6 +29,7 @@ from workbench.experiment.entries import (
     current_cell,
 )
 from workbench.experiment.latex import latex_table
+from workbench.experiment.page import HEADING_MARK
 from workbench.experiment.parameters import (
     check_lengths,
     portable_values,
@@ -88,6 +90,7 @@ class Experiment:
         *,
         alt: str,
         subtitle: str = "",
+        section: str | None = None,
         **options,
     ) -> SVG:
         """Saves the data, draws the figure from the saved file, and shows it.
@@ -96,10 +99,13 @@ class Experiment:
             draw: a function of `workbench.plots`; `options` are its keywords.
             alt: a description for readers who cannot see the figure.
             subtitle: checkpoint, options and machine of the data.
+            section: the heading under which the report has it (see `report.run_page`);
+                default: with the figures and tables that have no section.
         """
         if draw.__name__ not in plots.__all__:
             raise ValueError(f"{draw.__name__} is no function of workbench.plots")
         drawing = {"plot": draw.__name__, "subtitle": subtitle, "options": options}
+        drawing["section"] = section
         self._write_artifact(FIGURES, name, data, alt, **drawing)
         svg = report.redraw_figure(self.unfinished, name)
         picture = SVG(filename=str(svg), metadata={"alt": alt})
@@ -107,15 +113,23 @@ class Experiment:
         return picture
 
     def table(
-        self, name: str, data: pd.DataFrame, caption: str, *, in_report: bool = True
+        self,
+        name: str,
+        data: pd.DataFrame,
+        caption: str,
+        *,
+        in_report: bool = True,
+        section: str | None = None,
     ) -> Styler:
         """Saves a table as Parquet and LaTeX, and shows it below its caption, in which
         backticks mark code.
 
         Args:
             in_report: whether the report has it; a table of raw values need not be there.
+            section: as in `figure`.
         """
-        self._write_artifact(TABLES, name, data, caption, in_report=in_report)
+        fields = {"in_report": in_report, "section": section}
+        self._write_artifact(TABLES, name, data, caption, **fields)
         label = f"tab:{self.name[:2]}-{name}"
         text = latex_table(data, caption, label)
         path = artifacts.artifact_path(self.unfinished, TABLES, name, ".tex")
@@ -129,7 +143,7 @@ class Experiment:
         """Writes the data and the description of a figure or table.
 
         Args:
-            fields: of its `Artifact`: of a figure `plot`, `subtitle` and
+            fields: of its `Artifact`: `section`, and of a figure `plot`, `subtitle` and
                 `options`, of a table `in_report`.
         """
         (self.unfinished / kind).mkdir(parents=True, exist_ok=True)
@@ -193,7 +207,8 @@ class Experiment:
         and shows both verdicts, the answer and the report's path.
 
         Args:
-            answer: to the notebook's question, in lines of text.
+            answer: to the notebook's question, in lines of text; a line that begins with
+                `page.HEADING_MARK` is a heading.
             decoder: whose bundle and settings the row describes.
             golden: with which `fidelity` compares; its prompt and the texts of its
                 tokens are logged with the run.
@@ -345,13 +360,19 @@ class Experiment:
 
 def _html_conclusion(verdicts: str, answer: str, report_path: str) -> str:
     """A conclusion in HTML: the verdicts, the first line of the answer, and its other
-    lines as a list."""
+    lines as a list, one for each heading."""
     first, *others = [line for line in answer.splitlines() if line.strip()] or [""]
     parts = [f"<p><b>{escape.html(verdicts)}</b></p>"]
     parts.append(f"<p>{escape.html_sentence(first)}</p>")
-    if others:
-        items = "".join(f"<li>{escape.html_sentence(line)}</li>" for line in others)
-        parts.append(f"<ul>{items}</ul>")
+    for is_heading, lines in groupby(
+        others, lambda line: line.startswith(HEADING_MARK)
+    ):
+        if is_heading:
+            titles = (line.removeprefix(HEADING_MARK) for line in lines)
+            parts += [f"<p><b>{escape.html(title)}</b></p>" for title in titles]
+        else:
+            items = "".join(f"<li>{escape.html_sentence(line)}</li>" for line in lines)
+            parts.append(f"<ul>{items}</ul>")
     parts.append(f"<p>report: <code>{escape.html(report_path)}</code></p>")
     style = "max-width: 52em; overflow-wrap: break-word; word-break: normal"
     return f'<div style="{style}">{"".join(parts)}</div>'

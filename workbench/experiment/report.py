@@ -15,6 +15,7 @@ from workbench.experiment import artifacts, folders, page, sources
 from workbench.experiment.artifacts import FIGURES, Artifact, artifact_path
 from workbench.experiment.notebooks import cells_of, title_of
 from workbench.experiment.page import (
+    HEADING_MARK,
     Block,
     Commands,
     Heading,
@@ -32,6 +33,10 @@ from workbench.log.anonymous import anonymize
 
 SHOWN_ROWS = 20  # of a table in the report
 FOLDED_ROWS = 200  # of a table in the HTML page, which has no files beside it
+ARTIFACTS = "Figures and tables"
+"""The heading of those that have no section."""
+APPENDIX = "Appendix"
+"""A section that closes the page, such as of tables with a row for each layer."""
 RUN_KEY = "workbench"
 """The key of a cell output's metadata under which a conclusion names its run."""
 BUNDLE_GATES = {*gates.REQUIRED, "budget", "device", gates.MAX_KL_GATE}
@@ -127,7 +132,9 @@ def write_html(folder: Path, path: Path | None = None) -> Path:
 
 
 def run_page(folder: Path) -> Page:
-    """The page of the run in `folder`, from its files alone.
+    """The page of the run in `folder`, from its files alone: the answer, the figures and
+    tables, those of each section behind them, the gates and the setup. The section
+    `APPENDIX` comes last.
 
     Raises:
         InputError: figures or tables of another run lie there.
@@ -139,18 +146,31 @@ def run_page(folder: Path) -> Page:
     blocks: list[Block] = []
     if results:
         blocks.append(_verdicts(results))
-    paragraphs = re.split(r"\n+", run["conclusion"])  # one for each line
-    blocks += [Paragraph(line) for line in paragraphs if line]
-    blocks += [
-        _block(folder, artifact)
-        for artifact in artifacts.read_artifacts(folder)
-        if artifact.in_report
-    ]
+    lines = re.split(r"\n+", run["conclusion"])
+    blocks += [_answer_block(line) for line in lines if line]
+    sections: dict[str, list[Block]] = {ARTIFACTS: []}  # heading → figures and tables
+    for artifact in artifacts.read_artifacts(folder):
+        if artifact.in_report:
+            section = sections.setdefault(artifact.section or ARTIFACTS, [])
+            section.append(_block(folder, artifact))
+    appendix = sections.pop(APPENDIX, [])
+    for heading, section in sections.items():
+        if section:
+            blocks += [Heading(heading), *section]
     if results:
         blocks += [Heading("Gates"), Table(gate_table(results))]
     blocks += [Heading("Setup"), Paragraph(_setup(run))]
     blocks += [Heading("Reproduce"), *_reproduce(name, run)]
+    if appendix:
+        blocks += [Heading(APPENDIX), *appendix]
     return Page(f"Experiment {title_of(name)}", tuple(blocks))
+
+
+def _answer_block(line: str) -> Block:
+    """A line of an answer: a heading or a paragraph."""
+    if line.startswith(HEADING_MARK):
+        return Heading(line.removeprefix(HEADING_MARK))
+    return Paragraph(line)
 
 
 def _block(folder: Path, artifact: Artifact) -> Block:
@@ -182,9 +202,9 @@ def judges_export(results: Iterable[gates.Gate]) -> bool:
 
 
 def describe_own_gates(verdict: str) -> str:
-    """The verdict of an experiment whose gates judge no export, in sentences."""
+    """The verdict of an experiment whose gates judge no single export, in sentences."""
     word = verdict.replace("_", " ")
-    return f"Gates of this experiment: {word}. It judges no export."
+    return f"Gates of this experiment: {word}. They are no verdict on a single export."
 
 
 def _setup(run: Mapping) -> str:

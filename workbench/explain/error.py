@@ -39,6 +39,8 @@ PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
 MODES = ("isolated", "chained")
 NAMED_LAYERS = 3
 """Layers with the largest errors, whose sum and whose numbers the sentences state."""
+SHOWN_TOKENS = 32
+"""Tokens of a prompt that a sentence shows."""
 
 
 @dataclass
@@ -157,6 +159,21 @@ def describe_largest(
         "Hugging Face's input; products of two parts make up "
         f"{1 - diagonal.sum():+.1%} of the squared error."
     )
+
+
+def describe_prompt(token_shares: pd.DataFrame) -> str:
+    """The prompt on which the error was measured, with its first tokens.
+
+    Args:
+        token_shares: of `Split.token_shares`, in any order.
+    """
+    tokens = token_shares.sort_values("position")["token"].tolist()
+    shown = tokens[:SHOWN_TOKENS]
+    # labels are ids without a tokenizer
+    separator = "" if any("·" in token for token in tokens) else " "
+    text = separator.join(shown).replace("·", " ").strip()
+    rest = " …" if len(tokens) > len(shown) else ""
+    return f"One prompt was measured, of {len(tokens)} tokens: “{text}{rest}”."
 
 
 def describe_without_token(

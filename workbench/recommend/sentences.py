@@ -150,19 +150,26 @@ def _describe_export(results: Sequence[Gate]) -> str:
             f"({', '.join(names)}). Next step: {_step_after_red(names)}."
         )
     not_run_note = ""
-    names_not_run = [
-        name for name in _not_run(results) if name not in gates.QUALITY_CHECKS
+    not_run = [
+        gate for gate in _not_run(results) if gate.name not in gates.QUALITY_CHECKS
     ]
-    if names_not_run:
-        noun = "gate" if len(names_not_run) == 1 else "gates"
-        not_run_note = f"; {noun} not run: {', '.join(names_not_run)}"
+    if not_run:
+        noun = "gate" if len(not_run) == 1 else "gates"
+        not_run_note = f"; {noun} not run: {_with_reasons(not_run)}"
     word = "not run" if gates.missing_gates(results) else "GREEN"
     return f"Export {word}: {count} gates on it are GREEN{not_run_note}."
 
 
-def _not_run(results: Sequence[Gate]) -> list[str]:
-    """The names of the gates and checks that did not run."""
-    return [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
+def _not_run(results: Sequence[Gate]) -> list[Gate]:
+    """The gates and checks that did not run."""
+    return [gate for gate in results if gate.verdict == gates.NOT_RUN]
+
+
+def _with_reasons(not_run: Sequence[Gate]) -> str:
+    """The names of gates or checks, each with the reason why it did not run."""
+    return ", ".join(
+        f"{gate.name} ({gate.reason})" if gate.reason else gate.name for gate in not_run
+    )
 
 
 def _step_after_red(names: list[str]) -> str:
@@ -193,9 +200,11 @@ def _describe_quality(results: Sequence[Gate]) -> list[str]:
             f"Quality OVER: {gate.name} is {gate.value:.3g}, less than your limit of "
             f"{gate.threshold:.3g} ({gate.reason})."
         )
-    if names := [name for name in _not_run(results) if name in gates.QUALITY_CHECKS]:
-        noun = "Check" if len(names) == 1 else "Checks"
-        sentences.append(f"{noun} of quality not run: {', '.join(names)}.")
+    if not_run := [
+        gate for gate in _not_run(results) if gate.name in gates.QUALITY_CHECKS
+    ]:
+        noun = "Check" if len(not_run) == 1 else "Checks"
+        sentences.append(f"{noun} of quality not run: {_with_reasons(not_run)}.")
     return sentences
 
 

@@ -2,9 +2,10 @@
 where interleaved rounds decide it.
 
 Input is a table with one row per process (see `results.processes`): run_id, value,
-disturbed (a reason, or null), and the columns that tell settings apart. Output is text,
-and whether it leaves an order undecided. `describe_next_step` names the command that
-measures further rounds, once for all statements of an answer."""
+disturbed (a reason, or null), and the columns that tell settings apart. Output is text on
+what is decided, and the orders that are not: `describe_undecided` lists those of all
+statements of an answer, and `describe_next_step` names the command that measures further
+rounds."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
@@ -14,14 +15,20 @@ from itertools import pairwise
 import pandas as pd
 
 from workbench import log
-from workbench.log.times import CONFIDENCE, MIN_CHANGE, MIN_ROUNDS, RatioEstimate
+from workbench.log.times import (
+    CONFIDENCE,
+    FAR_APART,
+    MIN_CHANGE,
+    MIN_ROUNDS,
+    RatioEstimate,
+)
 
 ProcessesBySetting = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
 NOT_SET = "not set"
 """Stands for a null, as in the figures."""
 MAX_NAMED_PAIRS = 3
-"""Pairs of values without a decided order that a sentence names; it counts more of them."""
+"""Pairs of values without a decided order that a list names; it counts more of them."""
 
 
 @dataclass(frozen=True)
@@ -52,33 +59,25 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Statement:
-    """Sentences, and whether they leave no order undecided."""
+class OpenOrders:
+    """Orders of one kind that are not decided."""
 
-    text: str
-    is_decided: bool = True
+    words: str
+    """Which they are, such as "11 of 12 orders by max_seq_len"."""
+    objections: tuple[tuple[Objection, ...], ...]
+    """The reasons of each order."""
 
 
 @dataclass(frozen=True)
-class Undecided:
-    """Two settings that are not told apart."""
+class Statement:
+    """Sentences on what was measured and decided, and the orders that are not decided."""
 
-    pair: str
-    """Both, in words."""
-    objections: list[Objection]
-
-    @property
-    def reason(self) -> str:
-        return self._join_objections(detailed=False)
+    text: str
+    undecided: tuple[OpenOrders, ...] = ()
 
     @property
-    def detailed(self) -> str:
-        """The reason with the numbers of the pair."""
-        return self._join_objections(detailed=True)
-
-    def _join_objections(self, *, detailed: bool) -> str:
-        words = (objection.describe(detailed=detailed) for objection in self.objections)
-        return " and ".join(words)
+    def is_decided(self) -> bool:
+        return not self.undecided
 
 
 @dataclass
@@ -97,17 +96,31 @@ class Ranking:
         """The setting with the highest median."""
         return next(iter(self.medians))
 
+    def shorten(self, name: Hashable) -> str:
+        """The parts of a setting's name that not all settings have."""
+        shared = set.intersection(*(set(other.split(", ")) for other in self.medians))
+        parts = [part for part in name.split(", ") if part not in shared]
+        return ", ".join(parts) or name
+
+    def speed(self, name: Hashable) -> str:
+        """The median of a setting with its unit."""
+        return f"{format_value(self.medians[name])} tok/s"
+
+    def describe(self, name: Hashable) -> str:
+        """A setting and its median."""
+        return f"{self.shorten(name)} ({self.speed(name)})"
+
 
 def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
-    """A line for each measure on its dependence on an axis, and a sentence on the orders
-    that are not decided. A line has the median over processes at each value of the axis,
-    and the decided differences of neighbouring values and of the last from the first.
+    """A line for each measure on its dependence on an axis. A line has the median over
+    processes at each value of the axis, and the decided differences of neighbouring values
+    and of the last from the first.
 
     Args:
         measures: what was measured, with its unit → the processes.
     """
     lines: list[str] = []
-    undecided: list[Undecided] = []
+    undecided: list[tuple[str, list[Objection]]] = []
     count = 0
     for measure, processes in measures.items():
         settings = _group_processes(processes, axis)
@@ -116,82 +129,71 @@ def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
         lines.append(_describe_measure(measure, settings, axis, comparisons))
         where = f" in {measure}" if len(measures) > 1 else ""
         undecided += [
-            Undecided(f"{second} against {first}{where}", comparison.objections)
+            (f"{second} against {first}{where}", comparison.objections)
             for (first, second), comparison in comparisons.items()
             if not comparison.is_decided
         ]
-    if undecided:
-        reasons = _describe_reasons(undecided, "order")
-        has_one_reason = len({pair.reason for pair in undecided}) == 1
-        is_long = len(undecided) > MAX_NAMED_PAIRS
-        if count == len(undecided) > 1 and (has_one_reason or is_long):
-            words = f"No order by {axis} is decided: {reasons}."
-        elif is_long:
-            rest = f"The other {len(undecided)} of {count} orders by {axis}"
-            words = f"{rest} are not decided: {reasons}."
-        else:
-            words = _describe_undecided(undecided)
-        # of one measure, the sentence stands in its line
-        lines = [*lines, words] if len(measures) > 1 else [f"{lines[0]} {words}"]
-    return Statement("\n".join(lines), not undecided)
+    if not undecided:
+        return Statement("\n".join(lines))
+    pairs, objections = zip(*undecided)
+    words = f"{axis} {', '.join(pairs)}"
+    if len(pairs) > MAX_NAMED_PAIRS:
+        of_all = "all" if len(pairs) == count else f"{len(pairs)} of"
+        words = f"{of_all} {count} orders by {axis}"
+    return Statement("\n".join(lines), (_open_orders(words, objections),))
 
 
-def describe_most(processes: pd.DataFrame, group: str) -> str:
+def describe_most(processes: pd.DataFrame) -> str:
     """A sentence that names the setting (column `name`) with the most tokens per second,
-    and says so where its order against others is not decided.
-
-    Args:
-        group: the settings in words, such as "8 configurations that pass".
-    """
+    and says so where its order against others is not decided."""
     ranking = _rank(_group_processes(processes, "name"))
-    name = _shorten_name(ranking.first, ranking.medians)
-    speed = format_value(ranking.medians[ranking.first])
+    name, speed = ranking.shorten(ranking.first), ranking.speed(ranking.first)
     if not ranking.undecided:
-        return f"{name} is the fastest of {group}: {speed} tok/s."
+        return f"{name} is the fastest: {speed}."
     nearest, *others = ranking.undecided
-    against = f"{_name_difference(nearest, ranking.first)} "
-    against += f"({format_value(ranking.medians[nearest])})"
+    against = ranking.describe(nearest)
     if others:
         against += f" and {len(others)} other{'s' * (len(others) > 1)}"
-    return (
-        f"{name} has the highest median of {group} ({speed} tok/s), undecided against "
-        f"{against}."
-    )
+    return f"{name} has the highest median ({speed}), undecided against {against}."
 
 
-def describe_fastest(processes: pd.DataFrame) -> Statement:
+def describe_fastest(processes: pd.DataFrame, costs: pd.DataFrame) -> Statement:
     """Sentences on how far ahead the setting (column `name`) with the most tokens per
-    second is, and on the settings that are not told apart from it."""
+    second is, and on the settings that are not told apart from it.
+
+    Args:
+        costs: name, bundle_bytes and kl_mean (nats) of each setting, which tell two
+            settings apart that their times do not.
+    """
     ranking = _rank(_group_processes(processes, "name"))
-    first, slower = ranking.first, ranking.slower
+    slower = ranking.slower
     if len(ranking.medians) < 2:
         return Statement("There is no other setting to compare.")
-
-    def describe(name: str) -> str:
-        return f"{_name_difference(name, first)} ({format_value(ranking.medians[name])} tok/s)"
-
     if not ranking.undecided:
         nearest = max(slower, key=lambda name: slower[name].ratio)
         return Statement(
-            f"It is the fastest in every round. The closest is {describe(nearest)}, with "
-            f"{_describe_ratio(slower[nearest])} its speed."
+            f"It is the fastest in every round. The closest is {ranking.describe(nearest)}, "
+            f"with {_describe_ratio(slower[nearest])} its speed."
         )
-    # the fastest setting is named once
-    undecided = [
-        Undecided(f"its order against {describe(name)}", objections)
-        if place == 0
-        else Undecided(describe(name), objections)
-        for place, (name, objections) in enumerate(ranking.undecided.items())
+    nearest, *others = ranking.undecided
+    reason = _join_objections(ranking.undecided[nearest], detailed=True)
+    sentences = [
+        f"The ratio of the second's tok/s to the first's decides no order: {reason}.",
+        _describe_costs(costs, ranking.first, nearest),
     ]
-    sentences = [_describe_undecided(undecided)]
+    if others:
+        named = "; ".join(ranking.describe(name) for name in others)
+        sentences.append(f"Also not told apart from the first: {named}.")
     if slower:
-        others = "other is" if len(slower) == 1 else f"other {len(slower)} are"
-        sentences.append(f"The {others} slower in every round.")
-    return Statement(" ".join(sentences), is_decided=False)
+        rest = "other is" if len(slower) == 1 else f"other {len(slower)} are"
+        sentences.append(f"The {rest} slower in every round.")
+    words = f"the fastest against {', '.join(map(ranking.shorten, ranking.undecided))}"
+    open_orders = _open_orders(words, ranking.undecided.values())
+    return Statement(" ".join(filter(None, sentences)), (open_orders,))
 
 
 def describe_options(processes: pd.DataFrame, options: Iterable[str]) -> Statement:
-    """Sentences on whether one value of an option is faster than another, for each option
+    """A sentence on whether one value of an option is faster than another, for each option
     with several values. Settings that differ in nothing else are compared in pairs, and
     the decided pairs are counted.
 
@@ -199,20 +201,90 @@ def describe_options(processes: pd.DataFrame, options: Iterable[str]) -> Stateme
         options: the columns that tell settings apart.
     """
     options = list(options)
-    sentences: list[str] = []
-    undecided: list[Undecided] = []
+    decided: list[str] = []
+    undecided: list[OpenOrders] = []
     for option in options:
         others = [name for name in options if name != option]
-        for words, comparisons in _pair_settings(processes, option, others).items():
-            sentences.append(f"{words} in {_count_pairs(comparisons)}.")
-            undecided += [
-                Undecided(words, comparison.objections)
-                for comparison in comparisons
-                if not comparison.is_decided
-            ]
-    if undecided:
-        sentences.append(f"Undecided: {_describe_reasons(undecided, 'pair')}.")
-    return Statement(" ".join(sentences), not undecided)
+        for (first, second), pairs in _pair_settings(processes, option, others).items():
+            for word, count in _count_decided(pairs).items():
+                if count:
+                    decided.append(
+                        f"{option} {second} is {word} than {first} in {count} of {len(pairs)}"
+                    )
+            objections = [pair.objections for pair in pairs if not pair.is_decided]
+            if objections:
+                which = f"in {len(objections)} of {len(pairs)} pairs"
+                words = f"{option} {second} against {first} {which}"
+                undecided.append(_open_orders(words, objections))
+    text = ""
+    if decided:
+        text = f"Of pairs of settings that differ in one option alone: {'; '.join(decided)}."
+    return Statement(text, tuple(undecided))
+
+
+def describe_paths(processes: pd.DataFrame, path: str, axis: str) -> Statement:
+    """Sentences on which of two ways to run the same calls takes longer at each value of
+    an axis, and on the ratio of their times.
+
+    Args:
+        processes: their value is a time.
+        path: a column with two values, the ways in words.
+        axis: a column, at each value of which both ways were measured.
+    """
+    (first, of_first), (second, of_second) = _group_processes(processes, path).items()
+    firsts, seconds = (_group_processes(rows, axis) for rows in (of_first, of_second))
+    slower: dict[bool, list[str]] = {True: [], False: []}  # is it the first → values
+    ratios: list[str] = []
+    undecided: list[tuple[str, list[Objection]]] = []
+    for value, rows in firsts.items():
+        comparison = _compare({second: seconds[value], first: rows})
+        estimate = comparison.estimate
+        interval = ""
+        if estimate.low <= estimate.high:  # nan: of a single pair
+            ends = describe_range(estimate.low, estimate.high, ".4g")
+            interval = f" ({CONFIDENCE:.0%} interval {ends})"
+        ratios.append(f"{estimate.ratio:.3g} times{interval} at {value}")
+        if comparison.is_decided:
+            slower[estimate.ratio > 1].append(str(value))
+        else:
+            undecided.append((str(value), comparison.objections))
+    sentences = [
+        f"{first} takes {'longer' if is_first else 'less time'} than {second} at {axis} "
+        f"{', '.join(values)}."
+        for is_first, values in slower.items()
+        if values
+    ]
+    if not sentences:
+        sentences = [
+            f"Whether {first} or {second} takes longer is decided at no {axis}."
+        ]
+    sentences.append(f"The first takes, over the second, {', '.join(ratios)}.")
+    text = " ".join(sentences)
+    text = text[0].upper() + text[1:]
+    if not undecided:
+        return Statement(text)
+    values, objections = zip(*undecided)
+    words = f"{first} against {second} at {axis} {', '.join(values)}"
+    return Statement(text, (_open_orders(words, objections),))
+
+
+def describe_undecided(statements: Iterable[Statement]) -> str:
+    """One list of the orders that are not decided, with the reasons; empty where every
+    order is decided. A single order has the numbers of its reason."""
+    kinds = [kind for statement in statements for kind in statement.undecided]
+    if not kinds:
+        return ""
+    orders = [objections for kind in kinds for objections in kind.objections]
+    listed = "; ".join(kind.words for kind in kinds)
+    detailed = len(orders) == 1
+    counts = Counter(_join_objections(order, detailed=detailed) for order in orders)
+    if len(counts) == 1:
+        return f"Not told apart ({next(iter(counts))}): {listed}."
+    reasons = "; ".join(
+        f"{reason} ({count} order{'s' * (count > 1)})"
+        for reason, count in counts.most_common()
+    )
+    return f"Not told apart: {listed}. The reasons: {reasons}."
 
 
 def describe_next_step(statements: Iterable[Statement], command: str) -> str:
@@ -295,9 +367,9 @@ def _describe_measure(
 
 def _pair_settings(
     processes: pd.DataFrame, option: str, others: list[str]
-) -> dict[str, list[Comparison]]:
-    """The beginning of a sentence on two values of an option → the comparisons of the
-    settings with these values that are equal in the columns `others`."""
+) -> dict[tuple[Hashable, Hashable], list[Comparison]]:
+    """Two values of an option → the comparisons of the settings with these values that are
+    equal in the columns `others`."""
     column = processes[option].astype(object)
     values = list(dict.fromkeys(column.where(column.notna(), NOT_SET)))
     groups = [
@@ -312,21 +384,8 @@ def _pair_settings(
             if {first, second} <= settings.keys()
         ]
         if compared:
-            comparisons[f"{option} {second} is faster than {first}"] = compared
+            comparisons[first, second] = compared
     return comparisons
-
-
-def _shorten_name(name: str, names: Iterable[str]) -> str:
-    """The parts of a setting's name that not all settings have."""
-    shared = set.intersection(*(set(other.split(", ")) for other in names))
-    parts = [part for part in name.split(", ") if part not in shared]
-    return ", ".join(parts) or name
-
-
-def _name_difference(name: str, other: str) -> str:
-    """The parts of a setting's name that another setting's name lacks."""
-    parts = [part for part in name.split(", ") if part not in other.split(", ")]
-    return " and ".join(parts) or name
 
 
 def _rank(settings: ProcessesBySetting) -> Ranking:
@@ -349,17 +408,39 @@ def _rank(settings: ProcessesBySetting) -> Ranking:
     return ranking
 
 
-def _count_pairs(comparisons: list[Comparison]) -> str:
-    """The rest of a sentence that counts the pairs in which the second setting is faster,
-    slower, or neither."""
-    decided = [comparison for comparison in comparisons if comparison.is_decided]
-    more = sum(comparison.estimate.ratio > 1 for comparison in decided)
-    text = (
-        f"{more} of {len(comparisons)} pairs that differ in nothing else, slower in "
-        f"{len(decided) - more}"
-    )
-    undecided = len(comparisons) - len(decided)
-    return f"{text}, undecided in {undecided}" if undecided else text
+def _count_decided(comparisons: list[Comparison]) -> dict[str, int]:
+    """The numbers of pairs in which the second setting is faster and slower."""
+    ratios = [pair.estimate.ratio for pair in comparisons if pair.is_decided]
+    faster = sum(ratio > 1 for ratio in ratios)
+    return {"faster": faster, "slower": len(ratios) - faster}
+
+
+def _describe_costs(costs: pd.DataFrame, first: Hashable, second: Hashable) -> str:
+    """Which of two settings has the smaller bundle, and which the lower mean KL; empty
+    where both are equal in both.
+
+    Args:
+        costs: see `describe_fastest`.
+    """
+    by_name = costs.drop_duplicates("name").set_index("name")
+    reasons: dict[str, list[str]] = {"the first": [], "the second": []}
+    for column, noun, form in (
+        ("bundle_bytes", "smaller bundle", lambda size: f"{size / 2**20:.1f} MiB"),
+        ("kl_mean", "lower mean KL", lambda kl: f"{kl:.2g} nats"),
+    ):
+        values = by_name.loc[[first, second], column]
+        if values.notna().all() and values.nunique() > 1:
+            least = "the first" if values.idxmin() == first else "the second"
+            sizes = f"{form(values.min())} beside {form(values.max())}"
+            reasons[least].append(f"its {noun} ({sizes})")
+    choices = [
+        f"{setting} for {' and '.join(words)}"
+        for setting, words in reasons.items()
+        if words
+    ]
+    if not choices:
+        return ""
+    return f"Since tok/s do not decide, take {', or '.join(choices)}."
 
 
 def _group_processes(processes: pd.DataFrame, column: str) -> ProcessesBySetting:
@@ -401,16 +482,20 @@ def _describe_ratio(estimate: RatioEstimate) -> str:
 
 def _objections(settings: ProcessesBySetting) -> list[Objection]:
     """The reasons why nothing is concluded from settings, whatever their values are."""
-    reasons = []
+    objections = []
     for key, rows in settings.items():
         # `processes` leaves out disturbed ones where a setting has others
         if rows["disturbed"].notna().all():
             cause = rows["disturbed"].iloc[0]
-            reasons.append(f"every process of {key} was disturbed: {cause}")
+            detailed = f"every process of {key} was disturbed: {cause}"
+            reason = "every process of one of the two was disturbed"
+            objections.append(Objection(reason, detailed))
         elif log.vary_too_much(rows["value"]):
             ratio = rows["value"].max() / rows["value"].min()
-            reasons.append(f"the processes of {key} lie {ratio:.2f} times apart")
-    return [Objection(reason) for reason in reasons]
+            detailed = f"the processes of {key} lie {ratio:.2f} times apart"
+            reason = f"processes of one of the two lie over {FAR_APART:g} times apart"
+            objections.append(Objection(reason, detailed))
+    return objections
 
 
 def _why_undecided(estimate: RatioEstimate) -> Objection:
@@ -431,33 +516,15 @@ def _why_undecided(estimate: RatioEstimate) -> Objection:
     return Objection(f"{words} {limit}", f"{words}, {estimate.ratio:.3g}, {limit}")
 
 
-def _describe_reasons(undecided: list[Undecided], thing: str) -> str:
-    """The reasons why comparisons are not decided. Several reasons have the numbers of
-    their comparisons.
+def _join_objections(objections: Iterable[Objection], *, detailed: bool) -> str:
+    """The reasons why one order is not decided.
 
     Args:
-        thing: that is not decided, such as "order".
+        detailed: with the numbers of the two settings.
     """
-    if len(undecided) == 1:
-        return undecided[0].detailed
-    counts = Counter(comparison.reason for comparison in undecided)
-    if len(counts) == 1:
-        return undecided[0].reason
-    return "; ".join(
-        f"{reason} ({count} {thing}{'s' * (count > 1)})"
-        for reason, count in counts.items()
-    )
+    words = (objection.describe(detailed=detailed) for objection in objections)
+    return " and ".join(dict.fromkeys(words))  # both settings may have one reason
 
 
-def _describe_undecided(undecided: list[Undecided]) -> str:
-    """A sentence for each reason why comparisons are not decided. It has the numbers of a
-    comparison that alone has this reason."""
-    by_reason: dict[str, list[Undecided]] = {}
-    for comparison in undecided:
-        by_reason.setdefault(comparison.reason, []).append(comparison)
-    sentences = []
-    for reason, comparisons in by_reason.items():
-        words = comparisons[0].detailed if len(comparisons) == 1 else reason
-        pairs = ", ".join(comparison.pair for comparison in comparisons)
-        sentences.append(f"Not decided ({words}): {pairs}.")
-    return " ".join(sentences)
+def _open_orders(words: str, orders: Iterable[Iterable[Objection]]) -> OpenOrders:
+    return OpenOrders(words, tuple(tuple(objections) for objections in orders))
