@@ -155,7 +155,7 @@ def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path
     explorer.axes["T"].value = 2
     assert f"; invalid: {reason}<br>" in explorer.message.value
     assert (
-        "Errors: not measured at T = 2; those at T = 1 are shown."
+        "Errors: not measured at T = 2; the heatmap shows those at T = 1."
         in explorer.message.value
     )
     here(SLOW)

@@ -144,7 +144,7 @@ def test_a_golden_of_another_checkpoint_is_refused(
         lambda: trace_bundle(decoder, other, (1, "isolated")),
         lambda: error.split_error(tiny_llama, llama_bundle, [], reference=other),
     ):
-        with refused("golden's checkpoint: found 000000000000"):
+        with refused("golden's checkpoint: found content hash 000000000000"):
             ask()
 
 
