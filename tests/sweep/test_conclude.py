@@ -182,9 +182,9 @@ def test_the_fastest_is_named_only_where_every_round_says_so():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
     statement = describe_fastest(rows)
     assert statement.text == (
-        "The ratio of the second's tok/s to the first's decides no order: 3 rounds do not "
-        "agree. Since tok/s do not decide, take the first for its lower mean KL (0.01 nats "
-        "beside 0.03 nats). The other is slower in every round."
+        "Nothing is concluded on which of these two is faster: the second is slower in 2 of "
+        "3 rounds, and an order needs all. Since tok/s do not decide, take the first for its "
+        "lower mean KL (0.01 nats beside 0.03 nats). The other is slower in every round."
     )
     (open_order,) = statement.undecided
     assert open_order.words == "the fastest against a2"
@@ -217,7 +217,7 @@ def test_rounds_that_agree_are_not_said_to_disagree():
     """In every round the first setting has more, by ratios that differ much."""
     rows = processes_of(a1=(29.2, 28.1, 28.2), b1=(21.8, 26.3, 25.7))
     same_words = "all 3 rounds agree, but the 95% interval of the ratio, 0.633 to 1.17,"
-    assert f"no order: {same_words} includes 1." in describe_fastest(rows).text
+    assert f"is faster: {same_words} includes 1." in describe_fastest(rows).text
     for statement, words in (
         (conclude.describe_axis({"tok/s": rows}, "option"), "option b against a"),
         (
@@ -269,18 +269,31 @@ def test_rounds_against_the_order_of_the_medians_are_no_disagreement():
     first = (400, 401, 402, 450, 450, 450, 450)
     rows = processes_of(a1=first, b1=(440, 441, 442, 0, 0, 0, 0))
     text = describe_fastest(rows[rows["value"] > 0]).text
-    assert "no order: the rounds contradict the order of the medians." in text
+    assert "is faster: the rounds contradict the order of the medians." in text
 
 
 def test_the_first_sentence_says_where_the_order_is_not_decided():
     rows = processes_of(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
     assert conclude.describe_most(rows) == (
-        "a1 has the highest median (405 tok/s), undecided against a2 (404 tok/s)."
+        "a1 has the highest median (405 tok/s), undecided against a2 (404 tok/s, "
+        "slower in 2 of 3 rounds)."
     )
     told_apart = rows[rows["name"] != "a2"]
     assert conclude.describe_most(told_apart) == "a1 is the fastest: 405 tok/s."
     text = conclude.describe_most(rows[rows["run_id"] < "1"])
     assert text.endswith("undecided against a2 (398 tok/s) and 1 other.")
+
+
+def test_rounds_are_counted_where_a_setting_of_lower_median_is_undecided():
+    """The setting with the second highest median is slower in every round."""
+    rows = processes_of(
+        a1=(17, 22, 21, 23, 24), a2=(16, 20.5, 19, 21, 22), b1=(17.1, 18, 19, 19.5, 20)
+    )
+    words = "b1 (19.0 tok/s, slower in 4 of 5 rounds)"
+    assert conclude.describe_most(rows).endswith(f"undecided against {words}.")
+    text = describe_fastest(rows).text
+    assert "the second is slower in 4 of 5 rounds, and an order needs all" in text
+    assert text.endswith("The other is slower in every round.")
 
 
 def test_a_setting_is_named_by_what_tells_it_from_the_others():
@@ -294,10 +307,11 @@ def test_a_setting_is_named_by_what_tells_it_from_the_others():
     rows["name"] = rows["name"].map(named)
     assert conclude.describe_most(rows) == (
         "compress int8, layers_per_shard 4 has the highest median (40.5 tok/s), undecided "
-        "against compress fp16, layers_per_shard 1 (40.4 tok/s) and 1 other."
+        "against compress fp16, layers_per_shard 1 (40.4 tok/s, slower in 1 of 3 rounds) "
+        "and 1 other."
     )
     text = describe_fastest(rows).text
-    assert "from the first: compress fp16, layers_per_shard 4 (40.0 tok/s)." in text
+    assert "from the first: compress fp16, layers_per_shard 4 (40.0 tok/s, " in text
     alone = rows[rows["name"] == named["a1"]]
     assert conclude.describe_most(alone) == f"{named['a1']} is the fastest: 40.5 tok/s."
     assert "no other setting" in describe_fastest(alone).text

@@ -44,6 +44,10 @@ class RatioEstimate:
     """Student's interval of that mean (nan: fewer than two pairs)."""
     rounds: int
     """See `count_rounds`."""
+    pairs: int
+    """Pairs of processes, one of each setting."""
+    pairs_below: int
+    """Pairs in which the value of the second setting is the smaller one."""
     has_one_direction: bool
     """Whether every pair lies on the same side of 1."""
     is_decided: bool
@@ -131,7 +135,10 @@ def compare_settings(first: pd.Series, second: pd.Series) -> RatioEstimate:
     is_large = abs(mean) > max(half_width, np.log(MIN_CHANGE))
     is_decided = bool(rounds >= MIN_ROUNDS and has_one_direction and is_large)
     ratio, low, high = np.exp([mean, mean - half_width, mean + half_width]).tolist()
-    return RatioEstimate(ratio, low, high, rounds, has_one_direction, is_decided)
+    below = int((logs < 0).sum())
+    return RatioEstimate(
+        ratio, low, high, rounds, pairs, below, has_one_direction, is_decided
+    )
 
 
 def vary_too_much(values: Sequence[float]) -> bool:

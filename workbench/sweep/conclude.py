@@ -57,6 +57,14 @@ class Comparison:
     def is_decided(self) -> bool:
         return not self.objections
 
+    def count_slower(self) -> str:
+        """In how many rounds the second setting is slower, of tokens per second, where
+        the rounds are enough for an order and do not agree; empty elsewhere."""
+        estimate = self.estimate
+        if estimate.rounds < MIN_ROUNDS or estimate.has_one_direction:
+            return ""
+        return f"slower in {estimate.pairs_below} of {estimate.pairs} rounds"
+
 
 @dataclass(frozen=True)
 class OpenOrders:
@@ -88,8 +96,9 @@ class Ranking:
     """Tokens per second of each setting, the most first."""
     slower: dict[Hashable, RatioEstimate] = field(default_factory=dict)
     """Settings that are slower than the first in every round, with their ratio to it."""
-    undecided: dict[Hashable, list[Objection]] = field(default_factory=dict)
-    """The other settings, with the reasons why nothing is concluded from them."""
+    undecided: dict[Hashable, Comparison] = field(default_factory=dict)
+    """The other settings, each compared with the first, with the reasons why nothing is
+    concluded from it."""
 
     @property
     def first(self) -> Hashable:
@@ -107,8 +116,13 @@ class Ranking:
         return f"{format_value(self.medians[name])} tok/s"
 
     def describe(self, name: Hashable) -> str:
-        """A setting and its median."""
-        return f"{self.shorten(name)} ({self.speed(name)})"
+        """A setting, its median, and in how many rounds it is slower than the first where
+        these do not agree: its median may be below that of a setting that is slower in
+        every round."""
+        comparison = self.undecided.get(name)
+        counted = comparison.count_slower() if comparison else ""
+        values = ", ".join(filter(None, (self.speed(name), counted)))
+        return f"{self.shorten(name)} ({values})"
 
 
 def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
@@ -176,9 +190,12 @@ def describe_fastest(processes: pd.DataFrame, costs: pd.DataFrame) -> Statement:
             f"with {_describe_ratio(slower[nearest])} its speed."
         )
     nearest, *others = ranking.undecided
-    reason = _join_objections(ranking.undecided[nearest], detailed=True)
+    comparison = ranking.undecided[nearest]
+    reason = _join_objections(comparison.objections, detailed=True)
+    if counted := comparison.count_slower():
+        reason = f"the second is {counted}, and an order needs all"
     sentences = [
-        f"The ratio of the second's tok/s to the first's decides no order: {reason}.",
+        f"Nothing is concluded on which of these two is faster: {reason}.",
         _describe_costs(costs, ranking.first, nearest),
     ]
     if others:
@@ -188,7 +205,8 @@ def describe_fastest(processes: pd.DataFrame, costs: pd.DataFrame) -> Statement:
         rest = "other is" if len(slower) == 1 else f"other {len(slower)} are"
         sentences.append(f"The {rest} slower in every round.")
     words = f"the fastest against {', '.join(map(ranking.shorten, ranking.undecided))}"
-    open_orders = _open_orders(words, ranking.undecided.values())
+    objections = [pair.objections for pair in ranking.undecided.values()]
+    open_orders = _open_orders(words, objections)
     return Statement(" ".join(filter(None, sentences)), (open_orders,))
 
 
@@ -402,9 +420,8 @@ def _rank(settings: ProcessesBySetting) -> Ranking:
         else:
             # a decided ratio above 1 contradicts the medians: nothing is concluded
             contradiction = "the rounds contradict the order of the medians"
-            ranking.undecided[name] = comparison.objections or [
-                Objection(contradiction)
-            ]
+            objections = comparison.objections or [Objection(contradiction)]
+            ranking.undecided[name] = Comparison(estimate, objections)
     return ranking
 
 
