@@ -241,9 +241,10 @@ def rows_of_fault(tables: Tables, fault: str, T: int) -> pd.DataFrame:
 @claim(
     "05",
     label="tokens of Hugging Face's text",
-    pattern=r"Bundle “(?P<which_bundle>[^”]*)”: export [^.]*\. Along Hugging Face's own text "
-    rf"it takes {number('tokens')} of the tokens; the error of its logits"
-    rf"(?:, in exact arithmetic,)? is {number('ratio')} times",
+    pattern=r"Bundle “(?P<which_bundle>[^”]*)”: export [^.]*\. Fed Hugging Face's text, it picks "
+    rf"the same next token, or a tied one, at {number('tokens')} of the positions; the error "
+    r"of its logits"
+    rf"(?:, in exact arithmetic,)? is {number('ratio')} times that of rounding",
 )
 def bundle_text(tables: Tables, match: re.Match) -> dict[str, float]:
     """The share of tokens that a bundle agrees on, and its error over that of rounding."""

@@ -318,24 +318,24 @@ def test_the_answer_of_05_turns_with_its_rows():
     told = names | {"verdicts": verdicts_of_05()}
     says("05", told, "turned RED: undo, text_budget. GREEN stayed: host, program.\n")
     says("05", told, "turned RED: host. GREEN stayed: program, undo.\n")
-    says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Along")
-    says("05", told, f"Bundle “{late}”: export RED, quality not judged. Along")
+    says("05", told, f"Bundle “{sound}”: export GREEN, quality WITHIN. Fed Hugging")
+    says("05", told, f"Bundle “{late}”: export RED, quality not judged. Fed Hugging")
     says(
         "05",
         told,
         f"“{late}”",
-        "takes 60.0% of the tokens; the error of its logits, in exact arithmetic, is 238",
+        "at 60.0% of the positions; the error of its logits, in exact arithmetic, is 238",
     )
     says(
         "05",
         told,
         f"“{turned}”",
-        "takes 100.0% of the tokens; the error of its logits, in exact arithmetic, is 15",
+        "at 100.0% of the positions; the error of its logits, in exact arithmetic, is 15",
     )
     device = told | {"decoder": SimpleNamespace(is_device=True)}
     assert "exact arithmetic" not in answer("05", device)
     unasked = verdicts_of_05().assign(**{"tokens agreed": None})
-    assert "own text" not in answer("05", names | {"verdicts": unasked})
+    assert "Fed Hugging" not in answer("05", names | {"verdicts": unasked})
     texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
     words = answer("05", names | {"continuation": texts})
     assert "“… a ferry” the bundle writes: “leaves”" in words
@@ -840,7 +840,7 @@ def test_the_answer_of_34_states_no_order_that_rounds_do_not_decide():
     words = answer("34", close)
     headline, _, second, *_ = lines = words.splitlines()
     assert "undecided against int8_" in headline and "is the fastest" not in headline
-    assert "no order: all 3 rounds agree, but the ratio, 0.993," in second
+    assert "is faster: all 3 rounds agree, but the ratio, 0.993," in second
     # one list has all that is open, and one command decides it
     assert words.count("Not told apart") == words.count("workbench run 34") == 1
     assert again in lines[lines.index("## Not decided") + 2]

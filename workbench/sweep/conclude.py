@@ -116,13 +116,14 @@ class Ranking:
         return f"{format_value(self.medians[name])} tok/s"
 
     def describe(self, name: Hashable) -> str:
-        """A setting, its median, and in how many rounds it is slower than the first where
-        these do not agree: its median may be below that of a setting that is slower in
-        every round."""
-        comparison = self.undecided.get(name)
-        counted = comparison.count_slower() if comparison else ""
-        values = ", ".join(filter(None, (self.speed(name), counted)))
-        return f"{self.shorten(name)} ({values})"
+        """A setting and its median."""
+        return f"{self.shorten(name)} ({self.speed(name)})"
+
+    def describe_undecided(self, name: Hashable) -> str:
+        """A setting without a decided order, its median, and in how many rounds it is
+        slower than the first where these do not agree."""
+        values = [self.speed(name), self.undecided[name].count_slower()]
+        return f"{self.shorten(name)} ({', '.join(filter(None, values))})"
 
 
 def describe_axis(measures: Mapping[str, pd.DataFrame], axis: str) -> Statement:
@@ -199,7 +200,7 @@ def describe_fastest(processes: pd.DataFrame, costs: pd.DataFrame) -> Statement:
         _describe_costs(costs, ranking.first, nearest),
     ]
     if others:
-        named = "; ".join(ranking.describe(name) for name in others)
+        named = "; ".join(map(ranking.describe_undecided, others))
         sentences.append(f"Also not told apart from the first: {named}.")
     if slower:
         rest = "other is" if len(slower) == 1 else f"other {len(slower)} are"
