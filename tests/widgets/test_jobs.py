@@ -233,9 +233,9 @@ def test_a_job_that_takes_longer_says_so_and_shows_no_estimate(listener):
 
 
 def test_a_queue_with_a_job_of_unknown_length_counts_what_is_left(listener):
-    queue, known = listener.queue, Job("a", 2.0, lambda: None)
+    queue, timed = listener.queue, Job("a", 2.0, lambda: None)
     queue.jobs = [Job(name, None, lambda: None) for name in "bc"]
-    assert queue._progress(known, 0) == (
+    assert queue._progress(timed, 0) == (
         "measuring a, no estimate yet, then 2 more measurements"
     )
     words = "measuring b, no estimate yet, 9 s so far, then 1 more measurement"

@@ -4,11 +4,13 @@ characters that the font lacks."""
 import re
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 
 import pandas as pd
 from matplotlib import style
+from matplotlib.artist import Artist
 from matplotlib.axis import Axis
 from matplotlib.figure import FigureBase
 from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -163,11 +165,23 @@ def in_code_points(text: str) -> str:
     return re.sub(f"[{re.escape(''.join(all_missing))}]+", _code_points, text)
 
 
+def _find_texts(artist: Artist) -> Iterator[Text]:
+    """The texts of an artist and of its parts, without the labels of ticks: to list those,
+    matplotlib would make every tick, which takes as long as the rest of a small figure."""
+    if isinstance(artist, Axis):
+        yield artist.label
+        return
+    if isinstance(artist, Text):
+        yield artist
+    for part in artist.get_children():
+        yield from _find_texts(part)
+
+
 def write_code_points(figure: FigureBase) -> None:
     """Changes all texts of a figure as `in_code_points` does, with one warning for the
     whole figure."""
     all_missing = set()
-    for axis in figure.findobj(Axis):
+    for axis in chain.from_iterable((ax.xaxis, ax.yaxis) for ax in figure.axes):
         # matplotlib writes the labels of other locators anew, and those are numbers
         if isinstance(axis.get_major_locator(), FixedLocator):
             ticks = [label.get_text() for label in axis.get_ticklabels()]
@@ -175,7 +189,7 @@ def write_code_points(figure: FigureBase) -> None:
                 all_missing |= missing
                 words = [in_code_points(tick) for tick in ticks]
                 axis.set_ticks(axis.get_majorticklocs(), labels=words)
-    for text in figure.findobj(Text):
+    for text in _find_texts(figure):
         if missing := _missing_characters(text.get_text()):
             all_missing |= missing
             text.set_text(in_code_points(text.get_text()))

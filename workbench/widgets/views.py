@@ -131,10 +131,26 @@ class Speed(Picture):
     """Tokens per second and ms per layer over max_seq_len and T on a canvas, one value
     for each process."""
 
+    def __init__(self):
+        super().__init__()
+        self._drawn: tuple[pd.DataFrame, int] | None = None
+        """What the canvas shows: the arguments of `draw`."""
+
+    def fit(self, pixels: int) -> bool:
+        is_changed = super().fit(pixels)
+        if is_changed:
+            self._drawn = None
+        return is_changed
+
     def draw(self, times: pd.DataFrame, S: int) -> None:
         """Draws times at any max_seq_len and T (see `process_times`), hollow where other
-        work disturbed the processes, and marks the max_seq_len S."""
+        work disturbed the processes, and marks the max_seq_len S. A picture of the same
+        times stays: another T, tensor or metric changes the heatmap alone."""
         self.canvas.layout.display = None
+        if self._drawn and self._drawn[1] == S and self._drawn[0].equals(times):
+            self.canvas.remove_class(STALE)
+            return
+        self._drawn = times, S
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "quantity"}
         units = {sentences.SPEED: "tok/s", sentences.LAYER: "ms"}
         options = {"xlog": 2, "ylabel": units, "hollow": "disturbed"}
