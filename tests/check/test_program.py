@@ -12,7 +12,7 @@ from hypothesis.strategies import integers, sampled_from
 from tiny import edited_weights
 
 from workbench.bundle import Options
-from workbench.check.program import program_gate, program_unit
+from workbench.check.program import LIMIT, program_gate, program_unit
 from workbench.check.stretches import plan_positions
 from workbench.models.checkpoint import Checkpoint
 
@@ -74,8 +74,33 @@ def test_scores_that_pass_the_mask_are_red(exports, tmp_path):
 
 def test_what_moves_the_stream_adds_to_what_an_error_is_held_against():
     size = np.array([1.0, 2])
-    assert (program_unit(size, size) > program_unit(0 * size, size)).all()
-    assert (program_unit(0 * size, size) >= size).all()
+    unit = program_unit(64)
+    assert (unit(size, size) > unit(0 * size, size)).all()
+    assert (unit(0 * size, size) >= size).all()
+    # longer sums differ more
+    assert (program_unit(4096)(size, size) > unit(size, size)).all()
+
+
+@pytest.mark.parametrize("C", [64, 576, 4096])
+def test_sums_in_another_order_stay_within_what_one_step_of_their_terms_explains(C):
+    """Sums of C products, their terms added one after another, followed by a function that
+    makes a difference 100 times as large."""
+    rng = np.random.default_rng(C)
+    x = np.float32(rng.standard_normal(C))
+    matrix = np.float32(rng.standard_normal((64, C)))
+    amplification = 100
+
+    def amplified(sums):
+        return np.float64(sums) * amplification - (amplification - 1) * exact
+
+    exact = np.float64(matrix) @ np.float64(x)
+    sequential = np.cumsum(matrix * x, axis=1, dtype=np.float32)[:, -1]
+    nudged = np.float64(matrix) @ (x * (1 + rng.choice([-1, 1], C) * 2.0**-23))
+    perturbed = np.sqrt(np.mean((amplified(nudged) - exact) ** 2, keepdims=True))
+    size = np.sqrt(np.mean(exact**2, keepdims=True))
+    distance = np.sqrt(np.mean((amplified(sequential) - exact) ** 2, keepdims=True))
+    ratio = distance / program_unit(C)(perturbed, size)
+    assert ratio < LIMIT < distance / size
 
 
 @given(integers(1, 300), integers(1, 300), integers(1, 3), sampled_from("-,"))

@@ -12,6 +12,7 @@ lists the passes of the bundle over them (`StretchPlan`), `run_passes` runs thes
 `program_errors` compares: states (`state_errors`), the values of layers (`trace_errors`),
 logits (`head_errors`). `program_gate` judges the worst."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +26,7 @@ from workbench.bundle.names import split_layer
 from workbench.bundle.rings import ring_positions
 from workbench.check import gates
 from workbench.check.compare import (
+    Unit,
     budget_and_ratio,
     distances,
     errors,
@@ -55,29 +57,42 @@ from workbench.runtime import Model, State
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
 # sides sum the same terms in another order. Rounding n partial sums by 2^-24 each moves
 # a sum of n random terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of
-# an MLP; the rounding of what cancels further is what `program_unit` adds.
+# an MLP. What a layer does to such a difference afterwards is what `program_unit` adds.
 LIMIT = 1e-5
-# The rounding of the stream, in steps of 2^-23 of it: about 16 roundings follow each
-# other in a layer, on both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 =
-# 1.6, hence 2. The effect of one step is measured: the distance of Hugging Face's own
-# model on inputs that are one step off (`Stretch.perturbed`), or the step itself where
-# that is larger. An update is the difference of two values of the stream, each rounded
-# on both sides: one below `STEP / LIMIT` of a huge stream (a massive activation) counts
-# as that large.
+# A step is 2^-23 of a value. The effect of one step of a layer's input is measured: the
+# distance of Hugging Face's own model on inputs that are one step off
+# (`Stretch.perturbed`), or the step itself where that is larger. An update is the
+# difference of two values of the stream, each rounded on both sides: one below
+# `STEP / LIMIT` of a huge stream (a massive activation) counts as that large.
 STEP = 2.0**-23
-STEPS = 2
+# Steps by which the two sides differ inside a layer, RMS, before it amplifies them.
+# About 16 roundings of 0.29 steps follow each other on both sides: sqrt(32) * 0.29.
+ROUNDINGS = 1.6
+# The projections sum C terms each. Added one after another, as oneDNN does without
+# AVX-512, n random terms are off by 0.15 * sqrt(n) steps (the partial sums grow with
+# sqrt(k), and each is rounded by 0.21 of its steps); on both sides sqrt(2) times that.
+# Scores multiply it: softmax(q k) of long q and k that are nearly orthogonal.
+STEPS_OF_SUM = 0.21
+# The perturbed model is one draw, and where one head or a few scores decide, its distance
+# may be half of the usual one by chance.
+ALLOWANCE = 2
 
 
-def program_unit(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """A `Unit`: the size of the value, so that the ratio is a relative RMS, raised by
-    what rounding explains. `STEPS` steps of rounding cause a distance of
-    r = `STEPS` · max(perturbed, `STEP` · size), whose ratio stays within the limit
-    whatever the size is:
+def program_unit(C: int) -> Unit:
+    """The `Unit` of a model of width C: the size of the value, so that the ratio is a
+    relative RMS, raised by what rounding explains. n steps of rounding cause a distance
+    of r = n · max(perturbed, `STEP` · size), whose ratio stays within the limit whatever
+    the size is:
 
         r / (size + r / LIMIT)  <  r / (r / LIMIT)  =  LIMIT
     """
-    one_step = np.maximum(perturbed, STEP * size)
-    return size + STEPS / LIMIT * one_step
+    steps = ALLOWANCE * math.hypot(ROUNDINGS, STEPS_OF_SUM * math.sqrt(C))
+
+    def unit(perturbed: np.ndarray, size: np.ndarray) -> np.ndarray:
+        one_step = np.maximum(perturbed, STEP * size)
+        return size + steps / LIMIT * one_step
+
+    return unit
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -283,6 +298,11 @@ class StretchPlan:
         """The value of the column `mode`."""
         return "isolated" if self.isolated else "chained"
 
+    @property
+    def unit(self) -> Unit:
+        """What distances are divided by."""
+        return program_unit(self.stretches[0].final_input.shape[-1])
+
     def plan_pass(self, decoder: Decoder, reference: Trace) -> PassPlan:
         """The pass as `run_passes` runs it, which reads `state_errors` of each shard.
 
@@ -344,7 +364,7 @@ def state_errors(
                 figures["distance"],
                 figures["size"],
                 distances(expected, perturbed),
-                program_unit,
+                plan.unit,
             )
             calls_with_tokens = [call for call in calls if call.counts[seq]]
             columns = {
@@ -375,7 +395,7 @@ def trace_errors(plan: StretchPlan, traces: Sequence[Trace]) -> list[pd.DataFram
         if rows.empty:
             continue
         perturbed = stretch.perturbed[plan.mode]
-        rows = with_ratios(rows, reference, perturbed, program_unit)
+        rows = with_ratios(rows, reference, perturbed, plan.unit)
         rows["position"] += stretch.start
         tables.append(_finish_rows(rows, plan, seq))
     return tables
@@ -464,7 +484,7 @@ class HeadCall:
             size = np.sqrt(self.sums.size[seq] / V)
             distance = np.sqrt(self.sums.distance[seq] / V)
             perturbed = np.sqrt(self.sums.perturbed[seq] / V)
-            budget, ratio = budget_and_ratio(distance, size, perturbed, program_unit)
+            budget, ratio = budget_and_ratio(distance, size, perturbed, self.plan.unit)
             columns = {
                 "tensor": "logits",
                 "layer": pd.NA,

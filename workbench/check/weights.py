@@ -298,16 +298,33 @@ def _count_recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     of the checkpoint's matrices were recognised in them."""
     if problems := _head_problems(bundle, checkpoint):
         return gates.no_faults("weights", problems, "")
-    names = set().union(*(shard.weights for shard in bundle.manifest.shards))
     matrices = checkpoint.matrices
-    count = len(names.intersection(matrices))
-    return gates.not_run(
-        "weights",
+    unrecognised = unrecognised_matrices(bundle, checkpoint)
+    reason = (
         "how another exporter compresses is not known; "
-        f"{count} of {len(matrices)} matrices were recognised by their values, which the "
-        "other gates use (in place of the rest the checkpoint's)",
-        applies=False,
+        f"{len(matrices) - len(unrecognised)} of {len(matrices)} matrices were recognised "
+        "by their values, which the other gates use"
     )
+    if unrecognised:
+        reason += (
+            f"; they use the checkpoint's in place of {list_names(unrecognised)}, which "
+            "the packages hold with other values or not at all"
+        )
+    return gates.not_run("weights", reason, applies=False)
+
+
+def unrecognised_matrices(bundle: Bundle, checkpoint: Checkpoint) -> list[str]:
+    """The checkpoint's matrices whose values `adopt` did not find in the packages of
+    another exporter."""
+    names = set().union(*(shard.weights for shard in bundle.manifest.shards))
+    return [name for name in checkpoint.matrices if name not in names]
+
+
+def list_names(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    named = ", ".join(names[:MAX_DETAILED])
+    more = len(names) - MAX_DETAILED
+    return named if more <= 0 else f"{named} and {more} more"
 
 
 def _host_deviation(

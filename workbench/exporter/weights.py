@@ -242,7 +242,7 @@ def check_shape(weight: WeightSource, checkpoint: Checkpoint) -> None:
     """Raises an InputError for a tensor with another number of values than its
     parameter, for a matrix without its inputs on the last axis, and for inputs that a
     preset's blocks do not divide."""
-    subject = f"tensor {weight.tensor!r}"
+    subject = f"tensor {weight.tensor!r} of {checkpoint.path}"
     shape = checkpoint.shape(weight.tensor, weight.rows)
     is_matrix = weight.shape[2:] == (1, 1) and len(shape) > 1
     is_transposed = is_matrix and shape[-1] != weight.shape[1]
@@ -250,7 +250,8 @@ def check_shape(weight: WeightSource, checkpoint: Checkpoint) -> None:
         raise InputError(
             subject,
             f"shape {checkpoint.shape(weight.tensor)}",
-            f"{list(weight.shape)}",
+            # a checkpoint has no axes of size 1
+            f"{[n for n in weight.shape if n > 1]}",
             "check that config.json belongs to these weights",
         )
     block = weight.preset.block

@@ -85,6 +85,8 @@ def write_bundle(
         for spec in specs(plan, options)
     ]
     _check_space(planned, plan, folder)
+    # first, so that a damaged one is refused before the shards are written
+    tokens = checkpoint.tokens.save(folder)
     with _writing_threads() as pool:
         # each future runs while coremltools converts in this thread
         checkpoint_entry = pool.submit(lambda: checkpoint.manifest_entry)
@@ -102,7 +104,7 @@ def write_bundle(
             embedding=Embedding(
                 file=embedding_file.result(), scale=plan.embedding_scale
             ),
-            tokens=checkpoint.tokens.save(folder),
+            tokens=tokens,
             checkpoint=checkpoint_entry.result(),
             packages=versions(options),
             residual_exponent=plan.residual_exponent,

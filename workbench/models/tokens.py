@@ -117,12 +117,14 @@ class CheckpointTokens:
 
     def save(self, folder: Path) -> Tokens:
         """Copies the tokenizer, if there is one, into a bundle's folder; returns the
-        manifest's entry on tokens."""
+        manifest's entry on tokens.
+
+        Raises:
+            InputError: a damaged tokenizer.
+        """
         target = folder / "tokenizer"
         for file in self.files():
-            if is_lfs_pointer(file):
-                needed = "a whole tokenizer"
-                raise InputError(str(file), "a Git LFS pointer", needed, FETCH)
+            _check_whole(file)
             target.mkdir(exist_ok=True)
             shutil.copyfile(file, target / file.name)
         files = file_entries(folder, target)
@@ -132,3 +134,20 @@ class CheckpointTokens:
             suppressed=self.suppressed,
             files=files,
         )
+
+
+def _check_whole(file: Path) -> None:
+    """Raises an InputError for a file of a tokenizer that was not fetched whole."""
+    from tokenizers import Tokenizer
+
+    needed = "a whole tokenizer"
+    if is_lfs_pointer(file):
+        raise InputError(str(file), "a Git LFS pointer", needed, FETCH)
+    if file.name != "tokenizer.json":
+        return
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as problem:  # tokenizers raises nothing more precise
+        raise InputError(
+            str(file), f"no tokenizer ({one_line(problem)})", needed, FETCH
+        ) from problem
