@@ -26,7 +26,7 @@ LISTED = re.compile(
 SPEED = re.compile(
     r"(?:against |(?<=\)), |(?<=\)); |: |closest is )"
     r"(?P<options>[\w./-]+ [\w./-]+(?:(?:, | and )[\w./-]+ [\w./-]+)*) "
-    r"\((?P<median>[\d.]+)(?: tok/s)?\)"
+    r"\((?P<median>[\d.]+)(?: tok/s)?[,)]"
 )
 # a line of an Answer, with the name of the fastest setting and its median
 FASTEST = re.compile(
