@@ -107,13 +107,51 @@ def wrong_rows(*rows: tuple) -> pd.DataFrame:
         ),
         (
             [(layer, "hidden", 1, "chained", "start") for layer in (3, 4)],
-            "Layer 3, or a later one, computes something else than the checkpoint's "
+            "Layer 3 computes something else than the checkpoint's "
             "configuration says (hidden; T = 1).",
         ),
     ],
 )
 def test_the_sentence_says_which_layers_tensors_and_calls_are_wrong(rows, sentence):
-    assert program_fault._describe_place(wrong_rows(*rows)) == sentence
+    right = [(layer, "hidden", 1, "chained", "start") for layer in range(3)]
+    table = wrong_rows(*right, *rows)
+    assert program_fault._describe_place(wrong_rows(*rows), table) == sentence
+
+
+CHAINED = "k", "v"
+OUTPUTS = "k", "v", "hidden"
+
+
+@pytest.mark.parametrize(
+    "compared, wrong, subject",
+    [
+        (
+            CHAINED,
+            {2: "kv", 3: "kv"},
+            "Layer 1 behind its K and V, or layer 2 computes",
+        ),
+        (CHAINED, {0: "kv"}, "Layer 0 computes"),
+        (
+            CHAINED,
+            {},
+            "Layer 3 behind its K and V, the final norm or the head computes",
+        ),
+        (OUTPUTS, {2: "k", 3: "kv"}, "Layer 2 computes"),
+        (OUTPUTS, {}, "The final norm or the head computes"),
+    ],
+)
+def test_a_fault_behind_k_and_v_is_not_laid_to_the_next_layer_alone(
+    compared, wrong, subject
+):
+    """Where layers read each other's outputs, K and V of the next layer are the first wrong
+    values."""
+    every = [(n, name, 1, "chained", "start") for n in range(4) for name in compared]
+    logits = (None, "logits", 1, "chained", "start")
+    rows = [(n, name, 1, "chained", "start") for n in wrong for name in wrong[n]]
+    sentence = program_fault._describe_place(
+        wrong_rows(*rows, logits), wrong_rows(*every, logits)
+    )
+    assert sentence.startswith(f"{subject} something else")
 
 
 RIGHT = {"layer": 1, "tensor": "k", "T": 1, "mode": "isolated", "ratio": 0.1}

@@ -21,7 +21,7 @@ from workbench.errors import InputError
 from workbench.progress import bar, stage
 
 CORRECT_AND_EXPORT = (
-    "read the conclusion: it says what is wrong, and where; then export again"
+    "read the conclusion: it says where to look; correct the exporter, and export again"
 )
 READ_WEIGHT_FAULTS = (
     "read the conclusion: it says what the wrong tensors hold, and where to correct it"
@@ -328,7 +328,7 @@ def _judge_program(
     if answer.conclusion and variant_json["fits"] in (None, variants.CONFIGURED):
         conclusion = answer.conclusion
         if variant_json["fits"] is None and answer.cause is None:
-            conclusion = f"{variant_json['conclusion']} {conclusion}"
+            conclusion = f"{conclusion} {variant_json['conclusion']}"
         narrowed = {"fits": answer.cause, "conclusion": conclusion}
     return Answer(narrowed, [answer.gate])
 

@@ -31,6 +31,7 @@ from workbench.check.stretches import (
     run_stretch,
 )
 from workbench.check.trace import Trace, stack
+from workbench.check.weights import list_names, unrecognised_matrices
 from workbench.decode import Decoder
 from workbench.explain.sibling_programs import (
     ProgramDifference,
@@ -146,7 +147,10 @@ def judge_program(
         return replace(weights_answer or ProgramAnswer(gate), gate=gate)
     limit = program.program_limit(bundle.manifest)
     wrong = _wrong_rows(table, limit)
-    conclusion = _describe_place(wrong)
+    conclusion = _describe_place(wrong, table)
+    if bundle.manifest.foreign:
+        missing = _describe_unrecognised(bundle, checkpoint)
+        conclusion = f"{missing}{conclusion}"
     worst = wrong.loc[wrong["ratio"].idxmax()]
     fitted = None
     if can_feed and pd.notna(worst["layer"]):
@@ -225,13 +229,32 @@ def _is_small_only(wrong: pd.DataFrame) -> bool:
     return bool((wrong["kind"] == "scaled").all())
 
 
-def _describe_place(wrong: pd.DataFrame) -> str:
-    """The sentence that says which layers, tensors and T are wrong."""
+def _describe_unrecognised(bundle: Bundle, checkpoint: Checkpoint) -> str:
+    """The sentence, with a space behind it, that names the matrices which `adopt` did not
+    find in the packages; empty where it found all of them or, as where an exporter's
+    compression is unknown, none."""
+    names = unrecognised_matrices(bundle, checkpoint)
+    count = len(checkpoint.matrices)
+    if not names or len(names) == count:
+        return ""
+    verb = "was" if len(names) == 1 else "were"
+    return (
+        f"{len(names)} of {count} matrices {verb} not found in the packages: "
+        f"{list_names(names)}; begin there. "
+    )
+
+
+def _describe_place(wrong: pd.DataFrame, table: pd.DataFrame) -> str:
+    """The sentence that says which layers, tensors and T are wrong.
+
+    Args:
+        wrong: the rows of `table` over the limit.
+    """
     layers = sorted({*wrong["layer"].dropna().astype(int)})
-    if not layers:
+    if (wrong["mode"] == "chained").all():
+        subject = _first_wrong_of_chain(wrong, table)
+    elif not layers:
         subject = "The final norm or the head computes"
-    elif (wrong["mode"] == "chained").all():
-        subject = f"Layer {layers[0]}, or a later one, computes"
     elif len(layers) == 1:
         subject = f"Layer {layers[0]} computes"
     elif len(layers) <= MAX_NAMED:
@@ -245,6 +268,36 @@ def _describe_place(wrong: pd.DataFrame) -> str:
         f"{subject} something else than the checkpoint's configuration says{where} "
         f"({tensors}; T = {sizes})."
     )
+
+
+def _first_wrong_of_chain(wrong: pd.DataFrame, table: pd.DataFrame) -> str:
+    """The subject and verb of the sentence of `_describe_place` where every layer reads
+    the output of the one before. A layer's states depend on its input, so that a fault
+    behind the states of a layer shows first in the next layer, unless the output of the
+    layer is compared too."""
+    layers = table["layer"].dropna().astype(int)
+    with_outputs = {*layers[table["tensor"] == "hidden"]}
+    wrong_layers = wrong["layer"].dropna().astype(int)
+    if wrong_layers.empty:
+        if layers.empty or layers.max() in with_outputs:
+            return "The final norm or the head computes"
+        last = layers.max()
+        return f"Layer {last} behind its K and V, the final norm or the head computes"
+    first = wrong_layers.min()
+    states_are_wrong = (wrong.loc[wrong_layers.index, "tensor"] != "hidden") & (
+        wrong_layers == first
+    )
+    before = layers[layers < first]
+    if before.empty:
+        # layers without states and outputs of their own show nothing
+        return "Layer 0 computes" if first == 0 else f"A layer up to {first} computes"
+    last_right = before.max()
+    if states_are_wrong.any() and last_right not in with_outputs:
+        between = "or" if last_right == first - 1 else "a layer between them or"
+        return (
+            f"Layer {last_right} behind its K and V, {between} layer {first} computes"
+        )
+    return f"Layer {first} computes"
 
 
 def _describe_suspects(wrong: pd.DataFrame, table: pd.DataFrame) -> str | None:
