@@ -103,9 +103,35 @@ def eight_forms(tmp_path) -> pd.DataFrame:
 
 def test_a_line_below_the_table_says_what_its_short_titles_mean(eight_forms):
     *_, last = table_lines(eight_forms, 200)
-    assert last == "mean KL: from Hugging Face's model, in nats"
+    assert last == (
+        "S: max_seq_len; layers: in a shard; mean KL: from Hugging Face's model, in nats"
+    )
     without = table_lines(eight_forms.assign(kl_mean=float("nan")), 200)
     assert not any("nats" in line for line in without)
+
+
+def test_a_machine_has_a_column_and_only_printed_columns_have_a_legend(rows):
+    """Times of two machines in one table would otherwise read as those of settings."""
+    rows = rows.assign(software=["wxyz"[number // 2] for number in range(4)])
+    for width in (40, 60, 100, 200):
+        lines = table_lines(rows, width)
+        titles = next(line for line in lines if line.startswith(" ")).split()
+        for name in ("machine", "software"):
+            count = sum(line.startswith(f"{name} a:") for line in lines)
+            assert count == (name in titles)
+        assert "machine" in titles or width < 60
+
+
+def test_rows_that_only_a_missing_column_tells_apart_are_announced(eight_forms):
+    lines = table_lines(eight_forms, 60)
+    assert "rows that look alike differ in: layers, kv_write" in lines
+
+
+def test_runs_that_came_with_the_project_are_marked(eight_forms):
+    first = eight_forms["run_id"][0]
+    lines = table_lines(eight_forms, 200, shipped=[first])
+    marked = [line.split()[0] for line in lines if "*" in line.split()[0]]
+    assert marked == ["run0*", "*:"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
@@ -124,9 +150,9 @@ def test_settings_that_tell_rows_apart_stay_before_other_settings_and_figures(
     (left_out,) = [i for i, line in enumerate(lines) if line.startswith("left out")]
     header = next(i for i, line in enumerate(lines) if line.startswith(" "))
     titles = lines[header].split()
-    assert {"layers/shard", "kv_write"} <= {*titles}
-    assert " ".join(lines[left_out:]).count("layers/shard") == 0
-    places = titles.index("layers/shard") + 1, titles.index("kv_write") + 1
+    assert {"layers", "kv_write"} <= {*titles}
+    assert "layers" not in " ".join(lines[left_out:]).partition(";")[0]
+    places = titles.index("layers") + 1, titles.index("kv_write") + 1
     rows = [line.split() for line in lines[header + 1 : left_out]]
     settings = {(row[1], *(row[place] for place in places)) for row in rows}
     assert len(settings) == 8

@@ -59,7 +59,12 @@ def log(
         table = table.dropna(axis="columns", how="all")
         print_document(table.to_string(index=False, max_colwidth=32))
     else:
-        print_document("\n".join(table_lines(table)))
+        # a run of an experiment on no checkpoint has no setting and no speed to show
+        shown = table[table[["checkpoint", "tokens_per_s"]].notna().any(axis=1)]
+        lines = table_lines(shown, shipped=workbench.log.shipped_runs(log))
+        if hidden := len(table) - len(shown):
+            lines.append(f"{hidden} without a checkpoint: see `workbench log --rows`")
+        print_document("\n".join(lines))
 
 
 def _check_log(log: Path | None) -> None:

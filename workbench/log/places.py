@@ -42,6 +42,12 @@ def shipped_root(root: Path) -> Path:
     return root / SHIPPED
 
 
+def shipped_runs(root: Root = None) -> set[str]:
+    """The ids of the runs that came with the project."""
+    folder = shipped_root(Path(root or default_root())) / "runs"
+    return {file.stem for file in folder.glob("*.parquet")}
+
+
 def project(root: Root = None) -> Path:
     """The project whose ``experiments/log`` is the log at `root`, or else the folder
     that contains the log."""

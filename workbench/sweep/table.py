@@ -40,6 +40,8 @@ FIGURES = {
 }
 """Columns of `summary` that are printed as figures, and their titles."""
 MEANINGS = {
+    "max_seq_len": "S: max_seq_len",
+    "layers_per_shard": "layers: in a shard",
     "n": "n: processes that were measured",
     "disturbed": "disturbed: processes that other work on the machine slowed",
     "ane_ops_share": "ANE: share of the operations on the Neural Engine",
@@ -47,11 +49,16 @@ MEANINGS = {
     "kl_p99": "99% KL: the quantile, in nats",
 }
 """What stands below the table for columns whose titles do not say it."""
-TITLES = FIGURES | {"layers_per_shard": "layers/shard"}
-"""Titles of columns that are not their names."""
+TITLES = FIGURES | {"layers_per_shard": "layers", "max_seq_len": "S"}
+"""Titles of columns that are not their names. They are short, so that the settings which
+tell rows apart fit beside the figures into `WIDTH`."""
+MARK = "*"
+"""Stands behind the id of a run that came with the project."""
 
 
-def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
+def table_lines(
+    rows: pd.DataFrame, width: int | None = None, shipped: Collection[str] = ()
+) -> list[str]:
     """Rows of `summary` as lines: first what is equal in all of them, then a table,
     then what the table leaves out. The table's first column is the short id by which
     every command knows a run.
@@ -60,30 +67,39 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
 
     Args:
         width: columns of the terminal; default: those of this one, or `WIDTH`.
+        shipped: ids of the runs that came with the project, which are marked.
     """
     if rows.empty:
         return []
     width = width or shutil.get_terminal_size((WIDTH, 0)).columns
+    marks = [MARK if run_id in shipped else "" for run_id in rows["run_id"]]
     rows = _printed_rows(rows)
     varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
     common, figures = _split_figures(rows, varied)
-    rows, legend = _with_letters(rows, [name for name in LETTERED if name in varied])
-    leading = _leading_settings(rows, varied)
+    rows, legends = _with_letters(rows, [name for name in LETTERED if name in varied])
+    telling = _telling_settings(rows, varied)
+    leading = list(dict.fromkeys([*telling, *varied[:FIRST_SETTINGS]]))
     columns = _display_order(varied, leading, figures)
     cells = {name: _cells(name, rows[name]) for name in columns}
-    ids = ["", *rows.index]
+    ids = ["", *(f"{run}{mark}" for run, mark in zip(rows.index, marks))]
     free_width = width - max(map(len, ids))
     priority = _priority(leading, figures, columns)
     fitting = _choose_columns(cells, priority, free_width)
     printed = [cells[name] for name in columns if name in fitting]
-    left_out = [_title(name) for name in columns if name not in fitting]
+    left_out = [name for name in columns if name not in fitting]
+    notes = _notes(rows, left_out, width)
+    if alike := [_title(name) for name in telling if name in left_out]:
+        notes.insert(0, f"rows that look alike differ in: {', '.join(alike)}")
+    if any(marks):
+        notes.append(f"{MARK}: came with the project")
+    legend = [line for name in legends if name in fitting for line in legends[name]]
     common_words = "; ".join(
         f"{name} {_cell_text(value)}" for name, value in common.items()
     )
     return [
         *_wrap([common_words, *legend], width),
         *_align([ids, *printed]),
-        *_wrap([*_notes(rows, left_out, width), _explain(fitting)], width),
+        *_wrap([*notes, _explain(fitting)], width),
     ]
 
 
@@ -104,23 +120,24 @@ def _printed_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _with_letters(
     rows: pd.DataFrame, names: list[str]
-) -> tuple[pd.DataFrame, list[str]]:
-    """The rows with a letter for each value of these columns, and a line for each letter
-    that says what it stands for."""
-    legend = []
+) -> tuple[pd.DataFrame, dict[str, list[str]]]:
+    """The rows with a letter for each value of these columns, and for each column a line
+    for each letter, which says what it stands for."""
+    legends = {}
     for name in names:
         letters = dict(zip(rows[name].dropna().unique(), _letters()))
         rows = rows.assign(**{name: rows[name].map(letters)})
-        legend += [f"{name} {letter}: {value}" for value, letter in letters.items()]
-    return rows, legend
+        legends[name] = [
+            f"{name} {letter}: {value}" for value, letter in letters.items()
+        ]
+    return rows, legends
 
 
-def _leading_settings(rows: pd.DataFrame, varied: list[str]) -> list[str]:
-    """The settings that a narrow terminal shows right after `FIRST_FIGURES`: those that tell
-    the rows apart, then others of the first `FIRST_SETTINGS`.
-
-    Without the settings that tell rows apart, two settings with different figures would
-    read the same.
+def _telling_settings(rows: pd.DataFrame, varied: list[str]) -> list[str]:
+    """The settings that tell the rows apart, which a narrow terminal shows right after
+    `FIRST_FIGURES`: without them, two settings with different figures would read the
+    same. The machine is always among them, because times of two machines are no
+    comparison of settings.
 
     Args:
         varied: the settings that differ between rows.
@@ -132,7 +149,8 @@ def _leading_settings(rows: pd.DataFrame, varied: list[str]) -> list[str]:
         others = [other for other in telling if other != name]
         if others and _count_distinct(rows[others]) == _count_distinct(rows[telling]):
             telling = others
-    return list(dict.fromkeys([*telling, *varied[:FIRST_SETTINGS]]))
+    machine = ["machine"] if "machine" in varied else []
+    return list(dict.fromkeys([*machine, *telling]))
 
 
 def _count_distinct(settings: pd.DataFrame) -> int:
@@ -172,7 +190,7 @@ def _explain(columns: Collection[str]) -> str:
 
 def _notes(rows: pd.DataFrame, left_out: list[str], width: int) -> list[str]:
     """What stands below the table: the reasons of failed and invalid runs, and the titles
-    of columns that did not fit."""
+    of the columns `left_out`, which did not fit."""
     notes = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
     if disturbed := int(rows["disturbed"].fillna(0).sum()):
         notes.append(
@@ -183,7 +201,8 @@ def _notes(rows: pd.DataFrame, left_out: list[str], width: int) -> list[str]:
         )
     if left_out:
         notes.append(
-            f"left out, since the line has {width} columns: {', '.join(left_out)}; "
+            f"left out, since the line has {width} columns: "
+            f"{', '.join(map(_title, left_out))}; "
             "`workbench log --rows` prints every column, --json all of them as JSON"
         )
     return notes
@@ -204,6 +223,8 @@ def _split_figures(rows: pd.DataFrame, varied: list[str]) -> tuple[dict, list[st
         return common, figures
     equal = [name for name in figures if rows[name].nunique(dropna=False) == 1]
     common |= {FIGURES[name]: rows[name].iloc[0] for name in equal}
+    if common.get("disturbed") == 0:
+        del common["disturbed"]
     return common, [name for name in figures if name not in equal]
 
 
