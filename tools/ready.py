@@ -142,6 +142,12 @@ def ask(venv, *arguments):
     return output.decode().strip()
 
 
+def base_python():
+    """The Python that makes virtual environments. Where .venv is active, this file runs in
+    its own Python, which is gone when .venv is made anew."""
+    return getattr(sys, "_base_executable", None) or sys.executable
+
+
 def install(venv):
     """Makes .venv and installs the project with its packages into it.
 
@@ -152,7 +158,7 @@ def install(venv):
     print(f"{text}: one to two minutes, once", flush=True)
     environment = clean_environment()
     subprocess.run(
-        [sys.executable, "-m", "venv", str(venv)], env=environment, check=True
+        [base_python(), "-m", "venv", str(venv)], env=environment, check=True
     )
     settings = pip_settings(ask(venv, "-m", "pip", "config", "list"))
     # the caller's variables before the settings of files, which are not read again

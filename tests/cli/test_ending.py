@@ -47,6 +47,26 @@ def deep_yaml_error() -> RecursionError:
     return raised.value
 
 
+def test_an_error_that_a_library_raises_when_interrupted_is_no_fault(capsys):
+    """safetensors raises a ValueError where Ctrl-C reaches its code."""
+
+    def command():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as end:
+            ending.end(command)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "workbench: interrupted\n"
+
+
 # what NumPy raises for an array that memory does not hold; it has no public name
 ARRAY_TOO_LARGE = np._core._exceptions._ArrayMemoryError((9,), np.dtype("f4"))
 

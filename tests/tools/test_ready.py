@@ -3,6 +3,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def test_another_python_or_place_makes_it_anew_and_says_so(checkout, capsys, nam
     *_, said, last = capsys.readouterr().out.splitlines()
     assert said == f"Making .venv anew: its {name} was another"
     assert last == READY
+
+
+def test_an_active_one_is_made_anew_by_the_python_that_made_it(tmp_path):
+    venv = tmp_path / "venv"
+    make_venv = [ready.base_python(), "-m", "venv", "--without-pip", str(venv)]
+    subprocess.run(make_venv, check=True)
+    code = (
+        f"import shutil, subprocess, sys; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+        f"import ready; assert sys.prefix == {str(venv)!r}; shutil.rmtree({str(venv)!r})\n"
+        f"subprocess.run([ready.base_python(), *{make_venv[1:]!r}], check=True)"
+    )
+    subprocess.run([venv / "bin" / "python", "-c", code], check=True)
+    assert (venv / "bin" / "python").exists()
 
 
 def test_a_python_that_is_not_named_may_be_any(checkout):

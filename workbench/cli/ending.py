@@ -14,10 +14,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, NoReturn
 
 from workbench.errors import RUST_ERROR, CellError, InputError, one_line, visible
 from workbench.progress import end_stage
@@ -68,31 +69,60 @@ NESTED_READERS = re.compile(r"[/\\](json|yaml)[/\\]")
 
 def end(command: Callable[[], None]) -> None:
     """Runs a command and ends the process with its exit code."""
-    try:
+    with _counted_interrupts() as interrupts:
         try:
-            command()
-        finally:  # a full disk or a closed pipe may show only here
-            sys.stdout.flush()
-    except SystemExit:
-        raise
-    except BaseException as problem:
-        end_stage()
-        code, message = describe(problem)
-        refusal = as_refusal(problem) if code == REFUSED else None
-        if isinstance(refusal, InputError) and "--json" in sys.argv[1:]:
-            with suppress(OSError):
-                print(json.dumps({"error": refusal_json(refusal)}))
-        _discard(sys.stdout)
-        if message:
-            with suppress(OSError):
-                lines = [message, *getattr(problem, "__notes__", ())]
-                print(
-                    *(f"workbench: {visible(line)}" for line in lines),
-                    sep="\n",
-                    file=sys.stderr,
-                )
-        _discard(sys.stderr)
-        sys.exit(code)
+            try:
+                command()
+            finally:  # a full disk or a closed pipe may show only here
+                sys.stdout.flush()
+        except SystemExit:
+            raise
+        except BaseException as problem:
+            # a library that is interrupted may raise an error of its own in place of it
+            cause = KeyboardInterrupt() if interrupts else problem
+            _end_with(cause, getattr(problem, "__notes__", ()))
+
+
+def _end_with(problem: BaseException, notes: Iterable[str]) -> NoReturn:
+    """Prints what a command says that raised `problem`, and ends the process."""
+    end_stage()
+    code, message = describe(problem)
+    refusal = as_refusal(problem) if code == REFUSED else None
+    if isinstance(refusal, InputError) and "--json" in sys.argv[1:]:
+        with suppress(OSError):
+            print(json.dumps({"error": refusal_json(refusal)}))
+    _discard(sys.stdout)
+    if message:
+        with suppress(OSError):
+            print(
+                *(f"workbench: {visible(line)}" for line in (message, *notes)),
+                sep="\n",
+                file=sys.stderr,
+            )
+    _discard(sys.stderr)
+    sys.exit(code)
+
+
+@contextmanager
+def _counted_interrupts() -> Iterator[list[int]]:
+    """Context manager that gives a list, which has an entry for every Ctrl-C. Each still
+    raises KeyboardInterrupt."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    # a caller may ignore the signal, as `nohup` does, or handle it
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def refusal_json(refusal: InputError) -> dict[str, str]:
