@@ -11,6 +11,7 @@ from in_process import cli
 from tiny import DATA
 
 from workbench import plugins
+from workbench.cli import experiments
 from workbench.cli.app import SUBCOMMANDS, app
 from workbench.cli.mixed import FormatTarget
 from workbench.cli.output import format_result
@@ -241,6 +242,20 @@ def test_a_run_names_the_folder_of_its_figures_once(monkeypatch):
     output = cli("run", "31").output
     assert output.count("build/figures") == 1
     assert "a.png: a" in output and "b.png: b" in output
+
+
+def test_the_terminal_has_the_first_sentences_of_an_answer_and_no_markdown():
+    long = "This paragraph's first sentence is one that a terminal shows whole. More follows."
+    answer = f"Yes.\n## The bundle\n{long}\n1.5 is a number. It stays."
+    assert experiments._answer_lines(answer) == [
+        "Yes.",
+        "",
+        "The bundle:",
+        "This paragraph's first sentence is one that a terminal shows whole. …",
+        "1.5 is a number. It stays.",
+        "",
+        "…: the report has the rest",
+    ]
 
 
 def test_a_parameter_has_the_type_of_its_default():

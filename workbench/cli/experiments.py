@@ -33,6 +33,8 @@ VERDICTS = "RED", "GREEN"
 QUALITIES = "OVER", "WITHIN"
 # Keys of a sweep's JSON → their names in its text.
 NAMES_IN_TEXT = {"done": "measured now", "resumed": "in the log before"}
+# Characters: sentences of a paragraph are printed until there are as many.
+LEAST_SENTENCES = 60
 # The export that the conclusion of a run recommends (see `recommend.sentences`).
 RECOMMENDED_EXPORT = re.compile(
     "^Recommended: .* Next step: (workbench export .+)$", re.MULTILINE
@@ -196,7 +198,7 @@ def _no_value_error(name: str) -> InputError:
 
 def _print_run(result: dict) -> None:
     """Prints verdict, conclusion, figures and files of one notebook's run."""
-    lines = result["conclusion"].splitlines()
+    lines = _answer_lines(result["conclusion"])
     # all figures are in one folder
     for folder in {Path(figure["path"]).parent: None for figure in result["figures"]}:
         lines.append(f"figures   {folder}")
@@ -208,6 +210,24 @@ def _print_run(result: dict) -> None:
     lines = [*_verdict_lines(result, [result]), *lines]
     lines = fit_terminal([f"  {line}" for line in lines])
     print(visible("\n".join(lines)), end="\n\n")
+
+
+def _answer_lines(conclusion: str) -> list[str]:
+    """An answer as a terminal shows it: headings without Markdown, and the first sentences
+    of every paragraph. The report has the rest, as the last line says."""
+    from workbench.experiment.overview import first_sentences
+
+    lines = []
+    is_cut = False
+    for line in conclusion.splitlines():
+        if line.startswith("#"):
+            lines += ["", f"{line.lstrip('# ')}:"]
+            continue
+        start = first_sentences(line, LEAST_SENTENCES)
+        rest = " …" if len(start) < len(line.strip()) else ""
+        is_cut = is_cut or bool(rest)
+        lines.append(f"{start}{rest}")
+    return [*lines, "", *(["…: the report has the rest"] if is_cut else [])]
 
 
 # As cyclopts gives it: None without the option, [] for `--html`, [FILE] for `--html FILE`.

@@ -53,15 +53,18 @@ def write_overview(shipped: Path) -> Path:
 def short_answer(conclusion: str) -> str:
     """The first sentences of an answer's first line, at least `LEAST_ANSWER` characters
     where the line has as many."""
-    first_line = conclusion.strip().partition("\n")[0]
+    return first_sentences(conclusion.strip().partition("\n")[0], LEAST_ANSWER)
+
+
+def first_sentences(line: str, least: int) -> str:
+    """The first sentences of a line, as many as give `least` characters."""
+    taken = ""
     # a full stop inside a number or a name has no space behind it
-    sentences = re.split(r"(?<=[.?!])\s+", first_line)
-    answer = ""
-    for sentence in sentences:
-        answer = f"{answer} {sentence}".strip()
-        if len(answer) >= LEAST_ANSWER:
+    for sentence in re.split(r"(?<=[.?!])\s+", line.strip()):
+        taken = f"{taken} {sentence}".strip()
+        if len(taken) >= least:
             break
-    return answer
+    return taken
 
 
 def _row(folder: Path) -> str:
