@@ -28,6 +28,16 @@ PLACED_ON = "M4 Max"
 then has every chip."""
 
 
+SIZE_NAMES = {"kv": "KV cache", "side_states": "other states"}
+CHIP_TITLES = {
+    "tokens_per_s": "tok/s",
+    "low_ms": "least ms",
+    "high_ms": "most ms",
+    "streamed_mib": "MiB read",
+}
+"""Titles of the table of chips; the others are the names in the JSON."""
+
+
 @Parameter("*")
 @dataclass(frozen=True)
 class Drafts:
@@ -122,7 +132,13 @@ def plan(
         result["fits_mac"] = None  # the memory of this machine is no Mac's
     speed = _predicted_speed(source, chosen, drafts, chip)
     placed = _placement(bundle, device, placed_on, generation)
-    lines = [*_memory_lines(result, memory), *speed.lines, *placed.lines]
+    lines = [
+        _summary(result | speed.json | placed.json, placed_on),
+        "",
+        *_memory_lines(result, memory),
+        *speed.lines,
+        *placed.lines,
+    ]
     step = _next_step(path, bundle, options, result["fits"])
     print_and_exit(result | speed.json | placed.json, json, lines, next_command=step)
 
@@ -150,6 +166,28 @@ def _next_step(path: Path, bundle, options: ExportOptions, fits: bool) -> str:
     return command_line(*words)
 
 
+def _summary(plan_json: dict, chip: str) -> str:
+    """The sentence that heads a plan: whether the export fits, how long a call takes on
+    `chip`, and how many operations are expected on the Neural Engine."""
+    fit = "Fits" if plan_json["fits"] else "Does not fit"
+    clauses = [f"{fit} in {plan_json['bytes']['machine'] / 2**30:.3g} GiB"]
+    for row in plan_json["chips"]:
+        if row["chip"] == chip:
+            clauses.append(
+                f"about {row['ms']:.3g} ms a call on {chip} ({row['low_ms']:.3g} to "
+                f"{row['high_ms']:.3g}, predicted)"
+            )
+    if shards := plan_json["shards"]:
+        total, engine, disputed = (
+            sum(shard[key] for shard in shards)
+            for key in ("ops", "ane", "ane_if_disputed_hold")
+        )
+        clauses.append(f"{engine} of {total} operations expected on the Neural Engine")
+        if disputed < engine:
+            clauses[-1] += f", {disputed} if disputed rules hold"
+    return f"{'; '.join(clauses)}."
+
+
 def _memory_lines(result: dict, memory: str | None) -> list[str]:
     """The bytes of an export against a machine's memory, as lines that say whose memory
     it is.
@@ -159,12 +197,11 @@ def _memory_lines(result: dict, memory: str | None) -> list[str]:
     """
     from workbench.ane.memory import MAC_SHARE
 
-    machine, owner = "this machine's memory", "this machine"
-    if memory is not None:
-        machine, owner = "the target's memory", "the target"
+    machine = "this machine's memory" if memory is None else "the target's memory"
     sizes = dict(result["bytes"])
     memory_bytes = sizes.pop("machine")
-    fits = {"fits in memory": f"{_yes_or_no(result['fits'])}, of {owner}"}
+    sizes = {SIZE_NAMES.get(name, name): size for name, size in sizes.items()}
+    fits = {"fits in memory": f"{_yes_or_no(result['fits'])}, in {machine}"}
     if result["fits_mac"] is not None:
         fits["fits in a Mac"] = (
             f"{_yes_or_no(result['fits_mac'])}, in {MAC_SHARE:.0%} of a Mac's memory, "
@@ -250,7 +287,7 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None) -> Secti
     result["assumes"] = roofline.describe_fit()
     # a table with these columns would be wider than a terminal of 80 columns
     table = speeds.drop(columns=["extrapolates", "assumed"])
-    table = table.rename(columns={"tokens_per_s": "tok/s"}).to_dict("records")
+    table = table.rename(columns=CHIP_TITLES).to_dict("records")
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]
     lines = []
