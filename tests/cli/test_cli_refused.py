@@ -56,6 +56,11 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("sweep {bundle} --T '1;2'", "run.T.0: '1;2'"),
         ("report 99", "99"),
         ("report 30x", "needs a bundle's folder, or the number of an experiment"),
+        (
+            "explain build/x ranges",
+            "explain: found ranges behind build/x; needs the subcommand ranges before its "
+            "arguments. Next: write: workbench explain ranges build/x",
+        ),
         ("doctor x", "doctor: found the extra argument x; needs no further argument"),
         ("plan {tiny} --verify 4", "Next: add --draft-acceptance SHARE"),
         (

@@ -635,6 +635,28 @@ def test_a_tradeoff_draws_the_range_of_the_processes_of_each_configuration():
     assert ax.get_ylim()[1] > 60
     words = texts(figure)
     assert "bars: the slowest to the fastest process; marks of one KL stand" in words
+    (line,) = ax.get_lines()  # marks the KL
+    assert line.get_xdata()[0] == 0.1
+
+
+def test_bars_of_two_lines_do_not_cover_each_other_and_lie_within_the_axes():
+    rows = [
+        {"S": S, "T": T, "ms": ms}
+        for S in (128, 512)
+        for T, times in ((1, (50, 79)), (4, (71, 117)))
+        for ms in times
+    ]
+    figure = plots.lines(pd.DataFrame(rows), x="S", y="ms", hue="T", xlog=2)
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    bars = [part for part in ax.collections if isinstance(part, LineCollection)]
+    first, second = (
+        bar.get_transform().transform(bar.get_segments()[0])[:, 0] for bar in bars
+    )
+    assert abs(first[0] - second[0]) > 3  # pixels
+    low, high = ax.get_ylim()
+    assert low < 50 and 117 < high
+    assert ax.get_xlim()[0] < 128 and 512 < ax.get_xlim()[1]
 
 
 def test_marks_of_different_kl_with_bars_stand_at_their_own_kl():

@@ -4,6 +4,7 @@ import base64
 import json
 import shlex
 import shutil
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -24,7 +25,7 @@ from workbench.experiment import (
     redraw_run,
     write_html,
 )
-from workbench.experiment.page import Page, Table, html
+from workbench.experiment.page import Page, Picture, Table, html, markdown
 from workbench.experiment.report import APPENDIX
 
 
@@ -45,6 +46,19 @@ def test_the_report_has_gates_figures_setup_and_a_command_and_few_lines(project)
     assert "12 more rows" in text and len(lines) <= 200 and "nan" not in text
     run = run_of(experiment.folder)
     assert not any(run_id in text for run_id in set(run["run_ids"]) - {run["run_id"]})
+
+
+def test_figures_and_tables_are_numbered_in_both_formats():
+    picture = Picture(b"<svg/>", "Bars & dots.", "figures/a b.svg")
+    table = Table(pd.DataFrame({"a": [1]}), "Medians.")
+    page = Page("Title", (picture, table, replace(picture, alt="Lines."), table))
+    text = markdown(page)
+    shown = "Bars \\& dots."
+    assert f"![{shown}](figures/a%20b.svg)\n\n*Figure 1. {shown}*" in text
+    assert "*Figure 2. Lines.*" in text
+    assert text.index("Table 1. Medians.") < text.index("Table 2. Medians.")
+    assert "<figcaption>Figure 1. Bars &amp; dots.</figcaption>" in html(page)
+    assert 'alt="Bars &amp; dots."' in html(page) and "Table 2. Medians." in html(page)
 
 
 def test_a_table_of_raw_values_has_files_and_no_place_in_the_report(project):

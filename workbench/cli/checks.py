@@ -20,6 +20,7 @@ from workbench.cli.options import (
     reject_unused,
 )
 from workbench.cli.output import (
+    command_line,
     print_and_exit,
     step_after_red,
     step_after_validation,
@@ -133,6 +134,10 @@ def validate(
         # `explain` cannot run what was not opened; gate `interface` says what to correct
         if decoder is not None:
             step = step_after_red(output, bundle, checkpoint, execution.runtime)
+            if (
+                output["verdict"] == gates.NOT_RUN
+            ):  # what compares with the model is left
+                step = command_line("validate", bundle, "--checkpoint", "CHECKPOINT")
         print_and_exit(output, json, next_command=step)
         return
     if tasks:

@@ -475,7 +475,8 @@ def sweep(
     # `evaluate` resumes windows, a sweep leaves out whole cells
     counts = {NAMES_IN_TEXT.get(name, name): value for name, value in totals.items()}
     lines = [*table_lines(rows), "", *format_result(counts)]
-    print_and_exit(totals, json, lines, code)
+    step = command_line("log", "--sort", "-tokens_per_s")
+    print_and_exit(totals, json, lines, code, next_command=step)
 
 
 def _check_grid(grid_or_bundle: str) -> None:

@@ -21,7 +21,7 @@ from workbench.cli.options import (
     load_exported_checkpoint,
     reject_unused,
 )
-from workbench.cli.output import print_and_exit
+from workbench.cli.output import command_line, print_and_exit
 from workbench.errors import InputError, visible
 from workbench.progress import end_stage, stage
 
@@ -225,4 +225,11 @@ def evaluate(
         warnings.warn(message, stacklevel=1)
     folder = workbench.log.project() / "data/evaluations"
     result = evaluate(decoder, ids, source, window=window, stride=stride, folder=folder)
-    print_and_exit(result, json)
+    step = None
+    if source is None:  # the command adds KL and equal top tokens
+        (name,) = prompt.sources
+        text = [f"--{name.replace('_', '-')}", getattr(prompt, name)]
+        if prompt.tokens:
+            text += ["--tokens", prompt.tokens]
+        step = command_line("evaluate", bundle, *text, "--checkpoint", "CHECKPOINT")
+    print_and_exit(result, json, next_command=step)

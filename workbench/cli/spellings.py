@@ -55,6 +55,10 @@ def unknown_words_error(
     """
     if command == "log" and len(words) == 2:
         return _old_spelling_error(f"log {' '.join(words)}", COMPARE_STEP)
+    if words[0] in subcommands:  # behind its argument
+        needed = f"the subcommand {words[0]} before its arguments"
+        step = f"write: workbench {command} {words[0]} {first}"
+        return InputError(command, f"{words[0]} behind {first}", needed, step)
     names = ", ".join(subcommands)
     needed = f"at most a subcommand ({names}), and then its arguments"
     step = did_you_mean(first, subcommands, f"see workbench {command} --help")

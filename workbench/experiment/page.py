@@ -4,7 +4,9 @@ them."""
 
 import base64
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 
 import pandas as pd
 
@@ -79,11 +81,18 @@ class Picture:
         alt: its description.
         address: relative path of a file with the drawing, for Markdown, which cannot
             contain it; empty: Markdown has the description alone.
+        number: among the figures of a page; 0: it has none.
     """
 
     svg: bytes
     alt: str
     address: str = ""
+    number: int = 0
+
+    @property
+    def caption(self) -> str:
+        """The description behind the number."""
+        return f"Figure {self.number}. {self.alt}" if self.number else self.alt
 
 
 @dataclass(frozen=True)
@@ -124,8 +133,21 @@ class Page:
 
 def markdown(page: Page) -> str:
     """The page in GitHub's Markdown."""
-    parts = [f"# {escape.markdown(page.title)}", *map(_markdown, page.blocks)]
+    blocks = map(_markdown, _numbered(page.blocks))
+    parts = [f"# {escape.markdown(page.title)}", *blocks]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _numbered(blocks: Iterable[Block]) -> Iterator[Block]:
+    """The blocks, whose captions begin with "Figure 1." and "Table 1.", by which a text
+    can name them."""
+    figures, tables = count(1), count(1)
+    for block in blocks:
+        if isinstance(block, Picture):
+            block = replace(block, number=next(figures))
+        elif isinstance(block, Table) and block.caption:
+            block = replace(block, caption=f"Table {next(tables)}. {block.caption}")
+        yield block
 
 
 def _markdown(block: Block) -> str:
@@ -150,8 +172,14 @@ def _markdown(block: Block) -> str:
                 parts.append(f"{block.more_rows} more rows: {link}.")
             return "\n\n".join(parts)
         case Picture():
-            alt = escape.markdown(" ".join(block.alt.split()))
-            return f"![{alt}]({_address(block.address)})" if block.address else ""
+            alt, caption = (
+                escape.markdown(" ".join(text.split()))
+                for text in (block.alt, block.caption)
+            )
+            if not block.address:
+                return ""
+            # the text of a picture's address is read aloud, and not shown
+            return f"![{alt}]({_address(block.address)})\n\n*{caption}*"
         case Commands():
             text = "\n".join(block.lines)
             runs = map(len, re.findall("`+", text))
@@ -233,7 +261,8 @@ figcaption { color: #444; font-size: 13.5px; }
 def html(page: Page) -> str:
     """The page as one HTML file: style and drawings are in it, and it has no script."""
     title = _text(page.title)
-    body = "\n".join([f"<h1>{title}</h1>", *map(_html, page.blocks)])
+    blocks = map(_html, _numbered(page.blocks))
+    body = "\n".join([f"<h1>{title}</h1>", *blocks])
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -266,7 +295,8 @@ def _html(block: Block) -> str:
             alt = _text(block.alt)
             source = f"data:image/svg+xml;base64,{encoded}"
             picture = f'<img alt="{alt}" src="{source}">'
-            return f"<figure>{picture}<figcaption>{alt}</figcaption></figure>"
+            caption = f"<figcaption>{_text(block.caption)}</figcaption>"
+            return f"<figure>{picture}{caption}</figure>"
         case Commands():
             return f"<pre>{_text(chr(10).join(block.lines))}</pre>"
         case Continuations():

@@ -53,8 +53,9 @@ def _describe_wrong(
     is_scaled = is_factor_significant(actual[~is_wrong], values[~is_wrong])
     if is_scaled and len(wrong) > len(errors) // 4:
         return None
+    counted = unit if len(wrong) > 1 else unit.removesuffix("s")
     return (
-        f"has {len(wrong)} wrong {unit} of {len(errors)}"
+        f"has {len(wrong)} wrong {counted} of {len(errors)}"
         f"{_describe_block(wrong, head_size)}; "
         f"{_describe_worst(actual, values, errors, is_wrong, unit)}"
     )

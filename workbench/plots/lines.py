@@ -18,6 +18,7 @@ from workbench.plots.styled import (
     looks_by_name,
     panels_in,
     returns_figure,
+    shifted,
 )
 from workbench.plots.text import (
     describe_unplaced,
@@ -31,6 +32,7 @@ from workbench.plots.text import (
 
 MAX_VECTOR_POINTS = 2000
 """More points are drawn as an image, also in a vector format."""
+LINE_DISTANCE = 4  # points from the bars of a line to those of the next one
 LABEL_WIDTH = 0.75  # inches beside a panel: the label of its y axis and its numbers
 HOLLOW = {"linestyle": "", "markerfacecolor": "white"}
 
@@ -110,7 +112,9 @@ def lines(
     outside_x = 0
     outside_y = Counter()  # name of the line → points
     for ax, (title, panel) in zip(axes, panels):
-        for name, group in group_by(panel, hue):
+        groups = group_by(panel, hue)
+        middle = (len(groups) - 1) / 2
+        for place, (name, group) in enumerate(groups):
             is_hollow = _are_hollow(group, x, y, hollow)
             line = _line(group.groupby(x)[y], is_hollow, spread, bool(xlog), ylog)
             has_several |= line.has_several
@@ -119,7 +123,9 @@ def lines(
             outside_y[name] += line.outside_y
             if line.medians.empty:
                 continue
-            _draw_line(ax, line, line_styles[name], is_crowded)
+            # bars of two lines at one x would cover each other
+            shift = LINE_DISTANCE * (place - middle) if line.has_several else 0
+            _draw_line(ax, line, line_styles[name], is_crowded, shift)
             keys[name] = Line2D([], [], **line_styles[name])
         for value in marks.values() if marked in (None, title) else ():
             ax.axhline(value, **DASHED)
@@ -186,12 +192,23 @@ def _line_styles(looks: Mapping[Hashable, tuple[str, str]]) -> dict[Hashable, di
     }
 
 
-def _draw_line(ax: Axes, line: Line, style: Mapping, is_raster: bool) -> None:
-    """Draws the points of a line and their bars; as an image also in a vector format if
-    `is_raster`."""
+def _draw_line(
+    ax: Axes, line: Line, style: Mapping, is_raster: bool, shift: float
+) -> None:
+    """Draws the points of a line and their bars.
+
+    Args:
+        is_raster: whether they are an image also in a vector format.
+        shift: points to the right of their places.
+    """
     medians = line.medians
     bars = [medians - line.low, line.high - medians]
+    style = {**style, "transform": shifted(ax, shift)} if shift else style
     container = ax.errorbar(medians.index, medians, bars, **style, capsize=2)
+    # artists that are shifted count for no limits of the axes
+    for ends in (medians, line.low, line.high):
+        ax.update_datalim(np.column_stack([medians.index, ends]))
+    ax.autoscale_view()
     artists = container.get_children()
     if line.is_hollow.any():
         hollow = medians[line.is_hollow]

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.text import Annotation
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from workbench.plots import text
 
@@ -333,3 +334,9 @@ def encode(figure: Figure, suffix: str, title: str = "") -> bytes:
     with style():
         figure.savefig(contents, format=suffix, metadata=metadata | UNDATED[suffix])
     return contents.getvalue()
+
+
+def shifted(ax: Axes, shift: float) -> Transform:
+    """Data coordinates, `shift` points to the right."""
+    scale = ax.get_figure().dpi_scale_trans
+    return ax.transData + ScaledTranslation(shift / 72, 0, scale)

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
-from matplotlib.transforms import ScaledTranslation, Transform
 
 from workbench.plots.styled import (
     DASHED,
@@ -17,6 +16,7 @@ from workbench.plots.styled import (
     looks_by_name,
     returns_figure,
     set_height,
+    shifted,
 )
 from workbench.plots.text import describe_unplaced, group_by, label_log, label_of
 
@@ -85,6 +85,10 @@ def tradeoff(
         label_verdicts = not has_one_verdict
         _draw_points(ax, group, look_of[name], area, shift, shown_name, label_verdicts)
         _draw_ranges(ax, group, look_of[name], shift)
+    if stands_side_by_side:
+        several = measured.loc[measured["kl_mean"].duplicated(), "kl_mean"]
+        for kl in several.unique():
+            ax.axvline(kl, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
     # marks that are shifted count for no limits of the axes
     ax.update_datalim(measured[["kl_mean", "tokens_per_s"]].astype(float))
     ax.autoscale_view()
@@ -109,7 +113,7 @@ def tradeoff(
     if has_bars:
         facts.append("bars: the slowest to the fastest process")
     if stands_side_by_side:
-        facts.append("marks of one KL stand side by side")
+        facts.append("marks of one KL stand side by side about its dotted line")
     if has_one_verdict:
         facts.append(f"all configurations: {verdicts.pop()}")
     notes = ["; ".join(facts)] if facts else []
@@ -162,7 +166,7 @@ def _draw_points(
         words = _verdicts(verdict, quality) if names_verdicts else ""
         style["label"] = ", ".join(filter(None, [name, words]))
         if shift:
-            style["transform"] = _shifted(ax, shift)
+            style["transform"] = shifted(ax, shift)
         ax.scatter("kl_mean", "tokens_per_s", data=points, **style)
 
 
@@ -183,14 +187,8 @@ def _draw_ranges(
         return
     colour, _ = look
     ends = rows["slowest"], rows["fastest"]
-    style = {"color": colour, "linewidth": 1, "transform": _shifted(ax, shift)}
+    style = {"color": colour, "linewidth": 1, "transform": shifted(ax, shift)}
     ax.vlines(rows["kl_mean"], *ends, **style)
-
-
-def _shifted(ax: Axes, shift: float) -> Transform:
-    """Data coordinates, `shift` points to the right."""
-    scale = ax.get_figure().dpi_scale_trans
-    return ax.transData + ScaledTranslation(shift / 72, 0, scale)
 
 
 def _verdicts(verdict: str | None, quality: str | None) -> str:
