@@ -92,7 +92,8 @@ def check_logits(table, bundle, source, stretches):
         rows = rows[rows["position"] >= stretch.end - T].iloc[:T]
         assert [*rows["position"]] == [*range(stretch.end - T, stretch.end)]
         # the two sides sum in another order than calls that run together
-        limits = program.program_unit(rms(expected, nudged), rms(expected))
+        unit = program.program_unit(hidden.shape[1])
+        limits = unit(rms(expected, nudged), rms(expected))
         assert np.allclose(rows["size"], rms(expected), rtol=1e-6)
         assert np.allclose(rows["distance"], rms(expected, actual), atol=1e-5)
         assert np.allclose(rows["ratio"], rows["distance"] / limits, rtol=0.05)

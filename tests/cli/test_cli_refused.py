@@ -55,6 +55,7 @@ MIXED = "export {tiny} out --compress mixed --calibrate {data}/tasks/heldout.txt
         ("sweep nowhere.yaml", "grid"),
         ("sweep {bundle} --T '1;2'", "run.T.0: '1;2'"),
         ("report 99", "99"),
+        ("run", "run: found no NUMBERS; needs the numbers of experiments"),
         ("report 30x", "needs a bundle's folder, or the number of an experiment"),
         (
             "explain build/x ranges",

@@ -7,7 +7,7 @@ import shlex
 
 import pandas as pd
 import pytest
-from in_process import cli
+from in_process import cli, invoke
 from tiny import DATA
 
 from workbench import plugins
@@ -231,6 +231,15 @@ def test_the_next_command_after_over_is_the_recommended_export(
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
     last = cli("run", "31").output.splitlines()[-1]
     assert last == f"{'next':20}{step}"
+
+
+def test_the_list_of_notebooks_has_questions_and_parameters_and_runs_none():
+    output = cli("run", "--list").output
+    assert "05_stateful_kv_cache: Does an exported model keep its KV cache?" in output
+    assert "CHECKPOINT=" in output and output.count("\n\n") >= 6
+    listed = invoke("run", "05", "--list")["notebooks"]
+    assert [entry["experiment"] for entry in listed] == ["05_stateful_kv_cache"]
+    assert listed[0]["parameters"]["MAX_SEQ_LEN"] > 0
 
 
 def test_a_run_names_the_folder_of_its_figures_once(monkeypatch):

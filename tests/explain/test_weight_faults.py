@@ -159,7 +159,7 @@ def test_a_wrong_row_is_named(sound_fp16, tmp_path):
 
     fault = name_fault(sound_fp16, tmp_path, tensor, plant)
     assert fault.kind == "some rows"
-    assert "1 wrong rows of 64; the worst is number 7, scaled by 1.3" in fault.clause
+    assert "1 wrong row of 64; the worst is number 7, scaled by 1.3" in fault.clause
 
 
 @pytest.mark.parametrize("tensor", ["1.self_attn.v_proj", "0.self_attn.q_proj"])

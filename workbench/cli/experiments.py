@@ -42,10 +42,11 @@ RECOMMENDED_EXPORT = re.compile(
 
 
 def run(
-    numbers: list[str],
+    numbers: list[str] | None = None,
     /,
     *,
     set_: list[str] | None = None,
+    list_: Annotated[bool, Parameter(negative=())] = False,
     publish: bool = False,
     beside: bool = False,
     json: Json = False,
@@ -62,6 +63,7 @@ def run(
         numbers: Experiments, such as 05 34.
         set_: NAME=VALUE, a notebook's parameter; of several notebooks, those without
             this parameter ignore it.
+        list_: Print the notebooks with their questions and parameters; run none.
         publish: Make these the shipped write-ups.
         beside: Ship these too, beside write-ups of another checkpoint.
     """
@@ -71,9 +73,16 @@ def run(
     for assignment in set_ or []:
         if "=" not in assignment:
             raise _no_value_error(assignment)
+    if not numbers and not list_:
+        step = "name some, such as 05, or see them all: workbench run --list"
+        raise InputError("run", "no NUMBERS", "the numbers of experiments", step)
     stage("run: reading the notebooks")
     from workbench import experiment
 
+    if list_:
+        from workbench.experiment.notebooks import notebooks_by_number
+
+        return _list_notebooks(numbers or sorted(notebooks_by_number()), json)
     numbers = [number.zfill(2) for number in numbers]
     for number in numbers:
         experiment.find_notebook(number)  # refuses all before any of them runs
@@ -102,6 +111,28 @@ def run(
     print_and_exit(
         result, json, _verdict_lines(words, results), code, next_command=step
     )
+
+
+def _list_notebooks(numbers: Sequence[str], json: bool) -> None:
+    """Prints the question and the parameters of notebooks."""
+    from workbench import experiment
+    from workbench.experiment.notebooks import title_of
+    from workbench.experiment.parameters import value_text
+
+    notebooks = []
+    lines = []
+    for number in numbers:
+        name = experiment.find_notebook(number).stem
+        parameters = experiment.notebook_parameters(number).values
+        question = title_of(name).rpartition(" · ")[2]
+        entry = {"experiment": name, "question": question, "parameters": parameters}
+        notebooks.append(entry)
+        words = (
+            f"{key}={value_text(value, value)}" for key, value in parameters.items()
+        )
+        lines += [f"{name}: {question}", f"    {'; '.join(words)}", ""]
+    step = command_line("run", numbers[0])
+    print_and_exit({"notebooks": notebooks}, json, lines[:-1], next_command=step)
 
 
 def _recommended_export(results: list[dict]) -> str | None:

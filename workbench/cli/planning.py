@@ -177,14 +177,17 @@ def _summary(plan_json: dict, chip: str) -> str:
                 f"about {row['ms']:.3g} ms a call on {chip} ({row['low_ms']:.3g} to "
                 f"{row['high_ms']:.3g}, predicted)"
             )
-    if shards := plan_json["shards"]:
-        total, engine, disputed = (
-            sum(shard[key] for shard in shards)
-            for key in ("ops", "ane", "ane_if_disputed_hold")
+    shards = plan_json["shards"]
+    if shards:
+        total, engine = (sum(shard[key] for shard in shards) for key in ("ops", "ane"))
+        words = (
+            f"{engine} of {total} operations {plan_json['source']} on the Neural Engine"
         )
-        clauses.append(f"{engine} of {total} operations expected on the Neural Engine")
-        if disputed < engine:
-            clauses[-1] += f", {disputed} if disputed rules hold"
+        # a plan that Core ML gave has none that rules dispute
+        disputed = [shard["ane_if_disputed_hold"] for shard in shards]
+        if None not in disputed and sum(disputed) < engine:
+            words += f", {sum(disputed)} if disputed rules hold"
+        clauses.append(words)
     return f"{'; '.join(clauses)}."
 
 

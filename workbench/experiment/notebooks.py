@@ -16,6 +16,15 @@ def notebooks_folder() -> Path:
     return checkout() / "notebooks"
 
 
+def notebooks_by_number() -> dict[str, list[Path]]:
+    """Number of an experiment → its notebook, or several where a number was given twice."""
+    by_number = {}
+    for path in sorted(notebooks_folder().glob("*.ipynb")):
+        if stem := STEM.fullmatch(path.stem):
+            by_number.setdefault(stem[1], []).append(path)
+    return by_number
+
+
 def find_notebook(number: str) -> Path:
     """The notebook of an experiment. Copies that JupyterLab or nbconvert put beside it
     are not read.
@@ -24,10 +33,7 @@ def find_notebook(number: str) -> Path:
         InputError: there is none, or several have the number.
     """
     number = number.zfill(2)
-    by_number = {}
-    for path in sorted(notebooks_folder().glob("*.ipynb")):
-        if stem := STEM.fullmatch(path.stem):
-            by_number.setdefault(stem[1], []).append(path)
+    by_number = notebooks_by_number()
     if number not in by_number:
         needed = f"one of {', '.join(by_number)}"
         if not by_number:
