@@ -63,6 +63,7 @@ ELSEWHERE = (
     "RUN_",
     "HOST",
     "llama-apple",
+    "build/adopted",  # of tests/adopt/test_adopted_fault.py
     "build/new",
 )
 QUICK = "doctor|export|validate|generate|plan|golden"
